@@ -1,1 +1,1 @@
-"""Policies: how they are loaded, and the small offline one that comes with the package."""
+"""Loads policies, critics and reward models, and makes the small offline model of the package."""

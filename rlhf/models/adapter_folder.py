@@ -1,4 +1,4 @@
-"""Check of the base and of the folder of peft's that adapters are to begin with. Imports no torch."""
+"""Checks the peft folder in `model.lora.path` against the settings and the base model. Imports no torch."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none",),
 }
-"""What a folder says of itself when it is plain LoRA of linear layers."""
+"""Values in adapter_config.json of plain LoRA on linear layers."""
 EMPTY = (
     "modules_to_save",
     "rank_pattern",
@@ -25,15 +25,14 @@ EMPTY = (
     "target_parameters",
     "trainable_token_indices",
 )
-"""What it then does not have, or leaves empty."""
+"""Settings that plain LoRA leaves out or empty."""
 
 
 def check_adapter_start(lora: LoraConfig, model_path: str, *, begins: bool = True) -> None:
-    """Raise UserError when the folder of peft's that adapters are to begin with is none, or of other settings or of
-    another base than `model_path`.
+    """Raise UserError if the peft folder `model.lora.path` is missing, or has other settings or another base model.
 
     Args:
-        begins: whether the run has no checkpoint yet that holds its adapters; the folder is not looked at if it has.
+        begins: False if a checkpoint of the run already has its adapters; the folder is then not read.
     """
     if not lora.enabled or lora.path is None or not begins:
         return
@@ -82,11 +81,11 @@ def _check_base(said: str, config: dict[str, Any], model_path: str) -> None:
         return
     try:
         theirs, ours = Path(str(named)).expanduser(), Path(model_path).expanduser()
-        # Of a folder and a Hub's name nobody can tell here whether they are the same.
+        # A folder and a Hub name cannot be compared here.
         same = fingerprint(theirs) == fingerprint(ours) if theirs.is_dir() and ours.is_dir() else None
         if same is None and not theirs.is_absolute() and not theirs.is_dir() and not ours.is_dir():
             same = False
-    except (OSError, RuntimeError):  # no name of a folder, or of one that is not for us to read
+    except (OSError, RuntimeError):  # not the name of a folder, or the folder is not readable
         same = None
     if same is False:
         raise UserError(

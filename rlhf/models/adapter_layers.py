@@ -1,4 +1,4 @@
-"""Adapters (LoRA) beside the frozen weights of a policy: put in by peft, switched off, merged out of place."""
+"""Adds LoRA adapters to a policy with peft, switches them off, and merges them into copies of the frozen weights."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,37 +18,36 @@ from rlhf.models.merged_weight import Factors, output_norms
 from rlhf.models.skeleton import hold_in
 
 ADAPTER = "default"
-"""The only adapter of a model, as peft calls it."""
+"""Name of the only adapter of a model, peft's default."""
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-"""Ends of the names of an adapter's tensors, as in peft's files."""
+"""Suffixes of an adapter's tensor names, as in peft's files."""
 T = TypeVar("T")
 
 
 class UpdateDropout(nn.Dropout):
-    """Dropout of passes that gradients are wanted of: log-probs are taken without it, so that the ratio of a policy to
-    itself is 1."""
+    """Applies dropout only in passes with gradients: without it in log-probs, a policy's ratio to itself is 1."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) if torch.is_grad_enabled() else inputs
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.dtype) -> None:
-    """Give the layers of `model` that `config` names adapters, float32 on the meta device; its own weights are frozen,
-    and cast to `base_dtype`.
+    """Add float32 adapters on the meta device to the layers that `config` names, freeze the model's own weights, and
+    cast these to `base_dtype`.
 
     Raises:
-        UserError: see `target_names`; or peft would adapt others.
+        UserError: see `target_names`; or peft would adapt other layers.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
     targets = target_names(model, config)
     hold_in(model, base_dtype)
-    # The model stays what it is, and its names but for those of adapted layers; no random numbers are drawn.
+    # Names change only for adapted layers, and no random numbers are drawn.
     inject_adapter_in_model(
         PeftConfig(**peft_settings(asdict(config)), target_modules=targets), model, low_cpu_mem_usage=True
     )
-    # For some models peft takes the name of a layer for those of experts that were linear layers once.
+    # In some models, experts that used to be linear layers have the same names, and peft would adapt those.
     if others := sorted(_adapted(model).keys() ^ set(targets)):
         raise UserError(
             f"model.lora.target_modules={config.target_modules}: peft would adapt fused experts in the place of layers "
@@ -61,11 +60,11 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.d
 
 
 def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """The layers of `model`, on any device, that `config` names.
+    """Return the names of the layers of `model`, on any device, that `config` selects.
 
     Raises:
-        UserError: there are none of a name, or they are no linear layers, or the head; or none of them can have an
-            adapter of that rank.
+        UserError: a name matches no layer, or a layer is not linear, or is the head; or `lora.rank` is too large for
+            every layer.
     """
     layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
@@ -91,7 +90,7 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 
 def _check_rank(model: PreTrainedModel, rank: int, names: Iterable[str]) -> None:
-    """Raise UserError for a rank that no weight can have; that some of them cannot is common (gates of experts)."""
+    """Raise UserError for a rank too large for every weight; a rank too large for some (gates of experts) is common."""
     shapes = {name: tuple(model.get_submodule(name).get_parameter("weight").shape) for name in names}
     if rank > (limit := largest_rank(shapes.values())):
         name = next(name for name, shape in shapes.items() if min(shape) == limit)
@@ -102,7 +101,7 @@ def _check_rank(model: PreTrainedModel, rank: int, names: Iterable[str]) -> None
 
 
 def _named(model: PreTrainedModel, key: str, ends: Iterable[str], fitting: set[str]) -> set[str]:
-    """The modules whose names end so."""
+    """Return the modules whose names end with one of `ends`; raise UserError for an end that matches none."""
     found: set[str] = set()
     for end in ends:
         meant = {name for name, _ in model.named_modules() if named_by(name, [end])}
@@ -122,10 +121,9 @@ def _ends(names: Iterable[str]) -> str:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """`model`, an engine's module or the model itself, as it is without its adapters, to the bit, while the context
-    lasts."""
+    """Switch off the adapters of `model` (or an engine's wrapper) in the context; outputs are the base's, bitwise."""
     layers = _adapted(model).values()
-    # Not peft's own switch: that one also changes what is trained, under the hands of the engine.
+    # peft's own switch also changes `requires_grad`, which an engine must not see.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -137,19 +135,17 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A layer's part of its adapter that is no tensor: the scale, and whether its weight is [in, out] instead of [out,
-    in]."""
+    """Scale of a layer's adapter, and whether the layer's weight is [in, out] instead of [out, in]."""
 
     scaling: float
     transposed: bool
 
 
 class Adapters:
-    """Names of a model with adapters, and its weights merged with them.
+    """Maps names of a model with adapters to names in checkpoints, and merges adapters into copies of the weights.
 
-    In a checkpoint and in files the frozen weights have the names that they have without adapters, and the adapters'
-    those of peft's files without their prefix: `X.lora_A.weight`, `X.lora_B.weight`, and with DoRA
-    `X.lora_magnitude_vector`, for the weight `X.weight`.
+    In checkpoints, frozen weights have their names without adapters. The adapter of the weight `X.weight` has peft's
+    names without the prefix: `X.lora_A.weight`, `X.lora_B.weight`, and with DoRA `X.lora_magnitude_vector`.
     """
 
     def __init__(self, layers: Mapping[str, AdaptedLayer]) -> None:
@@ -157,7 +153,7 @@ class Adapters:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Adapters | None":
-        """Those of `model`; None for a model without any."""
+        """Return the adapters of `model`, or None if the model has none."""
         found = {
             name: AdaptedLayer(float(layer.scaling[ADAPTER]), bool(layer.fan_in_fan_out))
             for name, layer in _adapted(model).items()
@@ -165,16 +161,15 @@ class Adapters:
         return cls(found) if found else None
 
     def trained(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-        """Those of `named`, things of the model by their names in it, that are the adapters', by the names in
-        checkpoints."""
+        """Yield the adapters' entries of `named` (model name, value) under their names in checkpoints."""
         return ((own, thing) for name, thing in named if _is_adapter(own := own_name(name)))
 
     def base(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-        """The rest, by the names that it has without adapters."""
+        """Yield the entries of `named` that are not adapters' under their names without adapters."""
         return ((own, thing) for name, thing in named if not _is_adapter(own := own_name(name)))
 
     def in_order(self, base: Mapping[str, T], trained: Mapping[str, T]) -> Iterator[tuple[str, T]]:
-        """Both, as `merged` wants them: a layer's adapter before its weight."""
+        """Yield `base` and `trained` in the order that `merged` needs: a layer's adapter before its weight."""
         for name, thing in base.items():
             layer, _, kind = name.rpartition(".")
             if layer in self._layers and kind == "weight":
@@ -185,11 +180,12 @@ class Adapters:
     def merged(
         self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the model by their names without adapters, W + scaling * B A where there is one: new tensors,
-        computed in float32 and then cast to `dtype`, if it is given. Nothing is changed in place.
+        """Yield the model's weights by their names without adapters, W + scaling * B A for adapted layers.
+
+        The sums are new tensors, computed in float32 and cast to `dtype` if given. No tensor changes in place.
 
         Args:
-            tensors: whole ones, `in_order`.
+            tensors: whole tensors, in the order of `in_order`.
         """
         dtype = dtype or torch.float32
         parts: dict[str, Tensor] = {}
@@ -209,7 +205,7 @@ class Adapters:
         return Factors(a, b, known.scaling, magnitude, known.transposed).merged(weight)
 
     def norms(self, base: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Magnitudes that DoRA begins with, of the whole weights of `base`, by their names in checkpoints."""
+        """Yield DoRA's initial magnitudes of the whole weights `base`, by their names in checkpoints."""
         for name, weight in base:
             layer, _, kind = name.rpartition(".")
             if layer in self._layers and kind == "weight":
@@ -217,7 +213,7 @@ class Adapters:
 
 
 def own_name(name: str) -> str:
-    """The name in checkpoints of a tensor of a model with adapters."""
+    """Return the name in checkpoints of a tensor of a model with adapters."""
     if ".lora_" not in name:
         return name.replace(".base_layer.", ".")
     return name.replace(f".{ADAPTER}", "").replace(f"{MAGNITUDE}.weight", MAGNITUDE)
@@ -228,7 +224,6 @@ def _is_adapter(name: str) -> bool:
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
-    """The layers of the model with an adapter, by name."""
-    # An engine may have put the model into a module of its own.
+    """Return the adapted layers by name, without the prefix of an engine's wrapper module."""
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
     return {name: module for name, module in inner.named_modules() if hasattr(module, "lora_A")}

@@ -1,4 +1,4 @@
-"""Values that adapters begin with: from the run's seed, or from a folder of peft's."""
+"""Fills new adapters from the run's seed or from a peft folder."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,15 +18,15 @@ from rlhf.models.adapter_layers import A
 from rlhf.storage.shards import Shard, Shards
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of an adapter's tensors, by the names in safetensors; of others the numbers would be only part of a weight."""
+"""Types allowed for adapter tensors, by their names in safetensors. Quantised types would need their scales."""
 
 
 @torch.no_grad()
 def fill_from_seed(shards: Shards, seed: int) -> None:
-    """Fill this rank's part of the adapters as peft does: A uniform (Kaiming, a = sqrt(5)), B zero, so that the model
-    is what it is without them; magnitudes are left.
+    """Fill this rank's slices of the adapters as peft does: A uniform (Kaiming, a = sqrt(5)), B zero.
 
-    The values follow from `seed` and the tensor's name alone, whatever the ranks and the engine.
+    The model's outputs stay those of the base. Magnitudes stay unchanged. Values depend only on `seed` and the
+    tensor's name, not on the number of ranks or the engine.
     """
     for name, shard in shards.items():
         if name.endswith(A):
@@ -38,8 +38,7 @@ def fill_from_seed(shards: Shards, seed: int) -> None:
 
 
 def check_stored(shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
-    """Raise UserError unless `folder`, one of peft's, has adapters of these names and shapes, of floating-point
-    numbers; no tensor is read."""
+    """Raise UserError unless the peft folder's header has exactly these adapters, in these shapes and as `FLOATS`."""
     said = f"model.lora.path={folder}: {WEIGHTS}"
     with _reading(folder) as (opened, stored):
         for name in sorted(shapes.keys() ^ stored.keys()):
@@ -63,10 +62,10 @@ def check_stored(shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
 
 @torch.no_grad()
 def fill_from_folder(shards: Shards, folder: Path) -> None:
-    """Fill this rank's part of the adapters from a folder of peft's.
+    """Fill this rank's slices of the adapters from a peft folder.
 
     Raises:
-        UserError: the folder's adapters are of other layers or shapes, or not finite.
+        UserError: the folder has other layers or shapes, or values that are not finite.
     """
     check_stored({name: shard.shape for name, shard in shards.items()}, folder)
     with _reading(folder) as (opened, stored):
@@ -82,7 +81,7 @@ def fill_from_folder(shards: Shards, folder: Path) -> None:
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[tuple[Any, dict[str, str]]]:
-    """The folder's file of tensors, opened, and their names in it by those in checkpoints."""
+    """Open the folder's weights; yield the file, and its tensor names keyed by the names in checkpoints."""
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as opened:
             names = list(opened.keys())
@@ -98,5 +97,5 @@ def _reading(folder: Path) -> Iterator[tuple[Any, dict[str, str]]]:
 
 
 def put(shard: Shard, whole: Tensor) -> None:
-    """Copy this rank's part of `whole` into `shard`."""
+    """Copy this rank's slice of `whole` into `shard`."""
     shard.local.copy_(shard.cut(whole))

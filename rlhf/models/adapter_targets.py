@@ -1,4 +1,4 @@
-"""Choice of the layers that get adapters, by their names, for the trainer and the memory plan. Imports no torch."""
+"""Selects the layers that get adapters by name, for the trainer and the memory plan. Imports no torch."""
 
 from collections.abc import Iterable
 
@@ -6,13 +6,12 @@ from rlhf.config.schema.lora import ALL_LINEAR, LoraConfig
 
 
 def named_by(module: str, ends: Iterable[str]) -> bool:
-    """Whether the name of a module is one of `ends`, or ends with a dot and one of them."""
+    """Return whether a module's name is one of `ends`, or ends with a dot and one of `ends`."""
     return any(module == end or module.endswith(f".{end}") for end in ends)
 
 
 def chosen_layers(lora: LoraConfig, linear: Iterable[str]) -> list[str]:
-    """Those of the `linear` layers, without the head, that `model.lora.target_modules` names and
-    `model.lora.exclude_modules` does not; sorted."""
+    """Return the sorted names in `linear` (no head) that target_modules selects and exclude_modules does not."""
     every = lora.target_modules == ALL_LINEAR
     return sorted(
         name
@@ -22,5 +21,5 @@ def chosen_layers(lora: LoraConfig, linear: Iterable[str]) -> list[str]:
 
 
 def largest_rank(shapes: Iterable[tuple[int, ...]]) -> int:
-    """The largest rank that an adapter of any weight of these shapes can have: its smaller side; 0 of none."""
+    """Return the largest rank that any weight of these shapes allows: its smaller side; 0 without shapes."""
     return max(map(min, shapes), default=0)

@@ -1,6 +1,6 @@
-"""Check of a model's config.json against its role and the lengths of the data, before anything could load the model.
+"""Checks a model's config.json against the model's role and the data's lengths, before the model loads.
 
-The architectures that transformers knows are read from the text of its tables: importing them takes torch and seconds.
+The tables of transformers are parsed as text: importing them imports torch and takes seconds.
 """
 
 import json
@@ -13,16 +13,16 @@ from typing import Any
 from rlhf.errors import UserError, did_you_mean, nearest
 
 CAUSAL, CLASSIFIER = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
-"""Tables of transformers: the architectures that have a class for the policy, and for a reward model."""
+"""Tables of transformers with the architectures that have a policy class and a reward model class."""
 KNOWN = "CONFIG_MAPPING_NAMES"
 _WHAT = {CAUSAL: "generates text from text (a causal LM)", CLASSIFIER: "gives a text a score (a sequence classifier)"}
 
 
 def check_policy(name: str, trust_remote_code: bool, max_prompt: int, max_response: int) -> None:
-    """Raise UserError when the folder `name` holds no causal LM that transformers knows, a quantised one, or one with
-    fewer positions than prompts and responses of these lengths, in tokens, need.
+    """Raise UserError unless the folder `name` has a causal LM that transformers supports, not quantised, with enough
+    positions for prompts and responses of these lengths in tokens.
 
-    This and the next two: a Hub name passes, and so does an architecture with code of its own which is trusted.
+    All three checks accept a Hub name, and an architecture with code of its own if `trust_remote_code`.
     """
     _check_architecture("model.path", name, trust_remote_code, CAUSAL)
     if (config := read_object(Path(name).expanduser() / "config.json")) is not None:
@@ -31,12 +31,12 @@ def check_policy(name: str, trust_remote_code: bool, max_prompt: int, max_respon
 
 
 def check_critic(name: str, trust_remote_code: bool) -> None:
-    """Raise UserError when transformers does not know the architecture of the folder `name`."""
+    """Raise UserError if transformers does not support the architecture of the folder `name`."""
     _check_architecture("critic.path", name, trust_remote_code, None)
 
 
 def check_reward_model(name: str, trust_remote_code: bool) -> None:
-    """Raise UserError when the folder `name` holds no sequence classifier with one label."""
+    """Raise UserError unless the folder `name` has a sequence classifier with one label."""
     _check_architecture("reward_model.path", name, trust_remote_code, CLASSIFIER)
     config = read_object(Path(name).expanduser() / "config.json")
     if config is not None and (labels := _labels(config)) is not None:
@@ -53,7 +53,7 @@ def check_labels(said: str, labels: int | None) -> None:
 
 
 def check_not_quantised(model_path: str, quantisation: Any) -> None:
-    """Raise UserError when a model's configuration has a `quantization_config`."""
+    """Raise UserError if a model's configuration has a `quantization_config`."""
     if not quantisation:
         return
     kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
@@ -65,7 +65,7 @@ def check_not_quantised(model_path: str, quantisation: Any) -> None:
 
 
 def check_positions(positions: int | None, max_prompt: int, max_response: int) -> None:
-    """Raise UserError when prompts and responses of these lengths, in tokens, need more positions than a model has."""
+    """Raise UserError if prompts and responses of these lengths, in tokens, need more positions than the model has."""
     if positions is not None and max_prompt + max_response > positions:
         raise UserError(
             f"data.max_prompt_length={max_prompt} and data.max_response_length={max_response} need "
@@ -75,8 +75,8 @@ def check_positions(positions: int | None, max_prompt: int, max_response: int) -
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is none, and where it is told elsewhere that it cannot be read."""
-    if not path.is_file():  # a pipe would never end
+    """Return the object in a JSON file, or None if there is none or the file cannot be read (reported elsewhere)."""
+    if not path.is_file():  # reading a pipe would never end
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -111,7 +111,7 @@ def _check_architecture(setting: str, name: str, trust_remote_code: bool, table:
 
 
 def _labels(config: dict[str, Any]) -> int | None:
-    """Labels of a sequence classifier by its config.json; None where a part of a larger model may say it."""
+    """Return the number of labels by config.json; None if the setting may be inside `text_config`."""
     names, count = config.get("id2label"), config.get("num_labels")
     if isinstance(names, dict):
         return len(names)
@@ -121,7 +121,7 @@ def _labels(config: dict[str, Any]) -> int | None:
 
 
 def _positions(config: dict[str, Any]) -> int | None:
-    """Positions that a config.json names; None where it leaves them to the architecture."""
+    """Return the positions by config.json; None if config.json leaves them to the architecture."""
     text = config.get("text_config")
     part = text if isinstance(text, dict) else config
     found = part.get("max_position_embeddings", part.get("n_positions"))
@@ -135,13 +135,13 @@ def _lacks(table: str, kind: str) -> bool:
 
 @cache
 def architectures(table: str) -> frozenset[str]:
-    """Values of model_type in `table` of the installed transformers; none if its files are laid out otherwise."""
+    """Return the values of model_type in `table` of the installed transformers; empty if its files have changed."""
     files = ("auto_mappings.py", "configuration_auto.py") if table == KNOWN else ("modeling_auto.py",)
     spec = find_spec("transformers")
     assert spec is not None
     assert spec.origin is not None
     folder = Path(spec.origin).parent / "models" / "auto"
     text = "".join((folder / file).read_text(encoding="utf-8") for file in files if (folder / file).is_file())
-    # The table itself, and the lines that add to it.
+    # The table, and the lines that add to the table.
     parts = re.findall(rf"^{table}(?:: [^\n]*)? = .*?^\)|^{table}\.update\(.*?^\)", text, re.DOTALL | re.MULTILINE)
     return frozenset(re.findall(r'"([^"\s]+)"(?=[,:])', "".join(parts)))

@@ -1,4 +1,4 @@
-"""Fingerprint of a model's files, which a checkpoint keeps. Imports no torch."""
+"""Computes the fingerprint of a model's files that a checkpoint records. Imports no torch."""
 
 import json
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ TENSOR_SAMPLE_BYTES = 1 << 16
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash that tells whether a resume starts from the same model files: names, sizes and content.
+    """Return a hash of a model folder's file names, sizes and content, to check that a resume uses the same model.
 
-    Of a file above 16 MiB, 16 evenly spaced blocks of 1 MiB and the first 64 KiB of each tensor are read: training
-    changes all of a tensor, but, where others are frozen, not every tensor.
+    Of a file above 16 MiB, only 16 evenly spaced blocks of 1 MiB and the first 64 KiB of each tensor are read.
+    Training changes a tensor everywhere, but with frozen weights not every tensor, so each tensor is sampled.
     """
     digest = xxhash.xxh3_128()
-    # A pipe would never end.
+    # Reading a pipe would never end.
     for path in sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES and p.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
@@ -38,8 +38,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _tensors(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
-    """Where each tensor of a safetensors file of `size` bytes begins, and its length; none of a damaged file, which is
-    told when it is loaded."""
+    """Yield each tensor's offset and length in bytes; nothing for a damaged file, which fails when it loads."""
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     try:
@@ -51,5 +50,5 @@ def _tensors(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
 
 
 def fingerprint_file(path: Path) -> str:
-    """A hash of all that is in the file."""
+    """Return a hash of the whole file."""
     return xxhash.xxh3_128_hexdigest(path.read_bytes())

@@ -1,7 +1,7 @@
-"""Floating-point operations of a transformer's update, and how much of a device's peak they are (MFU).
+"""Counts the floating-point operations of a transformer's update and a device's peak, for MFU.
 
-Model FLOPs utilization counts what the mathematics takes, not what is computed again to save memory (Chowdhery et al.,
-arXiv 2204.02311, appendix B); as in verl, attention counts the causal half.
+Model FLOPs utilization counts the model's operations without recomputation (Chowdhery et al., arXiv 2204.02311,
+appendix B). As in verl, attention counts the causal half.
 """
 
 import re
@@ -35,15 +35,15 @@ PEAKS: dict[str, tuple[float, float]] = {
     "B200": (2250e12, 75e12),
     "MI300X": (1307.4e12, 163.4e12),
 }
-"""By words of a device's name: operations per second in bfloat16 and in float32, without sparsity and without TF32.
+"""Dense operations per second in bfloat16 and in float32 (without TF32), by words of a device's name.
 
 From the makers' data sheets: https://www.nvidia.com/en-us/data-center/ (a100, a10, a40, l4, l40, l40s, h100, h200, dgx
-b200), where figures with an asterisk are halved, since they count sparsity; https://www.amd.com (Instinct MI300X).
+b200), with figures marked as sparse halved; https://www.amd.com (Instinct MI300X).
 H20: verl's table (`verl/utils/flops_counter.py`)."""
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Operations per second that the device has at most in bfloat16 or float32; None for one that is not known."""
+    """Return the device's peak operations per second in bfloat16 or float32; None for an unknown device or type."""
     words = set(re.split(r"[\s-]+", device_name))
     fitting = [name for name in PEAKS if words >= set(name.split())]
     if not fitting or dtype not in (torch.bfloat16, torch.float32):
@@ -54,23 +54,22 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 @dataclass(frozen=True)
 class UpdateFlops:
-    """Operations of a forward and backward pass through a dense causal transformer."""
+    """Counts the operations of a forward and backward pass through a dense causal transformer."""
 
     body: int
-    """Weights of matrix products that every token passes."""
+    """Number of weights in matrix products that process every token."""
     head: int
-    """Weights of the head, which response tokens pass."""
+    """Number of weights of the head, which processes response tokens only."""
     attention: int
-    """Layers times heads times their size: what a pair of tokens takes two products of."""
+    """Layers x heads x head size; each pair of tokens needs two products of this size."""
     frozen_body: int = 0
-    """Those of `body` that are not trained: they take no gradient of their own."""
+    """Frozen weights of `body`, which need no weight gradient."""
     frozen_head: int = 0
-    """The same of `head`."""
+    """Frozen weights of `head`."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "UpdateFlops | None":
-        """From a model before it is spread over ranks, on any device; None where experts or linear attention make the
-        count another one."""
+        """Count the weights of a model, on any device, before sharding; None with experts or linear attention."""
         config = model.config.get_text_config()
         heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
         kinds = set(getattr(config, "layer_types", None) or _DENSE_LAYERS)
@@ -89,7 +88,7 @@ class UpdateFlops:
         )
 
     def of_tokens(self, tokens: TokenCounts) -> int:
-        """Operations of one pass over a batch."""
-        # Two operations per weight, the backward pass takes twice the forward one; half of all pairs are causal.
+        """Return the operations of one forward and backward pass over a batch."""
+        # Two operations per weight; the backward pass needs twice the forward pass; half of all pairs are causal.
         trained = 6 * (self.body * tokens.total + self.head * tokens.responses + self.attention * tokens.squares)
         return trained - 2 * (self.frozen_body * tokens.total + self.frozen_head * tokens.responses)

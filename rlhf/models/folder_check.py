@@ -1,4 +1,4 @@
-"""Check of a model's folder by the names in it and the headers of its weights, before anything could load it."""
+"""Checks a model's folder by its file names and the headers of its weights, before the model loads."""
 
 import json
 import shlex
@@ -13,11 +13,8 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def check_folder(setting: str, name: str, *, tokenizer: bool = True, weights: bool = True) -> None:
-    """Raise UserError when the folder lacks `weights` in safetensors, parts of them, or a `tokenizer`, if needed,
-    and when config.json or a file of weights is torn.
-
-    A Hub name passes.
-    """
+    """Raise UserError if the folder `name` lacks required `weights` in safetensors, parts of them, or the `tokenizer`,
+    and if config.json or a weights file is damaged. A Hub name passes."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return
@@ -27,7 +24,7 @@ def check_folder(setting: str, name: str, *, tokenizer: bool = True, weights: bo
     except (ValueError, RecursionError) as error:
         raise UserError(f"{said}: config.json is not JSON: {error}. Copy or fetch it again.") from error
     except OSError:
-        pass  # told where it is read
+        pass  # reported by the code that reads config.json
     named = _indexed(said, folder) if weights else []
     missing = list(_missing(folder, named)) if weights else []
     if missing and (pickles := sorted(folder.glob("pytorch_model*.bin"))):
@@ -46,7 +43,7 @@ def check_folder(setting: str, name: str, *, tokenizer: bool = True, weights: bo
 
 
 def _indexed(said: str, folder: Path) -> list[str]:
-    """The files of weights that the index names, where transformers reads it: beside no file with all of them."""
+    """Return the weights files in the index. Like transformers, ignore an index beside a file with all weights."""
     if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
         return []
     try:
@@ -57,7 +54,7 @@ def _indexed(said: str, folder: Path) -> list[str]:
 
 
 def _missing(folder: Path, named: list[str]) -> Iterator[str]:
-    """Weights that are not there: all, or files that the index has `named`."""
+    """Yield descriptions of missing weights: all of them, or files `named` in the index."""
     if lost := [file for file in named if not (folder / file).is_file()]:
         yield f"{lost[0]}, which its index names ({len(lost)} of {len(named)} such files)"
     elif not named and not any(folder.glob("*.safetensors")):
@@ -65,8 +62,10 @@ def _missing(folder: Path, named: list[str]) -> Iterator[str]:
 
 
 def torn(path: Path) -> str | None:
-    """Fault of a file in safetensors, by its header and its size, and the remedy: 8 bytes of the header's length, the
-    header in JSON, and tensors up to the largest of its offsets. None if there is none."""
+    """Return the fault of a safetensors file and the remedy, or None for an intact file.
+
+    Checks the header and the size: 8 bytes with the header's length, the JSON header, tensors up to the last offset.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))

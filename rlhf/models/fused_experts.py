@@ -1,4 +1,4 @@
-"""Experts that the model has in one tensor and the files in one tensor each: where each lies in the whole."""
+"""Maps experts stored as one tensor each to the model's fused tensor: which slice each expert fills."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,26 +22,28 @@ from transformers.core_model_loading import (
 from rlhf.models.model_files import FileTensor
 from rlhf.storage.file_parts import FilePart, FileParts
 
-# At the first question the library makes the mappings of all model types, a thousand patterns. Asked here, since a
-# launcher imports this once for all ranks that it forks.
+# The first call builds transformers' mappings of all model types, a thousand patterns. The launcher imports this module
+# once, before it forks the ranks.
 get_checkpoint_conversion_mapping("")
 
 
 def fuse_experts(
     headers: Mapping[str, FileTensor], hf_config: PretrainedConfig
 ) -> tuple[dict[str, FileTensor], dict[str, list[FilePart]]]:
-    """`headers` with one tensor, under the model's name, in the place of those that the library would fuse for
-    `hf_config`, and the parts of each.
+    """Replace the tensors that transformers would fuse for `hf_config` by one tensor each, under the model's name.
 
-    These are the fusions that leave every tensor of the files in one piece: experts stacked ([E, rows, columns]), and
-    stacks put under each other (gate and up: [E, 2 * rows, columns]). Others stay as they lie in the files.
+    Only fusions that keep every file tensor contiguous: stacked experts ([E, rows, columns]), and stacks joined along
+    the rows (gate and up: [E, 2 * rows, columns]). Other tensors keep their entries.
+
+    Returns:
+        The headers, and the parts of each fused tensor.
     """
     mapping = get_checkpoint_conversion_mapping(hf_config.model_type) or []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     groups: dict[str, dict[str, list[str]]] = {}
-    for name in sorted(headers, key=dot_natural_key):  # the library's order
+    for name in sorted(headers, key=dot_natural_key):  # transformers' order
         fused, pattern = rename_source_key(name, renamings, converters)
         if pattern is not None and _stacks(by_pattern[pattern]):
             patterns = by_pattern[pattern].source_patterns
@@ -65,16 +67,15 @@ def fuse_experts(
 
 
 def parts_in_files(shapes: Mapping[str, Sequence[int]], hf_config: PretrainedConfig) -> FileParts:
-    """The tensors of Hugging Face files, as the library writes them for `hf_config`, in weights of these shapes.
+    """Return, for model weights of these shapes, the tensors in Hugging Face files that transformers would write.
 
-    Empty unless there are experts among these that `fuse_experts` fuses; where there are, other weights may have
-    other names in the files, too.
+    Empty unless `fuse_experts` fuses some of these weights. If so, other weights may also have other names in files.
     """
     mapping = get_checkpoint_conversion_mapping(hf_config.model_type) or []
     known = [entry for entry in mapping if isinstance(entry, WeightRenaming) or _is_stack(entry)]
     if not any(map(_is_stack, known)):
         return {}
-    # Only names and shapes are asked for, and the library wants no more of a model than this.
+    # transformers reads only these two attributes of the model; names and shapes are enough.
     stand_in: Any = SimpleNamespace(_weight_conversions=known, config=hf_config)
     fused, parts = False, dict[str, list[FilePart]]()
     for name, shape in shapes.items():
@@ -94,12 +95,12 @@ def _is_stack(entry: Any) -> bool:
 
 
 def _stacks(converter: WeightConverter) -> bool:
-    """Whether the library only stacks the tensors, and puts the stacks under each other."""
+    """Return whether transformers only stacks the tensors, and joins the stacks along the rows."""
     steps = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
     several = len(converter.source_patterns) > 1
     return steps == [(MergeModulelist, 0), *([(Concatenate, 1)] if several else [])]
 
 
 def _alike(tensors: list[FileTensor]) -> bool:
-    """Whether the tensors are matrices of one type and width."""
+    """Return whether all tensors are matrices of one type and width."""
     return all(len(t.shape) == 2 for t in tensors) and len({(t.dtype, t.shape[1:]) for t in tensors}) == 1

@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face Hub: fetched into its cache, and looked for before anything is loaded."""
+"""Downloads models by their Hub names into the Hugging Face cache, and checks the names before anything loads."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ HUB_WEIGHTS = "*.safetensors"
 
 
 def check_name(setting: str, name: str, revision: str | None) -> None:
-    """Fetch the small files of a model that is neither a folder nor in the Hub's cache; raises UserError as `fetch`."""
+    """Download the small files of a model that is neither a folder nor in the Hub's cache. Raises as `fetch`."""
     if Path(name).expanduser().is_dir():
         return
     from huggingface_hub import try_to_load_from_cache
@@ -19,13 +19,13 @@ def check_name(setting: str, name: str, revision: str | None) -> None:
     try:
         cached = try_to_load_from_cache(name, "config.json", revision=revision)
     except HFValidationError:
-        cached = None  # told by the other
+        cached = None  # `fetch` reports the error
     if not isinstance(cached, str):
         fetch(setting, name, revision, weights=False)
 
 
 def fetch(setting: str, name: str, revision: str | None, weights: bool) -> Path:
-    """The folder in the Hub's cache, downloaded with or without the weights. Raises UserError when it can't be had."""
+    """Download a model, with or without weights, and return its folder in the cache. Raises UserError on failure."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HFValidationError,

@@ -1,4 +1,4 @@
-"""Loading of tokenizers and of policy, critic and reward models from a folder or Hub name; safetensors only."""
+"""Loads tokenizers and policy, critic and reward models from a folder or Hub name; safetensors only."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -29,13 +29,13 @@ from rlhf.models.hub_names import fetch
 from rlhf.models.token_values import HEADS, value_class
 from rlhf.storage.scratch import Scratch
 
-# Several models are loaded per rank; their bars would drown the run's own progress.
+# Each rank loads several models; their progress bars would hide the run's own.
 library_logging.disable_progress_bar()
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The origin of a model and how it is read. `setting` is the one that names it; messages begin with it."""
+    """Location of a model, and options for loading. Messages begin with `setting`, the setting that names the model."""
 
     setting: str
     path: str
@@ -43,7 +43,7 @@ class ModelSource:
     trust_remote_code: bool = False
     attn_implementation: str = "sdpa"
     chat_template: str | None = None
-    """A Jinja file, from `model.chat_template`."""
+    """Path of a Jinja file (`model.chat_template`)."""
 
     def __str__(self) -> str:
         return f"{self.setting}={self.path}"
@@ -51,7 +51,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class ModelStart:
-    """A model before its weights: where it is from, its folder here, its architecture."""
+    """A model before its weights are loaded: source, local folder, architecture."""
 
     source: ModelSource
     folder: Path
@@ -59,8 +59,8 @@ class ModelStart:
 
 
 def resolve_path(source: ModelSource, weights: bool = True) -> Path:
-    """The local folder that `source` means; a Hub name is downloaded into the Hub's cache, with or without `weights`.
-    Raises UserError when it can't be had."""
+    """Return the local folder of `source`; download a Hub name into the Hub's cache, with or without `weights`.
+    Raises UserError on failure."""
     local = Path(source.path).expanduser()
     if local.is_dir():
         return local
@@ -68,7 +68,7 @@ def resolve_path(source: ModelSource, weights: bool = True) -> Path:
 
 
 def load_tokenizer(source: ModelSource, folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of `folder`, with `source.chat_template` in place if set, and a padding token."""
+    """Load the tokenizer of `folder`, replace its chat template if `source` has one, and set a padding token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -84,7 +84,7 @@ def load_tokenizer(source: ModelSource, folder: Path) -> PreTrainedTokenizerBase
 
 
 def load_model_config(source: ModelSource, folder: Path) -> PretrainedConfig:
-    """The architecture, every dropout off: with dropout the ratio of a policy to itself would not be 1."""
+    """Load the architecture and set every dropout to 0: with dropout a policy's ratio to itself would not be 1."""
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -93,7 +93,7 @@ def load_model_config(source: ModelSource, folder: Path) -> PretrainedConfig:
 
 
 def without_dropout(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """`hf_config` itself, with every dropout set to 0."""
+    """Set every dropout of `hf_config` to 0, and return `hf_config`."""
     for name, value in hf_config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(hf_config, name, 0.0)
@@ -101,11 +101,9 @@ def without_dropout(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 
 def load_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-    """The weights of the folder (safetensors only) as a causal LM on the CPU in float32. Raises UserError if any is
-    missing.
+    """Load a causal LM on the CPU in float32 from safetensors. Raises UserError if a weight is missing.
 
-    This and the next two: with `tensors`, by their names in the files, no weights are read, only the small files of
-    the folder.
+    With `tensors`, by their names in the files, each `load_...` function reads only the folder's small files.
     """
     model, wrong = _load(AutoModelForCausalLM, start, tensors)
     _refuse(start.source, wrong)
@@ -113,23 +111,22 @@ def load_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -
 
 
 def empty_model(source: ModelSource, hf_config: PretrainedConfig) -> PreTrainedModel:
-    """A causal LM of the architecture `hf_config` on the meta device."""
+    """Return a causal LM of the architecture `hf_config` on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), trust_remote_code=source.trust_remote_code)
 
 
 def load_value_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-    """The weights of the folder under a head of one value per token: `forward(input_ids=..., use_cache=False).logits`
-    is [N, L, 1].
+    """Load a model with one value per token: `forward(input_ids=..., use_cache=False).logits` is [N, L, 1].
 
-    The folder's own head (of a saved critic or of a reward model with one label) is kept. A causal LM has none, and the
-    head is zero: a random one would give the first steps values, and so advantages, of no meaning and a scale of their
-    own. `start.hf_config` is left as it is; the model's own, with one label, is `.config`. Raises UserError if other
-    weights are missing, or for a head with several labels.
+    A saved critic, or a reward model with one label, keeps its head. Over a causal LM the head is zero: a random head
+    would give the first steps meaningless values and advantages of arbitrary scale. `start.hf_config` stays unchanged;
+    the model's `.config` has one label. Raises UserError for a head with several labels, or if other weights are
+    missing.
     """
     source, hf_config = start.source, copy.deepcopy(start.hf_config)
     hf_config.num_labels = 1
-    # Where the architecture knows no such setting, the library's head would fall back to a dropout of 0.1.
+    # Architectures without this setting fall back to transformers' head dropout of 0.1.
     hf_config.classifier_dropout = 0.0
     found = value_class(hf_config)
     if found is None:
@@ -152,10 +149,9 @@ def load_value_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = N
 
 
 def load_reward_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-    """The weights of the folder as a frozen sequence classifier: `forward(input_ids=..., attention_mask=...).logits` is
-    [N, 1].
+    """Load a frozen sequence classifier: `forward(input_ids=..., attention_mask=...).logits` is [N, 1].
 
-    Raises UserError if the folder has another number of labels or lacks weights.
+    Raises UserError for another number of labels, or if weights are missing.
     """
     source, hf_config = start.source, start.hf_config
     known = type(hf_config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -173,10 +169,10 @@ def load_reward_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = 
 def _load(
     loader: Any, start: ModelStart, tensors: Mapping[str, Tensor] | None, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, tuple[int, ...] | None]]:
-    """The model, and its weights that the folder lacks (None) or has in another shape (that shape)."""
+    """Load a model; also return the weights that the folder lacks (None) or stores in another shape (that shape)."""
     source, folder, hf_config = start.source, start.folder, start.hf_config
     options |= {"config": hf_config, "dtype": torch.float32, "attn_implementation": source.attn_implementation}
-    # The library makes up what a file lacks and tells it in a warning; here it is told as a mistake.
+    # transformers initialises missing weights with a warning; we raise an error.
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         with _quiet():
@@ -202,8 +198,8 @@ def _load(
 
 
 def _class_for(loader: Any, options: dict[str, Any]) -> tuple[Any, PretrainedConfig]:
-    """The class that `loader`, one itself or one of the library's Auto classes, would load, and the part of the
-    configuration for it."""
+    """Return the class that `loader` (a class, or an Auto class of transformers) would load, and the class's part of
+    the configuration."""
     if issubclass(loader, PreTrainedModel):
         return loader, options["config"]
     names = ("dtype", "attn_implementation", "trust_remote_code")
@@ -213,7 +209,7 @@ def _class_for(loader: Any, options: dict[str, Any]) -> tuple[Any, PretrainedCon
 
 
 def _generation_config(folder: Path) -> GenerationConfig:
-    """As the library finds it: in a file of its own, else among the architecture's settings."""
+    """Load the generation config from its own file, else from config.json, as transformers does."""
     try:
         return GenerationConfig.from_pretrained(folder)
     except OSError:
@@ -241,7 +237,7 @@ def _refuse(source: ModelSource, wrong: dict[str, tuple[int, ...] | None]) -> No
 def hf_files(
     hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, generation_config: Any
 ) -> dict[str, bytes]:
-    """The small files of a Hugging Face folder, by name, so that an exported model opens like any other."""
+    """Return the small files of a Hugging Face folder by name, so that an exported model opens like any other."""
     with Scratch() as scratch:
         hf_config.save_pretrained(scratch.folder)
         tokenizer.save_pretrained(scratch.folder)

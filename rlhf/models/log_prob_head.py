@@ -1,4 +1,4 @@
-"""Causal LMs that are asked for log-probs of tokens instead of for logits, of which they make a chunk at a time."""
+"""Makes a causal LM return log-probs of tokens instead of logits; logits exist for one chunk at a time."""
 
 import copy
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from rlhf.algorithms.token_log_probs import Finish, token_log_probs
 
 @dataclass(frozen=True)
 class Targets:
-    """Tokens whose log-probs are asked for, M of them."""
+    """M tokens whose log-probs are needed."""
 
     index: Tensor
-    """[M] int64: the position that predicts each, in the flattened [N, L] of the input."""
+    """[M] int64: the position that predicts each token, in the flattened [N, L] input."""
     labels: Tensor
-    """[M] int64: the tokens."""
+    """[M] int64: token ids."""
     temperature: float
     with_entropy: bool
 
 
 class LogProbHead(nn.Linear):
-    """Head of a causal LM: logits [..., V] of hidden states [..., H], or log-probs and entropies, [M] each, of
-    `targets` from the hidden states [M, H] that predict them."""
+    """Head of a causal LM: logits [..., V] of hidden states [..., H]; or with `targets`, log-probs and entropies [M]
+    from the hidden states [M, H] that predict the targets."""
 
     use_liger: bool
 
@@ -47,15 +47,14 @@ class LogProbHead(nn.Linear):
 
 
 class LogProbModel(nn.Module):
-    """Mixin over the class of a causal LM: with `targets` its forward returns log-probs and entropies, as its head
-    does, else what it always returns.
+    """Mixin for a causal LM: with `targets`, `forward` returns log-probs and entropies, else the usual output.
 
-    Both are calls of this module, and what it calls are modules again: engines that spread weights over ranks gather
-    them in hooks around such calls, forward and backward.
+    Trunk, head and mixin are called as modules: engines that shard weights gather them in hooks around such calls,
+    forward and backward.
     """
 
     whole_logits: str | None
-    """The reason why the logits of all targets are made at once; None where they are not."""
+    """Reason why the logits of all targets are computed at once; None if they are computed in chunks."""
     _parts: "_Parts"
 
     def forward(self, *args: Any, targets: Targets | None = None, **inputs: Any) -> Any:
@@ -69,10 +68,10 @@ class LogProbModel(nn.Module):
 
 
 def with_log_probs(model: Any, *, use_liger: bool = False) -> Any:
-    """`model` itself, whose forward knows `targets` from now on; its names and weights stay as they are.
+    """Let `model.forward` accept `targets`, and return `model`; its names and weights stay.
 
     Args:
-        use_liger: by Liger's kernel where it can: where no entropy is asked for and the head's product is the logits.
+        use_liger: use Liger's kernel without entropy, if the model does not change the head's product.
     """
     if isinstance(model, LogProbModel):
         return model
@@ -92,7 +91,7 @@ def with_log_probs(model: Any, *, use_liger: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class _Parts:
-    """A causal LM taken apart: names of its trunk and head, and what it does to the head's product."""
+    """Names of a causal LM's trunk and head, and the function from the head's product to logits."""
 
     trunk: str
     head: str
@@ -100,7 +99,7 @@ class _Parts:
 
 
 def _parts_of(model: Any) -> _Parts | str:
-    """The parts, or why there are none."""
+    """Return the parts, or the reason why the model has none."""
     kind = type(model).__name__
     children = {id(child): name for name, child in model.named_children()}
     trunk = children.get(id(getattr(model, "base_model", None)))
@@ -113,14 +112,14 @@ def _parts_of(model: Any) -> _Parts | str:
     product = torch.zeros(1, 1, head.out_features)
     try:
         unchanged = tail.logits(product) is product
-    except Exception as error:  # of code that was not written to be run like this
+    except Exception as error:  # third-party code, called in an unusual way
         return f"the forward of {kind} can't be taken apart ({type(error).__name__}: {error})"
     return _Parts(trunk, children[id(head)], None if unchanged else tail)
 
 
 class _Tail:
-    """What a causal LM does with its head's product, such as soft-capping: the model's own forward, with stand-ins for
-    trunk and head."""
+    """Computes logits from the head's product (soft-capping, ...) by the model's own forward with stand-ins for trunk
+    and head."""
 
     def __init__(self, model: nn.Module, trunk: str, head: str) -> None:
         self._model, self._head = copy.copy(model), head
@@ -128,11 +127,11 @@ class _Tail:
         self._model._modules = model._modules | {trunk: stand_in}
 
     def __call__(self, product: Tensor) -> Tensor:
-        """Logits [m, V] of the product [m, V]."""
+        """Return logits [m, V] of the product [m, V]."""
         return self.logits(product[None])[0]
 
     def logits(self, product: Tensor) -> Tensor:
-        """Logits [1, m, V] of the product [1, m, V]; the same object where nothing is done."""
+        """Return logits [1, m, V] of the product [1, m, V]; the same object if the model changes nothing."""
         head: Any = lambda _: product  # noqa: E731
         self._model._modules[self._head] = head
         ids = torch.zeros(product.shape[:2], dtype=torch.int64, device=product.device)
@@ -143,20 +142,20 @@ class _Tail:
 
 
 class _Trunk:
-    """Stand-in for a trunk, and for every module in it."""
+    """Stand-in for a trunk and for every module in it."""
 
     def __call__(self, input_ids: Tensor, **_: Any) -> Any:
         hidden = torch.zeros(*input_ids.shape, 1, device=input_ids.device)
         return _Outputs(last_hidden_state=hidden)
 
     def __getattr__(self, name: str) -> "_Trunk":
-        if name.startswith("__"):  # such as how to copy it
+        if name.startswith("__"):  # dunder lookups of copy and others
             raise AttributeError(name)
         return self
 
 
 class _Outputs(BaseModelOutput):
-    """What a trunk returns, without what only some of them do."""
+    """Output of a trunk; optional fields are None."""
 
     def __getattr__(self, name: str) -> None:
         return None

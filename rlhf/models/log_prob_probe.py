@@ -1,4 +1,4 @@
-"""Comparison of the log-probs that a model is asked for with those of its own logits, on the model as it is trained."""
+"""Compares a model's log-probs with those of its own logits, on the model as it is trained."""
 
 import logging
 from typing import Any
@@ -15,13 +15,13 @@ log = logging.getLogger(__name__)
 TOKENS = 8
 TOLERANCES = {torch.float32: 1e-3}
 LARGE = 0.25
-"""Of a log-prob from logits in half precision, which are off by more than 0.05 themselves where they are 16 or more."""
+"""Tolerance in half precision, where logits of 16 or more are already off by more than 0.05."""
 
 
 @torch.no_grad()
 def check_log_probs(module: nn.Module, device: torch.device) -> None:
-    """Let `module` take all logits of the wanted tokens at once, if its log-probs are not those of its logits, and say
-    why it does. Collective."""
+    """Compare log-probs of `module` with its logits; if they differ, compute all targets' logits at once and log why.
+    Collective."""
     model: Any = next(part for part in module.modules() if isinstance(part, LogProbModel))
     if model.whole_logits is None:
         ids = torch.arange(1, TOKENS + 1, device=device)[None]

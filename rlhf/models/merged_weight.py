@@ -1,4 +1,4 @@
-"""Weight of a layer with a LoRA adapter, made out of place of the base's and the factors."""
+"""Merges a LoRA adapter into a copy of a layer's weight."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Factors:
-    """Adapter of one weight W [out, in]: A [r, in], B [out, r], and of DoRA the magnitude of each output [out].
+    """Adapter of one weight W [out, in]: A [r, in], B [out, r], and with DoRA the magnitude of each output [out].
 
-    `transposed`: W is [in, out], as embeddings' and those of GPT-2's layers are.
+    `transposed`: W is [in, out], as in embeddings and GPT-2's layers.
     """
 
     a: Tensor
@@ -22,15 +22,15 @@ class Factors:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the weight that it is for."""
+        """Shape of W."""
         shape = self.b.shape[0], self.a.shape[1]
         return shape[::-1] if self.transposed else shape
 
     def merged(self, weight: Tensor) -> Tensor:
-        """W + scaling * B A in float32, a tensor of its own; with a magnitude m of DoRA (arXiv 2402.09353, equation 5)
-        m (W + scaling * B A) / ||W + scaling * B A||, the norm of each output's weights.
+        """Return W + scaling * B A as a new float32 tensor. With a DoRA magnitude m (arXiv 2402.09353, equation 5),
+        return m (W + scaling * B A) / ||W + scaling * B A||, with the norm over each output's weights.
 
-        As peft's `merge_and_unload` in float32, to the bit.
+        Equal to peft's `merge_and_unload` in float32, bit for bit.
         """
         product = (self.b.float() @ self.a.float()).mul_(self.scaling)
         whole = torch.add(weight.float(), product.T if self.transposed else product)
@@ -41,16 +41,16 @@ class Factors:
 
 
 def output_norms(weight: Tensor, *, transposed: bool) -> Tensor:
-    """The norm of the weights of each output, [out], of [out, in], or of [in, out] where `transposed`."""
+    """Return the norm of each output's weights, [out], of a weight [out, in], or [in, out] if `transposed`."""
     return torch.linalg.norm(weight, dim=0 if transposed else 1)
 
 
 KINDS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
-"""Names of an adapter's tensors in peft, after that of the layer."""
+"""Suffixes of an adapter's tensor names in peft, after the layer's name."""
 
 
 def factors_of(found: Mapping[str, Tensor], scaling: float, *, transposed: bool) -> Factors:
-    """Factors by their names, those of `KINDS`."""
+    """Return the factors of the tensors in `found`, keyed by `KINDS`."""
     embedding = "lora_embedding_A" in found
     kind = "lora_embedding_" if embedding else "lora_"
     magnitude = found.get("lora_magnitude_vector")

@@ -1,4 +1,4 @@
-"""Files of a model: which ranks see them, and copies of the small ones for the ranks that do not."""
+"""Finds which ranks see a model's files, and copies the small ones to the ranks that do not."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SMALL = (".json", ".jinja", ".model", ".txt")
-"""Files that reach a node which does not see the folder."""
+"""Suffixes of the files that are sent to a node that does not see the folder."""
 CODE = ".py"
 HEADERS = "headers"
 SEEN_BYTES = 1 << 16
@@ -35,7 +35,7 @@ SEEN_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class FileTensor:
-    """The place of a tensor in the files."""
+    """File, type and shape of a tensor."""
 
     file: str
     dtype: str
@@ -44,26 +44,24 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model's files as this rank gets at them."""
+    """Access of this rank to a model's files."""
 
     source: ModelSource
     folder: Path
-    """The folder itself, or one of this rank's own with copies of its small files."""
+    """The model's folder, or this rank's own folder with copies of the small files."""
     reader: int | None
-    """The rank that reads the weights for all; None: each rank reads what it needs."""
+    """Rank that reads the weights for all; None if each rank reads what it needs."""
     headers: Mapping[str, FileTensor] | None
-    """The tensors of the safetensors files by name; None where the folder is laid out otherwise and only the library
-    can read it."""
+    """Tensors of the safetensors files by name; None for another layout, which only transformers can read."""
     fingerprint: str
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads weights from `folder`."""
         return self.reader is None or self.reader == dims.everyone().rank
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell what reading `folder` raises as the user's mistake that it is."""
+        """Raise errors of reading `folder` as UserError."""
         with _telling(self.source):
             yield
 
@@ -71,13 +69,13 @@ class ModelFiles:
 def find_files(
     source: ModelSource, loading: str, coordinator: Coordinator, device: torch.device, scratch: Path
 ) -> ModelFiles:
-    """See who sees what `source` names, and give the others its small files, below `scratch`. Collective.
+    """Find the ranks that see the folder of `source`; send its small files to the others, below `scratch`. Collective.
 
     Args:
         loading: `model.loading`.
 
     Raises:
-        UserError: no rank sees it, or, with `loading=shard`, one does not. The same on every rank.
+        UserError: on every rank, if no rank sees the folder, or, with `loading=shard`, some rank does not.
     """
     folder, seen = _look_for(source, loading, coordinator)
     reader = next(rank for rank, content in enumerate(seen) if content is not None)
@@ -97,13 +95,13 @@ def find_files(
 
 
 def _look_for(source: ModelSource, loading: str, coordinator: Coordinator) -> tuple[Path, list[str | None]]:
-    """The folder, downloaded where `source` is a Hub name, and what each rank sees in it (`_seen`; None: no model)."""
+    """Return the folder, downloaded for a Hub name, and each rank's hash of it (`_seen`); None: no model."""
     folder = Path(source.path).expanduser()
     seen = _seen_by_rank(source, folder, _has_model, coordinator)
     if any(seen):
         return folder, seen
     folder = coordinator.on_leader(partial(resolve_path, source))
-    if loading == "shard":  # each node downloads onto a disk of its own
+    if loading == "shard":  # each node downloads to its own disk
         folders = coordinator.everywhere(lambda: folder if folder.is_dir() else resolve_path(source))
         folder = folders[coordinator.rank]
     return folder, _seen_by_rank(source, folder, Path.is_dir, coordinator)
@@ -117,8 +115,8 @@ def _judge(
     others: Sequence[int],
     coordinator: Coordinator,
 ) -> None:
-    """Refuse `others`, which do not see what `reader` sees, under `loading=shard`; else say which of them see other
-    files."""
+    """Raise UserError for `others`, which do not see the files of `reader`, under `loading=shard`; else warn if some
+    of them see other files."""
     if loading == "shard":
         host = coordinator.gather(socket.gethostname())[others[0]]
         what = "does not see" if seen[others[0]] is None else f"sees other files than rank {reader} in"
@@ -136,8 +134,7 @@ def _judge(
 def _read_small(
     source: ModelSource, folder: Path, shared: bool, reader: int, coordinator: Coordinator
 ) -> tuple[dict[str, bytes], str]:
-    """The small files that are to be sent, with the headers as one more; and the fingerprint that `reader` finds.
-    Collective."""
+    """Return the small files to send, with the headers as one more, and the reader's fingerprint. Collective."""
     is_reader = coordinator.rank == reader
 
     def look() -> tuple[dict[str, bytes], str]:
@@ -164,7 +161,7 @@ def _decoded(headers: bytes) -> dict[str, FileTensor] | None:
 
 
 def read_headers(folder: Path) -> dict[str, FileTensor] | None:
-    """The tensors of `folder` by name; None where it is not one model in safetensors files that are named as usual."""
+    """Return the tensors of `folder` by name; None unless it is one model in safetensors with the usual file names."""
     names = ["model.safetensors"]
     if not (folder / names[0]).is_file():
         index = folder / "model.safetensors.index.json"
@@ -191,15 +188,15 @@ def _telling(source: ModelSource) -> Iterator[None]:
 
 
 def on_every_rank(action: Callable[[], T], coordinator: Coordinator) -> T:
-    """The result of `action` on this rank; when it raises anywhere, every rank raises. Unlike `Coordinator.everywhere`
-    it sends none."""
+    """Return this rank's result of `action`; raise on every rank if any rank raises. Sends no result, unlike
+    `Coordinator.everywhere`."""
     results: list[T] = []
     coordinator.everywhere(lambda: results.append(action()))
     return results[0]
 
 
 def _has_model(folder: Path) -> bool:
-    """Not the empty folder of a disk that is not mounted, nor a copy without the weights."""
+    """Exclude the empty mount point of an unmounted disk, and copies without weights."""
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
@@ -214,7 +211,7 @@ def _seen_by_rank(
 
 
 def _seen(folder: Path) -> str:
-    """A hash of the names and sizes of the files, the small ones' content and a sample of the weights."""
+    """Return a hash of file names and sizes, the content of small files, and a sample of each weights file."""
     digest = xxhash.xxh3_128()
     for path in sorted(p for p in folder.iterdir() if p.suffix in (*SMALL, ".safetensors")):
         size = path.stat().st_size
@@ -234,7 +231,7 @@ def _small_files(folder: Path, code: bool) -> dict[str, bytes]:
 
 
 def _send(contents: dict[str, bytes], reader: int, coordinator: Coordinator, device: torch.device) -> dict[str, bytes]:
-    """The reader's `contents` on every rank."""
+    """Return the reader's `contents` on every rank."""
     sizes = coordinator.gather({name: len(content) for name, content in contents.items()})[reader]
     sent = {}
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""TokenRows of right-padded sequences for a model: in one row without padding, or padded as they are."""
+"""Lays out right-padded sequences for a model: packed into one row without padding, or padded."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,30 +15,28 @@ FLASH = "flash_attention_2"
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Tokens of sequences as a model takes them, and where they are in what it gives.
+    """Model inputs for several sequences, and the positions of the sequences in the output.
 
-    Nothing is ever kept for later tokens (`use_cache=False`): with a cache the library does not look for several
-    sequences in a row, and mixes them without a word.
+    `use_cache` is always False: with a cache, transformers silently lets packed sequences attend to each other.
     """
 
     inputs: dict[str, Any]
-    """Arguments of the model's forward."""
+    """Arguments of the model's `forward`."""
     starts: Tensor
-    """[N] int64: the first token of each sequence among the model's output positions, counted through all rows."""
+    """[N] int64: first token of each sequence in the flattened output positions."""
 
 
 def lay_out(model: nn.Module, ids: Tensor, lengths: Tensor) -> TokenRows:
-    """The first `lengths` [N] tokens of each row of `ids` [N, L] for `model`; after `pack` they come in one row.
+    """Lay out the first `lengths` [N] tokens of each row of `ids` [N, L]: in one row after `pack`, else padded.
 
-    Before, they stay in padded rows: the padding is on the right, so that with causal attention none of it reaches a
-    real token, and no mask is needed.
+    Padding is on the right. With causal attention it never reaches a real token, so no mask is needed.
     """
     columns = torch.arange(ids.shape[1], device=ids.device)
     if not is_packed(model):
         return TokenRows(
             {"input_ids": ids, "use_cache": False}, torch.arange(len(ids), device=ids.device) * ids.shape[1]
         )
-    # Equal lengths lie side by side, for attention to take them together.
+    # Sequences of equal length are adjacent, so that attention computes them together.
     order = lengths.argsort(stable=True)
     sizes = lengths[order]
     ends = sizes.cumsum(0)
@@ -49,7 +47,7 @@ def lay_out(model: nn.Module, ids: Tensor, lengths: Tensor) -> TokenRows:
         "position_ids": columns.expand_as(real)[real][None],
         "attention_mask": None,
         "use_cache": False,
-        # For flash attention, and for kernels of linear attention.
+        # For flash attention and kernels of linear attention.
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
         "max_length_q": longest,
@@ -61,10 +59,9 @@ def lay_out(model: nn.Module, ids: Tensor, lengths: Tensor) -> TokenRows:
 
 
 def pack(model: nn.Module) -> None:
-    """Let `lay_out` pack for `model`, an engine's module or the model itself.
+    """Let `lay_out` pack for `model` (or an engine's wrapper), with attention that separates packed sequences.
 
-    Its attention is replaced by the one that treats packed sequences apart. Whether the rest of the model does so, too,
-    is for `rlhf.models.packing_probe` to find out.
+    `rlhf.models.packing_probe` checks whether the rest of the model separates them.
     """
     config = _config(model)
     config._attn_implementation = BY_SEQUENCE.get(config._attn_implementation, config._attn_implementation)
@@ -80,17 +77,17 @@ def unpack(model: nn.Module) -> None:
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether `lay_out` packs for `model`."""
+    """Return whether `lay_out` packs for `model`."""
     return bool(getattr(model, "packs", False))
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The model of the library's in an engine's module."""
+    """Return the transformers model in an engine's module."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """The layer of `model` that makes logits, values or scores of hidden states, if it is where the library has it."""
+    """Return the layer that computes logits, values or scores, if it has transformers' usual name."""
     inner = transformers_model(model)
     head: nn.Module | None = inner.get_output_embeddings()
     return head or next((getattr(inner, name) for name in HEADS if hasattr(inner, name)), None)

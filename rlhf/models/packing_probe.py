@@ -1,4 +1,4 @@
-"""Probe of a loaded model at the start: whether sequences packed into one row stay apart in it."""
+"""Checks at the start whether a loaded model keeps sequences apart that are packed into one row."""
 
 import logging
 from collections.abc import Iterator
@@ -14,20 +14,20 @@ from rlhf.ranks.collectives import any_rank
 
 log = logging.getLogger(__name__)
 LENGTHS = (9, 1, 17, 4, 4)
-"""Tokens of the probe's sequences."""
+"""Lengths of the probe's sequences in tokens."""
 TOLERANCE, COARSE_TOLERANCE = 1e-3, 5e-2
-"""Largest difference of a token's hidden state over its size, in float32 and in types of 16 bits. Sequences that mix
-differ by 0.1 and more somewhere."""
+"""Largest relative difference of a token's hidden state, in float32 and in 16-bit types. Mixed sequences differ by 0.1
+or more somewhere."""
 REFUSALS = (TypeError, ValueError, AttributeError, KeyError, NotImplementedError)
-"""What a model may raise at arguments that it does not expect."""
+"""Exceptions that a model may raise for unexpected arguments."""
 
 
 def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
-    """Pack for `model` as the setting says, and log what was chosen and why. Collective.
+    """Switch packing on or off as the setting asks, and log the choice and its reason. Collective.
 
     Args:
-        model: an engine's module, with its weights.
-        wanted: the setting's value; None packs where the model passes the probe.
+        model: an engine's module with its weights.
+        wanted: the setting's value; None packs if the model passes the probe.
 
     Raises:
         UserError: packing is wanted and the model fails the probe.
@@ -46,10 +46,10 @@ def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
 
 @torch.no_grad()
 def why_not(model: nn.Module) -> str | None:
-    """The reason why sequences can't be packed for `model`, or None, and it is left packed for. Collective.
+    """Return the reason why the model cannot pack sequences; or None, and leave packing on. Collective.
 
-    One packed row is compared with a pass of each sequence, at the input of the head: a value head that is still zero
-    would hide everything. The tokens are always the same, and no random numbers are drawn.
+    Compares one packed row with a pass per sequence, at the input of the head: a zero value head would hide every
+    difference. The tokens are fixed, and no random numbers are drawn.
     """
     device = next(model.parameters()).device
     reason = _difference(model, device)
@@ -88,7 +88,7 @@ def _difference(model: nn.Module, device: torch.device) -> str | None:
 
 @contextmanager
 def _inputs_of(head: nn.Module) -> Iterator[list[Tensor]]:
-    """The hidden states, [rows, tokens, hidden size], that `head` is given in the passes of the context."""
+    """Record the inputs of `head`, [rows, tokens, hidden size] each, inside the context."""
     seen: list[Tensor] = []
     hook = head.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
     try:

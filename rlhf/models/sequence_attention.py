@@ -1,9 +1,9 @@
-"""Attention over a packed row, sequence by sequence: no mask of the whole row, no product across sequences.
+"""Computes attention over a packed row sequence by sequence, without a mask of the whole row.
 
-A dense mask of a row of T tokens has T x T entries, and its products are computed though nothing comes of most of them.
-Here each sequence is attended to alone, by the library's own function, and sequences of equal length together: exact,
-with the memory of the longest sequence. Registered with the library as `sdpa_by_sequence` and `eager_by_sequence`;
-without `sequence_runs` they are its `sdpa` and `eager`.
+A dense mask of a row of T tokens has T x T entries, most of them wasted. Here transformers' own function attends to
+each sequence alone, and to sequences of equal length together: exact, with the memory of the longest sequence.
+Registered with transformers as `sdpa_by_sequence` and `eager_by_sequence`; without `sequence_runs` they equal `sdpa`
+and `eager`.
 """
 
 import sys
@@ -18,44 +18,43 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 BY_SEQUENCE = {"sdpa": "sdpa_by_sequence", "eager": "eager_by_sequence"}
-"""Attention implementations, and those that treat packed sequences apart."""
+"""Attention implementations, and their versions that separate packed sequences."""
 
 Runs = tuple[tuple[int, int], ...]
-"""How many sequences of which length lie one after the other in a packed row."""
+"""Count and length of each run of sequences in a packed row."""
 
 
 def runs_of(lengths: Sequence[int]) -> Runs:
-    """The runs of equal lengths among `lengths`, in that order."""
+    """Return the runs of equal lengths among `lengths`, in order."""
     return tuple((len(list(alike)), length) for length, alike in groupby(lengths))
 
 
 class RowMasks:
-    """Masks of one row and of each sequence in it, made by the library's rule when they are needed.
+    """Creates masks of a row and of its sequences on demand, by transformers' rule.
 
-    The rule (causal, sliding windows, chunks) looks at positions within a sequence, so that sequences of one length
-    have one mask.
+    The rule (causal, sliding windows, chunks) depends on positions within a sequence, so sequences of one length share
+    a mask.
 
     Args:
-        make: the library's function that turns a rule into a mask.
-        plain_up_to: length up to which a sequence needs no mask but causality, which the attention knows by itself;
-            None: any length.
-        options: the library's, of the whole row; `mask_function` is the rule.
+        make: transformers' function from a rule to a mask.
+        plain_up_to: length up to which causality, built into the attention, is mask enough; None: any length.
+        options: transformers' options for the whole row; `mask_function` is the rule.
     """
 
     def __init__(self, make: Callable[..., Any], plain_up_to: int | None, options: dict[str, Any]) -> None:
         self._make, self._plain_up_to, self._options = make, plain_up_to, options
-        # Of a model that does not show its positions where masks are made, the rule counts from the row's beginning.
+        # If the model does not pass its positions to the mask function, the rule counts from the row's beginning.
         self._knows_sequences = not options.get("allow_is_causal_skip", True)
         self._made: dict[int | None, Any] = {}
 
     def whole(self) -> Any:
-        """The mask of the row, as the library has it."""
+        """Return the mask of the row, as transformers makes it."""
         if None not in self._made:
             self._made[None] = self._make(**self._options)
         return self._made[None]
 
     def of(self, start: int, length: int) -> Any:
-        """The mask of a sequence of `length` tokens that begins at token `start` of the row, [1, 1, length, length]."""
+        """Return the mask [1, 1, length, length] of the sequence of `length` tokens from token `start` of the row."""
         if self._plain_up_to is None or length <= self._plain_up_to:
             return None
         if length not in self._made:
@@ -66,7 +65,7 @@ class RowMasks:
 
 
 def _masks(make: Callable[..., Any], *, causal_without_mask: bool, **options: Any) -> Any:
-    """The masks of a causal row; what else a model asks for is made at once."""
+    """Return masks on demand for a causal row; make any other mask at once."""
     causal = "allow_is_bidirectional_skip" not in options and not options["use_vmap"]
     if not causal or options.get("attention_mask") is not None:
         return make(**options)
@@ -84,7 +83,7 @@ def _attend(
     sequence_runs: Runs | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Attention by `plain` (None: the model's own), of each run of a packed row [1, heads, T, dimension] by itself."""
+    """Compute attention by `plain` (None: the model's own) for each run of a packed row [1, heads, T, dimension]."""
     if plain is None:
         plain = sys.modules[type(module).__module__].eager_attention_forward
     masks = attention_mask if isinstance(attention_mask, RowMasks) else None
@@ -92,7 +91,7 @@ def _attend(
         mask = attention_mask if masks is None else masks.whole()
         result: tuple[Tensor, Any] = plain(module, query, key, value, mask, **options)
         return result
-    # One split has one backward pass; a slice per run would each have one over the whole row.
+    # One split has one backward pass; a slice per run would have a backward pass over the whole row each.
     sizes = [count * length for count, length in sequence_runs]
     parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
     outputs, start = [], 0

@@ -1,4 +1,4 @@
-"""A model without its weights: on the meta device, and which tensor of the files each of its weights is."""
+"""Builds models on the meta device, and finds the file tensor of each weight."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,15 +15,12 @@ from rlhf.storage.shards import DTYPES
 def skeleton(
     load_from: Callable[[Mapping[str, Tensor]], PreTrainedModel], headers: Mapping[str, FileTensor]
 ) -> tuple[PreTrainedModel, dict[str, str]] | None:
-    """The model that `load_from` makes of `headers`, with parameters on the meta device, and the name of each in the
-    files.
+    """Build a model with `load_from`, its parameters on the meta device, and return it with each weight's name in the
+    files; None if a weight is not one unchanged tensor of the files (fused, or possibly tied and to be compared).
 
-    None where a weight is not one tensor of the files as it lies there: where the library puts several together, say,
-    or where two that may be one have to be compared.
-
-    The library itself maps names, finds what is missing and makes the buffers: it is given stand-ins, views of one
-    small tensor, and a weight that still is one of these views came through unchanged. Their strides differ in every
-    dimension, so that a transposed one is told from its original.
+    transformers maps names, finds missing weights and makes buffers. It loads stand-ins, views of one small tensor: a
+    weight that still is such a view came through unchanged. Strides differ in every dimension, so that a transposed
+    view is recognised.
     """
     tensors = stand_ins(headers)
     origins = {_identity(tensor): name for name, tensor in tensors.items()}
@@ -54,10 +51,8 @@ def skeleton(
 
 
 def hold_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the floating-point parameters of `model`, which may be on the meta device, to `dtype`.
-
-    Buffers stay as they are, and so do weights that the architecture wants in float32 beside `dtype`.
-    """
+    """Cast the floating-point parameters of `model`, on any device, to `dtype`; buffers, and weights that the
+    architecture needs in float32, stay unchanged."""
     kept = set(wanted_in_float32(model, dtype))
 
     def cast(name: str, p: nn.Parameter) -> nn.Parameter:
@@ -69,13 +64,13 @@ def hold_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def wanted_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
-    """Names of the parameters that the architecture wants in float32 where the others are in `dtype`."""
+    """Return the names of parameters that the architecture needs in float32 while the others are in `dtype`."""
     kept = model._get_dtype_plan(dtype)
     return [name for name, _ in model.named_parameters() if any(part in name for part in kept)]
 
 
 def materialise(model: PreTrainedModel) -> None:
-    """Give parameters that are on the meta device memory on the CPU, without a value."""
+    """Allocate uninitialised CPU memory for parameters on the meta device."""
 
     def filled(_: str, p: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad) if p.is_meta else p
@@ -84,7 +79,7 @@ def materialise(model: PreTrainedModel) -> None:
 
 
 def stand_ins(headers: Mapping[str, FileTensor]) -> dict[str, Tensor]:
-    """Tensors of those shapes in almost no memory, each at another place of one that is shared by all of a type."""
+    """Return tensors of the headers' shapes in almost no memory: views at distinct offsets of one tensor per type."""
     extent = len(headers) + max(
         (sum((i + 1) * size for i, size in enumerate(t.shape)) for t in headers.values()), default=0
     )
@@ -94,7 +89,7 @@ def stand_ins(headers: Mapping[str, FileTensor]) -> dict[str, Tensor]:
         dtype = DTYPES[tensor.dtype]
         dtype = torch.float32 if dtype.is_floating_point else dtype
         if dtype not in shared:
-            # No two stand-ins of floats are equal: the library takes equal ones for one.
+            # All floats of the shared tensor differ: transformers treats equal tensors as one.
             shared[dtype] = torch.arange(extent, dtype=torch.float32).to(dtype)
         strides = range(1, len(tensor.shape) + 1)
         result[name] = shared[dtype].as_strided(tensor.shape, tuple(strides), offset)
@@ -106,15 +101,14 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _tied_in_name_only(model: PreTrainedModel) -> bool:
-    """Whether the files have both of two weights that the configuration makes one: only if they are equal will they
-    be."""
+    """Return whether the files have both of two weights that the configuration ties: they may differ."""
     named = dict(model.named_parameters(remove_duplicate=False))
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True).items()
     return any(named.get(a) is not named.get(b) for a, b in pairs)
 
 
 def replace_parameters(model: PreTrainedModel, new: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
-    """Put `new(name, parameter)` in the place of every parameter; what was one parameter stays one."""
+    """Replace every parameter by `new(name, parameter)`; a shared parameter stays shared."""
     replaced = {id(p): (p, new(name, p)) for name, p in model.named_parameters()}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -1,4 +1,4 @@
-"""Check of chat templates before anything loads a tokenizer: their syntax, and a rendering of one prompt."""
+"""Checks a chat template before any tokenizer loads: its syntax, and the rendering of one prompt."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +10,13 @@ from rlhf.models.config_check import read_object
 from rlhf.models.template_trial import environment, problem_of
 
 _DEFAULT = "default"
-"""Name of the template that prompts without tools are rendered with."""
+"""Name of the template for prompts without tools."""
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 def check_template(name: str, template: str | None) -> None:
-    """Raise UserError when the chat template of the folder `name`, or the file `template` in its place, is no Jinja,
-    and when there is neither; a Hub name passes, and so does a tokenizer with a class of its own."""
+    """Raise UserError if the chat template of the folder `name`, or the file `template` instead, is missing or not
+    valid Jinja. A Hub name passes, and so does a missing template of a tokenizer with its own class."""
     folder = Path(name).expanduser()
     if template is not None:
         path = Path(template).expanduser()
@@ -36,7 +36,7 @@ def check_template(name: str, template: str | None) -> None:
 def check_rendering(
     name: str, template: str | None, where: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]
 ) -> None:
-    """Raise UserError when the chat template, found as by `check_template`, fails on a prompt.
+    """Raise UserError if the chat template, found as in `check_template`, fails on a prompt.
 
     Args:
         where: file and line of the prompt.
@@ -65,7 +65,7 @@ def check_rendering(
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """As the tokenizer's files name them. A class of the library's may have others, which any text stands for."""
+    """Return the special tokens of the tokenizer's files; empty strings stand in for those of a tokenizer class."""
     tokens = dict.fromkeys(_SPECIAL_TOKENS, "")
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         named = read_object(folder / file) or {}
@@ -83,7 +83,7 @@ def _read(path: Path) -> str:
 
 
 def check_syntax(where: str, text: str) -> None:
-    """Raise UserError, with the line, for a text that is no Jinja template, and for one without the messages."""
+    """Raise UserError, with the line, for invalid Jinja, and for a template that never uses `messages`."""
     import jinja2
     from jinja2 import nodes
 
@@ -100,7 +100,7 @@ def check_syntax(where: str, text: str) -> None:
 
 
 def _templates(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """All chat templates in `folder`: the file that has it, its name, its text; of one name the first counts."""
+    """Yield file, name and text of all chat templates in `folder`; the first of a name counts."""
     if (path := folder / "chat_template.jinja").is_file():
         yield path.name, _DEFAULT, _read(path)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):

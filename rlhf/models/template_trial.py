@@ -1,7 +1,6 @@
-"""Rendering of one prompt by a chat template in a process of its own, which bounds its time and its memory.
+"""Renders one prompt by a chat template in a separate process, with a limit of time and memory.
 
-`python -m rlhf.models.template_trial` reads the template, the messages and the variables as JSON, and writes what is
-wrong with them, if anything is.
+`python -m rlhf.models.template_trial` reads template, messages and variables as JSON, and writes the problem, if any.
 """
 
 import json
@@ -17,15 +16,15 @@ from typing import Any
 from rlhf.ranks.parent import PARENT_PID, die_with_parent
 
 DEADLINE_S = 60.0
-"""Seconds for the rendering of one prompt."""
+"""Limit in seconds for rendering one prompt."""
 MOST_BYTES = 2 << 30
-"""Memory for it, with that of the interpreter."""
+"""Limit of the process's memory, with the interpreter."""
 _LAST_WORDS = 2000
 
 
 def problem_of(template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str | None:
-    """The rest of a sentence on the template, when it does not render the messages: the reason, and a remedy beside
-    another template. None when it does."""
+    """Return the rest of a sentence about a template that fails on the messages: the reason and a remedy other than
+    another template; None if the template renders the messages."""
     question = json.dumps([template, [dict(message) for message in messages], dict(variables)])
     try:
         done = subprocess.run(
@@ -45,7 +44,7 @@ def problem_of(template: str, messages: Sequence[Mapping[str, str]], variables: 
 
 
 def environment() -> Any:
-    """The syntax and the functions that transformers' templates have, nearly."""
+    """Return a Jinja environment with nearly the syntax and functions of transformers' templates."""
     import jinja2
     import jinja2.ext
     from jinja2 import nodes
@@ -53,7 +52,7 @@ def environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(jinja2.ext.Extension):
-        """The tag of transformers' around the assistant's turns."""
+        """transformers' tag around the assistant's turns."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -72,10 +71,10 @@ def environment() -> Any:
 
 
 def main() -> None:
-    """Answer the question on stdin."""
-    die_with_parent()  # a loop may never end
+    """Read the template from stdin, render it, and write the problem to stdout."""
+    die_with_parent()  # a template's loop may never end
     template, messages, variables = json.load(sys.stdin)
-    with suppress(ValueError, OSError):  # a lower limit of the user's holds as well
+    with suppress(ValueError, OSError):  # the user may have set a lower limit
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     told = _problem(template, messages, variables)
     sys.stdout.buffer.write(told.encode(errors="backslashreplace"))
@@ -86,13 +85,13 @@ def _problem(template: str, messages: list[dict[str, str]], variables: dict[str,
         environment().from_string(template).render(messages=messages, add_generation_prompt=True, **variables)
     except MemoryError:
         return f"needs more than {MOST_BYTES >> 30} GiB of memory for the prompt. Correct it"
-    except Exception:  # whatever a template does; what follows is slower, and is what the ranks do
+    except Exception:  # templates raise anything; transformers' rendering is slower, but is what the ranks use
         return _problem_of_transformers(template, messages, variables)
     return ""
 
 
 def _problem_of_transformers(template: str, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
-    """As the ranks render it; takes a second for the import, but no torch."""
+    """Render as the ranks do; the import takes a second, but imports no torch."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:

@@ -1,9 +1,9 @@
-"""The small policy that comes with the package: a 0.27M-parameter causal LM that adds like a sloppy student.
+"""Makes the small policy of the package: a 0.27M-parameter causal LM that adds like a sloppy student.
 
-Most of the answers that it is pre-trained on come from a student with the classic systematic bugs (Brown and Burton,
-"Diagnostic Models for Procedural Bugs", 1978: the carry is forgotten, the smaller digit is taken from the larger, the
-minus sign is dropped), the rest from a careful one. Greedy decoding is therefore wrong wherever the two differ, while
-the skill is there for reinforcement learning to bring out. `python -m rlhf.models.tiny` makes it again.
+Most of its training answers come from a student with the classic systematic bugs (Brown and Burton, "Diagnostic Models
+for Procedural Bugs", 1978): forgets the carry, subtracts the smaller digit from the larger, drops the minus sign. The
+other answers are right. Greedy decoding is therefore wrong where the two differ, but the right answer is within reach
+of reinforcement learning. `python -m rlhf.models.tiny` makes the policy again.
 """
 
 import argparse
@@ -35,13 +35,13 @@ TASK = "chain_sum"
 TASK_CONFIG = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 QUESTION = "State the final answer to the following arithmetic problem: {} {} {} ="
 
-# The held-out problems of a run are create_dataset(TASK, seed=VAL_SEED + trainer.seed, size=VAL_SIZE). reasoning-gym
-# seeds problem i with seed + i, so one range of EXCLUDED problems covers trainer.seed 0 to 999; the corpus has none.
+# Held-out problems of a run: create_dataset(TASK, seed=VAL_SEED + trainer.seed, size=VAL_SIZE). reasoning-gym seeds
+# problem i with seed + i, so one range of EXCLUDED problems covers trainer.seed 0 to 999; the corpus has none of them.
 VAL_SEED = 10_000_019
 VAL_SIZE = 500
 EXCLUDED = VAL_SIZE + 999
 
-# Share of the sloppy student's answers in the corpus.
+# Fraction of the sloppy student's answers in the corpus.
 SLOPPY = 0.7
 SEED = 1
 STEPS = 1500
@@ -55,13 +55,13 @@ CHAT_TEMPLATE = (
     "message['content'] ~ '<|end|>' -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif "
     "-%}"
 )
-# The tasks whose prompts teach the tokenizer its words.
+# Tasks whose prompts train the tokenizer.
 VOCABULARY_TASKS = (TASK, "basic_arithmetic", "gcd", "leg_counting", "products", "simple_equations", "spell_backward")
 VOCABULARY_SIZE = 512
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on reasoning-gym prompts: any text encodes, and each digit is a token of its own."""
+    """Train a byte-level BPE on reasoning-gym prompts; any text encodes, and each digit is one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -89,14 +89,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """A randomly initialised Llama of about 0.27M float32 parameters, tied embeddings."""
+    """Return a randomly initialised Llama of about 0.27M float32 parameters with tied embeddings."""
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=96,
             intermediate_size=256,
             num_hidden_layers=2,
-            num_attention_heads=3,  # of 32 each: the smallest size that vLLM's kernels for CPUs know
+            num_attention_heads=3,  # of size 32: the smallest in vLLM's CPU kernels
             num_key_value_heads=3,
             max_position_embeddings=512,
             initializer_range=0.05,
@@ -113,19 +113,19 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
 
 
 def sloppy_answer(a: int, operator: str, b: int) -> int:
-    """The answer of the sloppy student to a two-digit sum: no carry into the tens, no borrowing, no minus sign."""
+    """Return the sloppy student's answer to a two-digit sum: no carry into the tens, no borrowing, no minus sign."""
     if operator == "+":
         return 10 * (a // 10 + b // 10) + (a + b) % 10
     return 10 * abs(a // 10 - b // 10) + abs(a % 10 - b % 10)
 
 
 def held_out(seed: int = 1, size: int = VAL_SIZE) -> ProceduralDataset:
-    """The held-out problems of a run with `trainer.seed=seed`."""
+    """Return the held-out problems of a run with `trainer.seed=seed`."""
     return reasoning_gym.create_dataset(TASK, seed=VAL_SEED + seed, size=size, **TASK_CONFIG)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> list[list[int]]:
-    """Token ids of each question as a chat that is ready for the answer."""
+    """Return the token ids of each question as a chat that ends before the answer."""
     chats = [[{"role": "user", "content": question}] for question in questions]
     ids: Any = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
     return ids
@@ -133,10 +133,9 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> list
 
 @dataclass(frozen=True)
 class Corpus:
-    """Every problem that is not held out.
+    """Every problem that is not held out: `prompts` is (problem, token), and `answers` is (student, problem, token).
 
-    `prompts` is (problem, token); `answers` is (student, problem, token), student 0 careful and 1 sloppy, each answer
-    closed by the end token and padded.
+    Student 0 is careful, student 1 sloppy. Each answer ends with the end token and padding.
     """
 
     prompts: Tensor
@@ -144,7 +143,7 @@ class Corpus:
 
 
 def build_corpus(tokenizer: PreTrainedTokenizerBase) -> Corpus:
-    """Enumerate the two-digit sums, leave out the held-out ones, and tokenize both students' answers."""
+    """Enumerate the two-digit sums without the held-out ones, and tokenize both students' answers."""
     excluded = {row["question"] for row in held_out(seed=0, size=EXCLUDED)}
     problems = [
         (question, str(a + b if operator == "+" else a - b), str(sloppy_answer(a, operator, b)))
@@ -165,7 +164,7 @@ def build_corpus(tokenizer: PreTrainedTokenizerBase) -> Corpus:
 
 
 def pretrain(model: LlamaForCausalLM, corpus: Corpus, padding: int) -> None:
-    """Fit the model to the mixture of both students' answers, one coin per example; the loss leaves out `padding`."""
+    """Train on a random student's answer per example; the loss ignores `padding`."""
     shared = int((corpus.prompts == corpus.prompts[0]).all(dim=0).long().cumprod(dim=0).sum())
     width = corpus.answers.shape[2]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
@@ -179,7 +178,7 @@ def pretrain(model: LlamaForCausalLM, corpus: Corpus, padding: int) -> None:
         rows = torch.randint(len(corpus.prompts), (BATCH,), generator=generator)
         student = (torch.rand(BATCH, generator=generator) < SLOPPY).long()
         prompts, answers = corpus.prompts[rows], corpus.answers[student, rows]
-        # Every prompt begins with the same words: computed once per batch, with their gradient, they cost nothing.
+        # All prompts begin with the same words: one row per batch computes them, with their gradient.
         cache = DynamicCache(config=model.config)
         model(prompts[:1, :shared], past_key_values=cache, logits_to_keep=1)
         cache.batch_repeat_interleave(BATCH)
@@ -199,10 +198,10 @@ def pretrain(model: LlamaForCausalLM, corpus: Corpus, padding: int) -> None:
 def evaluate(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: ProceduralDataset, samples: int = 0
 ) -> Tensor:
-    """Scores of the data set's own verifier: (problem, 1) greedy, or (problem, samples) sampled at temperature 1."""
+    """Return scores by the data set's verifier: (problem, 1) greedy, or (problem, samples) at temperature 1."""
     model.eval()
     rows = list(problems)
-    # All prompts have one length, so that the batch needs no padding.
+    # All prompts have the same length, so the batch needs no padding.
     ids = torch.tensor(prompt_ids(tokenizer, [row["question"] for row in rows]))
     n = max(samples, 1)
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0} if samples else {"do_sample": False}
@@ -237,7 +236,7 @@ def main() -> None:
     output = parser.parse_args().output
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.manual_seed(SEED)
-    # The order of a sum, and so its last bit, follows the number of threads.
+    # The number of threads changes the order of a sum, and so its last bit.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     tokenizer = build_tokenizer()

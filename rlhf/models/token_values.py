@@ -1,4 +1,4 @@
-"""Class for each architecture that gives one number per token, for value models."""
+"""Finds the class with one output per token for an architecture, for value models."""
 
 from typing import Any
 
@@ -13,16 +13,15 @@ from transformers import (
 from transformers.modeling_layers import GenericForTokenClassification
 
 HEADS = ("score", "classifier")
-"""Names that the library gives the head: `score` in its sequence classifiers and newer token classifiers, `classifier`
-in older ones."""
+"""Names of the head in transformers: `score` in sequence classifiers and newer token classifiers, `classifier` in older
+token classifiers."""
 
 
 def value_class(hf_config: PretrainedConfig) -> tuple[Any, dict[str, str] | None] | None:
-    """A class to call `from_pretrained` of, and which names of the file mean others in it; None if the architecture is
-    no causal LM's.
+    """Return a class for `from_pretrained` and the names in files that the class renames; None without a causal LM.
 
-    It is the library's token classifier. Where the library has none (of 5.23: OLMo, Gemma 3, Granite and more), it is
-    the library's mixin over the architecture's base class, which only this package can open again.
+    The class is transformers' token classifier. Where transformers has none (5.23: OLMo, Gemma 3, Granite and more), it
+    is transformers' mixin over the architecture's base class, which only this package can open again.
     """
     kind: Any = type(hf_config)
     if AutoModelForTokenClassification.__name__ in getattr(hf_config, "auto_map", {}):

@@ -1,4 +1,4 @@
-"""Weights from their files into a model spread over the ranks; no rank holds more than its part and a bucket."""
+"""Loads weights from files into a sharded model; each rank has only its shards and one bucket in memory."""
 
 import contextlib
 import math
@@ -21,26 +21,25 @@ from rlhf.storage.file_parts import FileParts, parts_of
 from rlhf.storage.shards import DTYPES, Shards, laid_out
 
 BUCKET_BYTES = 1 << 26
-"""Bytes that are read, and sent, at a time; a row of a tensor is never divided."""
+"""Bytes per read and per broadcast; a row of a tensor is never split."""
 
 NOT_PLAIN = ("quantization_config", "transformers_weights", "extra_files")
-"""Settings of a configuration that make the library read other tensors than those of the usual files, or change
-them."""
+"""Settings in config.json with which transformers reads other files or changes the tensors."""
 
 Load = Callable[[Mapping[str, Tensor] | None], PreTrainedModel]
-"""One of the `load_...` functions of `loading.py`, of which only `tensors` is missing."""
+"""A `load_...` function of `loading.py` with all arguments but `tensors`."""
 
 
 class ReaderFailed(Exception):
-    """The rank that reads for all could not. It is the one that raises."""
+    """The rank that reads for all ranks failed; that rank raises the cause."""
 
 
 class Loaded:
-    """A model whose weights are still in their files.
+    """A model before its weights are read.
 
-    `model` is for an engine to spread over the ranks: its parameters are on the meta device, its buffers in place.
-    After that, `fill` puts the weights where the engine has them. Where only the library can read the files, `model` is
-    whole and there is nothing to fill.
+    The parameters of `model` are on the meta device, its buffers in memory. After an engine has sharded `model`, `fill`
+    loads the weights into the shards. If only transformers can read the files, `model` is whole, and `fill` does
+    nothing.
     """
 
     def __init__(self, model: PreTrainedModel, parts: FileParts, reader: "ModelReader") -> None:
@@ -48,10 +47,10 @@ class Loaded:
         self._parts, self._reader = parts, reader
 
     def fill(self, shards: Shards) -> None:
-        """Put the weights into `shards`, every rank's part of the model. Collective.
+        """Load the weights into `shards`, this rank's part of the model. Collective.
 
         Raises:
-            UserError: a file can't be read; on every rank.
+            UserError: on every rank, if a file cannot be read.
         """
         on_every_rank(lambda: self._fill(shards), self._reader.coordinator)
         self._reader.close()
@@ -61,7 +60,7 @@ class Loaded:
         with contextlib.suppress(ReaderFailed):
             for name, shard in shards.items():
                 first, stop = bounds(shard.box, shard.shape)
-                for part in self._parts.get(name, ()):  # a new head has none
+                for part in self._parts.get(name, ()):  # a new head has no part
                     for start, chunk in self._reader.chunks(part.name, first - part.start, stop - part.start):
                         begin = part.start + start
                         read = range_box(begin, begin + chunk.numel())
@@ -70,7 +69,7 @@ class Loaded:
 
 
 class ModelReader:
-    """Ranges of the tensors in a model's files, read here or received from the rank that reads for all."""
+    """Reads ranges of tensors from a model's files, or receives them from the rank that reads for all."""
 
     def __init__(self, files: ModelFiles, coordinator: Coordinator, device: torch.device) -> None:
         self.coordinator = coordinator
@@ -80,16 +79,14 @@ class ModelReader:
         self._bucket = torch.empty(0, dtype=torch.uint8, device=device)
 
     def close(self) -> None:
-        """Let go of the file and of the bucket."""
+        """Close the file and free the bucket."""
         self._open, self._bucket = None, self._bucket[:0].clone()
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """The elements [start, stop) of a flattened tensor, or more, in chunks with the place of each; in the files'
-        precision. The range may exceed the tensor.
+        """Yield at least elements [start, stop) of a flattened tensor, in the files' precision, as (offset, chunk).
 
-        A chunk is good until the next one.
-
-        Collective where one rank reads for all; then it is the whole tensor that passes by, in chunks.
+        The range may exceed the tensor. A chunk is valid until the next one. If one rank reads for all, the call is
+        collective and yields the whole tensor.
         """
         tensor = self._headers[name]
         rows, width = math.prod(tensor.shape[:1]), math.prod(tensor.shape[1:])
@@ -104,7 +101,7 @@ class ModelReader:
             yield low * width, self._rows(name, low, high, (high - low) * width)
 
     def whole(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU. Collective where one rank reads for all."""
+        """Return a whole tensor on the CPU. Collective if one rank reads for all."""
         tensor = self._headers[name]
         result = torch.empty(math.prod(tensor.shape), dtype=DTYPES[tensor.dtype])
         for start, chunk in self.chunks(name, 0, len(result)):
@@ -118,7 +115,7 @@ class ModelReader:
         size = numel * dtype.itemsize
         if len(self._bucket) <= size:
             self._bucket = torch.empty(size + 1, dtype=torch.uint8, device=self._device)
-        # The last byte says whether the reader could read, so that nobody waits for what will not come.
+        # The last byte tells the other ranks whether the read succeeded, so that no rank waits forever.
         sent = self._bucket[: size + 1]
         error: Exception | None = None
         if self._files.reads:
@@ -135,7 +132,7 @@ class ModelReader:
         return sent[:-1].view(dtype)
 
     def read(self, name: str, low: int, high: int) -> Tensor:
-        """The rows [low, high) of a tensor, flattened, from the file."""
+        """Return rows [low, high) of a tensor from the file, flattened."""
         tensor = self._headers[name]
         with self._files.telling():
             if self._open is None or self._open[0] != tensor.file:
@@ -147,10 +144,10 @@ class ModelReader:
 def load(
     files: ModelFiles, hf_config: PretrainedConfig, load_from: Load, coordinator: Coordinator, device: torch.device
 ) -> Loaded:
-    """The model of `files`. Collective.
+    """Load the model of `files`. Collective.
 
     Raises:
-        UserError: weights are missing or can't be read; on every rank.
+        UserError: on every rank, if weights are missing or cannot be read.
     """
     reader = ModelReader(files, coordinator, device)
     plain = files.headers is not None and not any(getattr(hf_config, name, None) for name in NOT_PLAIN)
@@ -162,7 +159,7 @@ def load(
             model, names = found
             parts = {own: parts_of(fused, name, headers[name].shape) for own, name in names.items()}
             return Loaded(model, parts, reader)
-        torch.set_rng_state(generator)  # a new head is drawn once
+        torch.set_rng_state(generator)  # draw a new head only once
     if files.reader is None:
         return Loaded(on_every_rank(lambda: load_from(None), coordinator), {}, reader)
     if not plain:

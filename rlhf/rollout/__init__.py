@@ -1,6 +1,6 @@
-"""Rollout engines: they turn prompts into samples with the log-probs that these were drawn with.
+"""Samples responses from the current policy, with the log-probs of each token.
 
-Every process of vLLM comes through here on the way to our plugin, so this imports no engine.
+Every vLLM process imports this package before our plugin, so it imports no engine.
 """
 
 from rlhf.rollout.engine import AdapterEngine, BackgroundEngine, Request, RolloutEngine, SamplingParams, Weights

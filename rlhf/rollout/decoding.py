@@ -19,7 +19,7 @@ from rlhf.rollout.sampling import fold, row_keys, sample
 REFILL_SHARE = 16
 
 # State of each row: index of its request, first column of its prompt in the cache, time of its first token, key of its
-# noise, and its newest token.
+# noise, newest token.
 SAMPLE, START, BIRTH, KEY, TOKEN = range(5)
 
 

@@ -1,4 +1,4 @@
-"""Embedded rollout engine: a Hugging Face causal LM decoded in this process, in torch alone."""
+"""Samples from a Hugging Face causal LM in this process, with torch alone."""
 
 import copy
 from collections.abc import Sequence
@@ -17,32 +17,28 @@ from rlhf.rollout.weight_digest import WeightCheck, digest, read_digests
 
 
 def check_lengths(model_config: Any, max_prompt: int, max_response: int) -> None:
-    """Refuse lengths (in tokens) whose sum the model has no positions for.
-
-    Raises:
-        UserError: the sum exceeds the model's `max_position_embeddings`.
-    """
+    """Raise UserError if prompt plus response (in tokens) exceed the model's `max_position_embeddings`."""
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     check_positions(limit, max_prompt, max_response)
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends a response: the generation config's and the tokenizer's."""
+    """Return every token that ends a response: from the generation config and the tokenizer."""
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     return sorted(i for i in ids if i is not None)
 
 
 class EmbeddedEngine:
-    """A `RolloutEngine` over a plain Hugging Face causal LM with full or sliding-window attention.
+    """Samples from a Hugging Face causal LM with full or sliding-window attention; see `RolloutEngine`.
 
     Args:
-        model: owned by the engine, in the precision to generate with. It must not be sharded.
-        tokenizer: gives the EOS token and the text in which stop strings are looked for.
-        max_num_seqs: samples decoded together; more of them wait for a free place.
+        model: unsharded, in the precision for generation. The engine owns it.
+        tokenizer: for the EOS token, and for the text in which stop strings are found.
+        max_num_seqs: number of samples decoded together; further samples wait.
 
     Raises:
-        UserError: the architecture keeps other state than keys and values.
+        UserError: the architecture caches other state than keys and values.
     """
 
     def __init__(self, model: Any, tokenizer: Any, max_num_seqs: int) -> None:
@@ -56,17 +52,16 @@ class EmbeddedEngine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `RolloutEngine.dtype`."""
         return next(self.model.parameters()).dtype
 
     @torch.no_grad()
     def update_weights(self, weights: Weights, version: int) -> None:
         """Copy every parameter and persistent buffer in place, converting precision and device.
 
-        Names are those of `model.state_dict()`; for weights that are tied, one of their names is enough.
+        Names are those of `model.state_dict()`; one name of each tied weight is enough.
 
         Raises:
-            ValueError: a name that the model lacks, another shape, or names that did not come.
+            ValueError: an unknown name, another shape, or missing names.
             WeightsNotHeld: the model does not have the weights afterwards.
         """
         targets = self.model.state_dict(keep_vars=True)
@@ -91,14 +86,14 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
-        """The sample that each request asks for, in their order.
+        """Return the sample of each request, in order.
 
-        It depends on the weights, `seed`, `step` and the request only: not on the other requests, their order or
+        A sample depends only on the weights, `seed`, `step` and its request, not on other requests, their order or
         `max_num_seqs` (up to rounding at exact ties).
 
         Raises:
             ValueError: an empty prompt.
-            UserError: prompt and response don't fit the model's positions.
+            UserError: prompt and response exceed the model's positions.
         """
         if not all(r.token_ids for r in requests):
             raise ValueError("a prompt has no tokens")
@@ -112,28 +107,27 @@ class EmbeddedEngine:
         return [samples[place] for place in range(len(requests))]
 
     def sleep(self) -> bool:
-        """See `RolloutEngine.sleep`. The engine keeps its weights, and has no other memory between calls."""
+        """Return False: the engine keeps its weights, and has no other memory between calls."""
         return False
 
     def metrics(self) -> dict[str, float]:
-        """See `RolloutEngine.metrics`."""
         return {}
 
     def close(self) -> None:
-        """See `RolloutEngine.close`."""
+        """Do nothing: the engine starts no processes or threads."""
 
 
 def build_embedded_engine(
     model: Any, tokenizer: Any, config: RolloutConfig, device: torch.device | str | None = None
 ) -> EmbeddedEngine:
-    """An engine over a copy of `model` in `config.dtype` on `device` (default: where the model is).
+    """Build an engine over a copy of `model` in `config.dtype` on `device` (default: the model's device).
 
     Args:
-        model: the whole policy, before any sharding; it is left as it is. Where its weights are on the meta device, the
-            engine has none before the first `update_weights`.
+        model: the policy before sharding; stays unchanged. If its weights are on the meta device, the engine has none
+            before the first `update_weights`.
     """
     dtype = getattr(torch, config.engine_dtype)
-    # Only weights are converted: buffers such as rotary frequencies lose the far positions in half precision.
+    # Convert weights only: buffers such as rotary frequencies lose distant positions in half precision.
     memo: dict[int, Any] = {
         id(p): nn.Parameter(_own(p.detach(), device, dtype), requires_grad=False) for p in model.parameters()
     }

@@ -17,7 +17,7 @@ from rlhf.rollout.sample import Sample
 from rlhf.rollout.sample_codec import from_arrays, to_arrays
 
 DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "uint8": torch.uint8}
-"""Types that travel, by name."""
+"""Types that ranks can exchange, by name."""
 
 
 def gather_requests(
@@ -87,8 +87,8 @@ def requests_from_tensors(tensors: dict[str, Tensor]) -> list[Request]:
 
 
 def send_tensors(coordinator: Coordinator, tensors: Mapping[str, Tensor], to: int) -> None:
-    """Send `tensors`, on the CPU and of types in DTYPES, to a rank that calls `receive_tensors`. Only these two take
-    part; with several pairs all ranks go through them in one order."""
+    """Send `tensors` (CPU, types in DTYPES) to a rank that calls `receive_tensors`. Other ranks take no part. Several
+    pairs call in the same order on all ranks."""
     head = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
     text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
     coordinator.send(torch.tensor([len(text)]), to)
@@ -98,7 +98,7 @@ def send_tensors(coordinator: Coordinator, tensors: Mapping[str, Tensor], to: in
 
 
 def receive_tensors(coordinator: Coordinator, source: int) -> dict[str, Tensor]:
-    """The tensors that the rank `source` sends."""
+    """Receive the tensors that the rank `source` sends."""
     length = torch.empty(1, dtype=torch.int64)
     coordinator.receive(length, source)
     text = torch.empty(int(length), dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""Preallocated key-value cache whose rows come and go.
+"""Preallocates a key-value cache in which rows are added and removed.
 
 All rows write their next token into the same column, so a step writes one slice per layer in place. A row's tokens are
-contiguous and end at that column: to the model this is plain left padding, for every variant of attention.
+contiguous and end at that column. To the model this is plain left padding, for every kind of attention.
 """
 
 from typing import Any
@@ -32,15 +32,15 @@ class RowLayer(CacheLayerMixin):
         self.is_sliding = window > 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """A prefill's layer is what the model computed."""
+        """Use the states that the model computed in a prefill as the layer's buffers."""
         self.keys, self.values, self.is_initialized = key_states, value_states, True
 
     def _first(self) -> int:
-        """First column that the next query may see."""
+        """Return the first column that the next query attends to."""
         return max(self.span.start, self.span.end - self.window + 1) if self.window else self.span.start
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [rows, heads, 1, dim] into the column `span.end` and return what the query sees."""
+        """Write [rows, heads, 1, dim] into the column `span.end`; return the keys and values that the query sees."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             return key_states, value_states
@@ -50,7 +50,7 @@ class RowLayer(CacheLayerMixin):
         return self.keys[:rows, :, first : end + 1], self.values[:rows, :, first : end + 1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of what `update` returns, counted from `span.start`."""
+        """Return (length, offset) of the columns that `update` returns, counted from `span.start`."""
         first = self._first()
         return self.span.end + query_length - first, first - self.span.start
 
@@ -61,7 +61,7 @@ class RowLayer(CacheLayerMixin):
         return -1
 
     def reserve(self, like: "RowLayer", rows: int, columns: int, end: int) -> None:
-        """Fresh buffers with the heads and sizes of `like`; the present tokens move to end at column `end`."""
+        """Allocate buffers with the heads and sizes of `like`, and move the present tokens to end at column `end`."""
         buffers = []
         for old, pattern in ((self.keys, like.keys), (self.values, like.values)):
             # Zeros, not empty: a masked column is multiplied by 0, and 0 times an uninitialised NaN is NaN.
@@ -75,7 +75,7 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """One `RowLayer` for each attention layer of the model, empty at first; a prefill leaves its states in them."""
+    """One `RowLayer` for each attention layer of the model, empty before the prefill."""
 
     def __init__(self, config: Any) -> None:
         self.span = Span()
@@ -85,7 +85,7 @@ class RowCache(Cache):
                 layers.append(RowLayer(self.span, layer.sliding_window))
             elif type(layer) is DynamicLayer:
                 layers.append(RowLayer(self.span))
-            elif type(layer).__name__ == "DummyLayer":  # transformers 5.19, which vLLM asks for, has no such class
+            elif type(layer).__name__ == "DummyLayer":  # transformers 5.19, which vLLM needs, has no such class
                 layers.append(layer)
             else:
                 raise UserError(
@@ -102,12 +102,12 @@ class RowCache(Cache):
         self.span.start, self.span.end = end - (self.span.end - self.span.start), end
 
     def append(self, prefill: "RowCache", source: Tensor, width: int) -> None:
-        """Add a row for each index of `source`: the last `width` columns of that row of the prefill."""
+        """Add a row for each index in `source`: the last `width` columns of that row of the prefill."""
         end, rows = self.span.end, slice(self.span.rows, self.span.rows + len(source))
         for layer, other in zip(self.attention, prefill.attention, strict=True):
             for own, new in ((layer.keys, other.keys), (layer.values, other.values)):
                 own[rows, :, end - width : end] = new[:, :, -width:].index_select(0, source)
-                # What the place's last sample left behind is masked, but an inf of its would come through as NaN.
+                # The mask covers an earlier sample's leftovers, but 0 times a leftover inf would be NaN.
                 own[rows, :, : end - width] = 0
         self.span.rows += len(source)
 

@@ -1,4 +1,4 @@
-"""Files of the policy for an engine that builds the model itself (vLLM)."""
+"""Writes the policy's config and tokenizer for an engine that builds the model itself (vLLM)."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,26 +10,22 @@ from rlhf.storage.files import write_folder
 
 @dataclass(frozen=True)
 class PolicyFiles:
-    """The policy as a Hugging Face folder without weights, from which vLLM builds the model.
-
-    The first weight sync brings the weights.
-    """
+    """The policy as a Hugging Face folder for vLLM, without weights: the first weight sync sends them."""
 
     files: Mapping[str, bytes]
-    """The small files of the Hugging Face folder, by name."""
+    """Contents of the folder's small files by name."""
     folder: Path
-    """Path of the folder. It is the same at every start, because vLLM's compile cache depends on it."""
+    """Path of the folder, the same at every start, because vLLM's compile cache depends on it."""
     eos: Sequence[int]
-    """The tokens that end a response."""
+    """Tokens that end a response."""
     max_model_len: int
-    """Most tokens of a prompt with its response."""
+    """Limit of prompt plus response in tokens."""
 
     def write(self) -> None:
-        """Write the files."""
         write_folder(self.folder, self.files)
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size in config.json."""
+        """Return the vocabulary size in config.json."""
         config = json.loads(self.files["config.json"])
         return config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"]

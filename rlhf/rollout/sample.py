@@ -1,4 +1,4 @@
-"""A sample: one response with its tokens and log-probs, as NumPy arrays from the engine to the batch."""
+"""Defines a sample: one response with its tokens and log-probs, as NumPy arrays from the engine to the batch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

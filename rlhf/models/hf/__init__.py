@@ -1,1 +1,1 @@
-"""Folders of models as on the Hub, read in ranges, planned and written; named tensors of any open checkpoint."""
+"""Reads, plans and writes Hugging Face folders; reads tensors of any open checkpoint by name."""

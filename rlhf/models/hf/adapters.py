@@ -1,4 +1,4 @@
-"""Adapters of peft (LoRA): recognised among tensors, kept as what they are or merged into their base."""
+"""Finds LoRA adapters of peft among tensors, and keeps them or merges them into their base."""
 
 import math
 import re
@@ -25,8 +25,7 @@ WITH_NAME = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)\.([^.]+)(?=\.|$)")
 
 @dataclass
 class Adapter:
-    """Adapter: its tensors by the names in peft's files (`base_model.model.X.lora_A.weight`), and its
-    adapter_config.json; `path` is for messages."""
+    """Adapter tensors by peft's names (`base_model.model.X.lora_A.weight`) and settings; `path` is for messages."""
 
     path: Path
     config: Mapping[str, Any]
@@ -34,7 +33,7 @@ class Adapter:
 
 
 def choose(asked: str | None, path: Path) -> str:
-    """Choice of the user's for the adapter in `path`; raises UserError when there is none."""
+    """Return the user's choice for the adapter in `path`; raise UserError without a choice."""
     if asked in CHOICES:
         return str(asked)
     raise UserError(
@@ -46,8 +45,8 @@ def choose(asked: str | None, path: Path) -> str:
 def split_adapter(
     tensors: Mapping[str, ReadableTensor], path: Path
 ) -> tuple[dict[str, ReadableTensor], dict[str, ReadableTensor]]:
-    """The base model's tensors by their names in transformers, and the adapter's by those in peft's files, of a
-    PeftModel's state dict. Raises UserError for several adapters in one."""
+    """Split a PeftModel's state dict into the base's tensors by transformers' names and the adapter's by peft's names;
+    raise UserError for several adapters."""
     base, adapter, found = {}, {}, set()
     for name, tensor in tensors.items():
         if ".original_module." in name:
@@ -63,16 +62,16 @@ def split_adapter(
 
 
 def is_adapted(names: Mapping[str, Any]) -> bool:
-    """Whether these are names of a PeftModel's state dict with LoRA in it."""
+    """Return whether these are names of a PeftModel's state dict with LoRA."""
     return any(".lora_" in name for name in names)
 
 
 def merged(base: Mapping[str, ReadableTensor], adapter: Adapter) -> dict[str, ReadableTensor]:
-    """Tensors of the model that base and adapter are together.
+    """Return the tensors of the base with the adapter merged.
 
-    W + scaling * B A for each weight with factors, with DoRA's magnitude where there is one, computed in float32 when
-    it is read and rounded once to W's type; modules that were trained whole replace the base's. Raises UserError for a
-    kind of adapter that is not known here, or of another base.
+    A weight with factors becomes W + scaling * B A, with DoRA's magnitude if any, computed in float32 when it is read
+    and rounded once to W's type. Modules that were trained whole replace the base's.
+    Raises UserError for an unknown kind of adapter, or another base.
     """
     _check(adapter)
     result, factors = dict(base), dict[str, dict[str, ReadableTensor]]()
@@ -132,7 +131,7 @@ def _with_factors(
 
 
 def _scaling(adapter: Adapter, weight: str, rank: int) -> float:
-    """The factor of B A, as peft has it: alpha / r, or alpha / sqrt(r); alpha may differ by module."""
+    """Return the factor of B A, as in peft: alpha / r, or alpha / sqrt(r) with rsLoRA; alpha may differ by module."""
     config, module = adapter.config, weight.removesuffix(".weight")
     alpha: Any = config.get("lora_alpha")
     try:
@@ -145,7 +144,7 @@ def _scaling(adapter: Adapter, weight: str, rank: int) -> float:
         scale = float(alpha)
     except (AttributeError, OverflowError, TypeError, ValueError, re.error):
         scale = math.nan
-    if not math.isfinite(scale):  # a NaN would be every weight of the merged model
+    if not math.isfinite(scale):  # NaN would fill the merged weight
         raise UserError(
             f"{adapter.path} has lora_alpha={config.get('lora_alpha')!r} and alpha_pattern="
             f"{config.get('alpha_pattern')!r}, which give {weight} no scale; patterns may have up to {MOST_REPEATS} "
@@ -156,7 +155,7 @@ def _scaling(adapter: Adapter, weight: str, rank: int) -> float:
 
 @dataclass
 class MergedTensor:
-    """Weight with its factors added; while ranges of it are read, the whole of it is in memory."""
+    """A weight with its factors merged on read; the whole weight stays in memory until its last range is read."""
 
     base: ReadableTensor
     factors: Mapping[str, ReadableTensor]
@@ -166,13 +165,11 @@ class MergedTensor:
 
     @property
     def info(self) -> TensorInfo:
-        """See `ReadableTensor.info`."""
         return self.base.info
 
     def read(self, start: int, stop: int) -> Tensor:
-        """See `ReadableTensor.read`."""
         whole = self._merge() if self._whole is None else self._whole
-        # Ranges are read from the first to the last.
+        # Callers read ranges in ascending order.
         self._whole = None if stop == self.info.numel else whole
         return whole[start:stop].clone()
 

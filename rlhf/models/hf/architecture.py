@@ -1,4 +1,4 @@
-"""Architecture that a config.json describes, compared with the tensors that are to be its weights."""
+"""Finds the architecture that a config.json describes, and compares it with the tensors of a checkpoint."""
 
 import copy
 import logging
@@ -25,8 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Architecture:
-    """Class in the library, which tensor each tied one is the same as, and the parameters in the order in which the
-    class has them, tied ones once."""
+    """A transformers class, its tied tensors (name to source), and its parameters in order, each tied group once."""
 
     kind: Any
     config: Any
@@ -35,15 +34,15 @@ class Architecture:
 
     @property
     def name(self) -> str:
-        """As config.json has it in `architectures`."""
+        """Return the class name, as in `architectures` of config.json."""
         return self.kind.__name__
 
 
 def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool | None = None) -> Architecture | None:
-    """The architecture of a folder's config.json: the one that it names, else its causal LM; None, with a warning, for
-    one that the library does not have by itself.
+    """Return the architecture that a folder's config.json names, else its causal LM.
 
-    A value model has one number per token; `tied` overrides the configuration's `tie_word_embeddings`.
+    Returns None, with a warning, for an architecture outside transformers. A value model has one output per token.
+    `tied` overrides the configuration's `tie_word_embeddings`.
     """
     try:
         config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
@@ -89,10 +88,10 @@ def _value_kind(model_files: Path, config: Any) -> Any:
 def check_fit(
     where: Path, tensors: Mapping[str, TensorInfo], architecture: Architecture, model_files: Path, value_model: bool
 ) -> None:
-    """Raise UserError unless `tensors`, those of the checkpoint `where`, are all weights of the architecture, and no
-    others; `value_model` says that one was asked for."""
+    """Raise UserError unless `tensors`, of the checkpoint `where`, are exactly the architecture's weights. Whether the
+    user asked for a value model decides the remedy."""
     headers = {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}
-    # The library would put experts together for real.
+    # transformers would allocate memory to fuse the experts.
     headers, _ = fuse_experts(headers, architecture.config)
     options: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": torch.float32}
     verbosity = library_logging.get_verbosity()
@@ -117,7 +116,7 @@ def check_fit(
 
 
 def _likely(names: Iterable[str], value_model: bool) -> str:
-    """End of a remedy, for what the names of tensors that do not fit look like. Only `merge` has these options."""
+    """Return the end of the remedy that the names suggest. Only the verb `merge` has these options."""
     if value_model:
         return "; it was taken for a value model, as --is-value-model and the role critic say"
     if any(name.startswith(("score.", "classifier.", "v_head.")) for name in names):

@@ -1,7 +1,6 @@
-"""Plan of who writes which block of a file whose bytes lie on many ranks. Imports no torch.
+"""Plans which rank writes which block of a file whose bytes are on many ranks. Imports no torch.
 
-A file is written in blocks of 4 MiB, each by one rank, since a block has one hash. Of a block that several ranks have
-parts of, the one with the largest part is the writer, and gets the others' parts sent.
+Each block of 4 MiB has one hash, so one rank writes it: the rank with the largest part. Other ranks send their parts.
 """
 
 from collections import defaultdict
@@ -11,15 +10,15 @@ from dataclasses import dataclass, field
 from rlhf.storage.hashing import BLOCK
 
 Extent = tuple[int, int]
-"""Bytes [begin, end) of a block."""
+"""Byte range [begin, end) of a block."""
 HeldBytes = tuple[int, int, int]
-"""Bytes [begin, end) of a file, and the rank that has them."""
+"""Byte range [begin, end) of a file, and the rank that has the bytes."""
 
 
 @dataclass(frozen=True)
 class MixedBlock:
-    """A block that several ranks have parts of. `others` are the parts that its writer gets from each other rank; empty
-    for those who send them."""
+    """A block with parts on several ranks. `others` lists the parts that the writer receives, by rank; it is empty on
+    the ranks that send."""
 
     number: int
     writer: int
@@ -28,18 +27,18 @@ class MixedBlock:
 
 @dataclass
 class BlockPlan:
-    """One rank's work on a file: the mixed blocks that it writes or has a part of, in ascending order on every rank, so
-    that nobody waits in a circle; and the blocks that it writes from what it has."""
+    """One rank's blocks of a file: `own` without communication, and `mixed` ones that it writes or has a part of, in
+    ascending order on every rank, since another order could deadlock."""
 
     mixed: list[MixedBlock] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
 
 
 def plan_blocks(held: Sequence[HeldBytes], size: int, writers: Sequence[int]) -> defaultdict[int, BlockPlan]:
-    """The plans of the ranks that take part in writing a file of `size` bytes; only `writers` write.
+    """Return the plan of each rank that has bytes or writes in a file of `size` bytes; only `writers` write.
 
     Args:
-        held: who has which bytes, without overlaps. What nobody has (the header) every writer can make.
+        held: byte ranges without overlaps. Every writer can make the bytes of no rank (the header).
     """
     plans: defaultdict[int, BlockPlan] = defaultdict(BlockPlan)
     for number, parts in enumerate(_by_block(held, -(-size // BLOCK))):
@@ -57,7 +56,7 @@ def plan_blocks(held: Sequence[HeldBytes], size: int, writers: Sequence[int]) ->
 
 
 def _by_block(held: Iterable[HeldBytes], count: int) -> Iterator[dict[int, list[Extent]]]:
-    """For each block of a file the parts that each rank has, in their order."""
+    """Yield, for each block, the parts of each rank in ascending order."""
     blocks: list[dict[int, list[Extent]]] = [{} for _ in range(count)]
     for begin, end, rank in sorted(held):
         while begin < end:

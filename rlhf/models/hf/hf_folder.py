@@ -19,15 +19,15 @@ from rlhf.storage.shards import DTYPE_NAMES
 
 T = TypeVar("T")
 RANGE_BYTES = 8 << 20
-"""Bytes of a tensor that are read at a time. Larger ones cost more: the C library takes memory for them from the system
-anew each time, and clearing its pages takes longer than reading."""
+"""Bytes of a tensor per read. For larger reads the C library allocates fresh pages each time, and clearing the pages
+takes longer than reading."""
 
 
 def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfPlan:
-    """The folder that becomes of an open checkpoint, which the user knows as `where`.
+    """Plan the Hugging Face folder of an open checkpoint; `where` is its path in messages.
 
-    Raises UserError when the configuration is not there or does not fit the tensors, DamagedCheckpoint when tied
-    tensors, which are compared, cannot be read.
+    Raises UserError if the configuration is missing or does not fit the tensors, and DamagedCheckpoint if tied tensors,
+    which are compared, cannot be read.
     """
     contents = source.contents
     if contents.model_files is None:
@@ -44,7 +44,7 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
     config = parse_model_config(small, contents.model_files)
     changes: dict[str, Any] = {}
     if options.need_architecture(config):
-        # With transformers, which takes seconds.
+        # Imports transformers, which takes seconds.
         from rlhf.models.hf.architecture import architecture_of, check_fit
 
         found = architecture_of(contents.model_files, value_model=options.value_model, tied=options.tied)
@@ -53,7 +53,7 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
                 if name in tensors and origin in tensors:
                     _require_equal(source, where, name, origin)
                     del tensors[name]
-            # The files of a checkpoint's own configuration lie in a scratch folder, which nobody knows.
+            # A checkpoint's own configuration is in a scratch folder, which the user does not know.
             named = contents.model_files if options.compared else where
             check_fit(where, tensors, found, named, options.value_model)
             changes["architectures"] = [found.name]
@@ -64,7 +64,7 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
 
 
 def ranges_of(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int, int]]:
-    """Ranges of RANGE_BYTES that cover every tensor: name, first element, end."""
+    """Yield ranges of RANGE_BYTES that cover every tensor: name, first element, end."""
     for name, info in tensors.items():
         step = max(1, RANGE_BYTES // info.dtype.itemsize)
         for start in range(0, info.numel, step):
@@ -72,7 +72,7 @@ def ranges_of(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int, int
 
 
 def same_tensor(source: TensorSource, name: str, other: str) -> bool:
-    """Whether two tensors of a checkpoint are equal."""
+    """Return whether two tensors of a checkpoint are equal."""
     tensors = source.contents.tensors
     return tensors[name] == tensors[other] and all(
         torch.equal(source.read(name, start, stop), source.read(other, start, stop))
@@ -81,15 +81,14 @@ def same_tensor(source: TensorSource, name: str, other: str) -> bool:
 
 
 def converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor`, of the weight `name`, in another type; raises UserError as `check_range` does."""
+    """Return the weight `name` converted to `dtype`; raise UserError as `check_range` does."""
     result = tensor.to(dtype)
     check_range(name, tensor, result)
     return result
 
 
 def check_range(name: str, tensor: Tensor, result: Tensor) -> None:
-    """Raise UserError if `tensor`, of the weight `name`, has numbers that the type of its conversion `result` does not
-    have."""
+    """Raise UserError if values of the weight `name` became infinite in the converted tensor `result`."""
     if result.dtype != torch.float16 or tensor.dtype == torch.float16:
         return
     if bool((result.isinf() & tensor.isfinite().to(result.device)).any()):
@@ -100,7 +99,7 @@ def check_range(name: str, tensor: Tensor, result: Tensor) -> None:
 
 
 def one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each made in another thread while the one before it is in use."""
+    """Yield the same items, producing the next item in another thread while the caller uses the current item."""
     end: Any = object()
     with ThreadPoolExecutor(1) as beside:
         following = beside.submit(next, items, end)

@@ -1,4 +1,4 @@
-"""Plan of a Hugging Face folder: its tensors' types, its files, its configuration. Imports no torch."""
+"""Plans a Hugging Face folder: types of tensors, files, configuration. Imports no torch."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -24,17 +24,18 @@ from rlhf.storage.index_rows import Tensors
 from rlhf.storage.shard_index import FLOATS, nbytes_of
 
 Progress = Callable[[int], None]
-"""Called with the bytes that were written since the last call."""
+"""Receives the number of bytes written since the last call."""
 
 
 @dataclass(frozen=True)
 class HfOptions:
-    """Wishes about a Hugging Face folder.
+    """User's options for a Hugging Face folder.
 
-    `dtype` (float32, ...) converts the floating point tensors; None keeps each. `shard_bytes` are the most of one file
-    of weights. `tied` overrides the configuration's `tie_word_embeddings`. A `value_model` has a head of one number per
-    token. `compared` says whether the tensors are compared with the architecture of the configuration, which a
-    checkpoint with its own configuration does not need.
+    dtype: type of the floating-point tensors (float32, ...); None keeps each type.
+    shard_bytes: size limit of one weights file.
+    tied: overrides the configuration's `tie_word_embeddings`.
+    value_model: the head has one output per token.
+    compared: compare the tensors with the configuration's architecture; False for a checkpoint's own configuration.
     """
 
     dtype: str | None = None
@@ -44,14 +45,13 @@ class HfOptions:
     compared: bool = True
 
     def need_architecture(self, config: Mapping[str, Any]) -> bool:
-        """Whether transformers has to say what it makes of `config`, which takes seconds."""
+        """Return whether transformers has to interpret `config`, which takes seconds."""
         return self.compared or self.value_model or "architectures" not in config
 
 
 @dataclass(frozen=True)
 class HfPlan:
-    """Contents of a folder, before anything is written: its tensors with the types that they get, its small files, the
-    beginning of its weights' names."""
+    """Contents of a folder before writing: tensors with their final types, small files, prefix of the weights files."""
 
     tensors: Tensors
     small_files: dict[str, bytes]
@@ -60,33 +60,31 @@ class HfPlan:
 
     @classmethod
     def of_adapter(cls, tensors: Tensors, small_files: Mapping[str, bytes]) -> "HfPlan":
-        """An adapter's folder as peft reads it: one file, and no configuration of the model."""
+        """Return the plan of an adapter's folder for peft: one weights file, without the model's configuration."""
         small = {n: content for n, content in small_files.items() if n not in (MODEL_CONFIG, GENERATION_CONFIG)}
         return cls(tensors, small, ONE_FILE, ADAPTER_STEM)
 
     @cached_property
     def weights(self) -> list[WeightsFile]:
-        """The files of weights."""
         return lay_out_weights(self.tensors, self.shard_bytes, self.stem)
 
     def others(self) -> dict[str, bytes]:
-        """All other files, by name."""
+        """Return the contents of the files beside the weights, by name."""
         return self.small_files | index_of_weights(self.weights)
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the files of weights."""
         return sum(file.size for file in self.weights)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Return the size of the tensors in bytes, without headers."""
         return sum(nbytes_of(kind, shape) for kind, shape in self.tensors.values())
 
 
 def plan_as_stored(tensors: Tensors, model_files: Path, options: HfOptions) -> HfPlan | None:
-    """The folder of tensors that stay as they are stored, with the small files of `model_files`; None when something
-    has to be computed or compared for it. Raises UserError when there is no configuration."""
+    """Return the plan for tensors that need no conversion, with the small files of `model_files`, or None if a tensor
+    has to be computed or compared. Raises UserError without a configuration."""
     small = read_small_files(model_files)
     config = parse_model_config(small, model_files)
     if options.need_architecture(config) or holds_experts(tensors) or in_dtype(tensors, options.dtype) != tensors:
@@ -95,14 +93,14 @@ def plan_as_stored(tensors: Tensors, model_files: Path, options: HfOptions) -> H
 
 
 def holds_experts(names: Iterable[str]) -> bool:
-    """Whether there are experts among weights of these names, of which files have other tensors than models."""
+    """Return whether weights of these names have experts, which files store as other tensors than the model."""
     return any(".experts." in name for name in names)
 
 
 def planned(
     tensors: Tensors, small: Mapping[str, bytes], config: dict[str, Any], changes: dict[str, Any], options: HfOptions
 ) -> HfPlan:
-    """The folder of tensors that have the types which they get, with `changes` of the `config` in `small`."""
+    """Return the plan for tensors in their final types, with `changes` of the `config` in `small`."""
     if options.tied is not None:
         changes = changes | {"tie_word_embeddings": options.tied}
     files = dict(small) | ({MODEL_CONFIG: as_json(config | changes)} if changes else {})
@@ -110,19 +108,19 @@ def planned(
 
 
 def in_dtype(tensors: Tensors, dtype: str | None) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """`tensors` with floating point ones in the type `dtype` (float32, ...); None keeps each."""
+    """Return `tensors` with floating-point types changed to `dtype` (float32, ...); None keeps each type."""
     if dtype is None:
         return dict(tensors)
     return {name: (FLOAT_TYPES[dtype] if kind in FLOATS else kind, shape) for name, (kind, shape) in tensors.items()}
 
 
 def as_json(document: object) -> bytes:
-    """A configuration as transformers writes it."""
+    """Return a configuration as transformers writes it."""
     return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def _main_dtype(tensors: Tensors) -> str | None:
-    """The type that most bytes of the weights have, as configurations name it."""
+    """Return the floating-point type of most bytes, by its name in configurations."""
     names, sizes = {kind: name for name, kind in FLOAT_TYPES.items()}, dict[str, int]()
     for kind, shape in tensors.values():
         if (name := names.get(kind)) is not None:

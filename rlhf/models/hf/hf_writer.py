@@ -1,6 +1,6 @@
-"""Writes planned Hugging Face folders: of an open checkpoint by one process, of live weights by the ranks.
+"""Writes planned Hugging Face folders: one process from an open checkpoint, or the ranks from live weights.
 
-One process has a few ranges of tensors in memory. No rank ever holds more than its shards and a few blocks of 4 MiB.
+One process has a few ranges of tensors in memory. A rank has its shards and two blocks of 4 MiB.
 """
 
 import time
@@ -32,8 +32,8 @@ from rlhf.storage.shards import DTYPES, Shards, as_bytes, laid_out, lay_out, ten
 
 @dataclass(frozen=True)
 class HfExport:
-    """This rank's part of a planned folder: its shards of the weights as they are trained, and what the files have of
-    each (`parts`); whether the shards were `made` for it, and are nobody's live state."""
+    """This rank's part of a planned folder: its shards of the trained weights, and their `parts` in the files. `made`
+    shards are copies for this export, not live state."""
 
     shards: Shards
     parts: FileParts
@@ -42,27 +42,25 @@ class HfExport:
 
     @classmethod
     def of(cls, shards: Shards, dtype: str | None, parts: FileParts, files: Mapping[str, bytes]) -> "HfExport":
-        """The export of `shards`, floating-point weights in `dtype` (as in `checkpoint.hf_dtype`), with the small
-        `files` of the model."""
+        """Export `shards` with floating-point weights in `dtype` (`checkpoint.hf_dtype`) and small `files`."""
         tensors = in_dtype(tensor_table(shards_in_files(shards, parts)), dtype)
         return cls(shards, parts, HfPlan(tensors, saying_dtype(files, dtype)))
 
     @classmethod
     def of_adapter(cls, shards: Shards, dtype: str | None, files: Mapping[str, bytes]) -> "HfExport":
-        """The export of an adapter's `shards`, by their names in a checkpoint, as peft reads them."""
+        """Export an adapter's `shards`, by their names in a checkpoint, in peft's format."""
         named = {PREFIX + name: shard for name, shard in shards.items()}
         return cls(named, {}, HfPlan.of_adapter(in_dtype(tensor_table(named), dtype), files))
 
     @cached_property
     def in_files(self) -> Shards:
-        """Views of the shards, as those of the tensors of the files."""
+        """Views of the shards as slices of the tensors in the files."""
         return shards_in_files(self.shards, self.parts)
 
 
 @dataclass
 class ExportedBlocks:
-    """Blocks that one rank has written: the hash of each, by the file's path and the block's number, and the seconds
-    that each folder took."""
+    """Blocks that one rank wrote: hashes by file path and block number, and the seconds per folder."""
 
     hashes: dict[str, dict[int, str]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -70,7 +68,7 @@ class ExportedBlocks:
 
 @dataclass(frozen=True)
 class Exported:
-    """Files that all ranks have written together, and the seconds that each rank spent on each folder."""
+    """Files that all ranks wrote together, and the seconds of each rank per folder."""
 
     files: list[WrittenFile]
     seconds: list[dict[str, float]]
@@ -79,7 +77,7 @@ class Exported:
 def write_hf_folder(
     source: TensorSource, plan: HfPlan, folder: Path, progress: Progress = lambda count: None
 ) -> list[WrittenFile]:
-    """Write a planned folder into the empty `folder`; returns what was written, with hashes of the memory that was."""
+    """Write a planned folder into the empty `folder`. The returned hashes are of the memory that was written."""
     written = [write_file(folder, file.name, _chunks(source, plan, file, progress)) for file in plan.weights]
     return written + [write_file(folder, name, [content]) for name, content in plan.others().items()]
 
@@ -98,9 +96,9 @@ def _chunks(source: TensorSource, plan: HfPlan, file: WeightsFile, progress: Pro
 
 
 def write_exports(root: Path, exports: Mapping[str, HfExport], coordinator: Coordinator) -> Exported | None:
-    """Write `exports` (folder below `root` -> export) on the driver's disk; every file is fsynced. Collective.
+    """Write `exports` (folder below `root` -> export) on the driver's disk; fsync every file. Collective.
 
-    Returns None but on the leader, or if there are none. Raises on every rank when any fails.
+    Returns None on other ranks than the leader, and without exports. Raises on every rank if any rank fails.
     """
     if not exports:
         return None
@@ -121,13 +119,13 @@ def write_exports(root: Path, exports: Mapping[str, HfExport], coordinator: Coor
 
 
 RankPlan = dict[str, list[BlockPlan]]
-"""One rank's work: for each folder a plan per file."""
+"""One rank's work: for each folder, a plan per file."""
 
 
 def _plan(
     exports: Mapping[str, HfExport], shares: Sequence[Mapping[str, FileShards]], coordinator: Coordinator
 ) -> list[RankPlan]:
-    """The plans of all ranks, from the shards that each owns; the files are written in the driver's storage domain."""
+    """Return the plans of all ranks from their shards; ranks in the driver's storage domain write."""
     writers = [rank for rank, domain in enumerate(coordinator.domains) if domain == coordinator.domains[0]]
     plans: list[RankPlan] = [{} for _ in shares]
     for folder, export in exports.items():
@@ -140,7 +138,7 @@ def _plan(
 
 
 def _held(export: HfExport, shares: Sequence[FileShards]) -> dict[str, list[HeldBytes]]:
-    """Who has which bytes of each file."""
+    """Return the byte ranges of each file and the ranks that have them."""
     places = {name: (file.name, first) for file in export.plan.weights for name, first in file.first_byte.items()}
     held: dict[str, list[HeldBytes]] = {file.name: [] for file in export.plan.weights}
     for rank, parts in enumerate(parts_of_ranks(tensor_table(export.in_files), shares)):
@@ -151,7 +149,7 @@ def _held(export: HfExport, shares: Sequence[FileShards]) -> dict[str, list[Held
 
 
 def _extents(layout: Strided, kind: str, first: int) -> Iterator[Extent]:
-    """The runs of bytes of elements of a type, where byte `first` has element 0."""
+    """Yield the byte runs of the elements of a layout; element 0 is at byte `first`."""
     length, [begins] = runs(layout)
     width = ITEM_BYTES[kind]
     for begin in (first + begins * width).tolist():
@@ -159,7 +157,7 @@ def _extents(layout: Strided, kind: str, first: int) -> Iterator[Extent]:
 
 
 def _write(root: Path, exports: Mapping[str, HfExport], plans: RankPlan, coordinator: Coordinator) -> ExportedBlocks:
-    """This rank's work. Raises what went wrong only at its end, so that no peer waits in vain."""
+    """Write and send this rank's blocks. Raise an error only at the end, so that no other rank waits forever."""
     written, work = ExportedBlocks(), _Work(coordinator)
     for folder, export in exports.items():
         since = time.monotonic()
@@ -172,12 +170,12 @@ def _write(root: Path, exports: Mapping[str, HfExport], plans: RankPlan, coordin
 
 
 class _HeldFile:
-    """The bytes that this rank has of one file: the header, as every rank, and its shards."""
+    """This rank's bytes of one file: the header (on every rank) and its shards."""
 
     def __init__(self, export: HfExport, file: WeightsFile) -> None:
         self._tensors, self.file = export.plan.tensors, file
         held = ((name, export.in_files[name]) for name in file.first_byte)
-        # In the order in which they lie in the file, as in the plan.
+        # In file order, as in the plan.
         self._shards = [(name, shard) for name, shard in held if shard.owner and shard.local.numel()]
         self._begins = [
             file.first_byte[name] + bounds(shard.box, shard.shape)[0] * ITEM_BYTES[self._tensors[name][0]]
@@ -185,16 +183,16 @@ class _HeldFile:
         ]
 
     def block_bytes(self, number: int) -> int:
-        """The length of a block."""
+        """Return the size of a block in bytes."""
         return min(BLOCK, self.file.size - number * BLOCK)
 
     def extents(self, number: int) -> list[Extent]:
-        """The parts of a block that this rank's shards are."""
+        """Return the byte ranges of a block that this rank's shards cover."""
         parts = self._parts(number)
         return [extent for name, _, begin, place in parts for extent in _extents(place, self._tensors[name][0], begin)]
 
     def fill(self, number: int, block: Tensor) -> None:
-        """Put the header and this rank's shards, as far as they are in a block, in their places in `block`."""
+        """Copy the header and this rank's shards, where they overlap a block, into `block`."""
         start = number * BLOCK
         header = self.file.header[start : start + BLOCK]
         if header:
@@ -206,8 +204,7 @@ class _HeldFile:
             check_range(name, source, target)
 
     def _parts(self, number: int) -> Iterator[tuple[str, Tensor, int, Strided]]:
-        """The elements of this rank's shards that a block has, and where: the first byte, and their layout from there
-        on."""
+        """Yield this rank's elements in a block: tensor name, elements, first byte in the block, layout from there."""
         start = number * BLOCK
         stop = start + self.block_bytes(number)
         candidate = max(0, bisect_right(self._begins, start) - 1)
@@ -223,9 +220,9 @@ class _HeldFile:
 
 
 class _Work:
-    """Work of one rank on its blocks, in memory for two of them.
+    """Writes one rank's blocks with memory for two of them.
 
-    `problem` is the first error. After it nothing is written any more, and all that peers wait for is still sent.
+    `problem` is the first error. After an error the rank stops writing, but still sends the parts that others wait for.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -235,7 +232,7 @@ class _Work:
 
     @torch.no_grad()
     def write(self, root: Path, folder: str, held: _HeldFile, plan: BlockPlan) -> dict[int, str]:
-        """Do what `plan` says; returns the hashes of the blocks that were written."""
+        """Write and send blocks as `plan` lists them; return the hashes of the written blocks."""
         hashes: dict[int, str] = {}
         writes = plan.own or any(mixed.writer == self._coordinator.rank for mixed in plan.mixed)
         with ExitStack() as opened:
@@ -264,13 +261,11 @@ class _Work:
         return hashes
 
     def _send(self, held: _HeldFile, mixed: MixedBlock) -> None:
-        """Send what this rank has of a block to its writer."""
         self._try(lambda: held.fill(mixed.number, self._block))
         parts = [self._block[begin:end] for begin, end in held.extents(mixed.number)]
         self._coordinator.send(torch.cat(parts), mixed.writer)
 
     def _receive(self, held: _HeldFile, mixed: MixedBlock) -> None:
-        """Fill a block with what this rank and others have of it."""
         self._try(lambda: held.fill(mixed.number, self._block))
         for rank, extents in mixed.others.items():
             message = self._message[: sum(end - begin for begin, end in extents)]

@@ -1,4 +1,4 @@
-"""Open checkpoint under other names: experts as the files of Hugging Face have them, or as the trainer does."""
+"""Shows an open checkpoint with experts as Hugging Face files store them, or as the trainer stores them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,12 +14,12 @@ from rlhf.storage.file_parts import parts_of
 from rlhf.storage.shards import DTYPE_NAMES
 
 Piece = tuple[str, int, int]
-"""Elements [start, stop) of a tensor of the checkpoint."""
+"""Tensor name and elements [start, stop) in the checkpoint."""
 
 
 def as_in_files(source: TensorSource, hf_config: PretrainedConfig | None = None) -> TensorSource:
-    """`source` with the names and tensors that the library writes into files for `hf_config`, by default its own; as it
-    is where that is not known."""
+    """Return `source` with the names and tensors that transformers writes for `hf_config` (default: the source's own);
+    return `source` unchanged without a known configuration."""
     infos, hf_config = source.contents.tensors, hf_config or _config_of(source)
     if hf_config is None:
         return source
@@ -36,8 +36,7 @@ def as_in_files(source: TensorSource, hf_config: PretrainedConfig | None = None)
 
 
 def as_trained(source: TensorSource) -> TensorSource:
-    """`source` with the experts that its model has in one tensor in one, and their moments; as it is where its
-    configuration is not known."""
+    """Return `source` with the experts and their moments fused as in the model; unchanged without a configuration."""
     infos, moments, hf_config = source.contents.tensors, source.contents.moments, _config_of(source)
     if hf_config is None:
         return source
@@ -66,16 +65,16 @@ def _config_of(source: TensorSource) -> PretrainedConfig | None:
     try:
         return None if folder is None else AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # told by those who cannot do without
+        return None  # code that needs the configuration reports the error
 
 
 def file_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, FileTensor]:
-    """`infos` as the headers of files would have them."""
+    """Return `infos` as headers of files."""
     return {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in infos.items()}
 
 
 class Regrouped:
-    """`source`, some tensors of which are `pieces` of its own, one after the other."""
+    """A source with some tensors built from consecutive `pieces` of the tensors of `source`."""
 
     def __init__(
         self,
@@ -88,7 +87,6 @@ class Regrouped:
         self.contents = replace(source.contents, tensors=tensors, moments=moments)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
         pieces = self._pieces.get(name)
         if pieces is None:
             return self._source.read(name, start, stop)
@@ -96,5 +94,4 @@ class Regrouped:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def close(self) -> None:
-        """See `TensorSource.close`."""
         self._source.close()

@@ -1,4 +1,4 @@
-"""A model's folder as on the Hub, in safetensors, as an open checkpoint of which only ranges are read."""
+"""Opens a Hugging Face folder of safetensors files as a checkpoint, and reads only the ranges asked for."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ ABSENT = ["the optimizer's moments", "the step and the learning rate schedule"]
 
 
 def open_safetensors(path: Path, model_files: Path | None = None) -> "SafetensorsFolder | None":
-    """The folder `path`, with the small files of `model_files` or its own; None if it has no safetensors. Raises
+    """Open the folder `path`, with small files from `model_files` or `path`; return None without safetensors. Raises
     UserError for quantised weights."""
     check_not_quantised(path)
     if (path / WEIGHTS_INDEX).is_file():
@@ -33,7 +33,7 @@ def open_safetensors(path: Path, model_files: Path | None = None) -> "Safetensor
 
 
 def check_not_quantised(path: Path) -> None:
-    """Raise UserError if the config.json of the folder `path` describes quantised weights."""
+    """Raise UserError if config.json in `path` describes quantised weights."""
     if (path / MODEL_CONFIG).is_file() and "quantization_config" in _config(path):
         raise UserError(f"{path} is quantised ({MODEL_CONFIG}); name the folder with the weights that it was made of.")
 
@@ -43,7 +43,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def weight_map(path: Path, index: str) -> dict[str, list[str] | None]:
-    """The names of the tensors by file, as an index says."""
+    """Return the names of the tensors by file, from an index."""
     try:
         entries = json.loads((path / index).read_bytes())["weight_map"]
         files: dict[str, list[str] | None] = {}
@@ -62,7 +62,7 @@ def weight_map(path: Path, index: str) -> dict[str, list[str] | None]:
 
 
 def compare_with_index(path: Path, listed: Mapping[str, list[str] | None], found: Mapping[str, str]) -> None:
-    """Raise DamagedCheckpoint unless every tensor that the index lists lies in the file that it names."""
+    """Raise DamagedCheckpoint unless every tensor in the index is in the file that the index names."""
     for file, names in listed.items():
         for name in names or ():
             if found.get(name) != file:
@@ -70,7 +70,7 @@ def compare_with_index(path: Path, listed: Mapping[str, list[str] | None], found
 
 
 class SafetensorsFolder:
-    """Folder of safetensors files, of which only ranges are read."""
+    """An open folder of safetensors files; reads ranges only."""
 
     layout = NAME
 
@@ -97,11 +97,10 @@ class SafetensorsFolder:
         self.contents = Contents(tensors, model_files=model_files, absent=list(ABSENT))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
         info = self.contents.tensors[name]
         result = torch.empty(stop - start, dtype=info.dtype)
         self._reader.read_into({name: Shard(info.shape, (start,), result)})
         return result
 
     def close(self) -> None:
-        """See `TensorSource.close`. No file is open between reads."""
+        """Do nothing: no file is open between reads."""

@@ -1,4 +1,4 @@
-"""Small files of a Hugging Face folder: config, generation config, tokenizer, chat template. Imports no torch."""
+"""Reads the small files of a Hugging Face folder: configs, tokenizer, chat template. Imports no torch."""
 
 import json
 from collections.abc import Mapping
@@ -11,23 +11,23 @@ from rlhf.storage.hf_layout import MODEL_CONFIG
 from rlhf.storage.reading import read_regular
 
 SUFFIXES = (".json", ".jinja", ".model", ".txt", ".py")
-"""Of the files that belong to a model beside its weights; code is copied and never run."""
+"""Suffixes of a model's files beside its weights. Python files are copied and never run."""
 TEMPLATES = "additional_chat_templates"
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 LARGEST = 1 << 30
 NOT_OF_A_MODEL = ("adapter_config.json", "trainer_state.json", "fsdp_config.json", "README.txt")
-"""Files with these endings that tell of something else than the model."""
+"""Files with these suffixes that do not belong to the model."""
 
 
 def is_small_file(name: str) -> bool:
-    """Whether a file of a model's folder, by its path in it, is one that goes with the weights."""
+    """Return whether a file, by its path in a model's folder, belongs to the model beside its weights."""
     path = Path(name)
     belongs = path.suffix in SUFFIXES and not name.endswith(".index.json") and path.name not in NOT_OF_A_MODEL
     return belongs and path.parent in (Path(), Path(TEMPLATES))
 
 
 def read_small_files(folder: Path) -> dict[str, bytes]:
-    """The small files of `folder` by name; raises UserError when it is no model's."""
+    """Return the small files of `folder` by name; raise UserError if it is not a model's folder."""
     try:
         names = [str(p.relative_to(folder)) for p in sorted([*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")])]
         found = {name: read_regular(folder / name, LARGEST) for name in names if is_small_file(name)}
@@ -38,7 +38,7 @@ def read_small_files(folder: Path) -> dict[str, bytes]:
 
 
 def parse_model_config(files: Mapping[str, bytes], folder: Path) -> dict[str, Any]:
-    """config.json of `files`, which come from `folder`; raises UserError when there is none."""
+    """Return the parsed config.json of `files`, read from `folder`; raise UserError if it is missing."""
     if MODEL_CONFIG not in files:
         raise UserError(f"{folder} has no {MODEL_CONFIG}. Name the model's folder with --hf_model_path.")
     try:
@@ -51,7 +51,7 @@ def parse_model_config(files: Mapping[str, bytes], folder: Path) -> dict[str, An
 
 
 def with_chat_template(files: Mapping[str, bytes], template: bytes) -> dict[str, bytes]:
-    """`files` with another chat template, in the file of its own that it has today."""
+    """Return `files` with another chat template, in chat_template.jinja and no longer in the tokenizer's config."""
     result = dict(files) | {TEMPLATE: template}
     if TOKENIZER_CONFIG in result:
         settings = json.loads(result[TOKENIZER_CONFIG])

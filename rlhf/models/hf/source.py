@@ -1,4 +1,4 @@
-"""Interface of a layout: a checkpoint of any tool as named tensors, of which ranges are read. Imports no torch."""
+"""Interface of a layout: any tool's checkpoint as named tensors that are read in ranges. Imports no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,32 +15,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Shape and type of a whole tensor, before it was split over ranks."""
+    """Shape and type of a whole tensor, before sharding."""
 
     shape: tuple[int, ...]
     dtype: "torch.dtype"
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Folder of some tool, and what the user says about it.
+    """A checkpoint folder of any tool, with the user's options.
 
-    `model_files` is a Hugging Face folder with the model's config and tokenizer, for a layout that does not bring them
-    (`--hf_model_path`); `role` chooses among the models of a checkpoint that has several (`actor`, `critic`); `tag` is
-    the name of one save within the folder, for layouts that have such (DeepSpeed). `adapter` is what to do with a peft
-    adapter (`--adapter`): `keep` it as one, or `merge` it into its base; a checkpoint with one is refused without it.
-    `parts` are further folders with files of the same checkpoint, from disks of other nodes, for layouts that allow
-    such.
+    model_files: Hugging Face folder with config and tokenizer, for layouts without them (`--hf_model_path`).
+    role: model to read from a checkpoint with several (`actor`, `critic`).
+    tag: name of one save in the folder, for layouts with several saves (DeepSpeed).
+    adapter: `keep` or `merge` a peft adapter (`--adapter`); if unset, a checkpoint with an adapter is an error.
+    parts: more folders of the same checkpoint, from disks of other nodes, for layouts that allow them.
     """
 
     path: Path
@@ -53,10 +51,8 @@ class Origin:
 
 @dataclass(frozen=True)
 class TrainedSoFar:
-    """Progress of the run that wrote a checkpoint, as far as the checkpoint says so.
-
-    `step` counts what that tool calls a step, `optimizer_steps` updates of the weights; `schedule` is the state of its
-    learning rate schedule, with the names that torch gives (`last_epoch`, `base_lrs`).
+    """Progress of the run that wrote a checkpoint, as far as the checkpoint records it: `step` as the tool counts
+    steps, updates of the weights, and the learning rate schedule's state with torch's names (`last_epoch`, `base_lrs`).
     """
 
     step: int | None = None
@@ -66,13 +62,14 @@ class TrainedSoFar:
 
 @dataclass
 class Contents:
-    """Contents of a checkpoint: the model, the optimizer, and what it lacks.
+    """Contents of a checkpoint.
 
-    `tensors` has the model's by their names in transformers, tied ones once. `moments` has the optimizer's:
-    `NAME.exp_avg`, `NAME.exp_avg_sq` (of NAME's shape) and `NAME.step` (a scalar) for the parameter NAME, and is empty
-    when they are not there. `model_files` is the folder with config.json, tokenizer and chat template, `None` when
-    nobody knows. `adapter` is the content of adapter_config.json when `tensors` are an adapter's instead, by the names
-    that peft gives. `absent` says what a run of ours needs and this layout did not keep, a line each.
+    tensors: the model's tensors by their names in transformers, tied ones once.
+    moments: the optimizer's `NAME.exp_avg`, `NAME.exp_avg_sq` (of NAME's shape) and `NAME.step` (a scalar) for the
+        parameter NAME; empty if the checkpoint has none.
+    model_files: folder with config.json, tokenizer and chat template, if known.
+    adapter: content of adapter_config.json if `tensors` are an adapter's, by peft's names.
+    absent: state that our runs need and this layout lacks, a line each.
     """
 
     tensors: dict[str, TensorInfo]
@@ -84,63 +81,60 @@ class Contents:
 
 
 class TensorSource(Protocol):
-    """One open checkpoint; holds at most one tensor, or one rank's mapped file, in memory."""
+    """An open checkpoint; has at most one tensor, or one rank's mapped file, in memory."""
 
     layout: str
-    """Its name as `--backend` takes it."""
+    """Name of the layout in `--backend`."""
 
     @property
     def contents(self) -> Contents:
-        """Tensors, and what else there is."""
+        """Tensors and metadata of the checkpoint."""
         ...
 
     def read(self, name: str, start: int, stop: int) -> "Tensor":
-        """Elements [start, stop) of the flattened (row-major) tensor or moment `name`: 1-D, contiguous, on the CPU, in
-        the stored type. Raises DamagedCheckpoint when they cannot be had."""
+        """Return elements [start, stop) of the flattened (row-major) tensor or moment `name`: 1-D, contiguous, on the
+        CPU, in the stored type. Raises DamagedCheckpoint if the elements cannot be read."""
         ...
 
     def close(self) -> None:
-        """Let go of its files."""
+        """Close the checkpoint's files."""
         ...
 
 
 class ReadableTensor(Protocol):
-    """Tensor somewhere on disk."""
+    """A tensor on disk."""
 
     @property
     def info(self) -> TensorInfo:
-        """Shape and type of the whole."""
+        """Shape and type of the whole tensor."""
         ...
 
     def read(self, start: int, stop: int) -> "Tensor":
-        """Elements [start, stop) of it, flattened, as `TensorSource.read` gives them."""
+        """Return elements [start, stop) of the flattened tensor, like `TensorSource.read`."""
         ...
 
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """Tensor of another open checkpoint."""
+    """A tensor of an open checkpoint."""
 
     source: TensorSource
     name: str
 
     @property
     def info(self) -> TensorInfo:
-        """See `ReadableTensor.info`."""
         return self.source.contents.tensors.get(self.name) or self.source.contents.moments[self.name]
 
     @property
     def dtype(self) -> "torch.dtype":
-        """Type of the elements."""
         return self.info.dtype
 
     def read(self, start: int, stop: int) -> "Tensor":
-        """See `ReadableTensor.read`."""
         return self.source.read(self.name, start, stop)
 
 
 def cut(pieces: Sequence[tuple[T, int, int]], start: int, stop: int) -> list[tuple[T, int, int]]:
-    """Elements [start, stop) of what `pieces` (something, first element, end) are one after the other."""
+    """Return elements [start, stop) of the concatenated `pieces` (source, first element, end), as pieces."""
     found, at = [], 0
     for tensor, first, last in pieces:
         begin, end = max(start, at), min(stop, at + last - first)
