@@ -291,7 +291,7 @@ def _report_missing(missing: list[str]) -> None:
     if new:
         log.warning(
             "Reward processes run what the policy writes, and this machine does not allow to confine them fully. "
-            "Not had: %s. (docs/data-and-rewards.md says what that means.)",
+            "Missing: %s. docs/design/reward-isolation.md lists what follows.",
             "; ".join(new),
         )
 

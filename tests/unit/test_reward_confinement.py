@@ -375,7 +375,7 @@ def test_what_the_machine_lacks_is_told_once_and_the_rest_holds(without_namespac
     ended = without_namespaces("close")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == ["2", "0"]
-    assert ended.stderr.count("Not had: ") == 1
+    assert ended.stderr.count("Missing: ") == 1
     assert "namespaces ([Errno 1] Operation not permitted)" in ended.stderr
 
 
