@@ -1,1 +1,1 @@
-"""Checkpoints of other tools, and ours as they know them; nothing of the trainer imports it."""
+"""Reads and writes checkpoints of other tools; the trainer imports nothing of this folder."""

@@ -1,4 +1,4 @@
-"""Differences of two open checkpoints: documents by setting, tensors by norm and largest difference, in ranges."""
+"""Compares two open checkpoints: documents by setting, tensors by norm and largest difference."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -16,14 +16,14 @@ from rlhf.storage.hf_layout import MODEL_CONFIG
 from rlhf.storage.layout import CONFIG, DRIVER_STATE
 
 RANGE_BYTES = 16 << 20
-"""Bytes of a tensor that are compared at a time."""
+"""Bytes of a tensor that are compared at once."""
 ABSENT = "(none)"
-"""In the place of a value that one of the two has not."""
+"""Stands for a value that one of the two checkpoints lacks."""
 
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """Setting or value, by its dotted name, that differs; `ABSENT` where one has none."""
+    """A setting or value, by its dotted name, that differs; `ABSENT` where one checkpoint lacks it."""
 
     key: str
     a: Any
@@ -32,30 +32,30 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Tensor that is not the same bits in both; the figures are None where they cannot be compared."""
+    """A tensor whose bits differ. The figures are None where the tensors cannot be compared."""
 
     name: str
     what: str
     """One of `only in A`, `only in B`, `shape`, `dtype`, `values`."""
     a: str
     b: str
-    """Type and shape."""
+    """Dtype and shape of the tensor in A and in B."""
     norm_a: float | None = None
     norm_b: float | None = None
     largest: float | None = None
-    """Of the absolute differences, NaN when there is one in either."""
+    """Largest absolute difference; NaN if either tensor has a NaN."""
 
 
 @dataclass
 class Compared:
-    """Tensors of one kind in both checkpoints: how many are there in all, and those that differ."""
+    """Number of tensors of one kind in either checkpoint, and the tensors that differ."""
 
     tensors: int = 0
     different: list[TensorDifference] = field(default_factory=list)
 
 
 def documents(roles: Mapping[str, TensorSource]) -> dict[str, dict[str, Any]]:
-    """Settings and state of a checkpoint beside its tensors, by kind: values by dotted name."""
+    """Return the settings and state of a checkpoint, by kind: values by dotted name."""
     found: dict[str, dict[str, Any]] = {}
     first = next(iter(roles.values()))
     if isinstance(first, NativeCheckpoint):
@@ -79,7 +79,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def value_differences(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> list[ValueDifference]:
-    """Values that are not the same in two documents of one kind; one difference for a document that only one has."""
+    """Return the values that differ between two documents, or one difference if only one document exists."""
     if a is None or b is None:
         there = [ABSENT if document is None else f"{len(document)} values" for document in (a, b)]
         return [ValueDifference("all of it", *there)]
@@ -93,7 +93,7 @@ def compare_tensors(
     tables: tuple[Mapping[str, TensorInfo], Mapping[str, TensorInfo]],
     told: Callable[[int], None] = lambda count: None,
 ) -> Compared:
-    """Tensors of `a` and `b`, those of `tables` by their names; `told` of the bytes of `a` as they are compared."""
+    """Compare the tensors of `a` and `b` that `tables` list by name; `told` gets the bytes of `a` compared so far."""
     of_a, of_b = tables
     done = Compared(len(of_a.keys() | of_b.keys()))
     for name, info in of_a.items():
@@ -120,7 +120,7 @@ def _compare(
     for piece in pieces:
         left, right = a.read(name, *piece).double(), b.read(name, *piece).double()
         squares_a, squares_b = squares_a + float(left.square().sum()), squares_b + float(right.square().sum())
-        # Infinities of one sign do not differ; NaN does, from everything.
+        # Infinities of one sign are equal. NaN differs from everything.
         found = float(torch.where(left == right, 0.0, (left - right).abs()).max())
         largest = found if math.isnan(found) or found > largest else largest
     what = "dtype" if info.dtype != other.dtype else "values"

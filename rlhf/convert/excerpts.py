@@ -1,4 +1,4 @@
-"""Tensors put together from excerpts of others, of which ranges are read."""
+"""Assembles tensors from slices of other tensors and reads them in ranges."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,17 @@ from torch import Tensor
 from rlhf.models.hf.source import Contents, TensorInfo, cut
 
 ROWS_BYTES = 16 << 20
-"""Bytes of whole rows that are read at a time where only some of their columns are wanted."""
+"""Bytes of whole rows that are read at once where only some columns are used."""
 
 
 class Readable(Protocol):
-    """Tensor whose flattened (row-major) elements are read in ranges, 1-D."""
+    """A tensor whose flattened (row-major) elements are read in ranges, as 1-D tensors."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Type of the elements."""
-        ...
+    def dtype(self) -> torch.dtype: ...
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop)."""
+        """Return the elements [start, stop)."""
         ...
 
 
@@ -37,18 +35,16 @@ class Excerpt(NamedTuple):
 
 @dataclass(frozen=True)
 class Beside:
-    """Matrices of `columns` columns each side by side, as column parallel ranks hold one."""
+    """A `Readable` of matrices with `columns` columns each, side by side: one matrix per column parallel rank."""
 
     matrices: Sequence[Readable]
     columns: int
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Readable`."""
         return self.matrices[0].dtype
 
     def read(self, start: int, stop: int) -> Tensor:
-        """See `Readable`."""
         width = self.columns * len(self.matrices)
         first, last = start // width, -(-stop // width)
         parts = [matrix.read(first * self.columns, last * self.columns) for matrix in self.matrices]
@@ -58,7 +54,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class SomeColumns:
-    """Columns [first, first + columns) of a matrix of `width` columns."""
+    """A `Readable` of the columns [first, first + columns) of a matrix with `width` columns."""
 
     matrix: Readable
     width: int
@@ -67,11 +63,9 @@ class SomeColumns:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Readable`."""
         return self.matrix.dtype
 
     def read(self, start: int, stop: int) -> Tensor:
-        """See `Readable`."""
         first, last = start // self.columns, -(-stop // self.columns)
         chosen = torch.empty(last - first, self.columns, dtype=self.dtype)
         step = max(1, ROWS_BYTES // (self.width * self.dtype.itemsize))
@@ -84,17 +78,16 @@ class SomeColumns:
 
 @dataclass(frozen=True)
 class Zeros:
-    """Zeros without end."""
+    """A `Readable` of zeros, of any length."""
 
     dtype: torch.dtype
 
     def read(self, start: int, stop: int) -> Tensor:
-        """See `Readable`."""
         return torch.zeros(stop - start, dtype=self.dtype)
 
 
 class ExcerptSource:
-    """Checkpoint whose tensors are excerpts of others, one after the other."""
+    """A `TensorSource` whose tensors are concatenated slices of other tensors."""
 
     def __init__(
         self,
@@ -110,11 +103,10 @@ class ExcerptSource:
         self.contents = Contents(tensors, model_files=model_files, absent=list(absent))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
         found = [tensor.read(first, last) for tensor, first, last in cut(self._excerpts[name], start, stop)]
         if len(found) == 1:
             return found[0]
         return torch.cat([torch.empty(0, dtype=self.contents.tensors[name].dtype), *found])
 
     def close(self) -> None:
-        """See `TensorSource.close`. No file is open between reads."""
+        """See `TensorSource.close`; no file is open between reads."""

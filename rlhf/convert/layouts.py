@@ -1,4 +1,4 @@
-"""Table of the layouts that are known; a layout's module is imported when it is asked for."""
+"""Lists the known layouts and opens a checkpoint with the first layout that recognises its folder."""
 
 import importlib
 from dataclasses import dataclass, replace
@@ -12,46 +12,46 @@ from rlhf.storage.layout import scan, step_of
 
 AUTO = "auto"
 MOST_ROLES = 100
-"""Folders in which a model is looked for; a step's folder has few."""
+"""Most subfolders that are searched for a model; a step's folder has few."""
 OTHER_ROLES = ("critic", "ref")
-"""Folders of a native checkpoint that need `--role`."""
+"""Roles of a native checkpoint that need `--role`."""
 
 
 class Layout(Protocol):
-    """A module `layout_...` that can read one layout; `LAYOUTS` lists them."""
+    """A module `layout_...` that reads one layout; `LAYOUTS` lists these modules."""
 
     NAME: str
 
     def recognises(self, origin: Origin) -> bool:
-        """Whether the folder is of this layout, from names and small files alone."""
+        """Return whether the folder has this layout, from names and small files alone."""
         ...
 
     def open_source(self, origin: Origin) -> TensorSource:
-        """Open it. Raises UserError, with the option to set or the file that is missing, when it cannot be read."""
+        """Open the checkpoint. Raises UserError that names the option to set or the missing file."""
         ...
 
 
 @dataclass(frozen=True)
 class LayoutEntry:
-    """Layout in the table: the backend that a user asks for it by, its module, and the files it is known by."""
+    """A layout of the table: its name for `--backend`, its module, and the files that identify it."""
 
     backend: str
     module: str
     known_by: str
     tagged: bool = False
-    """Whether a folder has several saves, of which `--tag` names one."""
+    """Whether a folder has several saves, of which `--tag` selects one."""
 
     def load(self) -> Layout:
-        """Import its module."""
+        """Import the module, only when the layout is needed."""
         module: Any = importlib.import_module(self.module)
         return module
 
 
 LAYOUTS: tuple[LayoutEntry, ...] = (
     LayoutEntry("native", "rlhf.checkpoint.export.layout_native", "manifest.json, or global_step_N with one"),
-    # Before what else lies in a folder of the Trainer's: it has the float32 weights and the moments.
+    # Before the other layouts of a Trainer folder: DeepSpeed's files have the float32 weights and the moments.
     LayoutEntry("deepspeed", "rlhf.convert.deepspeed.layout_deepspeed", "TAG/*_model_states.pt", tagged=True),
-    # Before dcp: its folders are of that kind, too.
+    # Before dcp, which would recognise a megatron-core folder, too.
     LayoutEntry(
         "megatron",
         "rlhf.convert.megatron.layout_torch_dist",
@@ -73,26 +73,24 @@ LAYOUTS: tuple[LayoutEntry, ...] = (
     LayoutEntry("fsdp", "rlhf.convert.fsdp.layout_fsdp", "model_world_size_W_rank_R.pt, or a folder actor with it"),
     LayoutEntry("megatron", "rlhf.convert.megatron.layout_megatron", "mp_rank_XX_YYY/model_states.pt", tagged=True),
 )
-"""In the order in which they are asked whether a folder is theirs."""
+"""In the order in which `open_source` tries them."""
 
 
 def backends() -> list[str]:
-    """Names that `--backend` takes."""
+    """Return the values of `--backend`."""
     return [AUTO, *dict.fromkeys(entry.backend for entry in LAYOUTS)]
 
 
 def check_folder(path: Path) -> None:
-    """Raise UserError unless there is a folder."""
+    """Raise UserError unless `path` is a folder."""
     if not path.is_dir():
         what = "is no folder" if path.exists() else "does not exist"
         raise UserError(f"{path} {what}. Give the folder of a checkpoint.")
 
 
 def open_source(origin: Origin, backend: str = AUTO) -> TensorSource:
-    """Open a checkpoint of the layout `backend` or, with `auto`, of the first that recognises the folder.
-
-    Raises UserError for a folder that nobody recognises, for one that is not there, and for an unknown backend.
-    """
+    """Open a checkpoint with the layout `backend`, or for `auto` with the first layout that recognises the folder.
+    Raises UserError for an unrecognised folder, a missing folder, and an unknown backend."""
     if backend not in backends():
         found = did_you_mean(nearest(backend, backends()))
         raise UserError(f"--backend={backend} is not known; it is one of {', '.join(backends())}.{found}")
@@ -107,7 +105,7 @@ def open_source(origin: Origin, backend: str = AUTO) -> TensorSource:
     for step in scan(origin.path):
         if _is_known(replace(origin, path=step), asked):
             raise UserError(f"{origin.path} holds steps of another trainer. Give one of them, such as {step}.")
-    # A layout that the user names says best itself what is missing.
+    # The layout that the user selected reports best which file is missing.
     if backend != AUTO and len(asked) == 1:
         return _opened(asked[0], origin)
     if within := _checkpoint_around(origin, asked):
@@ -123,7 +121,7 @@ def _is_known(origin: Origin, asked: list[LayoutEntry]) -> bool:
 
 
 def _checkpoint_around(origin: Origin, asked: list[LayoutEntry]) -> Path | None:
-    """Return the checkpoint that `origin` is a folder of, such as the one around our `global_step_N/actor`."""
+    """Return the checkpoint that contains the folder `origin`, such as the parent of our `global_step_N/actor`."""
     around = origin.path.absolute().parents[:2]
     return next(
         (path for path in around if step_of(path) is not None and _is_known(replace(origin, path=path), asked)), None
@@ -131,13 +129,12 @@ def _checkpoint_around(origin: Origin, asked: list[LayoutEntry]) -> Path | None:
 
 
 def _role_hint(origin: Origin, within: Path) -> str:
-    """Return what to type for the checkpoint `within` instead of `origin`, a folder in it."""
     part = origin.path.absolute().relative_to(within).parts[0]
     return f"Give {within}" + (f" and --role {part}." if part in OTHER_ROLES and part != origin.role else ".")
 
 
 def _roles_in(origin: Origin, asked: list[LayoutEntry]) -> list[str]:
-    """Folders of models in a step's folder of verl's, in which the role's own is not."""
+    """Return the model folders in a step folder of verl that lacks the folder of `origin.role`."""
     names = sorted(path.name for path in islice(origin.path.iterdir(), MOST_ROLES) if path.is_dir())
     return [name for name in names if any(entry.load().recognises(replace(origin, role=name)) for entry in asked)]
 

@@ -1,4 +1,4 @@
-"""Logits of open checkpoints on a few rows of tokens, by the library's own model."""
+"""Computes logits of open checkpoints on a few rows of tokens with transformers' own model."""
 
 import copy
 from pathlib import Path
@@ -14,14 +14,14 @@ from rlhf.models.hf.source import TensorInfo, TensorSource
 
 ROW_TOKENS = 16
 Opened = tuple[TensorSource, Path]
-"""A checkpoint, and the folder that it is from."""
+"""A checkpoint and its folder."""
 
 
 def largest_difference(a: Opened, b: Opened, architecture: Architecture, rows: int) -> float:
-    """The largest absolute difference of the logits of two checkpoints on `rows` rows of tokens, NaN if there is one.
+    """Return the largest absolute difference of the logits of two checkpoints on `rows` rows of tokens, or NaN.
 
-    One model at a time is in memory. A Hugging Face folder is opened by the library with its own configuration, any
-    other checkpoint under that of `architecture`.
+    One model at a time is in memory. transformers opens a Hugging Face folder with the folder's own configuration, and
+    any other checkpoint with the configuration of `architecture`.
     """
     vocabulary = architecture.config.get_text_config().vocab_size
     tokens = torch.randint(0, vocabulary, (rows, ROW_TOKENS), generator=torch.Generator().manual_seed(0))
@@ -31,7 +31,7 @@ def largest_difference(a: Opened, b: Opened, architecture: Architecture, rows: i
 
 @torch.no_grad()
 def _logits(source: TensorSource, folder: Path, architecture: Architecture, tokens: Tensor) -> Tensor:
-    """Logits [rows, ROW_TOKENS, vocabulary], or one value per token, on the CPU in the type of the weights."""
+    """Return logits [rows, ROW_TOKENS, vocabulary], or one value per token, on the CPU in the dtype of the weights."""
     if source.layout == HUGGING_FACE:
         model = architecture.kind.from_pretrained(folder, dtype="auto")
     else:

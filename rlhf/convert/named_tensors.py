@@ -1,4 +1,4 @@
-"""Open checkpoint as a table of tensors, each read in its own way."""
+"""Serves an open checkpoint as a table of named tensors."""
 
 from collections.abc import Mapping
 
@@ -10,11 +10,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Unmapped(Exception):
-    """The state of an optimizer cannot be told apart by parameter; the message says why."""
+    """The optimizer's state cannot be matched to parameters; the message gives the reason."""
 
 
 class NamedTensors:
-    """A TensorSource of such tensors: the model's and the optimizer's, whose names in `contents` they give."""
+    """A `TensorSource` of tensors and moments that each read themselves; fills in the tables of `contents`."""
 
     def __init__(
         self,
@@ -29,8 +29,7 @@ class NamedTensors:
         contents.moments = {name: tensor.info for name, tensor in moments.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
         return self._tensors[name].read(start, stop)
 
     def close(self) -> None:
-        """See `TensorSource.close`; files are open only while they are read."""
+        """See `TensorSource.close`; files are open only during a read."""

@@ -1,4 +1,4 @@
-"""Models of one checkpoint, by role, each as an open source."""
+"""Opens all models of one checkpoint, by role."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,8 +15,7 @@ ACTOR, CRITIC = "actor", "critic"
 
 @contextmanager
 def open_roles(origin: Origin, backend: str = AUTO, *, trained: bool = False) -> Iterator[dict[str, TensorSource]]:
-    """The actor and whatever else the checkpoint has, by role, or only those that are `trained`; raises as
-    `open_source` does."""
+    """Open the actor and every other role, or only the `trained` roles. Raises as `open_source` does."""
     with ExitStack() as stack:
         actor = open_source(replace(origin, role=ACTOR), backend)
         stack.callback(actor.close)
@@ -34,5 +33,5 @@ def _others(path: Path, actor: TensorSource) -> list[str]:
         manifest = actor.manifest
         moving = [REFERENCE_ROLE] if manifest.in_folder(REFERENCE) else []
         return [role for role in manifest.roles if role != ACTOR] + moving
-    # As verl lays out a checkpoint with a critic.
+    # verl puts the critic into a folder of this name.
     return [CRITIC] if (path / CRITIC).is_dir() else []

@@ -1,4 +1,4 @@
-"""Pickle files of other tools, read without running what they say."""
+"""Reads pickle files of other tools without running code from them."""
 
 import io
 import os
@@ -21,21 +21,21 @@ from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 Allowed = Sequence[type | Callable[..., Any] | tuple[Any, str]]
-"""Classes and functions that a pickle may ask for; one that lives elsewhere in other releases as a pair with its name,
+"""Classes and functions that a pickle may use. A class whose module differs between releases is listed as the pair
 `(class, "module.name")`."""
 
 BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""Beginning of a file that torch wrote before its files were zip archives."""
+"""First bytes of a file that torch wrote before its files were zip archives."""
 SCANNED = 1 << 20
-"""Bytes of a refused pickle that are searched for what it asks for."""
+"""Bytes of a rejected pickle that are searched for the names that it uses."""
 OF_TENSORS = ("torch.", "collections.")
-"""Beginnings of names that every pickle of tensors asks for."""
+"""Prefixes of the names that every pickle of tensors uses."""
 
-_list_lock = threading.Lock()  # torch has one list of what is allowed per process
+_list_lock = threading.Lock()  # torch has one list of allowed classes per process
 
 
 class StandIn:
-    """Stands where a pickle asks for an object of no use here; keeps what it would have been made of."""
+    """Replaces an object that is not needed; keeps the arguments and the state that the pickle gives it."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -43,7 +43,7 @@ class StandIn:
 
     def __new__(cls, *arguments: Any) -> "StandIn":
         made = super().__new__(cls)
-        made.__init__(*arguments)  # type: ignore[misc]  # a pickle may make objects without it
+        made.__init__(*arguments)  # type: ignore[misc]  # a pickle may skip __init__
         return made
 
     def __setstate__(self, state: Any) -> None:
@@ -51,8 +51,7 @@ class StandIn:
 
 
 class TensorStandIn(torch.Tensor):
-    """The same for a subclass of Tensor that has no data and keeps others as its attributes; nothing computes with
-    it."""
+    """A stand-in for a Tensor subclass without data of its own. Any computation with the stand-in raises."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -63,16 +62,15 @@ class TensorStandIn(torch.Tensor):
 
 
 def stand_in(name: str, kind: type = StandIn) -> tuple[type, str]:
-    """Entry of `Allowed` that puts a StandIn (or TensorStandIn), of a class of its own, wherever a pickle asks for
-    `name`."""
+    """Return an entry of `Allowed` that replaces `name` by a StandIn (or TensorStandIn) class of its own."""
     return type(name.rpartition(".")[2], (kind,), {}), name
 
 
 def read_pickle(path: Path, allowed: Allowed = ()) -> Any:
-    """The content of a file of `torch.save`, its tensors mapped into memory and not read yet.
+    """Load a file of `torch.save`; its tensors are mapped into memory and not read yet.
 
-    Besides tensors and plain containers only the classes and functions `allowed` are made. Raises UserError that names
-    whatever else the file asks for, DamagedCheckpoint for a file that is cut off or no such pickle.
+    Only tensors, plain containers and the classes and functions `allowed` are created. Raises UserError that names any
+    other class in the file, DamagedCheckpoint for a truncated file or another kind of file.
     """
     with open_archive(path), refusing(path, allowed):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -80,13 +78,12 @@ def read_pickle(path: Path, allowed: Allowed = ()) -> Any:
 
 @contextmanager
 def open_archive(path: Path, start: int = 0, size: int | None = None) -> Iterator[Any]:
-    """An open file of `torch.save`, or the part of `size` bytes from `start` on that is one; looked at without
-    unpickling it.
+    """Open a file of `torch.save`, or the `size` bytes from `start` on, and check the archive without unpickling.
 
-    Raises DamagedCheckpoint for one that is not whole or claims more bytes than it has, UserError for one in the format
-    of torch before 1.6.
+    Raises DamagedCheckpoint if the archive is incomplete or claims more bytes than it has, UserError for the format of
+    torch before 1.6.
     """
-    if not path.is_file():  # opening a pipe would wait for its other end
+    if not path.is_file():  # opening a pipe would block
         raise DamagedCheckpoint(f"{path} is {'no file' if path.exists() else 'missing'}")
     with path.open("rb") as whole:
         part = _Part(whole, start, path.stat().st_size - start if size is None else size)
@@ -96,7 +93,7 @@ def open_archive(path: Path, start: int = 0, size: int | None = None) -> Iterato
 
 
 def _check_archive(path: Path, file: "_Part") -> dict[int, tuple[int, int]]:
-    """Of each entry by its first byte: its end and CRC-32. What is no tensor is compared with it."""
+    """Return the end and CRC-32 of each entry, by its first byte. Verify the CRC-32 of all entries but tensors."""
     try:
         with zipfile.ZipFile(file) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
@@ -106,7 +103,7 @@ def _check_archive(path: Path, file: "_Part") -> dict[int, tuple[int, int]]:
             found = [(entry, _content_of(path, file, entry.header_offset)) for entry in archive.infolist()]
             for entry, start in found:
                 file.seek(start)
-                if entry.filename.endswith("/byteorder") and file.read(6) != b"little":  # torch swaps what is not there
+                if entry.filename.endswith("/byteorder") and file.read(6) != b"little":  # torch would swap bytes
                     raise UserError(f"{path} is of a machine with another byte order. Save it anew on one like this.")
                 _compare_sum(path, file, entry, start)
             return {start: (start + entry.file_size, entry.CRC) for entry, start in found}
@@ -121,7 +118,7 @@ def _check_archive(path: Path, file: "_Part") -> dict[int, tuple[int, int]]:
 
 
 def _compare_sum(path: Path, file: "_Part", entry: zipfile.ZipInfo, start: int) -> None:
-    if not entry.CRC or "/data/" in entry.filename:  # none was taken; a tensor's is compared when it is read
+    if not entry.CRC or "/data/" in entry.filename:  # no CRC stored; a tensor's CRC is compared when the tensor is read
         return
     file.seek(start)
     found = 0
@@ -136,7 +133,8 @@ def _damage(path: Path, why: str) -> DamagedCheckpoint:
 
 
 def _content_of(path: Path, file: "_Part", header: int) -> int:
-    """Where the bytes of an entry begin, whose own header, of 30 bytes, a name and more, begins at `header`."""
+    """Return where the content of an entry begins; its local header (30 bytes, a name, extra fields) begins at
+    `header`."""
     file.seek(max(0, header))
     said = file.read(30)
     if header < 0 or not said.startswith(b"PK\3\4"):
@@ -146,21 +144,23 @@ def _content_of(path: Path, file: "_Part", header: int) -> int:
 
 @contextmanager
 def refusing(path: Path, allowed: Allowed) -> Iterator[None]:
-    """Let `torch.load(..., weights_only=True)` of the file `path` make the classes and functions `allowed`, and none
-    that other libraries have put on torch's list; its errors become those of `read_pickle`."""
+    """Let `torch.load(..., weights_only=True)` of the file `path` create only the classes and functions `allowed`.
+
+    Classes that other libraries have put on torch's list are not allowed either. Errors become those of `read_pickle`.
+    """
     try:
         with _only(allowed), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what the reader does not know is an error in the end
+            warnings.simplefilter("ignore")  # anything that torch cannot read raises later
             yield
     except pickle.UnpicklingError as error:
         if found := re.search(r"GLOBAL (\S+)|torch\.(?:distributed\.tensor|nested)", str(error)):
             raise _refusal(path, [found[1] or found[0]]) from None
-        if "operand" in str(error) and (names := _asked_for(_pickled(path))):  # of a protocol that torch does not read
+        if "operand" in str(error) and (names := _asked_for(_pickled(path))):  # a protocol that torch does not read
             raise _refusal(path, names) from None
         raise _damage(path, _cause(error)) from None
     except (DamagedCheckpoint, UserError):
         raise
-    except Exception as error:  # a file that is no pickle makes the reader fail in any way
+    except Exception as error:  # other files make the unpickler fail in any way
         raise _damage(path, _first_sentence(error)) from None
 
 
@@ -185,7 +185,6 @@ def _refusal(path: Path, names: Sequence[str]) -> UserError:
 
 
 def _pickled(path: Path) -> bytes:
-    """The beginning of the pickle in an archive; of anything else, nothing."""
     with suppress(Exception), zipfile.ZipFile(path) as archive:
         [name] = [name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl"]
         with archive.open(name) as file:
@@ -194,9 +193,9 @@ def _pickled(path: Path) -> bytes:
 
 
 def _asked_for(content: bytes) -> list[str]:
-    """Names that a pickle of any protocol asks for, those of neither torch nor plain containers first."""
+    """Return the names that a pickle of any protocol uses, names outside torch and plain containers first."""
     names, texts = [], [""]
-    with suppress(Exception):  # what follows the pickle, or is no pickle
+    with suppress(Exception):  # bytes after the pickle, or not a pickle at all
         for operation, argument, _ in pickletools.genops(content):
             if operation.name in ("GLOBAL", "INST"):
                 names.append(str(argument).replace(" ", "."))
@@ -208,7 +207,7 @@ def _asked_for(content: bytes) -> list[str]:
 
 
 def _cause(error: Exception) -> str:
-    """What the reader stumbled over, without the advice that torch puts around it."""
+    """Return the unpickler's reason without the advice that torch puts around it."""
     text = re.sub(r"\033\[\d*m", "", str(error))
     lines = re.split(r"WeightsUnpickler error:|\n\n", text)[1:]
     return next((line.strip().split("\n")[0] for line in lines if line.strip()), _first_sentence(error))
@@ -219,8 +218,8 @@ def _first_sentence(error: Exception) -> str:
 
 
 class _Part(io.RawIOBase):
-    """Bytes [start, start + size) of an open file, as a file. `records` has the end and the CRC-32 of each entry of the
-    archive that it is, by its first byte."""
+    """The bytes [start, start + size) of an open file, as a file. `records` has the end and the CRC-32 of each archive
+    entry, by its first byte."""
 
     records: Mapping[int, tuple[int, int]]
 

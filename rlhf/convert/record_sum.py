@@ -1,4 +1,4 @@
-"""CRC-32 of a record in a zip archive, taken along while ranges of it are read."""
+"""Computes the CRC-32 of a zip archive's record while ranges of the record are read."""
 
 import os
 import threading
@@ -11,16 +11,16 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 
 AGAIN = "Copy it anew from where it was saved."
 AHEAD_BYTES = 1 << 20
-"""Bytes that are read at a time for the sum alone."""
+"""Bytes that are read at once for the checksum alone."""
 
 
 @dataclass
 class RecordSum:
-    """Sum of bytes [start, stop) of a file, which the archive says is `crc`; 0: it was not taken when it was written.
+    """Compares bytes [start, stop) of a file with the archive's `crc`; 0 means that the writer computed none.
 
-    Ranges may come in any order and from several threads. What follows each other is summed up as it comes. When a
-    quarter is left, or half was read in another order, what is left is read ahead for the sum, so that nothing which
-    is hardly anybody's (the padding at the end of a partition) keeps a record from being compared.
+    Ranges may come in any order and from several threads. A range that continues the last one is summed as it comes.
+    When a quarter is left, or half was read in another order, the rest is read ahead for the checksum. Otherwise bytes
+    that hardly anybody reads (padding at the end of a partition) would keep a record from being compared.
     """
 
     path: Path
@@ -36,8 +36,8 @@ class RecordSum:
         self._at = self.start
 
     def take(self, descriptor: int, position: int, view: memoryview) -> None:
-        """Bytes that were read at `position` of the open file; raises DamagedCheckpoint when all are known by now and
-        are not those that were saved."""
+        """Add bytes that were read at `position`. Raises DamagedCheckpoint when all bytes are known and the sum
+        differs."""
         with self._lock:
             if not self.crc or self._at == self.stop:
                 return

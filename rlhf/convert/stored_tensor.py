@@ -1,4 +1,4 @@
-"""Tensors where they lie in a file: shape, type and place of each, and ranges read without mapping the file."""
+"""Describes tensors in files (path, offset, shape, dtype) and reads ranges without mapping the file."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,35 +16,33 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.shards import as_bytes
 
 MOST_EXPANDED = 64 << 20
-"""Bytes that a tensor may take beyond those of its file, when it repeats what is there."""
+"""Most bytes that a tensor may exceed its file by, when it repeats elements."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor in a file: its first element lies at byte `byte`. Nothing of it is in memory."""
+    """A tensor in a file whose first element is at byte `byte`; no element is in memory."""
 
     path: Path
     byte: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
-    """`None` when it lies row by row."""
+    """None for a row-major tensor."""
     record: RecordSum | None = field(default=None, compare=False)
-    """The record that it lies in, of an archive."""
+    """The archive record that contains the tensor."""
 
     @property
     def info(self) -> TensorInfo:
-        """See `ReadableTensor.info`."""
         return TensorInfo(self.shape, self.dtype)
 
     @property
     def numel(self) -> int:
-        """Elements of it."""
         return torch.Size(self.shape).numel()
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened (row-major) tensor, 1-D; one that is not row-major on disk is read
-        whole for that. Raises DamagedCheckpoint when the file ends before."""
+        """Return elements [start, stop) of the flattened (row-major) tensor, 1-D. A tensor that is not row-major on
+        disk is read whole. Raises DamagedCheckpoint when the file ends before."""
         if self.stride is None:
             return self._elements(start, stop)
         span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
@@ -68,7 +66,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredWrapper:
-    """Tensor of a class that only wraps others, such as a DTensor: its class, its shape and what it keeps."""
+    """A tensor subclass that only wraps other tensors, such as a DTensor: its class, shape and state."""
 
     kind: str
     shape: tuple[int, ...]
@@ -80,17 +78,16 @@ Piece = tuple[StoredTensor, int, int]
 
 
 def whole(tensor: StoredTensor) -> list[Piece]:
-    """All of a stored tensor, as pieces."""
+    """Return a whole stored tensor as pieces."""
     return [(tensor, 0, tensor.numel)]
 
 
 def size_of(pieces: Sequence[Piece]) -> int:
-    """Elements of all `pieces`."""
     return sum(stop - start for _, start, stop in pieces)
 
 
 def joined(pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
-    """Elements of all `pieces`, one after the other, 1-D. Raises DamagedCheckpoint unless all are of `dtype`."""
+    """Return the elements of all `pieces`, concatenated. Raises DamagedCheckpoint unless all are of `dtype`."""
     if odd := next((tensor for tensor, _, _ in pieces if tensor.dtype != dtype), None):
         raise DamagedCheckpoint(f"{odd.path} has {odd.dtype} where {dtype} is meant: the files are not all of one save")
     parts = [tensor.read(start, stop) for tensor, start, stop in pieces]
@@ -98,18 +95,15 @@ def joined(pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
 
 
 def open_torch_file(path: Path, allowed: Allowed = (), *, start: int = 0, size: int | None = None) -> Any:
-    """Content of a file of `torch.save` (or of the part of `size` bytes from `start` on, that is such a file) with a
-    StoredTensor in the place of each tensor, and a StoredWrapper in that of each TensorStandIn.
-
-    Errors as in `pickles.read_pickle`.
-    """
+    """Load a file of `torch.save`, or the `size` bytes from `start` on, without reading tensors. A StoredTensor
+    replaces each tensor, and a StoredWrapper each TensorStandIn. Errors as in `pickles.read_pickle`."""
     with open_archive(path, start, size) as part, refusing(path, allowed):
         content = torch.load(part, map_location="meta", weights_only=True)
         return _Places(path, start, part.records).of(content)
 
 
 class _Places:
-    """Puts the place in a file where a tensor on the meta device is."""
+    """Replaces each tensor on the meta device by its place in a file."""
 
     def __init__(self, path: Path, start: int, records: Mapping[int, tuple[int, int]]) -> None:
         self._path, self._start, self._records = path, start, records
@@ -133,7 +127,7 @@ class _Places:
         first, width = storage._checkpoint_offset, tensor.dtype.itemsize
         byte = first + int(tensor.storage_offset()) * width
         span = width * (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
-        # On the meta device torch does not look at where a tensor ends.
+        # On the meta device torch does not check where a tensor ends.
         if tensor.numel() and not first <= byte <= self._records.get(first, (0, 0))[0] - span:
             raise DamagedCheckpoint(f"{self._path} speaks of tensors beyond its end, or beyond what it has of them")
         if tensor.numel() * width > MOST_EXPANDED + max(end for end, _ in self._records.values()):

@@ -1,4 +1,4 @@
-"""Files as `torch.save` writes them, written tensor by tensor: none is in memory as a whole."""
+"""Writes files as `torch.save` does, one range of a tensor at a time."""
 
 import io
 import os
@@ -16,7 +16,7 @@ from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.shards import as_bytes
 
 SLAB_BYTES = 64 << 20
-"""Most bytes of a tensor that are in memory."""
+"""Most bytes of a tensor that are in memory at once."""
 
 
 def write_torch_file(
@@ -27,10 +27,8 @@ def write_torch_file(
     key: str,
     progress: Progress = lambda count: None,
 ) -> WrittenFile:
-    """Write `root/path`, which `torch.load` reads as `content` with all tensors of `source`, by name, under `key`.
-
-    The checksums of the zip file's records stay empty, which torch allows and `unzip -t` reports.
-    """
+    """Write `root/path`; `torch.load` returns `content` with all tensors of `source`, by name, under `key`. The
+    checksums of the zip records stay empty; torch allows empty ones and `unzip -t` reports them."""
     tensors = source.contents.tensors
     with FakeTensorMode():
         named = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in tensors.items()}
@@ -38,7 +36,7 @@ def write_torch_file(
 
 
 def saved_range(source: TensorSource, name: str, start: int, shape: tuple[int, ...]) -> Iterator[bytes | memoryview]:
-    """Bytes of a file of `torch.save` with a tensor of this shape alone: the elements of `name` from `start` on."""
+    """Yield a file of `torch.save` with one tensor of `shape`: the elements of `name` from `start` on."""
     info = TensorInfo(shape, source.contents.tensors[name].dtype)
     with FakeTensorMode():
         tensor = torch.empty(shape, dtype=info.dtype)
@@ -46,7 +44,7 @@ def saved_range(source: TensorSource, name: str, start: int, shape: tuple[int, .
 
 
 def slabs(source: TensorSource, name: str, start: int, stop: int) -> Iterator[memoryview]:
-    """Bytes of elements [start, stop) of a tensor, in pieces that fit into memory."""
+    """Yield the bytes of elements [start, stop) of a tensor, in ranges that fit into memory."""
     step = SLAB_BYTES // source.contents.tensors[name].dtype.itemsize
     for first in range(start, stop, step):
         yield as_bytes(source.read(name, first, min(stop, first + step)))
@@ -60,10 +58,10 @@ def _all_slabs(source: TensorSource, progress: Progress) -> Iterator[memoryview]
 
 
 def saved(content: Any, tensors: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
-    """Bytes that `torch.save` writes of `content`; those of its (fake) tensors come from `tensors`, in order."""
+    """Yield the bytes that `torch.save` writes for `content`; `tensors` gives those of its (fake) tensors, in order."""
     frame = _Frame()
     with skip_data(materialize_fake_tensors=True):
-        torch.save(content, frame)  # type: ignore[arg-type]  # a file, as far as torch uses one
+        torch.save(content, frame)  # type: ignore[arg-type]  # torch uses only the methods of _Frame
     for part in frame.parts:
         if isinstance(part, bytes):
             yield part
@@ -77,7 +75,7 @@ def saved(content: Any, tensors: Iterator[memoryview]) -> Iterator[bytes | memor
 
 
 class _Frame(io.RawIOBase):
-    """What `torch.save` writes beside the tensors: bytes, and the length of each gap that it leaves for one."""
+    """Records the bytes that `torch.save` writes around tensors, and the length of the gap for each tensor."""
 
     def __init__(self) -> None:
         self.parts: list[bytes | int] = []

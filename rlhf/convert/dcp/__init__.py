@@ -1,1 +1,1 @@
-"""Folders of torch.distributed.checkpoint, read and written."""
+"""Reads and writes folders of torch.distributed.checkpoint (DCP)."""

@@ -1,4 +1,4 @@
-"""Tensors in a folder of torch.distributed.checkpoint: found in its `.metadata`, read in ranges from its data files."""
+"""Reads tensors of a torch.distributed.checkpoint folder: finds them in `.metadata`, reads ranges of the data files."""
 
 import io
 import operator
@@ -23,7 +23,7 @@ from rlhf.storage.reading import read_regular
 
 METADATA = ".metadata"
 LARGEST = 4 << 30
-"""Bytes of one; a million chunks take 140 MB."""
+"""Most bytes of a `.metadata` file; a million chunks take 140 MB."""
 OF_METADATA = [
     *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     *("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
@@ -37,7 +37,7 @@ MADE: dict[str, Any] = {
     "torch.serialization._get_layout": torch.serialization._get_layout,
     "collections.OrderedDict": OrderedDict,
 }
-"""All that a `.metadata` may make; types of torch (`torch.float32`) besides."""
+"""Classes that a `.metadata` may create, besides torch's dtypes (`torch.float32`)."""
 UNREAD = (
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
@@ -48,22 +48,22 @@ UNREAD = (
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
     "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
 )
-"""Classes of what some savers add; nobody looks at it."""
+"""Classes of objects that some savers add; a StandIn replaces each object."""
 STAND_INS: dict[str, type[StandIn]] = {name: stand_in(name)[0] for name in UNREAD}
 
 
 class ReadableChunk(Protocol):
-    """Part of a tensor in a file."""
+    """A part of a tensor in a file."""
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of it, flattened, 1-D."""
+        """Return elements [start, stop) of the flattened part, 1-D."""
         ...
 
 
 @dataclass(frozen=True)
 class Band:
-    """Rows [row, row + rows) of a tensor, in columns [column, column + columns): as they lie in a chunk from its
-    element `at` on."""
+    """Rows [row, row + rows) of a tensor in columns [column, column + columns), stored in a chunk from its element `at`
+    on."""
 
     row: int
     rows: int
@@ -75,7 +75,7 @@ class Band:
 
 @dataclass
 class _Chunk:
-    """One item in a data file, opened when it is first read."""
+    """One item of a data file, opened at its first read."""
 
     path: Path
     start: int
@@ -93,11 +93,11 @@ class _Chunk:
 
 
 class DcpFolder:
-    """Tensors of a folder by the names in its `.metadata`; nothing is open between reads.
+    """Reads the tensors of a folder by their names in `.metadata`; no file is open between reads.
 
-    `objects` are the names of what else is in it, `paths` the keys that lead to each in the nested state dict that was
-    saved, as far as the saver has noted them. Raises UserError for a folder without `.metadata`, a missing data
-    file, or one that is compressed; DamagedCheckpoint for a `.metadata` that cannot be read.
+    `objects` names the other entries. `paths` has the keys that lead to each entry in the saved nested state dict, if
+    the saver noted them. Raises UserError for a folder without `.metadata`, a missing or a compressed data file;
+    DamagedCheckpoint for an unreadable `.metadata`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,7 +126,7 @@ class DcpFolder:
         self._check_files(described.storage_data)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened (row-major) tensor `name`, 1-D."""
+        """Return elements [start, stop) of the flattened (row-major) tensor `name`, 1-D."""
         info = self.tensors[name]
         if name not in self._bands:
             self._bands[name] = list(self._laid_out(name))
@@ -142,21 +142,21 @@ class DcpFolder:
                 place = slice(begin - first, end - first), slice(band.column, band.column + band.columns)
                 rows[place], there[place] = block, True
                 filled += block.numel()
-        # Parts that overlap would make up for one that is missing.
+        # Overlapping parts would make up for a missing one.
         if filled != rows.numel() or not there.all():
             raise DamagedCheckpoint(f"{self.path / METADATA} does not say where all of {name} is")
         return rows.view(-1)[start - first * width : stop - first * width]
 
     def read_object(self, name: str) -> Any:
-        """Value of one of `objects`; raises UserError when that is more than plain values."""
+        """Load one of `objects`; raises UserError unless it has plain values only."""
         if len(found := self._items.get(name, {})) != 1:
             raise DamagedCheckpoint(f"{self.path / METADATA} does not say where {name} is")
         [item] = found.values()
         return open_torch_file(self.path / item.relative_path, start=item.offset, size=item.length)
 
     def _laid_out(self, name: str) -> Iterator[Band]:
-        """The bands of all chunks of a tensor. Rows are those of the tensor with all but its last dimension
-        flattened; a vector has one per element."""
+        """Yield the bands of all chunks of a tensor. All dimensions but the last are flattened to rows; a vector has
+        one row per element."""
         info, items = self.tensors[name], self._items.get(name, {})
         for offsets, sizes in self._chunks[name]:
             part, item = TensorInfo(sizes, info.dtype), items.get(offsets)
@@ -168,7 +168,7 @@ class DcpFolder:
     def _bands_of(
         self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], stored: ReadableChunk
     ) -> Iterator[Band]:
-        """The bands of one chunk; raises DamagedCheckpoint unless it is a part of the tensor."""
+        """Return the bands of one chunk; raises DamagedCheckpoint unless the chunk is a part of the tensor."""
         shape = self.tensors[name].shape
         fits = len(offsets) == len(sizes) == len(shape)
         if not fits or any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
@@ -194,7 +194,7 @@ class DcpFolder:
 
 
 def counts(numbers: Any) -> tuple[int, ...]:
-    """Numbers in a description, which may say anything; raises ValueError for those that count nothing."""
+    """Return the integers of a shape or offset that the file claims; raises ValueError for a negative one."""
     found = tuple(map(operator.index, numbers))
     if any(number < 0 for number in found):
         raise ValueError(f"{found} has a negative number")
@@ -202,8 +202,8 @@ def counts(numbers: Any) -> tuple[int, ...]:
 
 
 def read_metadata(path: Path) -> metadata.Metadata:
-    """The content of a `.metadata` file; raises UserError naming what it asks for beyond the list of what one may make,
-    DamagedCheckpoint for one that is cut off."""
+    """Load a `.metadata` file. Raises UserError that names a class which is not allowed, DamagedCheckpoint if
+    truncated."""
     try:
         content = read_regular(path, LARGEST)
     except OSError as error:
@@ -214,7 +214,7 @@ def read_metadata(path: Path) -> metadata.Metadata:
         found = _Listed(io.BytesIO(content), path).load()
     except UserError:
         raise
-    except Exception as error:  # a file that is no pickle makes the reader fail in any way
+    except Exception as error:  # other files make the unpickler fail in any way
         raise DamagedCheckpoint(f"{path} is cut off, or no metadata of torch's checkpoints: {error}") from None
     if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
         raise DamagedCheckpoint(f"{path} is no metadata of torch's checkpoints")
@@ -222,14 +222,14 @@ def read_metadata(path: Path) -> metadata.Metadata:
 
 
 class _Listed(pickle._Unpickler):
-    """Unpickler that makes what is on the list, and refuses all else by its name.
+    """Unpickles the allowed classes and rejects every other class by name.
 
-    Python's own and not C's: that takes as much memory as a pickle claims to need, and lets one set attributes of what
-    is on the list itself, for the whole process.
+    In Python, not C: the C unpickler allocates as much memory as a pickle claims to need, and lets a pickle set
+    attributes of the allowed classes themselves, for the whole process.
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-    del dispatch[pickle.BYTEARRAY8[0]]  # takes what it claims to need, too; no metadata has one
+    del dispatch[pickle.BYTEARRAY8[0]]  # allocates what it claims, too; no metadata has one
 
     def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file)
@@ -249,7 +249,7 @@ class _Listed(pickle._Unpickler):
         )
 
     def _build(self) -> None:
-        if callable(made := self.stack[-2]):  # type: ignore[attr-defined]  # a class or function, no object of one
+        if callable(made := self.stack[-2]):  # type: ignore[attr-defined]  # a class or function, not an instance
             raise DamagedCheckpoint(f"it changes {made.__name__}")
         self.load_build()  # type: ignore[attr-defined]
 
@@ -259,12 +259,12 @@ class _Listed(pickle._Unpickler):
 def bands(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], stored: ReadableChunk
 ) -> Iterator[Band]:
-    """The bands of a chunk of `sizes` that begins at `offsets` of a tensor of `shape`."""
+    """Yield the bands of a chunk of `sizes` that begins at `offsets` of a tensor of `shape`."""
     if len(shape) < 2:
         yield Band(sum(offsets), torch.Size(sizes).numel(), 0, 1, 0, stored)
         return
     outer, columns = shape[:-1], sizes[-1]
-    # Dimensions that the chunk has whole make rows that follow each other, together with the one before them.
+    # Dimensions that the chunk has whole form consecutive rows, together with the dimension before them.
     split = len(outer) - 1
     while split > 0 and sizes[split] == shape[split]:
         split -= 1

@@ -1,4 +1,4 @@
-"""Writer of folders of torch.distributed.checkpoint (DCP) from any open checkpoint: weights, moments, small files."""
+"""Writes any open checkpoint as a folder of torch.distributed.checkpoint (DCP): weights, moments, small files."""
 
 from pathlib import Path
 
@@ -22,12 +22,12 @@ def write_dcp_folder(
     moments: bool = True,
     progress: Progress = lambda count: None,
 ) -> list[WrittenFile]:
-    """Write an open checkpoint into the empty `folder`, so that `torch.distributed.checkpoint.load` opens it under any
-    parallel layout; returns what was written, with hashes of the memory that was.
+    """Write an open checkpoint into the empty `folder`, which `torch.distributed.checkpoint.load` opens under any
+    parallel layout. Return the files with the hashes of the written memory.
 
-    Parameters have their names in transformers, at the top; the moments are `optimizer.state.NAME.exp_avg`,
+    Parameters are at the top under their names in transformers; the moments are `optimizer.state.NAME.exp_avg`,
     `.exp_avg_sq` and `.step`, as torch flattens them (`flatten_optimizer_state_dict`). `dtype` (float32, ...) converts
-    the weights, not the moments; None keeps each. Config and tokenizer are copied beside them when they are known.
+    the weights, not the moments; None keeps each dtype. Config and tokenizer are copied if they are known.
     """
     saved = AsSaved(source, dtype, moments)
     written = []
@@ -38,13 +38,13 @@ def write_dcp_folder(
 
 
 def nbytes_of_dcp(source: TensorSource, *, dtype: str | None = None, moments: bool = True) -> int:
-    """Bytes of the tensors that `write_dcp_folder` writes."""
+    """Return the bytes of the tensors that `write_dcp_folder` writes."""
     return sum(info.nbytes for info in AsSaved(source, dtype, moments).contents.tensors.values())
 
 
 class AsSaved:
-    """An open checkpoint with all tensors by their names in the folder; `paths` has the keys of each in the nested
-    state dict."""
+    """A `TensorSource` with the names of the written folder; `paths` has the keys of each tensor in the nested state
+    dict."""
 
     def __init__(self, source: TensorSource, dtype: str | None, moments: bool) -> None:
         self._source, self.layout, self._names = source, source.layout, dict[str, str]()
@@ -61,9 +61,7 @@ class AsSaved:
         self._names[key], self.paths[key], self.contents.tensors[key] = name, path, info
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
         return converted(name, self._source.read(self._names[name], start, stop), self.contents.tensors[name].dtype)
 
     def close(self) -> None:
-        """See `TensorSource.close`."""
         self._source.close()

@@ -1,4 +1,4 @@
-"""Folders of safetensors files in which ranks hold parts of tensors, as torch's HuggingFaceStorageWriter saves them."""
+"""Reads safetensors folders in which ranks saved parts of tensors with torch's HuggingFaceStorageWriter."""
 
 import re
 from collections.abc import Iterator
@@ -15,20 +15,20 @@ from rlhf.storage.reading import UnverifiedFiles, parse_json
 from rlhf.storage.safetensors_header import read_safetensors_header
 
 PLACES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-"""Key of a file's own metadata that says where its tensors begin in the whole ones, and the key of that there."""
+"""Key in a file's metadata for the offsets of its tensors, and the key of one tensor's offsets."""
 FILE = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
 
 
 def is_sharded(folder: Path) -> bool:
-    """Whether a folder has such files."""
+    """Return whether `folder` has files of HuggingFaceStorageWriter's ranks."""
     return any(FILE.fullmatch(path.name) for path in folder.glob("shard-*.safetensors"))
 
 
 class DcpSafetensors(DcpFolder):
-    """Tensors of such a folder, which nothing but the files themselves describes.
+    """Reads the tensors of a HuggingFaceStorageWriter folder, which only the files themselves describe.
 
-    Raises UserError for a rank's file that is missing between others, DamagedCheckpoint for one that is cut off. That
-    the last ranks' are missing cannot be seen here: tensors are then shorter than the model's.
+    Raises UserError for a missing file between two ranks, DamagedCheckpoint for a truncated file. Missing files of the
+    last ranks cannot be detected here: the tensors are then shorter than the model's.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,7 +67,6 @@ class DcpSafetensors(DcpFolder):
             self._parts.setdefault(tensor, []).append((offsets, stored))
 
     def _places(self, files: UnverifiedFiles, name: str, length: int) -> Any:
-        """What a file says of where its tensors belong."""
         own = parse_json(files.start(name, length)[8:], name).get("__metadata__")
         said = own.get(PLACES) if isinstance(own, dict) else None
         return parse_json(said.encode(), name) if isinstance(said, str) else None

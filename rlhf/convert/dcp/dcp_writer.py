@@ -1,4 +1,4 @@
-"""Writes tensors as torch.distributed.checkpoint saves them, by one process and without a process group."""
+"""Writes tensors in the format of torch.distributed.checkpoint, from one process without a process group."""
 
 import pickle
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.hf_layout import SHARD_BYTES
 
 CHUNK_BYTES = 256 << 20
-"""Most bytes of a chunk with more than one row: a rank that loads reads whole chunks into memory."""
+"""Most bytes of a chunk with several rows: a loading rank reads whole chunks into memory."""
 VERSION = "1.0.0"
 OBJECTS = "__1_0.distcp"
 
@@ -34,7 +34,7 @@ class _RowChunk(NamedTuple):
     row: int
     shape: tuple[int, ...]
     start: int
-    """First element in the whole tensor."""
+    """First element of the chunk in the whole tensor."""
 
 
 def write_dcp(
@@ -45,12 +45,11 @@ def write_dcp(
     objects: Mapping[str, bytes] | None = None,
     progress: Progress = lambda count: None,
 ) -> list[WrittenFile]:
-    """Write the tensors of `source` into the folder `root`: data files `__0_N.distcp`, and `.metadata` after them.
+    """Write the tensors of `source` into the folder `root`: data files `__0_N.distcp`, then `.metadata`.
 
-    Chunks are rows of the first dimension, so that any loader takes its part without the whole tensor. `paths` has the
-    keys that lead to each in the nested state dict; without it all are at the top. `objects` are files of `torch.save`,
-    by the names of what is no tensor. torch's own writer would keep every tensor of a file in memory until the file is
-    whole.
+    Chunks are rows of the first dimension, so that a loader reads its part without the whole tensor. `paths` has the
+    keys of each tensor in the nested state dict (default: all at the top). `objects` are files of `torch.save` for the
+    other entries, by name. torch's own writer would keep every tensor of a file in memory until the file is complete.
     """
     stored: dict[MetadataIndex, _StorageInfo] = {}
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -102,13 +101,13 @@ def _items(
     stored: dict[MetadataIndex, _StorageInfo],
     progress: Progress,
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a data file; where each chunk lies goes to `stored`."""
+    """Yield the bytes of a data file; store the position of each chunk in `stored`."""
     end = 0
     for chunk in chunks:
         start = end
         for part in saved_range(source, chunk.name, chunk.start, chunk.shape):
             end += len(part)
             yield part
-            if isinstance(part, memoryview):  # of a tensor
+            if isinstance(part, memoryview):  # tensor bytes
                 progress(len(part))
         stored[MetadataIndex(chunk.name, _offsets(chunk))] = _StorageInfo(file, start, end - start)

@@ -1,7 +1,7 @@
-"""Folders of torch.distributed.checkpoint: torchtitan's, accelerate's of FSDP, and those of programs of one's own.
+"""Reads folders of torch.distributed.checkpoint: torchtitan's, accelerate's FSDP, and those of other programs.
 
-Known are `.metadata` with `*.distcp` files, and the safetensors that ranks save with HuggingFaceStorageWriter. The
-state dict may be nested (`model`, `optimizer`), or flat with the model at its top, as torchtitan saves it.
+Two kinds are recognised: `.metadata` with `*.distcp` files, and the safetensors of HuggingFaceStorageWriter's ranks.
+The state dict may be nested (`model`, `optimizer`), or flat with the model at its top, as torchtitan saves it.
 """
 
 import re
@@ -27,25 +27,25 @@ NAME = "dcp"
 OF_MEGATRON = ("metadata.json", "common.pt")
 """Files that only Megatron puts beside `.metadata`."""
 MODEL, OPTIMIZER = ("model", "module", "state_dict"), ("optimizer", "optim", "optimizers")
-"""Keys of a nested state dict under which programs save the two."""
+"""Keys under which programs save model and optimizer in a nested state dict."""
 SCHEDULE = ("lr_scheduler", "scheduler")
 MOMENT = re.compile(r"state\.(.+)\.(exp_avg|exp_avg_sq|step)")
 WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP and activation checkpointing put into names."""
+"""Parts that torch.compile, FSDP and activation checkpointing insert into names."""
 OF_ACCELERATE = re.compile(r"pytorch_model_fsdp_(\d+)")
 
 
 def recognises(origin: Origin) -> bool:
-    """Whether the folder, or one in it, is what `torch.distributed.checkpoint` saves, other than through Megatron."""
+    """Return whether the folder, or a folder in it, is a torch.distributed.checkpoint save that is not Megatron's."""
     try:
         return _folders(origin) is not None
-    except UserError:  # there are saves; `open_source` says what is wrong
+    except UserError:  # saves exist; `open_source` raises the reason
         return True
 
 
 def open_source(origin: Origin) -> "DcpSource":
-    """Open a folder. Raises UserError for one without `.metadata`, for a missing data file, and for a model of
-    torchtitan's that is not known or whose config.json is not given."""
+    """Open a folder. Raises UserError for a missing `.metadata` or data file, and for a torchtitan model that is
+    unknown or has no config.json."""
     found = _folders(origin)
     if found is None:
         raise UserError(f"{origin.path} has no {METADATA}: the save did not end, or it is no folder of torch's DCP.")
@@ -57,8 +57,7 @@ def _is_save(folder: Path) -> bool:
 
 
 def _folders(origin: Origin) -> tuple[Path, Path | None] | None:
-    """The folders of the model and, if it has one of its own, of the optimizer; None when nothing of the kind is
-    there."""
+    """Return the model's folder and the optimizer's, if separate; None if neither exists."""
     path = origin.path
     if origin.tag is None and _is_save(path):
         match = OF_ACCELERATE.fullmatch(path.resolve().name)
@@ -85,7 +84,7 @@ def _if_save(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class _Held:
-    """A tensor in a folder, and the rows of a head when they lie in torchtitan's order."""
+    """A tensor in a folder; `head` has the rows of a head if torchtitan's row order applies, else 0."""
 
     folder: DcpFolder
     name: str
@@ -106,7 +105,7 @@ class _Held:
 
 
 class DcpSource(NamedTensors):
-    """One open folder, or accelerate's two; nothing is open between reads."""
+    """One open folder, or accelerate's two; no file is open between reads."""
 
     def __init__(self, origin: Origin, model: Path, optimizer: Path | None) -> None:
         folders = [DcpSafetensors(model) if not _is_save(model) else DcpFolder(model)]
@@ -128,7 +127,7 @@ class DcpSource(NamedTensors):
         self.contents.progress = _progress(folders[0], model.parent, self._updates())
 
     def _drop_tied(self) -> None:
-        """Have a tied output embedding once, as the configuration says and the numbers agree."""
+        """Drop the output embedding if the configuration ties it and its values equal the input embedding's."""
         tensors, files = self.contents.tensors, self.contents.model_files
         copy, original = "lm_head.weight", "model.embed_tokens.weight"
         if files is None or copy not in tensors or tensors[copy] != tensors.get(original):
@@ -145,7 +144,7 @@ class DcpSource(NamedTensors):
 
 
 def _named(folders: list[DcpFolder]) -> tuple[dict[str, _Held], dict[str, _Held]]:
-    """The model's tensors and the moments by the names of the parameters, without what wraps them."""
+    """Return the model's tensors and the moments by parameter name, without the wrappers' parts."""
     found: dict[str, dict[str, _Held]] = {"nested": {}, "top": {}, "moments": {}, "other": {}}
     for folder in folders:
         for key in folder.tensors:
@@ -155,7 +154,7 @@ def _named(folders: list[DcpFolder]) -> tuple[dict[str, _Held], dict[str, _Held]
 
 
 def _kind(path: tuple[Any, ...]) -> tuple[str, str]:
-    """What a tensor is that was saved under the keys `path`, and of the model's and the optimizer's the name."""
+    """Return the kind of the tensor saved under the keys `path`, and its name."""
     parts = [str(part) for part in path]
     if len(parts) == 1 and (first := parts[0].partition("."))[0] in OPTIMIZER:
         parts = [first[0], first[2]]
@@ -170,7 +169,7 @@ def _kind(path: tuple[Any, ...]) -> tuple[str, str]:
 
 
 def _unwrapped(tensors: dict[str, _Held]) -> dict[str, _Held]:
-    """Without the name that a wrapper has put before all."""
+    """Remove a prefix that a wrapper has put before all names."""
     for prefix in ("module.", "model."):
         if all(name.startswith(prefix) for name in tensors) and any(n.startswith(f"{prefix}model.") for n in tensors):
             return {name.removeprefix(prefix): held for name, held in tensors.items()}
@@ -180,7 +179,7 @@ def _unwrapped(tensors: dict[str, _Held]) -> dict[str, _Held]:
 def _of_torchtitan(
     where: Path, files: Path | None, weights: Mapping[str, _Held], moments: Mapping[str, _Held]
 ) -> tuple[dict[str, _Held], dict[str, _Held]]:
-    """Tensors by their names in transformers, rows in its order."""
+    """Rename tensors to transformers' names and set the row order."""
     if files is None:
         raise UserError(
             f"{where} is of torchtitan and does not say how many heads its model has. Name a folder with the same "
@@ -205,7 +204,7 @@ def _of_torchtitan(
 
 
 def _progress(folder: DcpFolder, beside: Path, updates: int | None) -> TrainedSoFar:
-    """Step and schedule of torchtitan's, or those that the Trainer of transformers notes beside its folders."""
+    """Return torchtitan's step and schedule, or those that the Trainer of transformers notes beside its folders."""
     noted = progress_of(beside)
     step = noted.step
     for key in [key for key, path in folder.paths.items() if path[-2:] == ("train_state", "step")]:

@@ -1,4 +1,4 @@
-"""Names of torchtitan's models as those of transformers, and the order of rows in which the two rotate embeddings."""
+"""Maps torchtitan's parameter names to transformers', and their row order for rotary embeddings."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from rlhf.errors import UserError
 
 EMBEDDING = "tok_embeddings.weight"
-"""A name that every language model of torchtitan's has, and none of transformers'."""
+"""In every language model of torchtitan, in none of transformers."""
 TOP = {
     EMBEDDING: "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -31,16 +31,13 @@ LAYER = {
 TABLES = ("freqs_cis", "rope_cache")
 """Tables of angles, which older releases save and transformers computes."""
 MODELS = {"llama": True, "qwen3": False}
-"""Models that are known, by `model_type` in config.json: whether torchtitan rotates pairs of neighbours, as Meta does,
-where transformers rotates the first half of a head with the second."""
+"""Known models by `model_type` in config.json: whether torchtitan rotates pairs of neighbours, as Meta does.
+transformers rotates the first half of a head with the second."""
 
 
 def to_transformers(name: str, config: Mapping[str, Any], where: Path) -> str | None:
-    """The name in transformers of a parameter; None for a table that it computes.
-
-    Raises UserError for a model that is not known, and for a part that the known ones do not have (experts, fused
-    projections).
-    """
+    """Return a parameter's name in transformers; None for a table that transformers computes. Raises UserError for an
+    unknown model and for parts that known models lack (experts, fused projections)."""
     model = config.get("model_type")
     if model not in MODELS:
         raise UserError(
@@ -49,7 +46,7 @@ def to_transformers(name: str, config: Mapping[str, Any], where: Path) -> str | 
         )
     if name in TABLES:
         return None
-    # Newer releases have the three projections in a module of their own.
+    # Newer releases put the three projections into a module of their own.
     found = TOP.get(name)
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", name.replace(".qkv_linear.", ".")):
         found = f"model.layers.{match[1]}.{LAYER[match[2]]}" if match[2] in LAYER else None
@@ -62,8 +59,7 @@ def to_transformers(name: str, config: Mapping[str, Any], where: Path) -> str | 
 
 
 def rotated_rows(name: str, config: Mapping[str, Any]) -> int:
-    """Rows of a head in the parameter `name` of transformers, when torchtitan has them in another order; otherwise
-    0."""
+    """Return the rows per head of transformers' parameter `name` if torchtitan orders them differently, else 0."""
     if not MODELS[config["model_type"]] or not name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
         return 0
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])

@@ -1,6 +1,6 @@
-"""Verb `convert`: a checkpoint of any layout as one of another, by one process on the CPU.
+"""Verb `convert`: writes a checkpoint of any layout in another layout, in one process on the CPU.
 
-`merge`, `export` and `import` are names of it that fill in arguments (`rlhf.checkpoint.__main__.ALIASES`).
+`merge`, `export` and `import` are aliases that fill in arguments (`rlhf.checkpoint.__main__.ALIASES`).
 """
 
 import argparse
@@ -30,11 +30,11 @@ ONLY_FOR = {
     "pp": (MEGATRON,),
     "megatron_layout": (MEGATRON,),
 }
-"""Options that not every output knows, with those that do."""
+"""Outputs that accept an option, for options that some outputs do not accept."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `rlhf.checkpoint.__main__.VERBS`. verl's users know `--hf_model_path` and `--output_path` alone."""
+    """See `rlhf.checkpoint.__main__.VERBS`. verl's users know only `--hf_model_path` and `--output_path`."""
     parser.add_argument(
         "source",
         type=local_folder,
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     check_places([source, *parts], arguments.hf_model_path, target, arguments.overwrite)
     from rlhf.models.hf.source import Origin
 
-    # The trainer trains whole models, and no other tool of these has adapters of peft's kind.
+    # The trainer trains whole models, and none of the other formats has peft adapters.
     adapter = arguments.adapter if arguments.to == HF else "merge"
     role = arguments.role or "actor"
     origin = Origin(source, arguments.hf_model_path, role, arguments.tag, adapter, tuple(parts))
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _places(arguments: argparse.Namespace) -> tuple[list[Path], Path]:
-    """The folders of SOURCE, and TARGET, or what options say in their places."""
+    """Return the folders of SOURCE, and TARGET, from the positional arguments or the options."""
     sources = [arguments.source] if arguments.source else arguments.local_dir or []
     target = arguments.target or arguments.target_dir
     if not sources and arguments.hf_model_path is not None:
@@ -124,7 +124,7 @@ def _places(arguments: argparse.Namespace) -> tuple[list[Path], Path]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise UserError for options that do not go with each other."""
+    """Raise UserError for options that cannot be combined."""
     if arguments.to is None:
         raise UserError(f"Give --to, what TARGET is to be: {', '.join((HF, NATIVE, DCP, MEGATRON))}.")
     if arguments.adapter == "keep" and arguments.to != HF:

@@ -1,4 +1,4 @@
-"""Verb `diff`: two checkpoints of any layouts, setting by setting and tensor by tensor."""
+"""Verb `diff`: compares two checkpoints of any layouts, setting by setting and tensor by tensor."""
 
 import argparse
 import json
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Exit code 0 when all that was compared is equal, to the bit, 1 when something differs."""
+    """Return exit code 0 when everything compared is equal bit for bit, 1 otherwise."""
     if arguments.largest < 0:
         raise UserError(f"--largest {arguments.largest} is no number of lines. Give 0 for all.")
     check_places([arguments.a, arguments.b], arguments.hf_model_path)
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from rlhf.models.hf.source import Origin
 
     only = arguments.only or [DOCUMENTS, WEIGHTS, MOMENTS]
-    # Of our own checkpoints the model's files are not needed, and `model.path` may be gone.
+    # Our own checkpoints do not need the model's files, and `model.path` may be gone.
     given = arguments.hf_model_path
     origins = [Origin(p, given or (p if recognises(Origin(p)) else None)) for p in (arguments.a, arguments.b)]
     values: dict[str, list[ValueDifference]] = {}
@@ -80,7 +80,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 def _tensors(
     a: Mapping[str, "TensorSource"], b: Mapping[str, "TensorSource"], only: list[str]
 ) -> dict[str, "Compared"]:
-    """Weights and moments of each role."""
     from rlhf.convert.differences import compare_tensors
     from rlhf.models.hf.source import TensorInfo, TensorSource
 
@@ -119,7 +118,7 @@ def _some(lines: list[str], largest: int) -> Iterator[str]:
 
 
 def _weight(difference: "TensorDifference") -> tuple[bool, float, str]:
-    """What is missing or of another form first, then NaN, then by the largest difference."""
+    """Return the sort key: missing or differently shaped tensors first, then NaN, then by the largest difference."""
     largest = difference.largest
     if largest is None:
         return False, 0.0, difference.name

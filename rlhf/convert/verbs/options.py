@@ -1,4 +1,4 @@
-"""Options that verbs share: which checkpoint is read, of whatever layout, and what is made of its weights."""
+"""Options that verbs share: the checkpoint to read, its layout, and how to write its weights."""
 
 import argparse
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ from rlhf.storage.layout import MANIFEST
 
 DTYPES = ("float32", "bfloat16", "float16")
 _OUTPUTS = ("config.json", "adapter_config.json", "*.safetensors", ".metadata", "mp_rank_*", MANIFEST)
-"""Names in a folder that a verb has written, of which at least one is at its top. A folder of several models has none:
-to give it as the target, instead of one in it, would cost all of them."""
+"""Files of which a folder written by a verb has at least one at its top. A folder of several models has none of them:
+replacing that folder, instead of one in it, would delete all models."""
 
 
 def add_origin_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Give a verb the options that say which checkpoint it reads, and how; they are named as verl names them."""
+    """Add the options that select the checkpoint to read, under verl's names."""
     parser.add_argument(
         "--local_dir",
         "--local-dir",
@@ -49,7 +49,7 @@ def add_origin_options(parser: argparse.ArgumentParser, *, required: bool = Fals
 
 
 def add_model_files_option(parser: argparse.ArgumentParser) -> None:
-    """Give a verb the option for checkpoints that do not bring what belongs to their model."""
+    """Add the option for checkpoints without config and tokenizer."""
     parser.add_argument(
         "--hf_model_path",
         "--hf-model-path",
@@ -60,14 +60,14 @@ def add_model_files_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:
-    """Give a verb the option for checkpoints whose weights are an adapter's."""
+    """Add the option for checkpoints whose weights are an adapter."""
     parser.add_argument(
         "--adapter", choices=("keep", "merge"), help="an adapter (LoRA): keep it as peft's, or merge it into its base"
     )
 
 
 def add_weights_options(parser: argparse.ArgumentParser) -> None:
-    """Give a verb the options of the weights that it writes."""
+    """Add the options for the written weights."""
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights; without it each keeps its type")
     parser.add_argument(
         "--max-shard-size", type=byte_size, metavar="SIZE", help="most bytes of one file of weights, such as 2GB (5GB)"
@@ -77,8 +77,7 @@ def add_weights_options(parser: argparse.ArgumentParser) -> None:
 def check_places(
     sources: Iterable[Path], model_files: Path | None = None, target: Path | None = None, overwrite: bool = False
 ) -> None:
-    """Raise UserError for a folder that is not there and a target that must not be written: before torch is imported,
-    which takes seconds."""
+    """Raise UserError for a missing folder or a protected target, before the import of torch, which takes seconds."""
     for source in (sources := list(sources)):
         check_folder(source)
     if model_files is not None and not model_files.is_dir():

@@ -1,4 +1,4 @@
-"""Writes the folders that `convert` makes, each kind beside its place, proven and renamed."""
+"""Writes the folders of `convert`: each in a temporary folder beside its target, verified, then renamed."""
 
 import json
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ OF_NO_TOOL = (
 def to_hf_folder(
     origin: "Origin", backend: str, options: "HfOptions", target: Path, overwrite: bool = False
 ) -> dict[str, Any]:
-    """Write the model of a checkpoint as the Hugging Face folder `target`; returns what `--json` prints."""
+    """Write the model of a checkpoint as the Hugging Face folder `target`. Return the fields of `--json`."""
     from rlhf.checkpoint.export.hf_work import hf_work
     from rlhf.convert.layouts import open_source
     from rlhf.storage.shard_index import TORCH_NAMES
@@ -42,7 +42,7 @@ def to_hf_folder(
         closing(open_source(origin, backend)) as source,
     ):
         if source.layout == "native":
-            # It comes with the configuration that it was trained under.
+            # A native checkpoint has the configuration of its training.
             options = replace(options, compared=origin.model_files is not None)
         work = hf_work(source, origin.path, options)
         with work_bar(f"{target}", work.plan.nbytes) as progress:
@@ -60,10 +60,8 @@ def to_hf_folder(
 def to_other_folder(
     origin: "Origin", backend: str, to: str, options: dict[str, Any], target: Path, overwrite: bool
 ) -> dict[str, Any]:
-    """Write a checkpoint as the folder `target` of torch DCP or Megatron (`to`); returns what `--json` prints.
-
-    `options` are those of `write_dcp_folder` or `write_megatron_folder`.
-    """
+    """Write a checkpoint as the torch DCP or Megatron (`to`) folder `target`. Return the fields of `--json`. `options`
+    are the keyword arguments of `write_dcp_folder` or `write_megatron_folder`."""
     from rlhf.convert.dcp.dcp_folder import nbytes_of_dcp, write_dcp_folder
     from rlhf.convert.layouts import open_source
     from rlhf.convert.megatron.megatron_folder import write_megatron_folder
@@ -121,12 +119,11 @@ def _sources(origin: "Origin") -> list[Path]:
 
 
 def _files(target: Path) -> dict[str, int]:
-    """Sizes of the files of a folder."""
     return {str(path.relative_to(target)): path.stat().st_size for path in sorted(target.rglob("*")) if path.is_file()}
 
 
 def report(result: dict[str, Any], as_json: bool, console: Console) -> int:
-    """Print what was written, and of a checkpoint of ours how a run begins at it; the exit code."""
+    """Print the result, with the command that starts a run from a native checkpoint. Return the exit code."""
     if as_json:
         console.print_json(json.dumps(result))
         return EXIT_DONE

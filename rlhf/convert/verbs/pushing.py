@@ -1,4 +1,4 @@
-"""Verb `push`: a run's newest checkpoint, or a Hugging Face folder, as a model repository of the Hub."""
+"""Verb `push`: uploads a run's newest checkpoint, or a Hugging Face folder, to a model repository of the Hub."""
 
 import argparse
 import errno
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HELP = "upload a checkpoint, or a merged folder, to the Hugging Face Hub, with a model card"
 FOLDERS = ("config.json", "adapter_config.json")
-"""Files of which a Hugging Face folder has one."""
+"""A Hugging Face folder has one of these files."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Look at the checkpoint, ask the Hub whether it may be done, merge, and send."""
+    """Check the checkpoint and the permission to upload, merge the weights, and upload."""
     path = arguments.path
     ready = any((path / name).is_file() for name in FOLDERS)
     if ready and (arguments.dtype or arguments.max_shard_size or arguments.hf_model_path or arguments.adapter):
@@ -70,7 +70,7 @@ def _push_folder(arguments: argparse.Namespace) -> tuple[str, str]:
 
 
 def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
-    """Merge into a scratch folder, which a kill leaves to the next one to remove."""
+    """Merge into a scratch folder; after a kill the next push removes the folder."""
     from contextlib import closing
 
     from rlhf.checkpoint.export.layout_native import NAME as NATIVE
@@ -82,10 +82,10 @@ def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
 
     checkpoints_at(arguments.path)
     with closing(open_source(Origin(arguments.path, model_files=arguments.hf_model_path))) as source:
-        # The one that is sent, whatever a run that goes on saves meanwhile.
+        # The checkpoint to send, even if a live run saves a newer one meanwhile.
         origin = Origin(source.path, model_files=arguments.hf_model_path, adapter=arguments.adapter)
         if source.adapted:
-            from rlhf.models.hf.adapters import choose  # with torch
+            from rlhf.models.hf.adapters import choose  # imports torch
 
             choose(arguments.adapter, source.path)
         message = arguments.commit_message or f"Step {source.manifest.step}"

@@ -1,4 +1,4 @@
-"""Verb `test`: a checkpoint against a reference model, tensor by tensor, and the logits of both."""
+"""Verb `test`: compares a checkpoint with a reference model, tensor by tensor and by their logits."""
 
 import argparse
 import json
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 HELP = "compare a checkpoint or a merged model with a reference model, tensor by tensor and by their logits"
 SHOWN = 20
-"""Lines about tensors that are printed; `--json` has all."""
+"""Printed lines about tensors; `--json` has all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `rlhf.checkpoint.__main__.VERBS`. The options are named as verl names them."""
+    """See `rlhf.checkpoint.__main__.VERBS`. The options have verl's names."""
     add_origin_options(parser, required=True)
     parser.add_argument(
         "--test_hf_dir",
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Verdict:
-    """Outcome of a test: tensors that differ by more than allowed, and the largest differences."""
+    """Result of a test: tensors that differ by more than `--atol`, and the largest differences."""
 
     tensors: int
     missing: list[str] = field(default_factory=list)
@@ -53,15 +53,15 @@ class Verdict:
     shapes: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
-    """Largest differences that are not within `--atol`."""
+    """Largest differences that exceed `--atol`."""
     largest: float = 0.0
     logits: float | None = None
-    """Largest difference; None when they were not compared."""
+    """Largest difference; None if the logits were not compared."""
     equal: bool = True
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Exit code 0 when all that was compared is equal, within `--atol`, 1 when something differs."""
+    """Return exit code 0 when everything compared is equal within `--atol`, 1 otherwise."""
     if not arguments.atol >= 0:
         raise UserError(f"--atol {arguments.atol} is no difference. Give a number of 0 or more.")
     if arguments.rows < 0:
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         first, *parts = arguments.local_dir
         given = arguments.hf_model_path, arguments.role, arguments.tag, arguments.adapter
         origin = Origin(first, *given, parts=tuple(parts))
-        # A layout that does not bring its configuration has the reference's, which is no base of an adapter.
+        # A layout without a configuration uses the reference's; the reference is not an adapter's base.
         if origin.adapter != "merge":
             origin = replace(origin, model_files=origin.model_files or arguments.test_hf_dir)
         with closing(open_source(origin, arguments.backend)) as source:
@@ -115,7 +115,7 @@ def _verdict(arguments: argparse.Namespace, source: "TensorSource", known: "Tens
 
 
 def _once(source: "TensorSource", tied: dict[str, str]) -> "dict[str, TensorInfo]":
-    """The tensors of a source, of two that are one and the same only the first."""
+    """Return the tensors of a source; of two tied tensors only the first."""
     from rlhf.models.hf.hf_folder import same_tensor
 
     tensors = dict(source.contents.tensors)
