@@ -1,1 +1,1 @@
-"""DeepSpeed's own checkpoints, read."""
+"""Reads DeepSpeed's own checkpoints."""

@@ -1,4 +1,4 @@
-"""Files of one save of DeepSpeed's: found, complete, and read with a list of what their pickles may ask for."""
+"""Finds and loads the files of one DeepSpeed save, with a list of the classes that their pickles may use."""
 
 import codecs
 import re
@@ -17,8 +17,9 @@ MODEL_STATES, OPTIM_STATES = "*_model_states.pt", "*_optim_states.pt"
 RANK = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(?:model|optim)_states\.pt")
 
 
-# A save asks for a few of DeepSpeed's classes, and an application may add numpy's random state and its arguments;
-# nobody looks at it. None of numpy's is made: its types take what a pickle says of them, and then bytes for addresses.
+# A save uses a few of DeepSpeed's classes, and an application may add numpy's random state and its arguments. StandIns
+# replace all of them. numpy's own types are never created: they accept any state from a pickle, and then bytes as
+# addresses.
 ALLOWED: Allowed = [
     *(
         stand_in(name)
@@ -39,11 +40,8 @@ ALLOWED: Allowed = [
 
 
 def find_save(origin: Origin) -> Path | None:
-    """Folder of the save that is meant: `origin` itself, the tag that it names, or the one that `latest` names; None
-    when `origin` is no folder of DeepSpeed's at all.
-
-    Raises UserError when there are saves, and not the one that is meant.
-    """
+    """Return the folder of the save: `origin` itself, its tag, or the tag in `latest`; None if there is no save. Raises
+    UserError when there are saves, but not the one that is meant."""
     if origin.tag is None and _is_save(origin.path):
         return origin.path
     tags = sorted(path.name for path in origin.path.iterdir() if path.is_dir() and _is_save(path))
@@ -67,8 +65,8 @@ def _is_save(folder: Path) -> bool:
 
 
 def check_kind(save: Path) -> None:
-    """Raise UserError for a save of a kind that is not read here: split over pipeline stages, tensor parallel ranks,
-    experts, or offloaded to NVMe."""
+    """Raise UserError for a save that is split over pipeline stages, tensor parallel ranks or experts, or offloaded to
+    NVMe."""
     found = {
         "layer_*model_states.pt": "a model split over pipeline stages or experts",
         "expp_rank_*": "a mixture of experts split over ranks",
@@ -86,7 +84,7 @@ def check_kind(save: Path) -> None:
 
 
 def files_by_rank(save: Path, pattern: str) -> dict[int, Path]:
-    """Files of a save that match `pattern`, by the rank that wrote them; of one without a rank, rank 0."""
+    """Return the files that match `pattern`, by rank; a file without a rank in its name is rank 0's."""
     found: dict[int, Path] = {}
     for path in sorted(save.glob(pattern)):
         if match := RANK.fullmatch(path.name):
@@ -113,7 +111,7 @@ def open_all(save: Path, pattern: str, world_size: int) -> list[dict[str, Any]]:
 
 
 def open_first(save: Path, pattern: str) -> dict[str, Any]:
-    """Content of the file of rank 0 that matches `pattern`. Raises UserError when it is missing."""
+    """Load the file of rank 0 that matches `pattern`. Raises UserError when the file is missing."""
     files = files_by_rank(save, pattern)
     if 0 not in files:
         there = f"of rank 0; there is {next(iter(files.values())).name}" if files else "at all"
@@ -122,7 +120,7 @@ def open_first(save: Path, pattern: str) -> dict[str, Any]:
 
 
 def open_states(path: Path) -> dict[str, Any]:
-    """Content of one file, its tensors as StoredTensor."""
+    """Load one file, with a StoredTensor for each tensor."""
     content = open_torch_file(path, ALLOWED)
     if not isinstance(content, dict):
         raise DamagedCheckpoint(f"{path} is no file of DeepSpeed's: it holds a {type(content).__name__}")

@@ -1,8 +1,8 @@
-"""Tensors of a save of DeepSpeed's, put together from the flat partitions of its ranks without reading them.
+"""Assembles the tensors of a DeepSpeed save from the flat partitions of its ranks without reading them.
 
-In stages 1 and 2 all parameters of a group lie one after the other in one flat tensor, of which each rank has an equal
-range. In stage 3 each parameter is cut into equal ranges, padded at the end, and a rank's lie one after the other in
-its flat tensors. The moments lie as the weights do.
+In stages 1 and 2 one flat tensor has all parameters of a group in order, and each rank has an equal range of it. In
+stage 3 each parameter is cut into equal ranges, padded at the end, and each rank's flat tensors have its ranges in
+order. The moments have the layout of the weights.
 """
 
 import math
@@ -29,7 +29,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass
 class Assembled:
-    """Tensors of a save: of each its shape and type, and the pieces that it is, one after the other."""
+    """Tensors of a save: shape, dtype and the consecutive pieces of each."""
 
     tensors: dict[str, tuple[TensorInfo, list[Piece]]] = field(default_factory=dict)
     moments: dict[str, tuple[TensorInfo, list[Piece]]] = field(default_factory=dict)
@@ -38,19 +38,19 @@ class Assembled:
     absent: list[str] = field(default_factory=list)
 
     def add_weight(self, name: str, shape: Sequence[int], pieces: list[Piece]) -> None:
-        """A parameter or buffer of the model's."""
+        """Add a parameter or buffer of the model."""
         self.tensors[name] = TensorInfo(tuple(shape), pieces[0][0].dtype), pieces
 
     def add_moments(self, name: str, shape: Sequence[int], moments: Mapping[str, list[Piece]], step: Any) -> None:
-        """The moments of a parameter."""
+        """Add the moments of a parameter."""
         for moment, pieces in moments.items():
             self.moments[f"{name}.{moment}"] = TensorInfo(tuple(shape), pieces[0][0].dtype), pieces
         self.steps[name] = _scalar(step)
 
 
 def assemble(save: Path, states: Mapping[str, Any]) -> Assembled:
-    """The tensors of the save whose model states of rank 0 are `states`. Raises UserError for a rank's file that is
-    missing, DamagedCheckpoint for partitions that do not fit the parameters."""
+    """Assemble the tensors of the save whose model states of rank 0 are `states`. Raises UserError for a rank's missing
+    file, DamagedCheckpoint for partitions that do not fit the parameters."""
     if states.get("param_shapes") is None:
         return _stage_0(states)
     content = open_first(save, OPTIM_STATES)
@@ -72,7 +72,7 @@ def _optimizer(content: Mapping[str, Any], save: Path) -> dict[str, Any]:
 
 
 def _stage_0(states: Mapping[str, Any]) -> Assembled:
-    """Parameters whole; float32 copies and moments in the order of the optimizer's parameters, without names."""
+    """Assemble whole parameters; float32 copies and moments are in the optimizer's order, without names."""
     made = Assembled()
     for name, tensor in _once(states["module"], {}):
         made.add_weight(name, tensor.shape, whole(tensor))
@@ -108,7 +108,7 @@ def _stages_1_and_2(save: Path, states: Mapping[str, Any], ranks: Sequence[Mappi
         paddings = ranks[0].get("param_alignment_paddings")
         gaps = paddings[group] if paddings else [0] * len(shapes)
         needed, held = sum(map(math.prod, shapes.values())) + sum(gaps), size_of(weights)
-        # The end is padded, and how far depends on the version: at most to a multiple of twice the ranks.
+        # The end is padded; the padding depends on the version, at most to a multiple of twice the ranks.
         if not needed <= held < needed + 2 * len(ranks) or len(gaps) != len(shapes):
             raise DamagedCheckpoint(_unfit(save, group, held, needed))
         moments, step = _moments(ranks, group)
@@ -117,8 +117,8 @@ def _stages_1_and_2(save: Path, states: Mapping[str, Any], ranks: Sequence[Mappi
 
 
 def _check_order(save: Path, groups: Sequence[Shapes], ranks: Sequence[Mapping[str, Any]], config: Any) -> None:
-    """Raise DamagedCheckpoint when a rank's partition has other parameters than its file says that it has."""
-    # With round_robin_gradients the files say it wrongly: in another order than the parameters lie in.
+    """Raise DamagedCheckpoint when a rank's partition has other parameters than its file lists."""
+    # With round_robin_gradients the files list the parameters in another order than the partition has.
     if not isinstance(config, dict) or config.get("zero_optimization", {}).get("round_robin_gradients"):
         return
     for group, shapes in enumerate(groups):
@@ -178,7 +178,7 @@ def _stage_3(save: Path, states: Mapping[str, Any], ranks: Sequence[Mapping[str,
 
 
 def _of_ranks(flats: Sequence[list[Piece]], here: tuple[int, int], numel: int) -> list[Piece]:
-    """The first `numel` elements of what the ranks' flat tensors have in the same place."""
+    """Return the first `numel` elements of the ranks' ranges `here`, concatenated."""
     return cut([piece for flat in flats for piece in cut(flat, *here)], 0, numel)
 
 
@@ -190,7 +190,7 @@ def _in_a_row(
     moments: Mapping[str, list[Piece]],
     step: Any,
 ) -> None:
-    """Add parameters that lie one after the other, each with a gap behind it."""
+    """Add consecutive parameters, each followed by its gap."""
     at = 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
         end = at + math.prod(shape)
@@ -202,7 +202,7 @@ def _in_a_row(
 
 
 def _moments(ranks: Sequence[Mapping[str, Any]], group: int) -> tuple[dict[str, list[Piece]], Any]:
-    """The moments of a group, flat, and its step count; none when a rank lacks them."""
+    """Return the flat moments of a group and its step count; empty when a rank lacks them."""
     held: list[Mapping[str, Any]] = []
     for rank in ranks:
         inner = rank.get("base_optimizer_state") or rank.get("optimizer_state_dict") or {}
@@ -218,7 +218,7 @@ def _moments(ranks: Sequence[Mapping[str, Any]], group: int) -> tuple[dict[str, 
 
 
 def _check_steps(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise DamagedCheckpoint unless all have counted the same steps."""
+    """Raise DamagedCheckpoint unless all states have the same step count."""
     steps = [_scalar(state["step"]).item() for state in states if "step" in state]
     if len(set(steps)) > 1:
         raise DamagedCheckpoint(
@@ -228,7 +228,7 @@ def _check_steps(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _once(module: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> Iterator[tuple[str, StoredTensor]]:
-    """Tensors of a module, those that lie in the same place once."""
+    """Yield the tensors of a module, tensors at the same place in the file once."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     for name, tensor in module.items():
         place = tensor.byte, tensor.shape

@@ -1,9 +1,10 @@
-"""DeepSpeed's own checkpoints, ZeRO stages 0 to 3: float32 weights and moments read from the ranks' flat partitions.
+"""Reads DeepSpeed's own checkpoints, ZeRO stages 0 to 3: float32 weights and moments from the ranks' flat partitions.
 
-A folder has one folder per save, its tag, and a file `latest` that names one. In it lie `mp_rank_00_model_states.pt`
-(stages 0 to 2) or `zero_pp_rank_R_mp_rank_00_model_states.pt` (stage 3), and of each rank `..._optim_states.pt`. The
-scripts that lie beside them are never run. Weights are put together as `zero_to_fp32` of DeepSpeed 0.19 does, which
-does not find the parameters that stage 1 keeps frozen, and cannot read stage 1 in bfloat16.
+A folder has one folder per save, its tag, and a file `latest` that names one tag. A save has
+`mp_rank_00_model_states.pt` (stages 0 to 2) or `zero_pp_rank_R_mp_rank_00_model_states.pt` (stage 3), and
+`..._optim_states.pt` of each rank. Scripts in the folder never run. Weights are assembled as in `zero_to_fp32` of
+DeepSpeed 0.19, except for two cases that `zero_to_fp32` gets wrong: frozen parameters in stage 1, and stage 1 in
+bfloat16.
 """
 
 from collections.abc import Mapping
@@ -24,16 +25,16 @@ NAME = "deepspeed"
 
 
 def recognises(origin: Origin) -> bool:
-    """Whether the folder, or one in it, has files of a save."""
+    """Return whether the folder, or a folder in it, is a save."""
     try:
         return find_save(origin) is not None
-    except UserError:  # there are saves; `open_source` says what is wrong
+    except UserError:  # saves exist; `open_source` raises the reason
         return True
 
 
 def open_source(origin: Origin) -> "DeepSpeedSource":
-    """Open a save. Raises UserError for a tag that is not there, a rank's file that is missing, and a model that is
-    split in another way than ZeRO's."""
+    """Open a save. Raises UserError for an unknown tag, a rank's missing file, and a model that is split in another way
+    than ZeRO's."""
     save = find_save(origin)
     if save is None:
         raise UserError(f"{origin.path} has no save of DeepSpeed's: no folder in it has files {MODEL_STATES}.")
@@ -42,13 +43,13 @@ def open_source(origin: Origin) -> "DeepSpeedSource":
 
 
 def _model_files(origin: Origin, save: Path) -> Path | None:
-    """The user's, or what the Trainer of transformers writes beside the saves."""
+    """Return the user's folder, or the one that the Trainer of transformers writes beside the saves."""
     beside = [folder for folder in (origin.path, save.parent) if (folder / "config.json").is_file()]
     return origin.model_files or next(iter(beside), None)
 
 
 class DeepSpeedSource:
-    """One open save; tensors are read from the ranks' files range by range."""
+    """A `TensorSource` of one save; reads ranges of the ranks' files."""
 
     layout = NAME
 
@@ -74,19 +75,18 @@ class DeepSpeedSource:
         )
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
         if name.endswith(".step") and (step := self._steps.get(name.removesuffix(".step"))) is not None:
             return step.reshape(-1)[start:stop].clone()
         info = self.contents.tensors.get(name) or self.contents.moments[name]
         return joined(cut(self._pieces[name], start, stop), info.dtype)
 
     def close(self) -> None:
-        """See `TensorSource.close`; files are open only while they are read."""
+        """See `TensorSource.close`; files are open only during a read."""
 
 
 def _progress(states: Mapping[str, Any], beside: Path) -> TrainedSoFar:
-    """Steps and schedule; the schedules of DeepSpeed's own count from the first batch on, as torch's do. One that the
-    engine does not know, the Trainer of transformers notes beside its saves."""
+    """Return steps and schedule. DeepSpeed's own schedules count from the first batch, as torch's do. The Trainer of
+    transformers saves a schedule that the engine lacks beside the saves."""
     steps = int(states["global_steps"])
     schedule = states.get("lr_scheduler")
     if schedule and "last_batch_iteration" in schedule:

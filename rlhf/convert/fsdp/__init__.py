@@ -1,1 +1,1 @@
-"""verl's checkpoints of FSDP, read."""
+"""Reads verl's FSDP checkpoints."""

@@ -1,4 +1,4 @@
-"""Files of verl's FSDP ranks: found, complete, and read with a list of what their pickles may ask for."""
+"""Finds and loads the files of verl's FSDP ranks, with a list of the classes that their pickles may use."""
 
 import json
 import re
@@ -17,17 +17,16 @@ MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 class _Nested(StandIn):
-    """Object of a class within a class."""
+    """Stand-in for an object of a nested class."""
 
 
 def _nested(_owner: Any, _name: str) -> type[_Nested]:
-    """Stands for `getattr`, by which Python 3.11 writes a class within a class or a member of an enumeration; looks
-    nothing up."""
+    """Replaces `getattr`, with which Python 3.11 pickles nested classes and enum members; looks nothing up."""
     return _Nested
 
 
-# DTensors and ShardedTensors as torch 2.4 to 2.13 pickles them, and numpy's random state. None is made: that would need
-# a process group.
+# DTensors and ShardedTensors as torch 2.4 to 2.13 pickles them, and numpy's random state. StandIns replace them all:
+# real objects would need a process group.
 ALLOWED: Allowed = [
     *(
         stand_in(f"torch.distributed.{name}", TensorStandIn)
@@ -75,7 +74,7 @@ ALLOWED: Allowed = [
 
 
 def find_folder(origin: Origin) -> Path | None:
-    """Folder with the files of the model that is meant: `origin` itself, or the one in it that the role names."""
+    """Return the folder with the model's files: `origin` itself, or the role's folder in it."""
     for folder in (origin.path, origin.path / origin.role):
         if folder.is_dir() and any(MODEL_FILE.fullmatch(path.name) for path in folder.iterdir()):
             return folder
@@ -83,7 +82,7 @@ def find_folder(origin: Origin) -> Path | None:
 
 
 def world_size_of(folder: Path) -> int:
-    """Number of ranks that saved: from fsdp_config.json, or without it from the names of the files."""
+    """Return the number of ranks that saved, from fsdp_config.json, or else from the file names."""
     found = sorted({int(match[1]) for path in folder.iterdir() if (match := MODEL_FILE.fullmatch(path.name))})
     path = folder / FSDP_CONFIG
     if path.is_file():
@@ -106,18 +105,18 @@ def world_size_of(folder: Path) -> int:
 
 
 def paths_of(folder: Path, kind: str, world_size: int) -> list[Path]:
-    """The files of one kind, of every rank, whether they are there or not."""
+    """Return the paths of one kind of file, of every rank, whether they exist or not."""
     return [folder / f"{kind}_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]
 
 
 def missing_among(paths: list[Path]) -> str:
-    """The names of those that are not there, the first four; empty when all are."""
+    """Return the names of the first four missing files; empty when none is missing."""
     missing = [path.name for path in paths if not path.is_file()]
     return ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
 
 
 def open_ranks(folder: Path, world_size: int) -> list[dict[str, Any]]:
-    """Model files of all ranks, their tensors as StoredTensor. Raises UserError that names the ones missing."""
+    """Load the model files of all ranks, with StoredTensors. Raises UserError that names the missing files."""
     paths = paths_of(folder, MODEL, world_size)
     if missing := missing_among(paths):
         raise UserError(
@@ -128,7 +127,7 @@ def open_ranks(folder: Path, world_size: int) -> list[dict[str, Any]]:
 
 
 def open_mapping(path: Path) -> dict[str, Any]:
-    """Content of one file, its tensors as StoredTensor."""
+    """Load one file, with a StoredTensor for each tensor."""
     content = open_torch_file(path, ALLOWED)
     if not isinstance(content, dict):
         raise DamagedCheckpoint(f"{path} is no file of verl's: it holds a {type(content).__name__}")
@@ -136,6 +135,6 @@ def open_mapping(path: Path) -> dict[str, Any]:
 
 
 def fields_of(made: StandIn | StoredWrapper) -> dict[str, Any]:
-    """Attributes that an object would have had, whether it kept them in a dictionary or in slots."""
+    """Return the attributes that the object would have had, from its dictionary or its slots."""
     states = made.state if isinstance(made.state, tuple) else (made.state,)
     return {name: value for state in states if isinstance(state, dict) for name, value in state.items()}

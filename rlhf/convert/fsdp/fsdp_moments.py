@@ -1,7 +1,7 @@
-"""Moments in the optimizer files of verl's FSDP ranks, put back under the names of the parameters.
+"""Maps the moments in the optimizer files of verl's FSDP ranks to parameter names.
 
-FSDP2 has one entry per parameter. FSDP1 has one per unit that it wraps, of a rank's piece of all parameters of the unit
-one after the other, or with `use_orig_params` one per parameter, of the rank's piece of it.
+FSDP2 has one entry per parameter. FSDP1 has one entry per wrapped unit: the rank's piece of all parameters of the unit,
+concatenated. With `use_orig_params` FSDP1 has one entry per parameter: the rank's piece of it.
 """
 
 import re
@@ -20,29 +20,28 @@ from rlhf.models.hf.source import ReadableTensor, TensorInfo, cut
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
-"""Beginning of the name of a parameter in a repeated block, such as a decoder layer: what FSDP1 wraps by itself."""
+"""Name prefix of the parameters in a repeated block, such as a decoder layer, which FSDP1 wraps as a unit."""
 
 
 @dataclass(frozen=True)
 class FlatTensor:
-    """Tensor of pieces that lie one after the other."""
+    """A tensor of consecutive pieces."""
 
     info: TensorInfo
     pieces: Sequence[Piece]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor, 1-D."""
+        """Return elements [start, stop) of the flattened tensor, 1-D."""
         return joined(cut(self.pieces, start, stop), self.info.dtype)
 
 
 def read_moments(
     folder: Path, world_size: int, parameters: Mapping[str, tuple[int, ...]], shard_ranks: Sequence[int]
 ) -> dict[str, ReadableTensor]:
-    """`NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step` of the optimizer that has `parameters`, in the model's order.
+    """Return `NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step` of the optimizer of `parameters`, in the model's order.
 
-    `shard_ranks` are the ranks that have the model once among them, in the order of their pieces. Raises Unmapped when
-    there is no optimizer, or its entries do not fit the parameters; DamagedCheckpoint when they are none, or not of one
-    step.
+    `shard_ranks` are the ranks that together have the model once, in the order of their pieces. Raises Unmapped when
+    the optimizer is missing or does not fit the parameters; DamagedCheckpoint for files of different steps.
     """
     paths = paths_of(folder, OPTIMIZER, world_size)
     if missing := missing_among(paths):
@@ -70,7 +69,7 @@ def read_moments(
 
 
 def _check_steps(paths: Sequence[Path], entries: Sequence[dict[int, dict[str, Any]]]) -> None:
-    """Raise DamagedCheckpoint unless all ranks have counted the same steps, TypeError where one counts none."""
+    """Raise DamagedCheckpoint unless all ranks have the same step counts, TypeError for a step that is not a number."""
     if any(entry["step"].numel != 1 for of_rank in entries for entry in of_rank.values()):
         raise TypeError("a step that is no number")
     for path, of_rank in zip(paths, entries, strict=True):
@@ -103,7 +102,7 @@ def _of_shards(named: Named, entries: Sequence[dict[int, dict[str, Any]]]) -> di
 
 
 def _units(named: Named) -> list[Named]:
-    """Parameters as FSDP1 flattens them together: those of each block, and before them all that are in none."""
+    """Group parameters as FSDP1 flattens them: one unit per block, and before them one for all others."""
     units: dict[str, Named] = {"": []}
     for name, shape in named:
         match = BLOCK.match(name)

@@ -1,4 +1,4 @@
-"""Tensors spread over the files of ranks: boxes of the whole, from which ranges of it are put together."""
+"""Assembles ranges of tensors that are sharded over the files of ranks."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 
 @dataclass(frozen=True)
 class StoredBox:
-    """Part of a tensor in a file; `begin` is where in the whole its first element belongs, per dimension."""
+    """A part of a tensor in a file; `begin` is the position of its first element in the whole, per dimension."""
 
     begin: tuple[int, ...]
     stored: StoredTensor
@@ -25,13 +25,13 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class SpreadTensor:
-    """Tensor of which every element is in one of `boxes`."""
+    """A tensor whose elements are all in `boxes`."""
 
     info: TensorInfo
     boxes: Sequence[StoredBox]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor, 1-D."""
+        """Return elements [start, stop) of the flattened tensor, 1-D."""
         shape = self.info.shape
         if not shape or len(self.boxes) == 1:
             return self.boxes[0].stored.read(start, stop)
@@ -48,21 +48,22 @@ class SpreadTensor:
                 columns = [slice(at, at + n) for at, n in zip(box.begin[1:], box.stored.shape[1:], strict=True)]
                 place = (slice(low - first, high - first), *columns)
                 rows[place], there[place] = part.view(high - low, *box.stored.shape[1:]), True
-        if not there.all():  # parts that overlap made up for one that is missing
+        if not there.all():  # overlapping parts made up for a missing one
             raise DamagedCheckpoint(f"{self.boxes[0].stored.path}: the ranks' parts are no whole of {shape}")
         return rows.view(-1)[start - first * width : stop - first * width]
 
 
 @dataclass(frozen=True)
 class ReplicatedTensor:
-    """Tensor that every rank has whole, such as a buffer: read from one, and compared with the others."""
+    """A tensor that every rank has whole, such as a buffer; read from one rank and compared with the others."""
 
     name: str
     info: TensorInfo
     copies: Sequence[StoredTensor]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor, 1-D. Raises DamagedCheckpoint when the ranks differ."""
+        """Return elements [start, stop) of the flattened tensor, 1-D. Raises DamagedCheckpoint when the ranks
+        differ."""
         result = self.copies[0].read(start, stop)
         for copy in self.copies[1:]:
             if not torch.equal(copy.read(start, stop).view(torch.uint8), result.view(torch.uint8)):
@@ -71,11 +72,8 @@ class ReplicatedTensor:
 
 
 def put_together(name: str, of_ranks: Sequence[Any]) -> SpreadTensor | ReplicatedTensor:
-    """The whole of what the files of all ranks, in their order, have under `name`: DTensors, ShardedTensors, or a plain
-    tensor in each.
-
-    Raises DamagedCheckpoint when the parts are no whole, UserError for a kind of split that FSDP does not make.
-    """
+    """Assemble the tensor `name` from the parts of all ranks, in order: DTensors, ShardedTensors, or plain tensors.
+    Raises DamagedCheckpoint when parts are missing or overlap, UserError for a split that FSDP does not make."""
     kinds = {part.kind if isinstance(part, StoredWrapper) else type(part).__name__ for part in of_ranks}
     if kinds == {"DTensor"}:
         whole = _of_shards(name, [DTensorPart.of(part, name) for part in of_ranks])
@@ -96,10 +94,10 @@ def put_together(name: str, of_ranks: Sequence[Any]) -> SpreadTensor | Replicate
 
 @dataclass(frozen=True)
 class DTensorPart:
-    """Part of a DTensor that one rank has.
+    """One rank's part of a DTensor.
 
-    `coordinates` are the rank's in its mesh, and `splits` says per dimension of the mesh which one of the tensor it
-    splits; `None` where it is repeated. `rank` is the one that saved it, where the file says so.
+    `coordinates` are the rank's in its mesh. `splits` has the split tensor dimension per dimension of the mesh, None
+    for a replicated one. `rank` is the rank that saved the part, where the file has it.
     """
 
     shape: tuple[int, ...]
@@ -110,7 +108,7 @@ class DTensorPart:
 
     @classmethod
     def of(cls, part: StoredWrapper, name: str) -> "DTensorPart":
-        """The part that a file has. Raises UserError for a way of placing it that FSDP does not use."""
+        """Read a part from its pickled DTensor. Raises UserError for a placement that FSDP does not use."""
         try:
             local, spec = fields_of(part)["_local_tensor"], fields_of(fields_of(part)["_spec"])
             mesh = fields_of(spec["mesh"])
@@ -131,7 +129,7 @@ class DTensorPart:
         return any(at for at, split in zip(self.coordinates, self.splits, strict=True) if split is None)
 
     def place(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Begin and extent in the whole of this rank's part, in a mesh of these `sizes`."""
+        """Return begin and extent of this rank's part in the whole, in a mesh of these `sizes`."""
         begin, extent = [0] * len(self.shape), list(self.shape)
         for at, count, split in zip(self.coordinates, sizes, self.splits, strict=True):
             if split is not None:

@@ -1,7 +1,7 @@
-"""Layout `fsdp`: verl's checkpoints of FSDP1 and FSDP2, one file per rank.
+"""Reads layout `fsdp`: verl's checkpoints of FSDP1 and FSDP2, one file per rank.
 
-A folder (`global_step_N/actor` of verl's, or `critic`) has `model_world_size_W_rank_R.pt` of every rank R, most often
-`optim_...` and `extra_state_...` beside them, `fsdp_config.json`, `lora_train_meta.json` with a LoRA adapter, and in
+A folder (verl's `global_step_N/actor` or `critic`) has `model_world_size_W_rank_R.pt` of every rank R. Usually it also
+has `optim_...` and `extra_state_...`, `fsdp_config.json`, `lora_train_meta.json` with a LoRA adapter, and in
 `huggingface/` the model's config and tokenizer.
 """
 
@@ -42,13 +42,13 @@ WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoi
 
 
 def recognises(origin: Origin) -> bool:
-    """A folder with a file of a rank's model, or with a folder `actor` (the role) that has one."""
+    """Return whether the folder, or the role's folder in it, has a file of a rank's model."""
     return find_folder(origin) is not None
 
 
 def open_source(origin: Origin) -> NamedTensors:
-    """Open a checkpoint. Raises UserError for a rank's file that is missing, for files of several saves, and for an
-    adapter without a word on what is to become of it."""
+    """Open a checkpoint. Raises UserError for a rank's missing file, for files of several saves, and for an adapter
+    without `--adapter`."""
     folder = find_folder(origin)
     if folder is None:
         raise UserError(
@@ -85,7 +85,7 @@ def _tensors(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Read
 
 
 def _tied(rank: Mapping[str, Any], model_files: Path | None) -> set[str]:
-    """Names of what is there under another name, too: FSDP2 has both at one place in the file, FSDP1 at two."""
+    """Return the names of tied copies: FSDP2 stores both at one place in the file, FSDP1 at two."""
     names = {name for name, other in _tied_by_config(model_files).items() if name in rank and other in rank}
     places: dict[Any, str] = {}
     for name, part in rank.items():
@@ -127,8 +127,8 @@ def _moments(
 
 
 def _shard_ranks(ranks: Sequence[Mapping[str, Any]], split: Sequence[str]) -> list[int]:
-    """Ranks that have the model once among them, in the order of their parts."""
-    if not split:  # each rank has all of it
+    """Return the ranks that together have the model once, in the order of their parts."""
+    if not split:  # each rank has the whole model
         return [0]
     parts = [rank[split[0]] for rank in ranks]
     if not all(isinstance(part, StoredWrapper) and part.kind == "DTensor" for part in parts):
@@ -149,7 +149,7 @@ def _progress(folder: Path, world_size: int) -> TrainedSoFar:
 def _adapted(
     folder: Path, origin: Origin, tensors: Mapping[str, ReadableTensor], contents: Contents
 ) -> dict[str, ReadableTensor]:
-    """The adapter, or base and adapter in one."""
+    """Return the adapter, or the base with the adapter merged into it."""
     choice = adapters.choose(origin.adapter, folder)
     base, factors = adapters.split_adapter(tensors, folder)
     adapter = adapters.Adapter(folder, _adapter_config(folder, factors, origin), factors)
@@ -170,7 +170,7 @@ def _base_of(folder: Path, origin: Origin) -> dict[str, ReadableTensor]:
 
 
 def _adapter_config(folder: Path, factors: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
-    """What adapter_config.json would say: verl keeps rank, alpha and kind of task."""
+    """Return the content of adapter_config.json; verl keeps only rank, alpha and task type."""
     path = folder / LORA_META
     try:
         meta = parse_json(read_regular(path, LARGEST), LORA_META)

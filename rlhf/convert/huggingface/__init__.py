@@ -1,1 +1,1 @@
-"""Layouts of Hugging Face and its Trainer, read; upload to the Hub."""
+"""Reads Hugging Face folders and the Trainer's; uploads to the Hub."""

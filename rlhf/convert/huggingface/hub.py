@@ -1,4 +1,4 @@
-"""Upload of a model folder to the Hugging Face Hub: one commit, and a second try sends only what is missing."""
+"""Uploads a model folder to the Hugging Face Hub in one commit; a second try sends only missing files."""
 
 import logging
 import os
@@ -22,26 +22,25 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 CARD = "README.md"
 SILENCE_S = 300.0
-"""Longest wait for an answer, or for the next bytes to be taken, before a request counts as failed."""
+"""Longest wait for an answer, or until the Hub accepts the next bytes, before a request fails."""
 WAITS_S = (1.0, 5.0, 20.0)
-"""Waits before the further tries of what may pass; the client has tries of its own within each."""
+"""Waits before the retries of errors in `PASSING`; the client retries within each try."""
 FILES_AT_A_TIME = 4
-"""Weights that are sent together: what a kill leaves of such a group may have to be sent again."""
+"""Files of weights in a group; a kill may cost the upload of one group."""
 PASSING = {408, 409, 412, 429, 500, 502, 503, 504}
-"""Answers after which another try may do: too busy, or somebody else's commit came between."""
+"""Status codes that deserve a retry: the server is busy, or another commit came between."""
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Names of which a repository must not keep any that are not of the model in it."""
+"""Files of a model that an upload replaces: the repository must not keep those of an older model."""
 
 
 def prepare_repository(repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
-    """Make the model repository `repo_id` and its branch `revision` unless they are there; returns its full name.
+    """Create the model repository `repo_id` and its branch `revision` if missing. Return its full name.
 
-    To be called before the work whose result is uploaded. Raises UserError when the Hub cannot be used: no token, no
-    permission, a name that is none, no connection; and for `private` when the repository is there and public, so that
-    nothing is shown by mistake.
+    Call it before the work whose result is uploaded. Raises UserError when the Hub cannot be used: no token, no
+    permission, an invalid name, no connection. Raises UserError for `private` if the repository is public.
     """
     with _client(repo_id) as api:
-        # Nothing is asked for without `private`: an organization may have a default of its own.
+        # None without `private`: an organization may have its own default.
         url = _patiently(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True))
         if private and not _patiently(lambda: api.repo_info(url.repo_id)).private:
             raise UserError(
@@ -62,13 +61,12 @@ def upload_folder(
     message: str | None = None,
     card: str | None = None,
 ) -> str:
-    """Upload the Hugging Face folder `folder` as the model repository `repo_id`, made if need be; returns the address
-    of the commit.
+    """Upload the Hugging Face folder `folder` as the model repository `repo_id`, created if missing. Return the
+    commit's URL.
 
-    Files go first, and one commit then shows all of them at once; weights of a model that was there before go with it.
-    Whatever the Hub has already is not sent again, whether from an upload that was killed or from another commit.
-    `card` is the model card (README.md), if the folder has none. Raises UserError as `prepare_repository`, and when the
-    upload fails for good.
+    Files go first; then one commit shows all of them at once and deletes the weights of an older model. Files that the
+    Hub has, from a killed upload or another commit, are not sent again. `card` is the model card (README.md) for a
+    folder without one. Raises UserError as `prepare_repository`, and when all retries fail.
     """
     files = files_to_send(folder)
     repo_id = prepare_repository(repo_id, private=private, revision=revision)
@@ -78,7 +76,7 @@ def upload_folder(
 
 
 def known_model(repo_id: str) -> tuple[str | None, str | None]:
-    """A model's name and license, None for what the Hub does not know. Raises UserError as `prepare_repository`."""
+    """Return a model's name and license, None where unknown. Raises UserError as `prepare_repository`."""
     with _client(repo_id) as api:
         try:
             info = _patiently(lambda: api.model_info(repo_id))
@@ -90,10 +88,10 @@ def known_model(repo_id: str) -> tuple[str | None, str | None]:
 
 
 def files_to_send(folder: Path) -> dict[str, Path]:
-    """The files of a Hugging Face folder by their names in it, hidden ones left out.
+    """Return the files of a Hugging Face folder by their names in it, without hidden files.
 
-    Raises UserError for a folder that is none, and for what is no file of it: a link that leads out of it could send
-    anything.
+    Raises UserError for a folder without config.json, for special files, and for a link that leads out of the folder:
+    such a link could send anything.
     """
     root, files = folder.resolve(), {}
     try:
@@ -127,7 +125,8 @@ def _send(
     gone: list[CommitOperationDelete] = []
     head = None
     if any(map(_WEIGHTS.fullmatch, files)):
-        # Of two uploads at once the later one refuses, and is tried again: else both models' weights would be there.
+        # The Hub rejects the later of two concurrent uploads, which then retries; otherwise both models' weights would
+        # stay.
         head = api.repo_info(repo_id, revision=revision).sha
         there = api.list_repo_files(repo_id, revision=revision)
         gone = [CommitOperationDelete(name) for name in there if _WEIGHTS.fullmatch(name) and name not in files]
@@ -138,7 +137,7 @@ def _send(
 
 
 def _send_weights(api: "HfApi", additions: "Sequence[CommitOperationAdd]", repo_id: str, revision: str | None) -> None:
-    """Send what is large, a few files at a time, so that it is there for good before the next ones begin."""
+    """Send the weights, a few files at a time, so that the Hub keeps each group for good."""
     todo, sent = iter(additions), 0
     while group := list(islice(todo, FILES_AT_A_TIME)):
         api.preupload_lfs_files(repo_id, group, revision=revision, free_memory=False)
@@ -147,7 +146,7 @@ def _send_weights(api: "HfApi", additions: "Sequence[CommitOperationAdd]", repo_
 
 
 def _patiently(action: Callable[[], T]) -> T:
-    """The result of `action`, tried again as long as what it met may pass."""
+    """Return the result of `action`; retry errors that may pass."""
     for wait_s in WAITS_S:
         try:
             return action()
@@ -161,7 +160,7 @@ def _patiently(action: Callable[[], T]) -> T:
 
 @contextmanager
 def _client(repo_id: str) -> "Iterator[HfApi]":
-    """The Hub's client with a deadline for each request; what it raises becomes one UserError, in which no token is."""
+    """Open the Hub's client with a deadline for each request; its errors become one UserError without the token."""
     import huggingface_hub
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
@@ -173,7 +172,7 @@ def _client(repo_id: str) -> "Iterator[HfApi]":
             "write."
         )
     verbosity, bars = hub_logging.get_verbosity(), sys.stderr.isatty()
-    # Its lines show addresses, which may be signed; what matters of them is said here.
+    # huggingface_hub's log shows URLs, which may be signed; our messages have the relevant part.
     hub_logging.set_verbosity_error()
     huggingface_hub.set_client_factory(_with_deadline)
     if not bars:
@@ -208,7 +207,7 @@ def _default_client() -> Any:
 
 
 def _root(error: BaseException) -> BaseException:
-    """What a transfer in a thread has failed with, if `error` only says which file."""
+    """Return the error of a transfer thread, if `error` only names the file."""
     return error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ is not None else error
 
 
@@ -225,7 +224,7 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _told(error: BaseException) -> str:
-    """What happened, in one line without the token."""
+    """Describe the error in one line without the token."""
     from huggingface_hub import get_token
 
     status, said = _status(error), getattr(error, "server_message", None)
@@ -238,7 +237,6 @@ def _told(error: BaseException) -> str:
 
 
 def _remedy(error: BaseException) -> str:
-    """What to do about it."""
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
     again = "Run the same command again: what the Hub has by then is not sent again."

@@ -1,4 +1,4 @@
-"""Layout `huggingface`: a model's folder as on the Hub, in safetensors or in the older pickles."""
+"""Reads layout `huggingface`: a model's folder as on the Hub, in safetensors or in the older pickles."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,12 +22,12 @@ PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def recognises(origin: Origin) -> bool:
-    """A folder with weights under the names that the library gives them."""
+    """Return whether the folder has weights under transformers' file names."""
     return any((origin.path / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX, PICKLE, PICKLE_INDEX))
 
 
 def open_source(origin: Origin) -> "SafetensorsFolder | PickleFolder":
-    """The folder's weights; safetensors come before pickles."""
+    """Open the folder's weights; safetensors come before pickles."""
     path = origin.path
     if (found := open_safetensors(path, origin.model_files)) is not None:
         return found
@@ -42,7 +42,7 @@ def open_source(origin: Origin) -> "SafetensorsFolder | PickleFolder":
 
 
 class PickleFolder:
-    """Folder of files of `torch.save`, one of which is mapped into memory at a time."""
+    """Reads a folder of `torch.save` files; one file at a time is mapped into memory."""
 
     layout = NAME
 
@@ -65,9 +65,7 @@ class PickleFolder:
         return self._open[1]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
         return self._of(self._files[name])[name].reshape(-1)[start:stop].clone()
 
     def close(self) -> None:
-        """See `TensorSource.close`."""
         self._open = "", {}

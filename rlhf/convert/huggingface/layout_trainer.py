@@ -1,7 +1,7 @@
-"""Layout `trainer`: `checkpoint-N` of the Trainer of transformers and of TRL's, and the folder of a peft adapter.
+"""Reads layout `trainer`: `checkpoint-N` of the Trainer of transformers and of TRL, and folders of peft adapters.
 
-Weights as in a Hugging Face folder or an adapter's `adapter_model.safetensors`; beside them `optimizer.pt`,
-`scheduler.pt` and `trainer_state.json`. What DeepSpeed or FSDP wrote for the Trainer is of their layouts.
+The weights are a Hugging Face folder or an adapter's `adapter_model.safetensors`; beside them are `optimizer.pt`,
+`scheduler.pt` and `trainer_state.json`. Files that DeepSpeed or FSDP wrote for the Trainer belong to their layouts.
 """
 
 import json
@@ -32,17 +32,16 @@ NOT_DECAYED: tuple[Callable[[str, tuple[int, ...]], bool], ...] = (
     lambda name, shape: "bias" in name,
     lambda name, shape: bool(re.search(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", name)),
 )
-"""What releases of the Trainer have put into the second group of the optimizer, which has no weight decay."""
+"""Parameters without weight decay, by release of the Trainer: the optimizer's second group."""
 
 
 def recognises(origin: Origin) -> bool:
-    """A folder with the Trainer's state or an adapter's configuration."""
+    """Return whether the folder has the Trainer's state or an adapter's configuration."""
     return (origin.path / STATE).is_file() or (origin.path / ADAPTER_CONFIG).is_file()
 
 
 def open_source(origin: Origin) -> NamedTensors:
-    """Open a checkpoint. Raises UserError when it has no weights of its own layout, and for an adapter without a word
-    on what is to become of it."""
+    """Open a checkpoint. Raises UserError for missing weights, and for an adapter without `--adapter`."""
     path = origin.path
     contents = Contents({}, progress=progress_of(path), absent=["the place in the data and the state of the algorithm"])
     if contents.progress.schedule is None:
@@ -61,7 +60,7 @@ def _all_of(source: TensorSource) -> dict[str, ReadableTensor]:
 
 
 def progress_of(path: Path) -> TrainedSoFar:
-    """Step and schedule that the Trainer notes in its folder `path`, also beside what DeepSpeed and FSDP save there."""
+    """Return step and schedule that the Trainer notes in its folder `path`, also beside saves of DeepSpeed and FSDP."""
     step, schedule = None, None
     if (path / STATE).is_file():
         step = _json(path / STATE).get("global_step")
@@ -81,7 +80,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _adapted(path: Path, origin: Origin, contents: Contents) -> dict[str, ReadableTensor]:
-    """The adapter, or base and adapter in one."""
+    """Return the adapter, or the base with the adapter merged into it."""
     choice = adapters.choose(origin.adapter, path)
     config = _json(path / ADAPTER_CONFIG)
     file = ADAPTER if (path / ADAPTER).is_file() else OLD_ADAPTER
@@ -105,7 +104,7 @@ def _local_base(config: Mapping[str, Any]) -> Path | None:
 
 
 def _base(path: Path, config: Mapping[str, Any]) -> Path:
-    """The base model's folder; from the Hub when the adapter names it so."""
+    """Return the base model's folder, downloaded if the adapter names a model of the Hub."""
     name = config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(f"{path / ADAPTER_CONFIG} does not name a base model. Set --hf_model_path to its folder.")
@@ -132,7 +131,7 @@ def _moments(path: Path, tensors: Mapping[str, ReadableTensor], contents: Conten
 
 
 def _named(optimizer: Any, shapes: Shapes) -> dict[str, ReadableTensor]:
-    """The moments by the names of the parameters."""
+    """Return the moments by parameter name."""
     try:
         state, groups = optimizer["state"], [group["params"] for group in optimizer["param_groups"]]
     except (KeyError, TypeError):
@@ -146,7 +145,7 @@ def _named(optimizer: Any, shapes: Shapes) -> dict[str, ReadableTensor]:
 
 
 def _order(groups: list[list[int]], state: Mapping[int, Any], shapes: Shapes) -> dict[int, str]:
-    """The parameter of each number in the optimizer, that of the group with weight decay first."""
+    """Return the parameter of each number in the optimizer; the group with weight decay comes first."""
     for second in NOT_DECAYED if len(groups) == 2 else [lambda name, shape: False]:
         split: list[list[str]] = [[], []]
         for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Model card of a checkpoint for the Hub: what it was trained from, on what, how, how far, and the command for it."""
+"""Writes the model card of a checkpoint: base model, data, recipe, progress and the command."""
 
 import math
 import re
@@ -43,34 +43,31 @@ RECIPE = (
     "reward.functions",
     "trainer.seed",
 )
-"""Settings that the card shows whether they were given or not."""
+"""Settings that the card always shows."""
 
 
 class ModelCard:
-    """Model card of one checkpoint of ours, from its own proven documents.
-
-    Raises DamagedCheckpoint when one of them is not as committed. What is named like a secret, and folders of this
-    machine, are left out (see `rlhf.config.overrides`).
-    """
+    """Writes the model card of one native checkpoint from its verified documents. Raises DamagedCheckpoint for a
+    damaged document. Settings named like a secret, and local folders, are left out (see `rlhf.config.overrides`)."""
 
     def __init__(self, manifest: Manifest, files: CheckedFiles) -> None:
         self._manifest = manifest
         self._driver = parse_driver_state(files.content(DRIVER_STATE), DRIVER_STATE)
         self._settings: dict[str, Any] = {}
-        # One that was made of another tool's checkpoint has no configuration.
+        # An imported checkpoint has no configuration.
         if CONFIG in manifest.files and files.size(CONFIG) <= LARGEST_CONFIG:
             try:
                 self._settings = stored_settings(files.content(CONFIG), manifest.release)
-            except ValueError:  # proven, and of no version of ours: the card then says less
+            except ValueError:  # verified, but from an unknown version: the card then has fewer facts
                 self._settings = {}
 
     @property
     def base_model(self) -> str | None:
-        """The name, perhaps of the Hub, of the model that training began with; None for a folder."""
+        """The model that training began with, if its name may be on the Hub; None for a folder."""
         return self._on_hub(self._settings.get("model.path"))
 
     def text(self, title: str, *, base_model: str | None = None, license: str | None = None) -> str:
-        """README.md; its metadata have the base model and its license, as far as the Hub knows them."""
+        """Return README.md; its metadata have the base model and its license, if the Hub has them."""
         parts = [_metadata(self._metadata(base_model, license)), f"# {_inline(title)}\n", self._summary()]
         parts += [_table("Training", self._training()), _table("Recipe", self._recipe()), self._metrics()]
         return "\n".join([*parts, self._command()])
@@ -148,7 +145,7 @@ class ModelCard:
 
 
 def card_of(origin: Origin, layout: str, repo_id: str) -> str:
-    """The card of a checkpoint of any layout that becomes `repo_id`; only ours say how they came to be."""
+    """Return the card of a checkpoint that becomes `repo_id`; only a native checkpoint records its training."""
     if layout != layout_native.NAME:
         return bare_card(repo_id)
     with closing(layout_native.open_source(origin)) as checkpoint:
@@ -158,7 +155,7 @@ def card_of(origin: Origin, layout: str, repo_id: str) -> str:
 
 
 def bare_card(title: str) -> str:
-    """README.md of a folder of which nobody knows more than that transformers opens it."""
+    """Return README.md of a folder of which only the format is known."""
     metadata = {"library_name": "transformers", "tags": ["rlhf"]}
     return f"{_metadata(metadata)}\n# {_inline(title)}\n\nA Hugging Face folder, written by rlhf.\n"
 
@@ -173,7 +170,7 @@ def _table(title: str, rows: Iterable[tuple[str, Any]]) -> str:
 
 
 def _inline(value: object) -> str:
-    """`value` within a line of Markdown, of which none of its characters is a part."""
+    """Escape `value` for a line of Markdown."""
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return re.sub(r"([\\`*_{}\[\]<>|#~])", r"\\\1", printable(text)[:500])
 

@@ -1,1 +1,1 @@
-"""Megatron's layouts, by ranks and distributed, read and written."""
+"""Reads and writes Megatron's layouts, by ranks and distributed."""

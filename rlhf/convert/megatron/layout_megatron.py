@@ -1,7 +1,7 @@
-"""Layout `megatron`: a folder `mp_rank_XX_YYY` of each tensor parallel rank XX and pipeline rank YYY.
+"""Reads layout `megatron`: a folder `mp_rank_XX_YYY` of each tensor parallel rank XX and pipeline rank YYY.
 
-In each lies a file of `torch.save` with the rank's weights under `model`, or under `model0`, `model1` and so on with
-virtual pipeline stages; layers count from zero in each of these. Only ranges of the files are read.
+Each folder has a file of `torch.save` with the rank's weights under `model`, or under `model0`, `model1` and so on with
+virtual pipeline stages. Layers count from zero in each stage. Only ranges of the files are read.
 """
 
 import re
@@ -23,7 +23,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 NAME = "megatron"
 RANK = re.compile(r"mp_rank_(\d\d+)(?:_(\d\d\d+))?")
 FILES = ("model_states.pt", "model_optim_rng.pt", "model.pt")
-"""The documented name, Megatron-LM's, and that of verl's first releases."""
+"""The documented name, Megatron-LM's, and the name in verl's first releases."""
 LAYER = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
 
 
@@ -45,20 +45,20 @@ UNREAD = (
     "megatron.core.rerun_state_machine.RerunMode",
     "megatron.core.rerun_state_machine.RerunState",
 )
-"""Classes of what Megatron-LM saves beside the weights: arguments and states of random numbers. Nobody looks at it."""
+"""Classes that Megatron-LM saves beside the weights (arguments, random states); a StandIn replaces each object."""
 ALLOWED = [stand_in(name) for name in UNREAD]
 
 Chunk = dict[str, list[Held]]
-"""Tensors of one (virtual) pipeline stage: of each tensor parallel rank, by name."""
+"""Tensors of one (virtual) pipeline stage by name, one per tensor parallel rank."""
 
 
 def recognises(origin: Origin) -> bool:
-    """Whether the folder, or the one in it that holds the actor's or critic's model, has folders of ranks."""
+    """Return whether the folder, or the actor's or critic's folder in it, has rank folders."""
     return find_folder(origin, _has_ranks) is not None
 
 
 def open_source(origin: Origin) -> ExcerptSource:
-    """The model of all ranks; raises UserError naming a rank whose folder or file is missing."""
+    """Open the model of all ranks; raises UserError that names a rank without folder or file."""
     folder = find_folder(origin, _has_ranks)
     if folder is None:
         raise UserError(f"{origin.path / (origin.tag or '')} has no folders mp_rank_XX_YYY. Give the one that has.")
@@ -83,7 +83,6 @@ def _has_ranks(folder: Path) -> bool:
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """The file of each tensor parallel and pipeline rank."""
     found = {}
     for path in folder.glob("mp_rank_*"):
         if (match := RANK.fullmatch(path.name)) is None:
@@ -102,7 +101,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _check_iterations(contents: Mapping[Path, Any]) -> None:
-    """Raise UserError unless all files are of one iteration, as far as they say so."""
+    """Raise UserError unless all files that have an iteration have the same one."""
     said = {path: content.get("iteration") for path, content in contents.items() if isinstance(content, dict)}
     first = next(iter(said), None)
     for path, iteration in said.items():
@@ -111,7 +110,7 @@ def _check_iterations(contents: Mapping[Path, Any]) -> None:
 
 
 def _stage(files: Mapping[tuple[int, int], Path], contents: Mapping[Path, Any], stage: int) -> list[Chunk]:
-    """The chunks of one pipeline rank, with all tensor parallel ranks."""
+    """Return the chunks of one pipeline rank, with all tensor parallel ranks."""
     paths = [path for (_, number), path in sorted(files.items()) if number == stage]
     ranks = [_chunks(contents[path], path) for path in paths]
     result: list[Chunk] = []
@@ -126,7 +125,7 @@ def _stage(files: Mapping[tuple[int, int], Path], contents: Mapping[Path, Any], 
 
 
 def _chunks(content: Any, path: Path) -> list[dict[str, StoredTensor]]:
-    """The weights in a rank's file, of each virtual pipeline stage."""
+    """Return the weights of each virtual pipeline stage in a rank's file."""
     if isinstance(content, dict) and "model" in content:
         content = [content["model"]]
     elif isinstance(content, dict) and "model0" in content:
@@ -145,7 +144,7 @@ def _chunks(content: Any, path: Path) -> list[dict[str, StoredTensor]]:
 
 
 def _check_ends(folder: Path, chunks: list[Chunk]) -> None:
-    """Raise UserError unless the model's first tensor is in its first stage and its last in the last one."""
+    """Raise UserError unless the first stage has the model's first tensor and the last stage its last tensor."""
     for name, stage, which in ((EMBEDDING, 0, "first"), (NORM, -1, "last")):
         found = [number for number, chunk in enumerate(chunks) if name in chunk]
         if found and range(len(chunks))[stage] not in found:
@@ -156,7 +155,7 @@ def _check_ends(folder: Path, chunks: list[Chunk]) -> None:
 
 
 def _of_whole_model(chunks: list[Chunk]) -> Chunk:
-    """The tensors of all chunks, their layers counted through the whole model."""
+    """Merge the tensors of all chunks, with layer numbers of the whole model."""
     held: Chunk = {}
     before = 0
     for chunk in chunks:
@@ -165,7 +164,7 @@ def _of_whole_model(chunks: list[Chunk]) -> Chunk:
             if (match := LAYER.fullmatch(name)) is not None:
                 layers = max(layers, 1 + int(match[1]))
                 name = f"{LAYERS}{before + int(match[1])}.{match[2]}"
-            # Of what several stages have (tied embeddings) the first one's.
+            # If several stages have a tensor (tied embeddings), the first stage's is used.
             held.setdefault(name, tensors)
         before += layers
     return held

@@ -1,7 +1,7 @@
-"""Layout `megatron`, distributed: a folder of megatron-core's `dist_checkpointing` in its format `torch_dist`.
+"""Reads layout `megatron`, distributed: a folder of megatron-core's `dist_checkpointing` in its format `torch_dist`.
 
-It is one of torch.distributed.checkpoint with whole tensors under Megatron's names, which does not depend on the ranks
-that wrote it. The layers lie one after the other in one tensor, or each under a name of its own.
+The folder is a torch.distributed.checkpoint of whole tensors under Megatron's names, independent of the ranks that
+wrote it. The layers are stacked in one tensor, or each layer has names of its own.
 """
 
 import json
@@ -26,14 +26,14 @@ NAME = "megatron"
 CONFIG = "metadata.json"
 FORMAT = "torch_dist"
 NOT_OF_THE_MODEL = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
-"""Beginnings of names of what a run keeps beside its model."""
+"""Prefixes of the names of everything that a run saves beside its model."""
 GATE, UP = "_w", "_v"
-"""Ends of the names of the two halves of `linear_fc1`, where they are tensors of their own."""
+"""Suffixes of the two halves of `linear_fc1`, where they are separate tensors."""
 
 
 @dataclass(frozen=True)
 class OfDcpFolder:
-    """Tensor in a folder, from its element `first` on."""
+    """A `Readable` tensor of a folder, from its element `first` on."""
 
     folder: DcpFolder
     name: str
@@ -41,21 +41,19 @@ class OfDcpFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Readable`."""
         return self.folder.tensors[self.name].dtype
 
     def read(self, start: int, stop: int) -> Tensor:
-        """See `Readable`."""
         return self.folder.read(self.name, self.first + start, self.first + stop)
 
 
 def recognises(origin: Origin) -> bool:
-    """Whether the folder, or the one in it that holds the role's model, is one of `dist_checkpointing`."""
+    """Return whether the folder, or the role's folder in it, is one of `dist_checkpointing`."""
     return find_folder(origin, _is_distributed) is not None
 
 
 def open_source(origin: Origin) -> ExcerptSource:
-    """The model in it; raises UserError naming a file that is missing, or a format that is not `torch_dist`."""
+    """Open the model; raises UserError for a missing file, or a format other than `torch_dist`."""
     path = find_folder(origin, _is_distributed)
     if path is None:
         raise UserError(f"{origin.path / (origin.tag or '')} has no {CONFIG} of megatron-core. Give the one that has.")
@@ -82,7 +80,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _held(folder: DcpFolder) -> dict[str, list[Held]]:
-    """The model's tensors, a layer's by its number."""
+    """Return the model's tensors, with one entry per layer."""
     held: dict[str, list[Held]] = {}
     for name, info in folder.tensors.items():
         rest = name.removeprefix(LAYERS)

@@ -1,4 +1,4 @@
-"""Writes a model as Megatron's checkpoints have it, by one process without any of Megatron's code."""
+"""Writes a model as a Megatron checkpoint, in one process without Megatron's code."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from rlhf.models.hf.source import TensorSource
 from rlhf.storage.files import WrittenFile, write_file, write_json
 
 VOCABULARY_MULTIPLE = 128
-"""Times the tensor parallel ranks: what Megatron-LM pads a vocabulary to a multiple of."""
+"""Megatron-LM pads the vocabulary to a multiple of this number times the tensor parallel ranks."""
 OF_ATTENTION = ("linear_qkv", "linear_proj", "core_attention", "q_layernorm", "k_layernorm")
 MODULES = (*(f"self_attention.{name}" for name in OF_ATTENTION), "mlp.linear_fc1", "mlp.linear_fc2")
 """Modules of a layer that have a state beside their weights, with Transformer Engine or without."""
@@ -39,12 +39,12 @@ def write_megatron_folder(
     dtype: str | None = None,
     progress: Progress = lambda count: None,
 ) -> list[WrittenFile]:
-    """Write the tensors of `source` into the empty `folder` as a checkpoint of Megatron's, with the model's config and
-    tokenizer in `huggingface/`; returns what was written, with hashes of the memory that was.
+    """Write the tensors of `source` into the empty `folder` as a Megatron checkpoint, with the model's config and
+    tokenizer in `huggingface/`. Return the files with the hashes of the written memory.
 
-    `torch_dist` is what megatron-core's `dist_checkpointing` loads at any number of ranks, `mp_rank` a file for each
-    of so many ranks. Either way the model must be one that can be split over them; raises UserError else, and for a
-    model that Megatron does not name so. `dtype` (float32, ...) converts the weights; None keeps each.
+    megatron-core's `dist_checkpointing` loads `torch_dist` at any number of ranks; `mp_rank` has one file per rank.
+    Raises UserError for a model that Megatron does not name, or that cannot be split over the ranks (either layout).
+    `dtype` (float32, ...) converts the weights; None keeps each dtype.
     """
     model = _model(source)
     model.check_tensor_ranks(tensor_ranks, "--tp")
@@ -72,14 +72,14 @@ def _write_distributed(
         of_layers.setdefault(stacked, []).extend(excerpts[name])
     stacked_source = ExcerptSource("megatron", whole, of_layers)
     written = write_dcp(folder, stacked_source, objects=_extra_states(model), progress=progress)
-    # State that all ranks share, such as a run's arguments: there is none.
+    # The state shared by all ranks, such as a run's arguments, is empty.
     written.append(write_file(folder, "common.pt", saved({}, iter(()))))
-    # As megatron-core does it, last: the folder counts as a checkpoint from here on.
+    # Last, as in megatron-core: this file makes the folder a checkpoint.
     return [*written, write_json(folder, "metadata.json", DISTRIBUTED)]
 
 
 def _extra_states(model: MegatronModel) -> dict[str, bytes]:
-    """The state of each module that Megatron asks for beside its weights: none, as without FP8."""
+    """Return the extra state that Megatron expects of each module: None, as without FP8."""
     nothing = b"".join(saved([None], iter(())))
     layers = range(model.layers)
     names = [f"{LAYERS}{module}._extra_state/shard_{layer}_{model.layers}" for layer in layers for module in MODULES]
@@ -111,7 +111,7 @@ def _model(source: TensorSource) -> MegatronModel:
 
 
 def _of_stage(model: MegatronModel, shapes: Shapes, excerpts: Excerpts, stage: int, stages: int) -> ExcerptSource:
-    """What pipeline rank `stage` of `stages` has of a tensor parallel rank's tensors, its layers counted from zero."""
+    """Return pipeline rank `stage`'s share of a tensor parallel rank's tensors, its layers counted from zero."""
     count = model.layers // stages
     names = {}
     for name in shapes:
@@ -128,7 +128,6 @@ def _of_stage(model: MegatronModel, shapes: Shapes, excerpts: Excerpts, stage: i
 
 
 def _write_model_files(source: TensorSource, folder: Path) -> Iterator[WrittenFile]:
-    """The model's config, tokenizer and chat template, beside the ranks' folders."""
     assert source.contents.model_files is not None
     for name, content in read_small_files(source.contents.model_files).items():
         yield write_file(folder, f"{MODEL_FILES}/{name}", [content])

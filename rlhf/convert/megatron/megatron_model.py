@@ -1,7 +1,7 @@
-"""Names of a model's tensors in Megatron, and the rows of transformers' tensors that each is made of.
+"""Maps Megatron's tensors to the rows of transformers' tensors that they consist of.
 
-Megatron keeps q, k and v of a layer in one tensor, ordered by key-value head (the queries that share it, its key, its
-value), and gate and up of a layer in another. Names and orders are those of megatron-core 0.16 (`GPTModel`).
+Megatron stores q, k and v of a layer in one tensor, ordered by key-value head (its queries, its key, its value), and
+gate and up of a layer in another. Names and orders are those of megatron-core 0.16 (`GPTModel`).
 """
 
 import math
@@ -24,7 +24,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Run(NamedTuple):
-    """Rows [row, row + rows) of the tensor `name` of transformers, which begin at row `at` of Megatron's."""
+    """Rows [row, row + rows) of transformers' tensor `name`, which begin at row `at` of Megatron's tensor."""
 
     name: str
     row: int
@@ -34,11 +34,11 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class MegatronTensor:
-    """Tensor of Megatron's: `members` are the tensors of transformers that it has, with their rows.
+    """A tensor of Megatron; `members` are the transformers tensors in it, with their rows.
 
-    Tensor parallel ranks have each some of its rows, some of its columns, or all of it. A layer's is named without
-    `decoder.layers.N.`, and its members without `model.layers.N.`; `alias` is its name where the layer norms are
-    modules of their own (Megatron's local specification).
+    Each tensor parallel rank has some of the rows, some of the columns, or the whole tensor. A layer's tensor is named
+    without `decoder.layers.N.`, and its members without `model.layers.N.`. `alias` is its name where the layer norms
+    are modules of their own (Megatron's local specification).
     """
 
     name: str
@@ -52,27 +52,25 @@ class MegatronTensor:
 
     @property
     def rows(self) -> int:
-        """Rows of the whole tensor."""
         return sum(rows for _, rows in self.members)
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
         return 1 if self.columns is None else self.columns
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether it has a row per token, which may be padded and is split without regard to what is padding."""
+        """Whether the tensor has a row per token; the rows may be padded and are split regardless of the padding."""
         return self.name in (EMBEDDING, OUTPUT) and self.split == "rows"
 
     def shape(self, rows: int, ranks: int = 1) -> tuple[int, ...]:
-        """Shape of a tensor with `rows` of the rows, and the columns of one of `ranks` ranks."""
+        """Return the shape of a tensor with `rows` rows and one rank's share of the columns."""
         if self.columns is None:
             return (rows,)
         return rows, self.columns // (ranks if self.split == "columns" else 1)
 
     def runs(self, rank: int = 0, ranks: int = 1) -> Iterator[Run]:
-        """Rows of rank `rank` of `ranks` in their order there; of a vocabulary, `vocabulary_run` has them."""
+        """Yield the rows of rank `rank` of `ranks` in their order there; see `vocabulary_run` for a vocabulary."""
         if self.split != "rows":
             rank, ranks = 0, 1
         units = self.groups or ranks
@@ -84,7 +82,7 @@ class MegatronTensor:
                 at += count
 
     def vocabulary_run(self, rank: int, rows: int) -> Run:
-        """Rows of rank `rank` when each has `rows`, those past the vocabulary being padding."""
+        """Return the rows of rank `rank` when each rank has `rows`; rows past the vocabulary are padding."""
         ((name, vocabulary),) = self.members
         start = min(rank * rows, vocabulary)
         return Run(name, start, min(vocabulary, start + rows) - start, 0)
@@ -92,7 +90,7 @@ class MegatronTensor:
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """Sizes of a decoder that Megatron names as transformers' Llama, Mistral, Qwen2 and Qwen3 are built."""
+    """Sizes of a decoder that both Megatron and transformers build: Llama, Mistral, Qwen2 and Qwen3."""
 
     model_type: str
     layers: int
@@ -104,10 +102,10 @@ class MegatronModel:
     vocabulary: int
     tied: bool
     values: bool = False
-    """Whether it ends in one value instead of a distribution over the vocabulary (a critic)."""
+    """Whether the output is one value instead of a distribution over the vocabulary (a critic)."""
 
     def parts(self) -> list[MegatronTensor]:
-        """All its tensors, a layer's once."""
+        """Return all tensors of the model, one entry for all layers."""
         hidden, tensor = self.hidden, MegatronTensor
         rows = {"q": self.heads * self.head_dim, "k": self.groups * self.head_dim, "v": self.groups * self.head_dim}
         weights = tuple((f"self_attn.{name}_proj.weight", count) for name, count in rows.items())
@@ -139,8 +137,8 @@ class MegatronModel:
         return parts
 
     def check_tensor_ranks(self, ranks: int, what: str, remedy: str = "") -> None:
-        """Raise UserError, naming `what` has so many, unless the model can be split over tensor parallel ranks; without
-        a `remedy` it says over how many."""
+        """Raise UserError, naming the ranks `what`, unless the model splits over `ranks` tensor parallel ranks. Without
+        a `remedy` the message lists the possible numbers."""
         divided = {
             "attention heads": self.heads,
             "key-value heads": self.groups,
@@ -152,30 +150,29 @@ class MegatronModel:
                 raise UserError(f"{what}={ranks} does not divide the model's {count} {name}. {remedy}")
 
     def check_pipeline_ranks(self, ranks: int, what: str) -> None:
-        """The same for pipeline parallel ranks."""
+        """Raise UserError unless the layers split over `ranks` pipeline parallel ranks."""
         if ranks < 1 or self.layers % ranks:
             remedy = _give(what, self.layers)
             raise UserError(f"{what}={ranks} does not divide the model's {self.layers} layers. {remedy}")
 
 
 def _give(what: str, count: int) -> str:
-    """What to do about a number of ranks that does not divide `count`."""
     *most, last = [str(number) for number in range(1, count + 1) if count % number == 0]
     return f"Give {what} {', '.join(most)} or {last}." if most else f"Give {what} {last}."
 
 
 def layer_name(layer: int, part: MegatronTensor) -> str:
-    """Megatron's name of a tensor, a layer's with its number."""
+    """Return Megatron's name of a tensor, with the number of its layer."""
     return f"{LAYERS}{layer}.{part.name}" if part.stage == "layer" else part.name
 
 
 def member_name(layer: int, part: MegatronTensor, name: str) -> str:
-    """A member's full name in transformers."""
+    """Return a member's full name in transformers."""
     return f"model.layers.{layer}.{name}" if part.stage == "layer" else name
 
 
 def read_model(folder: Path, *, values: bool = False) -> MegatronModel:
-    """The model that config.json in `folder` describes; raises UserError when it is not one that Megatron names so."""
+    """Read the model of config.json in `folder`; raises UserError for a model that Megatron does not name."""
     path = folder / MODEL_CONFIG
     try:
         config: dict[str, Any] = parse_json(read_regular(path, LARGEST), MODEL_CONFIG)

@@ -1,4 +1,4 @@
-"""Tensors of Megatron's found under their names, put together to those of transformers, and back."""
+"""Converts Megatron's tensors to transformers' tensors and back."""
 
 import re
 from collections import defaultdict
@@ -26,20 +26,20 @@ Shapes = dict[str, tuple[int, ...]]
 Excerpts = dict[str, list[Excerpt]]
 ABSENT = ("the optimizer's moments", "the learning rate schedule")
 NO_WEIGHTS = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$")
-"""What lies among the weights and is none."""
+"""Names among the weights that are not weights."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """One rank's part of a tensor: where it is read from, and its shape."""
+    """One rank's part of a tensor, and its shape."""
 
     tensor: Readable
     shape: tuple[int, ...]
 
 
 def find_model(origin: Origin, folder: Path, *, values: bool) -> tuple[MegatronModel, Path]:
-    """The model whose tensors lie in `folder`, and the folder with its config.json: `--hf_model_path`, or one beside
-    the tensors."""
+    """Return the model whose tensors are in `folder`, and the folder with its config.json: `--hf_model_path`, or one
+    beside the tensors."""
     if origin.model_files is not None:
         return read_model(origin.model_files, values=values), origin.model_files
     for place in (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface"):
@@ -49,7 +49,7 @@ def find_model(origin: Origin, folder: Path, *, values: bool) -> tuple[MegatronM
 
 
 def holds_values(held: Mapping[str, Sequence[Held]]) -> bool:
-    """Whether the output layer is the head of a critic, one value per token."""
+    """Return whether the output layer is the head of a critic, one value per token."""
     return OUTPUT in held and held[OUTPUT][0].shape[0] == 1
 
 
@@ -59,10 +59,10 @@ def as_transformers(
     where: Path,
     files: Path,
 ) -> ExcerptSource:
-    """The tensors that `model` has in transformers, from those `held` in `where`: by Megatron's names with the number
-    of the whole model's layer, of each tensor parallel rank.
+    """Return the tensors of `model` in transformers, from the parts `held` in `where`: by Megatron's names, with layer
+    numbers of the whole model, one part per tensor parallel rank.
 
-    Raises UserError when one of them is missing, of another shape, or not one of the model's.
+    Raises UserError for a missing tensor, a wrong shape, or a tensor that the model lacks.
     """
     shapes: Shapes = {}
     excerpts: Excerpts = {}
@@ -130,8 +130,8 @@ def _missing(model: MegatronModel, where: Path, name: str, files: Path) -> str:
 def as_megatron(
     model: MegatronModel, source: TensorSource, *, rank: int = 0, ranks: int = 1, vocabulary: int | None = None
 ) -> tuple[Shapes, Excerpts]:
-    """Shapes and excerpts of the tensors that tensor parallel rank `rank` of `ranks` has of all layers, by Megatron's
-    names; `vocabulary` is the padded one's rows.
+    """Return shapes and slices of the tensors that tensor parallel rank `rank` of `ranks` has of all layers, by
+    Megatron's names. `vocabulary` is the number of padded rows.
 
     Raises UserError when `source` lacks a tensor of the model, or has it in another shape.
     """

@@ -1,4 +1,4 @@
-"""Folders of a model below the one that a user names, as verl and Megatron-LM make them."""
+"""Finds the folder of a model below the folder that a user names, as verl and Megatron-LM lay it out."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -10,13 +10,13 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 
 def find_folder(origin: Origin, is_one: Callable[[Path], bool]) -> Path | None:
-    """The first folder that `is_one` among the folder itself, the newest iteration in it or the one named by the tag
-    (Megatron-LM), and the role's folders `model` and `dist_ckpt` (verl); None when there is none."""
+    """Return the first folder that `is_one` accepts, or None. The candidates are the folder itself, the newest
+    iteration in it or the tag's (Megatron-LM), and the role's folders `model` and `dist_ckpt` (verl)."""
     return next((folder for folder in _candidates(origin) if folder.is_dir() and is_one(folder)), None)
 
 
 def step_of(folder: Path) -> int | None:
-    """Step of the run that wrote a folder, from its name or that of one above it (`iter_0000020`, `global_step_20`)."""
+    """Return the step in the name of a folder or of a parent (`iter_0000020`, `global_step_20`)."""
     for name in (folder.name, *(parent.name for parent in folder.parents)):
         if (found := re.fullmatch(r"(?:iter_|global_step_)(\d+)", name)) is not None:
             return int(found[1])

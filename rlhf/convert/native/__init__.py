@@ -1,1 +1,1 @@
-"""Checkpoints of ours, written from the tensors of any other."""
+"""Writes native checkpoints from the tensors of any other checkpoint."""

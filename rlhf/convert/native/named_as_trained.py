@@ -1,4 +1,4 @@
-"""Names of a checkpoint's tensors in the model as the trainer builds it: what it needs, and where each comes from."""
+"""Maps the tensors of a checkpoint to the weights and buffers of the model as the trainer builds it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from rlhf.storage.shards import DTYPE_NAMES
 
 @dataclass(frozen=True)
 class TrainedTensor:
-    """Weight, or persistent buffer, of a model in training: its name in the source, its shape, and whether it is
+    """A weight or persistent buffer of the trained model: its name in the source, its shape, and whether it is
     trained."""
 
     source_name: str
@@ -28,11 +28,8 @@ class TrainedTensor:
 def named_as_trained(
     tensors: Mapping[str, TensorInfo], model_files: Path, path: Path, role: str
 ) -> dict[str, TrainedTensor]:
-    """Tensors that a run keeps of the model of `model_files`, by the names that it has for them, from `tensors`; a
-    `critic` has a head of one value.
-
-    They are float32, as the trainer has them. Raises UserError, naming `path`, when they are not all that it asks for.
-    """
+    """Return the tensors that the model of `model_files` needs, by its names, from `tensors`; a `critic` has a head of
+    one value. All are float32, as in the trainer. Raises UserError, naming `path`, when `tensors` lack one."""
     origin = ModelSource("SOURCE", str(path))
     hf_config = load_model_config(origin, model_files)
     headers = {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}

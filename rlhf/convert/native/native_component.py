@@ -1,4 +1,4 @@
-"""Component of a checkpoint of our own (weights, moments), written as one rank's shards from any source."""
+"""Writes a component of a native checkpoint (weights, moments) as one rank's shards, from any source."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,38 +20,39 @@ from rlhf.storage.shards import DTYPE_NAMES, as_bytes
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a component: its name and form there, and `read(start, stop)` for a range of its elements."""
+    """One tensor of a component: its name, shape and dtype there, and `read(start, stop)` for a range of its
+    elements."""
 
     name: str
     info: TensorInfo
     read: Callable[[int, int], Tensor]
 
     def chunks(self) -> Iterator[Tensor]:
-        """The elements in order, in the type that `info` says, a range at a time."""
+        """Yield the elements in order, in the dtype of `info`, a range at a time."""
         for _, start, stop in ranges_of({self.name: self.info}):
             yield self.read(start, stop).to(self.info.dtype)
 
 
 def part_of(source: TensorSource, source_name: str, name: str, info: TensorInfo) -> Part:
-    """A tensor or moment of `source` as a part of another name and type."""
+    """Return a tensor or moment of `source` as a part with another name and dtype."""
     return Part(name, info, lambda start, stop: source.read(source_name, start, stop))
 
 
 def zeros(name: str, info: TensorInfo) -> Part:
-    """A part that no source has."""
+    """Return a part of zeros, for a tensor that no source has."""
     return Part(name, info, lambda start, stop: torch.zeros(stop - start))
 
 
 def write_component(
     root: Path, folder: str, parts: Sequence[Part], progress: Callable[[int], None]
 ) -> list[WrittenFile]:
-    """Write `parts` to `root/folder`, in one file with its index; `progress` is told the bytes as they are written.
+    """Write `parts` to `root/folder`, in one file with its index; `progress` gets the bytes as they are written.
 
-    The file is that of a single rank, since a tensor may be cut anywhere: see `rlhf.storage.shards`.
+    One rank's file serves any number of ranks, because a load may cut a tensor anywhere: see `rlhf.storage.shards`.
     """
     table = {part.name: (DTYPE_NAMES[part.info.dtype], part.info.shape) for part in parts}
     number = {name: i for i, name in enumerate(sorted(table))}
-    # Step counts next to each other, as in a save.
+    # Step counts first, as in a save.
     flat = sorted((part for part in parts if part.info.numel), key=lambda part: part.info.numel > 1)
     header = make_safetensors_header({part.name: (table[part.name][0], (part.info.numel,)) for part in flat})
 

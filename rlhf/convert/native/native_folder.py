@@ -1,4 +1,4 @@
-"""Checkpoint of our own, written from the tensors of any source: each backend opens it, on any number of ranks."""
+"""Writes a native checkpoint from the tensors of any source; each backend loads it on any number of ranks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,19 +28,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class RolePlan:
-    """One model that is to be written: its source, the trainer's names for its tensors, its Hugging Face folder."""
+    """One model to write: its source, the trainer's names for its tensors, its Hugging Face folder."""
 
     path: Path
     source: TensorSource
-    """As it is trained."""
+    """With the names and shapes of training."""
     in_files: TensorSource
-    """As the Hugging Face folder has it."""
+    """With the names and shapes of the Hugging Face folder."""
     named: Mapping[str, TrainedTensor]
     hf: HfPlan
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
         weights = sum(tensor.info.nbytes for tensor in self.named.values())
         trained = sum(tensor.info.nbytes for tensor in self.named.values() if tensor.trained)
         return self.hf.nbytes + weights + (len(MOMENTS) * trained if self.source.contents.moments else 0)
@@ -48,7 +47,7 @@ class RolePlan:
 
 @dataclass
 class Written:
-    """Outcome: what was taken over, and what a run has to begin anew, a line each."""
+    """Result: the parts of the source that were converted, and the parts that a run starts anew, a line each."""
 
     path: Path
     manifest: Manifest
@@ -57,7 +56,7 @@ class Written:
 
 
 def plan_native_folder(roles: Mapping[str, TensorSource], path: Path) -> dict[str, RolePlan]:
-    """Plans of the models at `path`, by role. Raises UserError when one is not a whole model of its role."""
+    """Plan the models at `path`, by role. Raises UserError for a model that is incomplete for its role."""
     plans = {}
     for role, source in roles.items():
         trained, in_files = as_trained(source), as_in_files(source)
@@ -78,10 +77,10 @@ def write_native_folder(
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Written:
-    """Write the checkpoint `target` of `step`, prove it, and give it its name.
+    """Write the checkpoint `target` of `step`, verify it, and rename it into place.
 
-    Weights are float32, and beside them in their own type as a Hugging Face folder; moments that only some of them have
-    are zero for the others. A range of a tensor is in memory at a time.
+    The weights are stored in float32, and in their own dtype in a Hugging Face folder. Weights without moments get zero
+    moments if others have some. A range of a tensor is in memory at a time.
     """
     done = Written(target, _manifest(step, plans))
     with output_folder(target, overwrite=overwrite, sources=[plan.path for plan in plans.values()]) as root:
@@ -97,7 +96,7 @@ def write_native_folder(
 def _write_role(
     root: Path, role: str, plan: RolePlan, done: Written, progress: Callable[[int], None]
 ) -> list[WrittenFile]:
-    """Files of one role below `root`; what there is, and what there is not, is noted in `done`."""
+    """Write the files of one role below `root`; note in `done` what the source has and lacks."""
     source, have = plan.source, done.manifest.contents
     weights = [part_of(source, tensor.source_name, name, tensor.info) for name, tensor in plan.named.items()]
     files = write_component(root, f"{role}/model", weights, progress)
@@ -114,7 +113,7 @@ def _write_role(
         if lacking:
             done.absent.append(f"{role}: moments of {len(lacking)} weights, such as {lacking[0]}, which begin at zero")
     if (position := _position(source)) is not None:
-        # All that a load takes of it: rates and shape are the run's own settings.
+        # A load uses only these fields: rates and shape are the run's own settings.
         schedule = {"last_epoch": position, "_step_count": position + 1}
         taken = {"optimizer_step": position, "training_step": done.manifest.step}
         files.append(write_json(root, f"{role}/{SCHEDULE}", {"lr_scheduler": schedule, "steps_taken": taken}))
@@ -125,7 +124,7 @@ def _write_role(
 
 
 def _moments(source: TensorSource, named: Mapping[str, TrainedTensor]) -> tuple[list[Part], list[str]]:
-    """The optimizer's state of all trained weights, and the weights of which `source` has none."""
+    """Return the optimizer's state of all trained weights, and the weights without one in `source`."""
     parts, lacking = [], []
     for name, tensor in named.items():
         if not tensor.trained:
@@ -149,7 +148,8 @@ def _fits(source: TensorSource, name: str, wanted: TensorInfo) -> bool:
 
 
 def _position(source: TensorSource) -> int | None:
-    """Optimizer steps that the schedule has come along; the schedules of some tools count something else."""
+    """Return the position in the learning rate schedule, in optimizer steps; some tools' schedules count something
+    else."""
     progress = source.contents.progress
     if progress.optimizer_steps is not None:
         return progress.optimizer_steps
