@@ -1,4 +1,4 @@
-"""Calls of a user's reward function by its convention, in a reward process, and the scores from what it returns."""
+"""Calls a user's reward function by its convention, in a reward process, and parses the scores that it returns."""
 
 import asyncio
 import inspect
@@ -14,14 +14,14 @@ from rlhf.reward.scores import RewardItem, Score
 from rlhf.reward.signature import FIELDS, PROMPT, Convention, Signature
 
 _LONGEST_NOTE = 10_000
-"""Characters of a text or list beside a score that are kept."""
+"""Most characters of a note beside a score."""
 
 Failure = Callable[[BaseException], dict[str, Any]]
-"""An error as an entry of a reply."""
+"""Converts an error to an entry of a reply."""
 
 
 class FunctionCall:
-    """The function of `said` (the setting with its value), called with whatever it takes."""
+    """Calls the function of the setting `said` with the arguments that it accepts."""
 
     def __init__(
         self, said: str, function: Callable[..., Any], kwargs: dict[str, Any], timeout_s: float, failure: Failure
@@ -33,11 +33,12 @@ class FunctionCall:
         self._convention = signature.convention
         self._kwargs = {name: value for name, value in kwargs.items() if signature.takes(name)}
         self._columns = set(signature.columns(kwargs))
-        # One for all calls: clients that a file opens belong to the loop in which they were opened.
+        # One loop for all calls: clients that a file opens belong to the loop in which they were opened.
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
-        """An entry of a reply for each item. Raises what the function raises; of concurrent calls each has its own."""
+        """Return an entry of the reply for each item. Raises the function's errors; concurrent calls get an entry per
+        error."""
         if self._convention is not Convention.SAMPLE:
             return [asdict(score) for score in self._batch(items)]
         if not self.signature.is_async:
@@ -56,7 +57,7 @@ class FunctionCall:
                 value = await self._function(**self._of_sample(item))
             return asdict(as_score(value, self._said))
         except (Exception, SystemExit) as error:
-            # Its own time-outs are errors like any other.
+            # The function's own timeouts are errors like any other.
             return asdict(Score(0.0, timed_out=True)) if limit.expired() else self._failure(error)
 
     def _of_sample(self, item: RewardItem) -> dict[str, Any]:
@@ -115,7 +116,7 @@ class FunctionCall:
 
 
 class _Logged:
-    """Receiver of what a function of TRL's logs beside its scores, for the samples of one call."""
+    """Collects what a TRL function logs beside its scores, for the samples of one call."""
 
     def __init__(self, said: str, count: int) -> None:
         self._said, self._count = said, count
@@ -123,17 +124,17 @@ class _Logged:
         self._numbers: dict[str, float] = {}
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
-        """`log_extra` of TRL: a value for each sample."""
+        """`log_extra` of TRL: record a value for each sample."""
         if len(values) != self._count:
             raise UserError(f"{self._said} logged {len(values)} values of {column!r} for {self._count} samples.")
         self._notes[str(column)] = list(values)
 
     def metric(self, name: str, value: float) -> None:
-        """`log_metric` of TRL: a number of all samples."""
+        """`log_metric` of TRL: record a number for all samples."""
         self._numbers[str(name)] = _number(self._said, value, f"{name}={value!r}")
 
     def added_to(self, score: Score, i: int) -> Score:
-        """The score of sample `i` with what was logged of it."""
+        """Return the score of sample `i` with its logged values."""
         notes = {name: as_note(values[i]) for name, values in self._notes.items()}
         return Score(score.score, score.extra | self._numbers, score.notes | notes)
 
@@ -143,18 +144,18 @@ def _columns(item: RewardItem) -> dict[str, Any]:
 
 
 def _completion(item: RewardItem) -> Any:
-    """As TRL has it: a text for a prompt that is one, else a chat."""
+    """Return the response as TRL passes it: a text if the prompt is a text, else a chat."""
     if isinstance(item.columns.get(PROMPT), str):
         return item.response
     return [{"role": "assistant", "content": item.response}]
 
 
 def as_score(value: Any, said: str, may_abstain: bool = False) -> Score:
-    """Score from what the function of `said` returned of one sample.
+    """Parse the score of one sample from the return value of the function `said`.
 
-    Finite numbers beside the `score` of a dict are for metrics, all else is kept as a note, and so is what a tuple has
-    after its score, as verl's prime_code returns it. None is no score, where the function `may_abstain`. Raises
-    UserError for anything else.
+    Beside the `score` of a dict, finite numbers become metrics and other values become notes. The elements after a
+    tuple's score become a note, as in verl's prime_code. None is no score, where the function `may_abstain`. Raises
+    UserError for any other value.
     """
     if value is None and may_abstain:
         return Score(None)
@@ -174,7 +175,7 @@ def as_score(value: Any, said: str, may_abstain: bool = False) -> Score:
 
 
 def _plain(value: Any) -> Any:
-    """A number out of an array without axes, as NumPy's and torch's; anything else as it is."""
+    """Convert an array without axes (NumPy, torch) to a number; return other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
@@ -189,10 +190,10 @@ def _number(said: str, value: Any, shown: str) -> float:
 
 
 def as_note(value: Any) -> Any:
-    """`value` as JSON has it, cut where it is long; what JSON lacks becomes text."""
+    """Return `value` as JSON has it, truncated if long; values that JSON lacks become text."""
     try:
         text = json.dumps(value, default=str)
-    except (TypeError, ValueError, RecursionError):  # keys that are no texts, a list that holds itself
+    except (TypeError, ValueError, RecursionError):  # keys that are not text, a list that contains itself
         text = json.dumps(repr(value))
     if len(text) > _LONGEST_NOTE:
         return (value if isinstance(value, str) else text)[:_LONGEST_NOTE] + " ..."

@@ -1,7 +1,7 @@
-"""Confinement of a reward process: limits, a folder of its own, no network, no way to the trainer.
+"""Confines a reward process: limits, a folder of its own, no network, no access to the trainer.
 
-The process confines itself before it loads a verifier, as far as its kernel allows. What that closes and what it
-leaves open is in `docs/design/reward-isolation.md`.
+The process confines itself before it loads a verifier, as far as its kernel allows. What the
+confinement blocks and what it leaves open is in `docs/design/reward-isolation.md`.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ from rlhf.reward import kernel, namespaces
 from rlhf.storage.files import remove_dir
 
 ROOM_FOR_PROCESSES = 1024
-"""Processes and threads of one reward process that has a user of its own; of all processes of a user that it shares,
-four times as many beyond those that run already."""
+"""Most processes and threads of a reward process with a user of its own. If it shares its user, the limit is four times
+as many beyond the user's running threads."""
 MAX_OPEN_FILES = 4096
 MAX_FILE_BYTES = 1 << 30
 _PREFIX = "rlhf-reward-"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/ptmx")
 _ACCELERATORS = ("nvidia*", "kfd", "dri/render*")
-# Mapped by every user namespace, and set aside by systemd for users without a name.
+# Every user namespace maps these ids; systemd reserves them for users without a name.
 _FIRST_UID, _UIDS = 61184, 4096
 _NEVER = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "add_key", "request_key", "keyctl"),
-    # With the right to read as root does, it opens files beyond all mounts: the host's, from a container.
+    # With CAP_DAC_READ_SEARCH it opens files beyond all mounts: the host's, from a container.
     "open_by_handle_at",
 )
 _NETWORK = ("socket", "io_uring_setup")
@@ -42,27 +42,27 @@ class Confinement:
     """Rights of a reward process; the fields come from `RewardConfig`."""
 
     memory_gb: float | None
-    """GiB that it, and each process that it starts, may allocate; None: any."""
+    """GiB that the process, and each process that it starts, may allocate; None: no limit."""
     network: bool
     writable: list[str]
-    """Folders that it writes to beside its own."""
+    """Writable folders beside its own."""
 
 
 @dataclass(frozen=True)
 class Confined:
-    """Outcome of `confine`, for the trainer."""
+    """Result of `confine`, for the trainer."""
 
     folder: str
-    """Its own folder, which outlives it; empty where what it holds is in memory."""
+    """The process' folder, which outlives the process; empty where its content is in memory."""
     missing: list[str]
-    """What this machine does not allow, and what follows."""
+    """Features that this machine does not allow, with the consequence."""
 
 
 def confine(confinement: Confinement) -> Confined:
-    """Confine this process for good; the environment then names its own folder as HOME and TMPDIR.
+    """Confine this process for good, and set HOME and TMPDIR to its own folder.
 
-    Call it while the process has one thread. Where there are process namespaces it returns in a grandchild, and the
-    process that called it ends as that one does.
+    Call it while the process has one thread. With process namespaces the function returns in a grandchild; the calling
+    process ends with the grandchild's exit status or signal.
     """
     missing: list[str] = []
     folder = own = _new_folder()
@@ -77,22 +77,20 @@ def confine(confinement: Confinement) -> Confined:
     else:
         missing.append("Linux: they write, see and reach what your user can, and nothing limits them")
     os.environ.update(HOME=own, TMPDIR=own)
-    tempfile.tempdir = None  # it remembers the one of before
+    tempfile.tempdir = None  # it caches the old folder
     return Confined(folder, missing)
 
 
 class CpuTime:
-    """Limit of CPU time, renewed for each sample: all cores for `timeout_s`, in each process started from here as well.
-
-    Reached only by what outlives its sample, as the trainer ends a process after `timeout_s`.
-    """
+    """Limits CPU time, renewed for each sample: all cores for `timeout_s`, also in each process started from here. Only
+    processes that outlive their sample reach the limit, because the trainer kills a process after `timeout_s`."""
 
     def __init__(self, timeout_s: float):
         self._allowance = timeout_s * (os.cpu_count() or 1)
         self._limit = 0
 
     def renew(self, count: int = 1) -> None:
-        """Leave at least what `count` samples may use, and at most twice as much and a second."""
+        """Leave at least the allowance of `count` samples, and at most twice as much plus a second."""
         used, allowance = time.process_time(), self._allowance * count
         if self._limit - used < allowance:
             self._limit = math.ceil(used + 2 * allowance)
@@ -102,16 +100,16 @@ class CpuTime:
 
 
 def _new_folder() -> str:
-    """An empty folder, locked as long as the process lives; those of dead processes are removed."""
+    """Create an empty folder, locked as long as the process lives; remove the folders of dead processes."""
     for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # its process lives, or it is another user's
+        with contextlib.suppress(OSError):  # its process lives, or another user owns it
             held = _lock(old)
             remove_dir(old, ignore_errors=True)
             os.close(held)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        with contextlib.suppress(OSError):  # taken for a dead process' just now
-            _lock(folder)  # as long as the process lives
+        with contextlib.suppress(OSError):  # another process just removed it as a dead one's
+            _lock(folder)  # until the process ends
             if folder.exists():
                 return str(folder)
 
@@ -127,13 +125,13 @@ def _lock(folder: Path) -> int:
 
 
 def _set_limits(memory_gb: float | None) -> None:
-    # The kernel's first choice when memory runs out, before the trainer: also by mappings that no limit counts.
+    # The kernel kills this process before the trainer when memory runs out, also through mappings that no limit counts.
     kernel.tell("/proc/self/oom_score_adj", "1000")
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
     _limit(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
     if memory_gb is not None:
-        # Not the address space, of which CUDA and others reserve far more than they use.
+        # Not the address space: CUDA and other libraries reserve far more than they use.
         _limit(resource.RLIMIT_DATA, int(memory_gb * (1 << 30)))
 
 
@@ -155,15 +153,16 @@ def _threads_of_this_user() -> int:
 
 
 def _give_up_rights(uid: int, own: str, writes: bool, missing: list[str]) -> bool:
-    """Keep no capabilities; root becomes the user `uid`, who may read, and where it `writes`, as root. Whether it did.
+    """Drop all capabilities; root becomes user `uid` with root's right to read, and to write if it `writes`. Return
+    whether it did.
 
-    The kernel limits no process of root's, and root's processes could do anything to the trainer.
+    The kernel does not limit root's processes, and root's processes could do anything to the trainer.
     """
     if os.geteuid() != 0:
         kernel.set_capabilities(0)
         return False
     kept = kernel.permitted_capabilities() & 1 << kernel.CAP_DAC_READ_SEARCH
-    if writes or not kept:  # bounded by Landlock; it lets read as well
+    if writes or not kept:  # Landlock bounds it; it allows reading as well
         kept |= kernel.permitted_capabilities() & 1 << kernel.CAP_DAC_OVERRIDE
     try:
         if not kept:
@@ -178,7 +177,7 @@ def _give_up_rights(uid: int, own: str, writes: bool, missing: list[str]) -> boo
         kernel.set_capabilities(kept)
         return False
     kernel.set_capabilities(kept)
-    # Both are reset with a change of the user: it looks at itself in /proc, and dies with its parent.
+    # A change of the user resets both: the process reads its own /proc, and dies with its parent.
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     return True
@@ -190,7 +189,7 @@ def _restrict(confinement: Confinement, own: str, missing: list[str]) -> None:
     if version < 6:
         missing.append(_without_landlock(version))
     if version:
-        # Semaphores of Python's multiprocessing lie in the shared memory.
+        # Python's multiprocessing creates its semaphores in shared memory.
         folders = {own, namespaces.SHARED_MEMORY, *confinement.writable}
         devices = [*_DEVICES, *(str(path) for pattern in _ACCELERATORS for path in Path("/dev").glob(pattern))]
         paths = [path for path in (*sorted(folders), *devices) if Path(path).exists()]

@@ -1,4 +1,4 @@
-"""Environment variables of reward processes: what a program needs to run, and nothing that could be a secret."""
+"""Selects the environment variables of reward processes: those that a program needs, and no possible secret."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ ALLOWED = (
     # Python and its packages
     *("PATH", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME"),
     *("PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE", "PYTHONWARNINGS", "PYTHONUTF8", "PYTHONIOENCODING"),
-    # language, time zone, name of the user
+    # language, time zone, user name
     *("LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "LC_NUMERIC", "LC_TIME", "LC_COLLATE", "LC_MESSAGES", "TZ"),
     *("USER", "LOGNAME"),
-    # numbers of threads, on which results may depend
+    # thread counts, on which results may depend
     *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
     *("RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
     # devices
@@ -23,21 +23,22 @@ ALLOWED = (
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
     *("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_VERBOSITY"),
 )
-"""Variables that every reward process gets where the trainer has them. Addresses of proxies may hold passwords."""
+"""Variables that every reward process receives if the trainer has them. Proxy addresses are left out: they may contain
+passwords."""
 
 
 def reward_environment(trainer: Mapping[str, str], pass_env: Sequence[str]) -> dict[str, str]:
-    """The environment of a reward process: of the trainer's what is `ALLOWED` or named by `reward.pass_env`."""
+    """Return a reward process' environment: the trainer's variables in `ALLOWED` and in `reward.pass_env`."""
     kept = {name: trainer[name] for name in (*ALLOWED, *pass_env) if name in trainer}
     root = str(Path(rlhf.__file__).parents[1])
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, (root, trainer.get("PYTHONPATH"), str(Path.cwd()))))
-    # Its home is another: named here, the models that were downloaded are still found. The token lies elsewhere.
+    # HOME changes; this variable lets the process find models that were downloaded. The token is elsewhere.
     kept["HF_HUB_CACHE"] = _models_here(trainer)
     return kept
 
 
 def _models_here(trainer: Mapping[str, str]) -> str:
-    """The cache of the Hugging Face Hub's library, by its own rules."""
+    """Return the Hub cache, by huggingface_hub's own rules."""
     caches = Path(trainer.get("XDG_CACHE_HOME") or Path(trainer.get("HOME") or "~", ".cache"))
     home = Path(trainer.get("HF_HOME") or caches / "huggingface")
     return str(Path(trainer.get("HF_HUB_CACHE") or home / "hub").expanduser())

@@ -1,4 +1,4 @@
-"""Policy for samples on which a function failed: `reward.on_error` and `reward.failed_score`; what took too long."""
+"""Applies `reward.on_error` and `reward.failed_score` to samples on which a function failed or timed out."""
 
 import logging
 import threading
@@ -19,10 +19,10 @@ class Timeouts:
     function: str
     timeout_s: float
     failed_score: float
-    """What they score."""
+    """Their score."""
     count: int
     example: str
-    """The first of them, for a person."""
+    """The first sample, as text for users."""
 
     def __str__(self) -> str:
         return (
@@ -32,7 +32,7 @@ class Timeouts:
 
 
 def merge_timeouts(parts: Iterable[Timeouts]) -> list[Timeouts]:
-    """One entry for each function, with the counts added up and the first example."""
+    """Merge to one entry per function, with the sum of the counts and the first example."""
     merged: dict[str, Timeouts] = {}
     for part in parts:
         first = merged.get(part.function)
@@ -41,7 +41,7 @@ def merge_timeouts(parts: Iterable[Timeouts]) -> list[Timeouts]:
 
 
 class FailurePolicy:
-    """The policy for one function. May be asked from several threads."""
+    """The policy for one function; thread-safe."""
 
     def __init__(self, function: str, config: RewardConfig):
         self._function = function
@@ -51,11 +51,8 @@ class FailurePolicy:
         self._lock = threading.Lock()
 
     def failed(self, error: Exception, *, forgive: bool = False) -> Score:
-        """The score after `error`, told in the log once.
-
-        With `on_error=stop` a UserError with `error` in it, unless `forgive`: the same text fails again after every
-        restart.
-        """
+        """Return the score after `error`; log only the first error. With `on_error=stop` raise UserError with `error`
+        in it, unless `forgive`: the same text fails again after every restart."""
         if self._config.on_error == "stop" and not forgive:
             raise UserError(
                 f"reward.functions={self._function} failed on a sample, and reward.on_error=stop ends the run there. "
@@ -75,14 +72,15 @@ class FailurePolicy:
         return Score(self._config.failed_score, failed=True)
 
     def timed_out(self, items: Sequence[RewardItem]) -> list[Score]:
-        """The scores of samples that took longer than `reward.timeout_s`; `take_timeouts` tells of them."""
+        """Return the scores of samples that took longer than `reward.timeout_s`, and record them for
+        `take_timeouts`."""
         limits = self._config.timeout_s, self._config.failed_score
         with self._lock:
             self._timeouts.append(Timeouts(self._function, *limits, len(items), str(items[0])))
         return [Score(self._config.failed_score, timed_out=True) for _ in items]
 
     def take_timeouts(self) -> list[Timeouts]:
-        """The samples that took too long since the last call: one entry, or none."""
+        """Return the samples that timed out since the last call: one entry, or none."""
         with self._lock:
             taken, self._timeouts = self._timeouts, []
         return merge_timeouts(taken)

@@ -1,4 +1,4 @@
-"""Check of the user's functions among `reward.functions`, `path/to/file.py:name`, without running the file."""
+"""Checks the user's functions in `reward.functions`, `path/to/file.py:name`, without running the file."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,30 +13,28 @@ NAMES = (*VERIFIERS, REWARD_MODEL)
 
 
 def signature_in_file(spec: str) -> Signature | None:
-    """The parameters of the function that `spec` names; None where its name is bound by anything but a `def`.
-
-    Raises UserError if `spec` names no file, no Python, or no function in it.
-    """
+    """Return the parameters of the function `spec`; None where its name is not bound by a `def`. Raises UserError if
+    `spec` has no file, no Python, or no such function."""
     found = find_definition(SETTING, spec)
     return None if found is None else Signature.of_definition(found)
 
 
 def check_function(spec: str) -> None:
-    """As `signature_in_file`; UserError also for a function that would not see the response."""
+    """Raise UserError as `signature_in_file`, and for a function that would not receive the response."""
     signature = signature_in_file(spec)
     if signature is not None and (problem := signature.problem()):
         raise UserError(f"{SETTING}={spec}: the function {problem}")
 
 
 def check_kwargs(config: RewardConfig) -> None:
-    """UserError for `reward.kwargs` that no function takes, or that would replace what the trainer gives."""
+    """Raise UserError for `reward.kwargs` that no function accepts, or that would replace the trainer's arguments."""
     signatures = [signature_in_file(function) for function in config.functions if function not in NAMES]
     known = [each for each in signatures if each is not None]
     for name in config.kwargs:
         said = f"reward.kwargs={config.kwargs}: {name}"
         if any(name in (*GIVEN[each.convention], *each.renamed, PROMPT) for each in known):
             raise UserError(f"{said} is what the trainer gives to the function. Take another name.")
-        # Of a function that is imported nothing is known before its file runs.
+        # The parameters of an imported function are unknown before its file runs.
         if None not in signatures and not any(each.takes(name) for each in known):
             named = [parameter for each in known for parameter in each.named]
             near = did_you_mean(nearest(name, named))
@@ -45,17 +43,17 @@ def check_kwargs(config: RewardConfig) -> None:
 
 @dataclass(frozen=True)
 class WantedColumns:
-    """Columns of the data that reward functions read, besides the prompt's and the answer's."""
+    """Columns of the data that reward functions read, besides the prompt and the answer."""
 
     every: bool = False
-    """All that there are."""
+    """Whether a function reads all columns."""
     named: frozenset[str] = frozenset()
     required: tuple[tuple[str, str], ...] = ()
-    """Those of `named` without which a function cannot be called, each with the function."""
+    """Columns without which a function cannot be called, each with the function."""
 
     @classmethod
     def of(cls, config: RewardConfig) -> "WantedColumns":
-        """Of all functions of the user's."""
+        """Collect the columns of all user functions."""
         every, named, required = False, set[str](), list[tuple[str, str]]()
         for function in config.functions:
             if function in NAMES:
@@ -71,15 +69,15 @@ class WantedColumns:
         return cls(every, frozenset(named), tuple(required))
 
     def reads(self, name: str) -> bool:
-        """Whether a column of a file has to be read."""
         return self.every or name in self.named
 
     def as_json(self) -> list[Any]:
-        """All that the columns of a row follow from."""
+        """Return everything that determines the columns of a row."""
         return [self.every, sorted(self.named), sorted(name for name, _ in self.required)]
 
     def of_record(self, record: dict[str, Any], prompt_key: str, where: str) -> dict[str, Any]:
-        """The columns of a record for the functions; UserError, naming `where`, if one that they need is missing."""
+        """Return a record's columns for the functions; raise UserError, naming `where`, if a required one is
+        missing."""
         for name, function in self.required:
             if name not in record:
                 raise UserError(

@@ -1,4 +1,4 @@
-"""Rewards in the rank's own process, where that is safe: microseconds instead of a pipe."""
+"""Scores samples in the rank's own process, where that is safe: microseconds instead of a pipe."""
 
 from collections.abc import Sequence
 
@@ -8,17 +8,17 @@ from rlhf.reward.verifiers import evaluates_answers, exact_match, reasoning_gym
 
 
 class ExactMatch:
-    """`verifiers.exact_match` on every item."""
+    """Runs `verifiers.exact_match` on every item."""
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return [exact_match(item) for item in items]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no process runs."""
 
 
 class ReasoningGym:
-    """`verifiers.reasoning_gym` in this process, or in `pool` for the tasks that evaluate the policy's text."""
+    """Runs `verifiers.reasoning_gym` in this process, or in `pool` for tasks that evaluate the policy's text."""
 
     def __init__(self, pool: ProcessPool):
         self._pool = pool

@@ -1,7 +1,7 @@
-"""Linux system calls that a process confines itself with, over ctypes: Landlock, seccomp, namespaces, capabilities.
+"""Wraps the Linux system calls for confinement with ctypes: Landlock, seccomp, namespaces, capabilities.
 
-Each raises OSError where the kernel, or what the process runs in, refuses it. Numbers: the kernel's `uapi` headers;
-Landlock: https://docs.kernel.org/userspace-api/landlock.html.
+Each raises OSError where the kernel, or a container around the process, rejects the call. Numbers: the kernel's `uapi`
+headers; Landlock: https://docs.kernel.org/userspace-api/landlock.html.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ _CALLS = {
     "pidfd_getfd": (438, 438),
     "open_by_handle_at": (304, 265),
 }
-"""System calls by number on x86_64 and on aarch64."""
+"""System call numbers on x86_64 and on aarch64."""
 
 
 @functools.cache
@@ -57,35 +57,34 @@ def _checked(result: int) -> int:
 
 
 def prctl(option: int, *arguments: int) -> None:
-    """`prctl(2)`; arguments that are not given are 0."""
+    """Call `prctl(2)`; missing arguments are 0."""
     padded = (*arguments, 0, 0, 0, 0)[:4]
     _checked(_libc().prctl(option, *map(ctypes.c_ulong, padded)))
 
 
 def unshare(flags: int) -> None:
-    """`unshare(2)`: namespaces of the process' own."""
+    """Call `unshare(2)`: give the process its own namespaces."""
     _checked(_libc().unshare(flags))
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """`mount(2)`."""
     _checked(_libc().mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
 
 
 def tell(path: str, text: str) -> None:
-    """Write to a file of /proc in one piece."""
+    """Write to a file of /proc in one call."""
     with Path(path).open("w") as file:
         file.write(text)
 
 
 def permitted_capabilities() -> int:
-    """The mask of the capabilities that the process may use."""
+    """Return the mask of the capabilities that the process may use."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1], 16) for line in status if line.startswith("CapPrm:"))
 
 
 def set_capabilities(mask: int) -> None:
-    """Give up all capabilities but those of `mask`, which programs that it starts have as well."""
+    """Drop all capabilities but `mask`; programs that the process starts keep `mask`, too."""
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header, data = struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", low, low, low, high, high, high)
     _checked(_libc().capset(header, data))
@@ -95,7 +94,7 @@ def set_capabilities(mask: int) -> None:
 
 
 def landlock_version() -> int:
-    """The version of Landlock's interface; 0 where the kernel has none."""
+    """Return the version of Landlock's interface; 0 if the kernel has none."""
     try:
         return _checked(_libc().syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
     except OSError:
@@ -103,10 +102,8 @@ def landlock_version() -> int:
 
 
 def restrict_writing(version: int, paths: Sequence[str], *, abstract_sockets: bool) -> None:
-    """Landlock: write only to `paths` and beneath them, for good, here and in every process started from here.
-
-    They also trace, and from version 6 signal, no process outside.
-    """
+    """Landlock: allow writes only to `paths` and beneath, for good, here and in every process started from here. These
+    processes also cannot trace processes outside, and from version 6 cannot signal them."""
     to_file = _WRITE_FILE | (_TRUNCATE if version >= 3 else 0)
     anything = to_file | _REMOVE_AND_MAKE | (_REFER if version >= 2 else 0)
     scoped = (_SCOPE_SIGNALS | (0 if abstract_sockets else _SCOPE_ABSTRACT_SOCKETS)) if version >= 6 else 0
@@ -130,7 +127,8 @@ def _allow(ruleset: int, path: str, to_file: int, anything: int) -> None:
 
 
 def forbid_calls(names: Sequence[str]) -> None:
-    """Seccomp: the system calls `names` fail with EPERM from now on, here and in every process started from here."""
+    """Seccomp: let the system calls `names` fail with EPERM, from now on, here and in every process started from
+    here."""
     architecture, column = _ARCHITECTURES.get(platform.machine(), (0, 0))
     if not architecture:
         raise OSError(f"its system calls on {platform.machine()} are not known here")
@@ -138,7 +136,7 @@ def forbid_calls(names: Sequence[str]) -> None:
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
     refuse = len(numbers) + 1
     program = [
-        (load, 0, 0, 4),  # the architecture of the call: other ones have other numbers
+        (load, 0, 0, 4),  # the architecture of the call: others have other numbers
         (equal, 0, refuse + 2, architecture),
         (load, 0, 0, 0),  # the number of the call
         (at_least, refuse, 0, 0x40000000),  # the x32 interface, which is x86_64 by other numbers

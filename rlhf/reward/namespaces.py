@@ -1,7 +1,7 @@
-"""Linux namespaces of a reward process: its own processes, its own folder in memory, its own layer over /dev/shm.
+"""Puts a reward process into Linux namespaces: its own processes, a folder in memory, a layer over /dev/shm.
 
-With its first process the kernel ends all the others, whatever sessions they made for themselves; what is in memory
-ends with them, whatever ended them.
+When the first process of the namespace ends, the kernel kills all its other processes, whatever sessions they created.
+The files in memory vanish with them, however they ended.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ _FOLDER_BYTES, _FOLDER_FILES = 1 << 30, 100_000
 
 
 def enter(folder: str, writable: Sequence[str], missing: list[str]) -> str:
-    """Continue in namespaces of its own, in a grandchild, whose end ends this process in the same way.
+    """Continue in new namespaces, in a grandchild; this process ends with the grandchild's exit status or signal.
 
     Args:
-        folder: empty; becomes a mount of the process' own.
-        writable: folders that stay what they are to everybody.
-        missing: gets what is refused.
+        folder: empty; becomes a mount of the process.
+        writable: folders outside the namespaces that stay writable.
+        missing: receives a line for each feature that the machine rejects.
 
     Returns:
         A writable folder, in `folder`.
@@ -68,7 +68,7 @@ def _mount(folder: str, writable: Sequence[str], missing: list[str]) -> str:
 
 
 def _cover_shared_memory(layers: str, kept: Sequence[str]) -> None:
-    """Writes to /dev/shm go to a layer of its own; Python's multiprocessing makes its semaphores there."""
+    """Send writes to /dev/shm to an overlay; Python's multiprocessing creates its semaphores there."""
     under = [path for path in map(os.path.realpath, kept) if Path(SHARED_MEMORY) in Path(path).parents]
     opened = [(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY)) for path in under]
     try:
@@ -84,18 +84,18 @@ def _become_a_grandchild() -> None:
     if child := os.fork():
         _end_like(child)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Refused in a container that hides parts of /proc. /proc/self is right in either.
+    # Fails in a container that hides parts of /proc. /proc/self is right in either case.
     with contextlib.suppress(OSError):
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    # The first process of a namespace ignores signals that it does not handle, so that a verifier is another.
+    # The first process of a namespace ignores signals that it does not handle, so the verifier runs in a second
+    # process.
     if child := os.fork():
         _end_like(child)
 
 
 def _end_like(child: int) -> NoReturn:
-    """Wait for `child`, then end with its exit status, or by its signal."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for fd in (0, 1, 2):  # a pipe ends with the last process that holds it
+    for fd in (0, 1, 2):  # a pipe ends with the last process that has it open
         os.close(fd)
     ended = 0
     while ended != child:

@@ -1,4 +1,4 @@
-"""Pool of reward processes, which can be killed at each sample's deadline: for verifiers that may hang or crash."""
+"""Scores samples in a pool of reward processes and kills a process at its sample's deadline."""
 
 import logging
 import queue
@@ -15,11 +15,11 @@ from rlhf.reward.sending import Sending
 
 log = logging.getLogger(__name__)
 SAY_SO_S = 20.0
-"""Seconds after which it is announced that a sample is waited for."""
+"""Seconds after which a slow sample is announced."""
 
 
 class ProcessPool:
-    """Scores items in `num_workers` processes at once, each sample within `timeout_s`."""
+    """Scores items in `num_workers` concurrent processes, each sample within `timeout_s`."""
 
     def __init__(self, verifier: str, config: RewardConfig, policy: FailurePolicy, *, forgive_deaths: bool = False):
         """`forgive_deaths`: a sample on which the process dies twice, or reaches a limit, never ends the run."""
@@ -35,10 +35,10 @@ class ProcessPool:
             self._idle.put(process)
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """One score for each item, in order.
+        """Return one score for each item, in order.
 
-        Unless the policy forgives it: RewardError if the function raises or dies twice on one item, UserError if it
-        returns no number. Whatever the policy: either of them if the process cannot start.
+        If the policy does not forgive: RewardError if the function raises or dies twice on one item, UserError if it
+        returns no number. Under any policy: either error if the process cannot start.
         """
         if not items:
             return []
@@ -47,7 +47,7 @@ class ProcessPool:
         futures = [self._threads.submit(self._score_together, part) for part in parts]
         try:
             for future in futures:
-                # No hang: every question has a deadline of its own, which may be longer than the watchdog's.
+                # This loop ends: every question has its own deadline, which may exceed the watchdog's.
                 while not wait([future], SAY_SO_S).done:
                     announce("reward.wait")
                 scores += future.result()
@@ -73,20 +73,20 @@ class ProcessPool:
             return self._policy.timed_out(items)
         except ProcessDiedError as error:
             died = RewardError(f"{self._verifier}: the reward process died twice ({error}) on {_told(items)}")
-            # What was killed from outside, as when the machine runs out of memory, may live after a restart.
+            # A process that was killed from outside, as when memory runs out, may succeed after a restart.
             if process.stopped or (error.killed and not self._forgive_deaths):
                 raise died from error
             return [self._policy.failed(died, forgive=self._forgive_deaths)] * len(items)
         else:
             if any(entry.get("limit") for entry in entries):
-                process.kill()  # what is left of its memory is not what the next sample would have found
+                process.kill()  # the rest of its memory differs from a fresh process'
             whole = len({id(entry) for entry in entries}) < len(entries)
             return [self._score(entry, items if whole else [item]) for entry, item in zip(entries, items, strict=True)]
         finally:
             self._idle.put(process)
 
     def _score(self, entry: dict[str, Any], items: Sequence[RewardItem]) -> Score:
-        """Of one item, from its entry; of several items, when the entry is an error of all of them."""
+        """Return the score of one item; of several items, when the entry is one error for all of them."""
         if entry.get("limit"):
             return self._policy.failed(self._out_of_memory(items), forgive=self._forgive_deaths)
         if (wrong := failure(entry, f"\nOn {_told(items)}")) is not None:
@@ -107,7 +107,7 @@ class ProcessPool:
             return process.ask(items)
 
     def close(self) -> None:
-        """End every process, in the middle of a sample if need be."""
+        """End every process, even in the middle of a sample."""
         for process in self._processes:
             process.stop()
         self._threads.shutdown(cancel_futures=True)

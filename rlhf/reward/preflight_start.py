@@ -1,4 +1,4 @@
-"""Start of the user's reward functions before the training, each in a reward process that judges nothing."""
+"""Starts the user's reward functions before the training, each in a reward process that scores nothing."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from rlhf.reward.scoring_handle import ScoringProcess
 
 @contextlib.contextmanager
 def preflight_start(config: RewardConfig | None) -> Iterator[None]:
-    """Import the file of each function of the user's as the training will, confined, while the body runs.
+    """Import the file of each user function in a confined process, as the training will, while the body runs.
 
     Raises:
         UserError: after the body, for a file that cannot be imported in time, or a function that cannot be called.

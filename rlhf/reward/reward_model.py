@@ -1,4 +1,4 @@
-"""Reward model: a sequence classifier as a reward. Imports torch, so only a rank imports it, not `rlhf.reward`."""
+"""Scores chats with a sequence classifier. Imports torch, so only a rank imports it, not `rlhf.reward`."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from rlhf.reward.scores import RewardItem, Score
 class RewardModel:
     """Scores whole chats with a classifier of one label, sharded over all ranks (`backends.fsdp2.shard`) or whole.
 
-    A score is what `module(input_ids)` gives for that chat alone, up to rounding, whatever it is batched with.
+    A score equals `module(input_ids)` for that chat alone, up to rounding, in any batch.
 
     Args:
         module: from `load_reward_model`, on `device`.
         tokenizer: the reward model's own. It renders the chat by its template; without one, the texts are joined.
-        config: `max_length` tokens are read, at most what the model and its tokenizer allow; of longer chats the end.
-        on_device: the engine's block in which `module` can be called.
+        config: the last `max_length` tokens of a chat are read, or fewer if the model or its tokenizer allow fewer.
+        on_device: the engine's context in which `module` can be called.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class RewardModel:
         tokenizer.truncation_side = "left"
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """See `Scorer`. Collective; the ranks may have different numbers of items, or none."""
+        """See `Scorer`. Collective; ranks may have different numbers of items, or none."""
         sequences = self._tokenize(items)
         batches = self._micro_batches([len(ids) for ids in sequences])
-        # A sharded forward pass is collective: who has fewer micro-batches joins in the others' with one of one token.
+        # A sharded forward pass is collective: a rank with fewer micro-batches adds passes with one token.
         most = int(all_max(torch.tensor(len(batches), device=self._device)))
         scores: dict[int, float] = {}
         with self._on_device():
@@ -59,12 +59,12 @@ class RewardModel:
         return [Score(scores[i]) for i in range(len(items))]
 
     def _micro_batches(self, lengths: list[int]) -> list[list[int]]:
-        """Like lengths together, so that little is padding, up to the budget; a longer one alone."""
+        """Group items of similar length, to reduce padding, up to the token budget; a longer item is alone."""
         budget, packed = self._config.forward_max_token_len_per_gpu, is_packed(self._module)
         batches: list[list[int]] = []
         room = 0
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-            # Padded, every one is as long as the first of its micro-batch.
+            # In a padded micro-batch every item is as long as the first.
             size = lengths[place] if packed or not batches else lengths[batches[-1][0]]
             if size > room:
                 batches.append([])
@@ -74,14 +74,15 @@ class RewardModel:
         return batches
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no process runs."""
 
     def _tokenize(self, items: Sequence[RewardItem]) -> list[list[int]]:
         if not items:
             return []
         templated = self._tokenizer.chat_template is not None
         texts = [self._render(item) if templated else self._join(item) for item in items]
-        # A template writes its special tokens itself. The tokenizer's own truncation keeps those that it adds.
+        # A template writes its special tokens itself. The tokenizer's own truncation keeps the special tokens that it
+        # adds.
         return self._tokenizer(texts, add_special_tokens=not templated, truncation=True, max_length=self._max_length)[
             "input_ids"
         ]
@@ -109,7 +110,7 @@ class RewardModel:
     def _packed(self, sequences: list[list[int]]) -> list[float]:
         lengths = torch.tensor([len(s) for s in sequences], device=self._device)
         rows = lay_out(self._module, self._tensor(sequences, 0), lengths)
-        # The class gives one score for a row, its head one for every token.
+        # The class gives one score per row, its head one per token.
         head = head_of(self._module)
         assert head is not None
         every: list[torch.Tensor] = []
@@ -122,13 +123,13 @@ class RewardModel:
         return every[0].flatten()[rows.starts + last].float().tolist()
 
     def _scored(self, sequence: list[int]) -> int:
-        """The token whose score the class takes: the last one that is not its padding, if there is any."""
+        """Return the index of the token whose score the class uses: the last one that is not padding, if any."""
         return next((i for i in reversed(range(len(sequence))) if sequence[i] != self._pad), 0)
 
     def _padded(self, sequences: list[list[int]]) -> list[float]:
         pad = self._pad
         if pad is None:
-            # The class takes the last token that is not padding; so any id will do that ends no sequence.
+            # The class uses the last token that is not padding, so any id works that ends no sequence.
             ends = {ids[-1] for ids in sequences}
             pad = next(i for i in itertools.count() if i not in ends)
             self._hf_config.pad_token_id = pad

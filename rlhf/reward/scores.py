@@ -1,4 +1,4 @@
-"""Items and scores: the input and the output of rewards, and the interface of one function."""
+"""Defines the input and the output of rewards, and the interface of one reward function."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,29 +7,28 @@ from typing import Any, Protocol
 import numpy as np
 
 NUMBER = "number"
-"""Field that a question to a reward process has in common with its answer, and with no other."""
+"""Field that matches a reward process' answer to its question."""
 
 _SHOWN = ("data_source", "response", "ground_truth", "extra_info", "messages", "columns")
 _LONGEST = 1000
-"""Fields of a sample that a message has, and the characters of each."""
+"""Fields of a sample that a message shows, and the most characters of each."""
 
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One sample to judge: the response, its prompt's chat, and what the prompt's row says about the answer."""
+    """One sample to score: the response, its prompt's chat, and the answer's fields of the prompt's row."""
 
     data_source: str
     response: str
     ground_truth: Any
     extra_info: dict[str, Any]
     messages: list[dict[str, str]] = field(default_factory=list)
-    """The prompt as a chat."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """Further columns of the row that functions read, with the prompt as the data have it as `prompt`."""
+    """Further columns of the row that functions read; `prompt` has the prompt as in the data."""
     token_ids: Sequence[int] | np.ndarray = ()
-    """Of the response; a list where a function reads them."""
+    """Token ids of the response; a list where a function reads them."""
     group: int = 0
-    """Number of its prompt among those that are scored together."""
+    """Index of its prompt among the prompts scored together."""
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={_cut(getattr(self, name))}" for name in _SHOWN if getattr(self, name) != {})
@@ -37,41 +36,41 @@ class RewardItem:
 
 @dataclass(frozen=True)
 class Score:
-    """Score of one sample by one function, None where it has none to give; `extra` are further numbers to log."""
+    """Score of one sample by one function, None if the function abstains; `extra` are further numbers to log."""
 
     score: float | None
     extra: dict[str, float] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
-    """What else the function says of it, as JSON has it: for people."""
+    """Further values of the function, as JSON, for readers."""
     timed_out: bool = False
     failed: bool = False
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The reward of a sample: what all functions say of it together."""
+    """The reward of a sample, from all functions."""
 
     score: float
     """The weighted sum of `terms`."""
     terms: dict[str, float]
-    """Own score, unweighted, of each function that gave one, by its label, in the order of `reward.functions`."""
+    """Unweighted score of each function that returned one, by label, in the order of `reward.functions`."""
     extra: dict[str, float] = field(default_factory=dict)
     """Further numbers to log."""
     timeouts: int = 0
-    """How many functions ran out of time on it."""
+    """Functions that timed out on the sample."""
     failures: int = 0
-    """How many functions failed on it."""
+    """Functions that failed on the sample."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """Texts, lists and the like for people to read."""
+    """Texts, lists and the like for readers."""
 
     @property
     def correct(self) -> bool:
-        """Whether the first function that has given a score gave at least 1."""
+        """Whether the first function that returned a score returned at least 1."""
         return next(iter(self.terms.values())) >= 1
 
 
 class Scorer(Protocol):
-    """One function. `score` keeps the order of its items; `close` ends whatever processes it started."""
+    """One reward function. `score` keeps the order of its items; `close` ends the processes that it started."""
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]: ...
 
@@ -79,7 +78,7 @@ class Scorer(Protocol):
 
 
 class RewardError(Exception):
-    """A function failed on a sample, or its process did; the message has the sample and the function's traceback."""
+    """A function or its process failed on a sample; the message has the sample and the function's traceback."""
 
 
 def _cut(value: Any) -> str:

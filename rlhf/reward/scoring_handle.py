@@ -1,4 +1,4 @@
-"""Handle of one reward process: start at the first question, kill at a missed deadline, start again."""
+"""Controls one reward process: starts it at the first question, kills it at a missed deadline, restarts it."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 MAX_REPLY_BYTES = 1 << 20
 MAX_OUTPUT_BYTES = 1 << 20
-"""Bytes of its stdout and stderr that are shown for one request."""
+"""Bytes of the process' output that are shown per request."""
 _NUMBERS = (float, int)
 _KINDS: dict[str, tuple[type, ...]] = {
     "score": (float, int, type(None)),
@@ -47,7 +47,7 @@ _missing_told: set[str] = set()
 
 
 class ProcessDiedError(Exception):
-    """The process ended by itself or was `killed`, or said what no reward process says."""
+    """The process ended by itself, was `killed`, or sent an invalid reply."""
 
     def __init__(self, how: str, *, killed: bool = False):
         super().__init__(how)
@@ -55,10 +55,10 @@ class ProcessDiedError(Exception):
 
 
 class ScoringProcess:
-    """One reward process, confined; used by one thread at a time."""
+    """One confined reward process; used by one thread at a time."""
 
     def __init__(self, verifier: str, config: RewardConfig, trial: list[str] | None = None):
-        """`trial`: a start that only shows whether it can be; gets what the process prints, and no warning is given."""
+        """`trial`: the start is only a check; the list receives the process' output, and no warning is logged."""
         self._verifier = verifier
         self._config = config
         self._trial = trial
@@ -69,22 +69,23 @@ class ScoringProcess:
         self.stopped = False
 
     def start(self) -> Sending:
-        """Start it, if it does not run, and return how it wants its samples. Raises RewardError or UserError."""
+        """Start the process unless it runs, and return how to send samples. Raises RewardError or UserError."""
         if self._popen is None:
             self._sending = self._start()
         return self._sending
 
     def ask(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
-        """An entry for each item: a `Score`'s fields, or an error's, of which `failure` makes an exception.
+        """Return an entry for each item: the fields of a `Score`, or of an error, which `failure` converts to an
+        exception.
 
-        Each item has `reward.timeout_s`. Raises TimeoutError or ProcessDiedError; the process is gone after either.
-        Raises RewardError or UserError if it cannot start.
+        Each item has `reward.timeout_s`. Raises TimeoutError or ProcessDiedError after the process has been killed,
+        RewardError or UserError if the process cannot start.
         """
         sending = self.start()
         if self.stopped:
             self.kill()
             raise ProcessDiedError("closed")
-        # Not a count: text of the policy's may have written an answer to the next question beforehand.
+        # Random, not a count: the policy's text may have written an answer to the next question in advance.
         number = secrets.token_hex(8)
         question = {NUMBER: number, "items": [sending.fields(item) for item in items]}
         timeout_s = sending.timeout_s(self._config.timeout_s, len(items))
@@ -96,11 +97,11 @@ class ScoringProcess:
         config = self._config
         writable = [str(Path(path).expanduser().absolute()) for path in config.writable]
         confinement = Confinement(config.memory_gb, config.network, writable)
-        # -P: the working directory comes last in PYTHONPATH, so that nothing there hides a module of the trainer's.
+        # -P: the working directory comes last in PYTHONPATH, so that nothing in it shadows a module of the trainer.
         command = [sys.executable, "-P", "-m", "rlhf.reward.scoring_process", self._verifier, str(os.getpid())]
         command += [json.dumps(dataclasses.asdict(confinement)), str(config.timeout_s)]
-        # A session of its own: Ctrl-C is the trainer's to handle, and a kill reaches what the user's code started.
-        # No file of the trainer's: who has its log open may empty it.
+        # Own session: the trainer handles Ctrl-C, and a kill reaches all processes that the user's code started. Its
+        # output is a pipe, not the trainer's log: a process with the log open could truncate it.
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -113,7 +114,7 @@ class ScoringProcess:
         for pipe in (self._popen.stdin, self._popen.stderr):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
-        if self.stopped:  # before there was anything to stop
+        if self.stopped:  # stopped before the process existed
             _kill_group(self._popen)
         self._unread = b""
         try:
@@ -122,7 +123,7 @@ class ScoringProcess:
             if wrong := failure(ready):
                 raise wrong
         except ProcessDiedError as error:
-            # Not the sample's doing, so that no policy may forgive it.
+            # The sample did not cause it, so no policy may forgive it.
             raise RewardError(f"The reward process for {self._verifier} died while it started ({error}).") from error
         except TimeoutError as error:
             raise RewardError(
@@ -136,7 +137,7 @@ class ScoringProcess:
         return Sending(**ready["sending"])
 
     def _exchange(self, request: bytes, timeout_s: float, number: str | None = None, count: int = 1) -> dict[str, Any]:
-        """Send `request` and read one line that bears its number, on `count` samples, both before the deadline."""
+        """Send `request` and read one reply line with `number`, for `count` samples, both before the deadline."""
         assert self._popen is not None
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
@@ -168,7 +169,7 @@ class ScoringProcess:
             self.kill()
             raise ProcessDiedError("an answer that no reward process gives") from error
         except BrokenPipeError as error:
-            # A closed pipe comes a moment before the exit status.
+            # A closed pipe precedes the exit status slightly.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(0.5)
             status = self.kill()
@@ -176,13 +177,13 @@ class ScoringProcess:
             raise ProcessDiedError(how, killed=status == -signal.SIGKILL) from error
 
     def _has_spoken(self, from_child: int) -> bool:
-        """Whether it has said more than it was asked, which would pass for the answer to the next question."""
+        """Return whether an unrequested line waits, which would pass for the answer to the next question."""
         poll = select.poll()
         poll.register(from_child, select.POLLIN)
         return bool(self._unread) or any(events & select.POLLIN for _, events in poll.poll(0))
 
     def _wait(self, fd: int, events: int, deadline: float) -> None:
-        """Until `fd` is ready; what the process prints meanwhile is passed on."""
+        """Wait until `fd` is ready, and pass on the process' output meanwhile."""
         assert self._popen is not None
         assert self._popen.stderr is not None
         output = self._popen.stderr.fileno()
@@ -195,12 +196,12 @@ class ScoringProcess:
                 poll.unregister(output)
             if fd in found:
                 return
-            if time.monotonic() > deadline:  # of output there may be no end
+            if time.monotonic() > deadline:  # the output may be endless
                 break
         raise TimeoutError
 
     def _pass_on(self, output: int) -> bool:
-        """Print what the process printed, up to the limit; False at its end."""
+        """Print the process' output, up to the limit; return False at its end."""
         try:
             data = os.read(output, 1 << 16)
         except BlockingIOError:
@@ -218,20 +219,20 @@ class ScoringProcess:
         return bool(data)
 
     def stop(self) -> None:
-        """End the request under way, from another thread, and refuse later ones."""
+        """End the current request, from another thread, and reject later ones."""
         self.stopped = True
         if (popen := self._popen) is not None:
             _kill_group(popen)
 
     def kill(self) -> int:
-        """End the process and everything it started, and remove its folder; returns its exit status."""
+        """End the process and everything it started, and remove its folder. Return its exit status."""
         if self._popen is None:
             return 0
         popen, self._popen = self._popen, None
         _kill_group(popen)
         status = popen.wait()
         assert popen.stderr is not None
-        # Its last words say why.
+        # The last output has the reason.
         poll = select.poll()
         poll.register(popen.stderr.fileno(), select.POLLIN)
         while self._output_left and poll.poll(0) and self._pass_on(popen.stderr.fileno()):
@@ -251,8 +252,7 @@ def _kill_group(popen: subprocess.Popen[bytes]) -> None:
 
 
 def _parsed(line: bytes, number: str | None, count: int) -> dict[str, Any]:
-    """The reply as JSON. ValueError for another shape, or one to another question: text of the policy's may have
-    written it."""
+    """Parse the reply. Raises ValueError for a wrong shape or number: the policy's text may have written it."""
     reply = json.loads(line, parse_constant=_refuse)
     if type(reply) is not dict or reply.pop(NUMBER, None) != number:
         raise ValueError
@@ -281,7 +281,7 @@ def _refuse(constant: str) -> Any:
 def _is_finite(number: float) -> bool:
     try:
         return math.isfinite(number)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer beyond the range of float
         return False
 
 
@@ -297,7 +297,7 @@ def _report_missing(missing: list[str]) -> None:
 
 
 def failure(reply: dict[str, Any], sample: str = "") -> Exception | None:
-    """Error that a reply or an entry of one tells, with the sample that it is about; None where it is a score."""
+    """Return the error in a reply or in one of its entries, with the sample in the message; None for a score."""
     if "error" not in reply:
         return None
     if reply["user"]:

@@ -1,10 +1,10 @@
-"""Reward process, the end that scores: one JSON line in, one JSON line out.
+"""Runs in a reward process: reads one JSON line with samples, writes one JSON line with their scores.
 
 `python -m rlhf.reward.scoring_process VERIFIER PARENT_PID CONFINEMENT TIMEOUT_S`, where VERIFIER is `math_verify`,
-`reasoning_gym` or `/path/to/file.py:name`, and CONFINEMENT a `Confinement` as JSON. The first line in is
-`reward.kwargs`, which everybody would see on a command line, and which may be longer than one. The first line out says
-ready and how samples are to be sent, or why not. Later ones have an entry for each sample of the question, or one error
-for all of them.
+`reasoning_gym` or `/path/to/file.py:name`, and CONFINEMENT a `Confinement` as JSON. The first input line is
+`reward.kwargs`: a command line would show it to everybody and may be too short for it. The first output line reports
+that the process is ready and how to send samples, or an error. Each later line has an entry for each sample of the
+question, or one error for all samples.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from rlhf.reward.scores import NUMBER, RewardItem, Score
 from rlhf.reward.sending import Sending
 
 _LONGEST = 50_000
-"""Characters of an error that are told; a reply has at most 1 MiB."""
+"""Most characters of an error in a reply; a reply has at most 1 MiB."""
 
 _CONFINED = (
     "(Reward processes write to HOME and TMPDIR only, and have no network and none of your environment variables: "
@@ -39,11 +39,10 @@ _CONFINED = (
 _REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS)
 
 Scoring = Callable[[Sequence[RewardItem]], list[dict[str, Any]]]
-"""An entry of a reply for each item."""
+"""Returns an entry of the reply for each item."""
 
 
 def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: float) -> None:
-    """Serve until the parent closes the pipe."""
     _die_with(parent_pid)
     confined = confine(confinement)
     requests, replies = _take_pipes()
@@ -53,7 +52,7 @@ def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: fl
         kwargs = json.loads(first)
         score, sending = _load(verifier, kwargs, timeout_s)
         _send(replies, dataclasses.asdict(confined) | {"sending": dataclasses.asdict(sending)})
-    # Also SystemExit: a script without a __main__ guard must not look like a process that died by itself.
+    # Also SystemExit: a script without a __main__ guard must not look like a process that died.
     except BaseException as error:
         _send(replies, dataclasses.asdict(confined) | _failure(error))
         return
@@ -70,7 +69,8 @@ def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: fl
 
 
 def _die_with(parent_pid: int) -> None:
-    # A busy loop never reads the end of its input; Linux kills the process with the parent's thread that started it.
+    # A busy loop never reads the end of its input. Linux kills the process when the parent's thread that started it
+    # ends.
     if sys.platform == "linux":
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -78,7 +78,7 @@ def _die_with(parent_pid: int) -> None:
 
 
 def _take_pipes() -> tuple[Any, int]:
-    """Keep the protocol's pipes for ourselves: what the user's code prints goes to stderr, and it reads nothing."""
+    """Reserve the protocol's pipes: the user's code prints to stderr and reads an empty stdin."""
     requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -104,7 +104,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _traceback(error: BaseException) -> str:
-    """From the first frame of the user's on."""
+    """Return the traceback from the user's first frame on."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__") in (__name__, FunctionCall.__module__):
         frames = frames.tb_next
@@ -112,7 +112,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _meets_confinement(error: BaseException | None) -> bool:
-    """Whether a right or an environment variable was missing, also as what another error was raised from."""
+    """Return whether the cause is a missing right or environment variable, also in a chain of errors."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _REFUSED:
             return True
@@ -126,7 +126,7 @@ def _meets_confinement(error: BaseException | None) -> bool:
 
 def _load(verifier: str, kwargs: dict[str, Any], timeout_s: float) -> tuple[Scoring, Sending]:
     if verifier == "math_verify":
-        # It warns once that its own timeouts are off; the pool's deadline is the timeout.
+        # math_verify warns once that its own timeouts are off; the pool's deadline is the timeout.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         verifiers.math_verify(RewardItem("", "\\boxed{1}", "1", {}, []))
         return _each(verifiers.math_verify), Sending()

@@ -1,4 +1,4 @@
-"""Checks of the `reward` settings (functions, labels, weights), without running any function."""
+"""Checks the `reward` settings (functions, labels, weights) without running any function."""
 
 import math
 import os
@@ -11,22 +11,22 @@ from rlhf.config.user_functions import split_spec
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.reward.function import NAMES, SETTING, check_function, check_kwargs
 
-# Metrics of every run, reward/<name>, that no function's may replace.
+# Metrics reward/<name> of every run, which no function's metric may replace.
 TAKEN = ("mean", "min", "max", "std", "frac_zero_std", "overlong", "timeouts", "failures", "kl", "kl_coef")
 
 
 def label_of(function: str) -> str:
-    """Name of an entry of `reward.functions` in metrics: its own, or of a file's function what follows the colon."""
+    """Return the metric name of an entry of `reward.functions`: its own, or the part after the colon for a file."""
     return function if function in NAMES else split_spec(SETTING, function)[1]
 
 
 def weights_of(config: RewardConfig) -> list[float]:
-    """One weight for each of `reward.functions`."""
+    """Return one weight for each of `reward.functions`."""
     return config.weights if config.weights is not None else [1.0] * len(config.functions)
 
 
 def check_reward(config: RewardConfig, reward_model: RewardModelConfig) -> None:
-    """UserError for names, files, labels or weights that make no reward, and for a reward model without a path."""
+    """Raise UserError for invalid names, files, labels or weights, and for a reward model without a path."""
     check_functions(config)
     if needs_reward_model(config) and reward_model.path is None:
         raise UserError(
@@ -36,7 +36,7 @@ def check_reward(config: RewardConfig, reward_model: RewardModelConfig) -> None:
 
 
 def check_functions(config: RewardConfig) -> None:
-    """As `check_reward`, for the section `reward` alone."""
+    """Check the section `reward` alone, as `check_reward`."""
     said = f"{SETTING}={config.functions}"
     if not config.functions:
         raise UserError(f"{said}: name at least one of {', '.join(NAMES)} or path/to/file.py:name.")
@@ -68,7 +68,7 @@ def _check_confinement(config: RewardConfig) -> None:
 
 def _check_is_file(function: str) -> None:
     if ":" in function or "/" in function or function.endswith(".py"):
-        return  # `split_spec` says what is wrong with the form
+        return  # `split_spec` reports a wrong form
     raise UserError(
         f"{SETTING}: {function!r} is none of {', '.join(NAMES)}, and not of the form path/to/file.py:name."
         f"{did_you_mean(nearest(function, NAMES))}"

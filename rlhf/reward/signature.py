@@ -1,6 +1,6 @@
-"""Signature of a reward function of the user's: the convention it follows, and what it reads of a sample.
+"""Determines a reward function's calling convention, and the fields of a sample that it reads.
 
-Functions as verl's and TRL's files have them, told apart by the names of their parameters.
+Functions may follow verl's or TRL's conventions; the names of their parameters decide.
 """
 
 import ast
@@ -11,13 +11,13 @@ from enum import Enum
 from typing import Any
 
 FIELDS = ("data_source", "ground_truth", "extra_info")
-"""Facts of every row, also of one of a file without such columns."""
+"""Fields of every row, even if its file lacks these columns."""
 PROMPT = "prompt"
-"""Column under which a function finds the prompt as the data have it, whatever `data.prompt_key` is."""
+"""Column with the prompt as the data have it, whatever `data.prompt_key` is."""
 
 
 class Convention(Enum):
-    """Names of the arguments, and how many samples a call judges."""
+    """Names of the arguments, and the number of samples per call."""
 
     SAMPLE = "sample"
     """verl's `compute_score`: one sample."""
@@ -38,31 +38,31 @@ _USUAL = {
     Convention.BATCH: ("solution_strs", *(f"{name}s" for name in FIELDS)),
     Convention.TRL: GIVEN[Convention.TRL],
 }
-"""Those of them that `**kwargs` get, as in verl and TRL."""
+"""Arguments in `GIVEN` that `**kwargs` receives, as in verl and TRL."""
 _TRL = {"prompts", "completions", "completion_ids"}
 _OTHER_RESPONSES = ("predict_str", "model_output", "completion")
-"""Names of the response in files that verl calls by position, and of the answer in one of them."""
+"""Names of the response in functions that verl calls by position, and the answer's name in one of them."""
 _OTHER_ANSWER = "test_cases"
 _RESPONSES = ("solution_str", *_OTHER_RESPONSES, "solution_strs", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Parameters of a function."""
+    """The parameters of a function."""
 
     named: tuple[str, ...]
-    """Those that can be given by keyword."""
+    """Parameters that can be passed by keyword."""
     required: tuple[str, ...]
-    """Of these, those without a default."""
+    """Parameters in `named` without a default."""
     positional: tuple[str, ...]
-    """Those without a default that can only be given by position."""
+    """Positional-only parameters without a default."""
     rest: bool
-    """Whether it has `**kwargs`."""
+    """Whether the function has `**kwargs`."""
     is_async: bool
 
     @classmethod
     def of_definition(cls, node: ast.FunctionDef | ast.AsyncFunctionDef) -> "Signature":
-        """From the file's text."""
+        """Read the signature from the function's source."""
         args = node.args
         by_position = [a.arg for a in args.posonlyargs + args.args]
         needed = by_position[: len(by_position) - len(args.defaults)]
@@ -78,7 +78,7 @@ class Signature:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "Signature":
-        """From the function itself; one that does not say its parameters is taken to take any."""
+        """Read the signature from the function; a function without one is assumed to accept any parameter."""
         try:
             parameters = inspect.signature(function).parameters.values()
         except ValueError:
@@ -94,7 +94,7 @@ class Signature:
 
     @property
     def convention(self) -> Convention:
-        """By the first of these names that it has: `solution_str`, `solution_strs`, then those of TRL."""
+        """The convention of the first parameter found: `solution_str`, `solution_strs`, then TRL's names."""
         if "solution_str" not in self.named and "solution_strs" in self.named:
             return Convention.BATCH
         if "solution_str" in self.named or _TRL.isdisjoint(self.named):
@@ -103,7 +103,7 @@ class Signature:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Our name of each parameter that has another one in verl's geo3k.py, math_verify.py or prime_code."""
+        """Our names of the parameters that verl's geo3k.py, math_verify.py or prime_code name differently."""
         if self.convention is not Convention.SAMPLE or "solution_str" in self.named:
             return {}
         response = next((name for name in _OTHER_RESPONSES if name in self.named), None)
@@ -113,21 +113,21 @@ class Signature:
         return {response: "solution_str"} | ({_OTHER_ANSWER: "ground_truth"} if is_answer else {})
 
     def takes(self, name: str) -> bool:
-        """Whether it gets the argument of that name, of those that its convention has, or `reward.kwargs`."""
+        """Return whether the function receives `name`, an argument of its convention or of `reward.kwargs`."""
         given = GIVEN[self.convention]
         return name in self.named or (self.rest and (name not in given or name in _USUAL[self.convention]))
 
     def columns(self, kwargs: dict[str, Any]) -> Iterator[str]:
-        """The columns of the rows that it names."""
+        """Yield the columns of the rows that are parameters."""
         known = (*GIVEN[self.convention], *self.renamed)
         yield from (name for name in self.named if name not in known and name not in kwargs)
 
     def needs(self, kwargs: dict[str, Any]) -> Iterator[str]:
-        """Of these, those that must be there; what every row has always is."""
+        """Yield the columns that must exist; fields of every row are left out."""
         yield from (name for name in self.columns(kwargs) if name in self.required and name not in (*FIELDS, PROMPT))
 
     def problem(self) -> str | None:
-        """Reason why it cannot be called, as the end of a message; None if it can."""
+        """Return why the function cannot be called, as the end of a message; None if it can."""
         if self.positional:
             return f"takes {', '.join(self.positional)} by position only, but is called by keyword. Remove the /."
         if "queries" in self.named and _TRL.difference({"prompts"}).isdisjoint(self.named):

@@ -1,4 +1,4 @@
-"""Named verifiers as plain functions of one sample."""
+"""Defines the named verifiers as plain functions of one sample."""
 
 import logging
 import re
@@ -14,14 +14,14 @@ GYM_PREFIX = "reasoning_gym/"
 _COMPUTES = re.compile(r"\b(eval|exec|parse_expr|sympify|Fraction)\(|\] \* int\(")
 _gym_datasets: dict[str, Any] = {}
 Reader = Callable[[str], str]
-"""Turns a response into the answer that it states, for the vote of the majority."""
+"""Extracts the answer from a response, for the majority vote."""
 
 
 def final_answer(text: str) -> str:
-    r"""The part of a solution that states the answer, with white space normalised.
+    r"""Return the part of a solution that states the answer, with white space normalised.
 
-    That is the text after the last `####` (as in GSM8K; to the end of its line) or inside the last `\boxed{}` (as in
-    MATH), whichever starts later; the whole text if it has neither. Case matters.
+    The answer is the text after the last `####` (as in GSM8K; to the end of its line) or inside the last `\boxed{}` (as
+    in MATH), whichever starts later; otherwise the whole text. Case matters.
     """
     mark, box = text.rfind("####"), text.rfind("\\boxed{")
     if mark > box:
@@ -33,7 +33,7 @@ def final_answer(text: str) -> str:
 
 
 def _braced(text: str) -> str:
-    """`text` up to the brace that closes the one already open; all of it if none does."""
+    """Return `text` up to the brace that closes the one already open, or all of it."""
     depth = 1
     for i, character in enumerate(text):
         depth += (character == "{") - (character == "}")
@@ -43,25 +43,23 @@ def _braced(text: str) -> str:
 
 
 def accepted(ground_truth: Any) -> list[str]:
-    """The reference answers; a list in the data means any of them."""
+    """Return the reference answers; a list in the data means any of them."""
     answers = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     return [final_answer(str(answer)) for answer in answers]
 
 
 def exact_match(item: RewardItem) -> Score:
-    """1 if the response's `final_answer` is one of the reference's, else 0."""
+    """Return 1 if the response's `final_answer` is one of the reference's, else 0."""
     return Score(float(final_answer(item.response) in accepted(item.ground_truth)))
 
 
 def math_verify(item: RewardItem) -> Score:
-    """1 if math-verify finds the response's answer equal to a reference one, else 0.
-
-    Runs without the library's own alarms: they count per expression; only the process's deadline counts per sample.
-    """
+    """Return 1 if math-verify finds the response's answer equal to a reference answer, else 0. math-verify's own alarms
+    are off: they count per expression; only the process' deadline counts per sample."""
     from math_verify import parse, verify
 
     def matches(gold: str) -> bool:
-        # The library's advice: the reference as LaTeX in an environment; verify(gold, answer), in that order.
+        # As math-verify advises: the reference as LaTeX in an environment; verify(gold, answer), in that order.
         return bool(verify(parse(f"\\boxed{{{gold}}}", parsing_timeout=None), answer, timeout_seconds=None))
 
     answer = parse(item.response, parsing_timeout=None)
@@ -69,10 +67,8 @@ def math_verify(item: RewardItem) -> Score:
 
 
 def reasoning_gym(item: RewardItem) -> Score:
-    """`score_answer` of the task that made the problem, on the stripped response.
-
-    The library's verifiers raise on answers that they cannot read; such an answer is wrong and counted.
-    """
+    """Return `score_answer` of the task that generated the problem, on the stripped response. reasoning-gym's verifiers
+    raise on answers that they cannot read; such an answer is wrong and counted."""
     entry = {
         "question": item.extra_info["question"],
         "answer": item.ground_truth,
@@ -82,7 +78,7 @@ def reasoning_gym(item: RewardItem) -> Score:
     try:
         score = float(dataset.score_answer(item.response.strip(), entry))
     except MemoryError:
-        raise  # of a reward process' limit
+        raise  # the reward process reached its limit
     except Exception:
         log.debug("%s cannot read the answer %r", item.data_source, item.response, exc_info=True)
         return Score(0.0, {"unreadable": 1.0})
@@ -90,7 +86,7 @@ def reasoning_gym(item: RewardItem) -> Score:
 
 
 def gym_dataset(data_source: str, settings: dict[str, Any]) -> Any:
-    """The library's object for `reasoning_gym/<task>`, made once for each task and settings."""
+    """Return reasoning-gym's dataset for `reasoning_gym/<task>`, created once per task and settings."""
     key = f"{data_source} {settings!r}"
     if key not in _gym_datasets:
         from reasoning_gym import create_dataset
@@ -100,21 +96,21 @@ def gym_dataset(data_source: str, settings: dict[str, Any]) -> Any:
 
 
 def evaluates_answers(data_source: str, settings: dict[str, Any]) -> bool:
-    """Whether the task computes what an answer says.
+    """Return whether the task evaluates the answer's text.
 
-    Several do, by eval(), SymPy's parser or a number that the answer names. A policy's "9**9**9**9" or "1e999999999"
-    never returns there, and "R99999999999" takes all memory: they need a process that can be killed.
+    Several tasks do: with eval(), SymPy's parser, or a number that the answer gives. A policy's "9**9**9**9" or
+    "1e999999999" never returns there, and "R99999999999" uses all memory: such tasks need a process that can be killed.
     """
     import inspect
 
-    # The whole class: what scores may stand in another method.
+    # The whole class: any of its methods may do the scoring.
     source = inspect.getsource(type(gym_dataset(data_source, settings)))
     return _COMPUTES.search(source) is not None
 
 
 def answer_reader(config: RewardConfig) -> Reader | None:
-    """Reader of answers as the first of `reward.functions` reads them, where it is a named verifier; None elsewhere:
-    only a function's author knows what it reads, and a reward model reads no answer."""
+    """Return the reader that matches the first of `reward.functions`, or None unless it is a named verifier: only a
+    function's author knows what it reads, and a reward model reads no answer."""
     first = config.functions[0]
     if first in ("exact_match", "math_verify"):
         return final_answer

@@ -1,4 +1,4 @@
-"""Weighted sum of several reward functions, with each one's own score and what failed."""
+"""Sums the weighted scores of several reward functions, and records each function's score and failures."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -28,17 +28,14 @@ class Reward:
     def __init__(self, terms: Sequence[Term]):
         self._terms = terms
         self._threads = ThreadPoolExecutor(len(terms), thread_name_prefix="reward-function")
-        # What stands behind each metric reward/<name>: of two with one name it could show only one.
+        # The meaning of each metric reward/<name>: of two with one name the metric could show only one.
         self._meanings = dict.fromkeys(TAKEN, "a figure of every run")
         self._meanings |= {term.label: f"the score of {term.label}" for term in terms}
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """One result for each item, in order.
-
-        Collective with a reward model; ranks may have different numbers of items. Raises RewardError or UserError for
-        what `reward.on_error` does not forgive.
-        """
-        # The other functions work in their processes while this thread computes the reward model.
+        """Return one result for each item, in order. Collective with a reward model; ranks may have different numbers
+        of items. Raises RewardError or UserError for failures that `reward.on_error` does not forgive."""
+        # The other functions run in their processes while this thread computes the reward model.
         others = [term for term in self._terms if term.label != REWARD_MODEL]
         started = {term.label: self._threads.submit(term.scorer.score, items) for term in others}
         scores = {term.label: term.scorer.score(items) for term in self._terms if term.label == REWARD_MODEL}
@@ -79,11 +76,11 @@ class Reward:
         )
 
     def take_timeouts(self) -> list[Timeouts]:
-        """The samples that took too long since the last call, by function."""
+        """Return the samples that took too long since the last call, by function."""
         return [timeouts for term in self._terms for timeouts in term.policy.take_timeouts()]
 
     def close(self) -> None:
-        """End every process, in the middle of a sample if need be."""
+        """End every process, even in the middle of a sample."""
         for term in self._terms:
             term.scorer.close()
         self._threads.shutdown(cancel_futures=True)
