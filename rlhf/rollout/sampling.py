@@ -1,6 +1,6 @@
-"""Sampling as a pure function of (seed, step, prompt, sample, position): noise is a hash of its coordinates.
+"""Samples tokens as a pure function of (seed, step, prompt, sample, position): noise is a hash of these coordinates.
 
-No generator state exists, so nothing about the noise depends on batch split, order, rank or a resume.
+There is no generator state, so noise does not depend on batch split, order, rank or a resume.
 """
 
 import torch
@@ -10,7 +10,7 @@ from rlhf.rollout.engine import SamplingParams
 
 
 def _signed(value: int) -> int:
-    """The low 64 bits of a Python integer as int64, the widest integer that torch computes with on every device."""
+    """Return the low 64 bits as int64, the widest integer that torch computes with on every device."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -18,19 +18,19 @@ def _signed(value: int) -> int:
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
-# Bounds the temporaries of the noise: rows are drawn in chunks of about this many (row, token) pairs.
+# Limits temporary memory: noise is drawn for rows in chunks of about this many (row, token) pairs.
 _CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 25}
 
 
 def _xor_shift_(x: Tensor, bits: int) -> Tensor:
-    """x ^= x >>> bits in place; the shift of int64 is arithmetic, so the copies of the sign bit are masked away."""
+    """Compute x ^= x >>> bits in place. The int64 shift is arithmetic, so copies of the sign bit are masked."""
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
 def _mix_(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 in place: a bijection of 64-bit words in which every input bit flips half the output.
+    """Apply the finaliser of splitmix64 in place: a bijection of 64-bit words; an input bit flips half the output bits.
 
-    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), variant 13 of Stafford.
+    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), Stafford's variant 13.
     """
     _xor_shift_(x, 30).mul_(_MIX_1)
     _xor_shift_(x, 27).mul_(_MIX_2)
@@ -38,12 +38,12 @@ def _mix_(x: Tensor) -> Tensor:
 
 
 def fold(keys: Tensor, values: Tensor) -> Tensor:
-    """Keys that also depend on `values`; both int64 of one broadcastable shape."""
+    """Return keys that also depend on `values`; both int64 of one broadcastable shape."""
     return _mix_(keys + values * _GOLDEN)
 
 
 def row_keys(seed: int, step: int, uids: Tensor, samples: Tensor) -> Tensor:
-    """int64 keys [rows] from the coordinates that a whole response shares; `uids` and `samples` are [rows] int64."""
+    """Return int64 keys [rows] of responses; `uids` and `samples` are [rows] int64."""
     keys = torch.full_like(uids, _GOLDEN)
     for value in (seed, step):
         keys = fold(keys, torch.full_like(uids, _signed(value)))
@@ -51,21 +51,21 @@ def row_keys(seed: int, step: int, uids: Tensor, samples: Tensor) -> Tensor:
 
 
 def _random_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """53 random bits (int64) for each row key [rows] and each token id [rows or 1, tokens]."""
+    """Return 53 random bits (int64) for each row key [rows] and token id [rows or 1, tokens]."""
     bits = _mix_(keys[:, None] + token_ids * _GOLDEN)
     return (bits >> 11).bitwise_and_((1 << 53) - 1)
 
 
 def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """float64 in (0, 1) for each row key [rows] and token id [rows or 1, tokens], in steps of 2^-53."""
+    """Return float64 in (0, 1) for each row key [rows] and token id [rows or 1, tokens], in steps of 2^-53."""
     return _random_bits(keys, token_ids).double().add_(0.5).mul_(2.0**-53).clamp_(max=1 - 2.0**-53)
 
 
 def _race(log_probs: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Index [rows] of the winner of an exponential race: argmax of log p - log E with E = -log(1 - v), v uniform.
+    """Return the winners [rows] of an exponential race: argmax of log p - log E with E = -log(1 - v), v uniform.
 
-    This is Gumbel-max: -log E is a standard Gumbel variable. v has full relative precision near 0, where winners are
-    made; float32 would round what lies above 1 - 2^-24 to 1, so v is held there to keep E finite.
+    This is Gumbel-max: -log E is a standard Gumbel variable. v has full relative precision near 0, where winners are.
+    float32 would round v above 1 - 2^-24 to 1, so v is clamped there to keep E finite.
     """
     v = _random_bits(keys, token_ids).float().add_(0.5).mul_(2.0**-53).clamp_(max=1 - 2.0**-24)
     noise = v.neg_().log1p_().neg_().log_()
@@ -73,12 +73,12 @@ def _race(log_probs: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The `k` highest of `logits` [rows, vocab], equal ones by token id; and their token ids, both [rows, k]."""
+    """Return the `k` highest `logits` [rows, vocab] and their token ids, both [rows, k]; equal logits by token id."""
     width = 2 * k + 64
     if width < logits.shape[-1]:
         highest, candidates = logits.topk(width, dim=-1)
-        # `topk` promises no order among equal logits. Whatever equals the k-th is among these if the last one is less;
-        # a NaN is not.
+        # `topk` does not order equal logits. If the last candidate is less than the k-th, all logits equal to the k-th
+        # are among the candidates. With NaN the comparison is false.
         if (highest[:, k - 1] > highest[:, -1]).all():
             candidates = candidates.sort(dim=-1).values
             logits, order = logits.gather(1, candidates).sort(dim=-1, descending=True, stable=True)
@@ -88,16 +88,15 @@ def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """`logits` [rows, vocab] whose tokens in `seen` [rows, vocab] bool are divided by `penalty` where they are positive
-    and multiplied where not.
+    """Divide positive `logits` [rows, vocab] of tokens in `seen` [rows, vocab] bool by `penalty`; multiply others.
 
-    Source: Keskar et al., "CTRL" (arXiv 1909.05858), section 4.1; for negative logits as transformers and vLLM do.
+    Source: Keskar et al., "CTRL" (arXiv 1909.05858), section 4.1; negative logits as in transformers and vLLM.
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def _unlikely(logits: Tensor, min_p: float) -> Tensor:
-    """Which of `logits` [rows, vocab] have less than `min_p` times the probability of the likeliest; bool.
+    """Return bool [rows, vocab]: tokens with less than `min_p` times the probability of the likeliest token.
 
     Source: Nguyen et al., "Turning Up the Heat: Min-p Sampling" (arXiv 2407.01082).
     """
@@ -111,14 +110,14 @@ def sample(logits: Tensor, keys: Tensor, params: SamplingParams, seen: Tensor | 
     Args:
         logits: [rows, vocab], any float type.
         keys: [rows] int64, the row keys folded with the position in the response.
-        params: temperature 0 takes the likeliest token (the first of equal ones). The order is vLLM's: the repetition
-            penalty, the temperature, `min_p`, `top_k`, and last `top_p`, which keeps the smallest set of the remaining
-            tokens with at least that probability; equal logits rank by token id.
-        seen: [rows, vocab] bool, the tokens of the prompt and of the response so far; with a repetition penalty only.
+        params: temperature 0 selects the likeliest token (first of equals). The order is vLLM's: repetition penalty,
+            temperature, `min_p`, `top_k`, then `top_p`, the smallest set of the remaining tokens with at least that
+            probability. Equal logits rank by token id.
+        seen: [rows, vocab] bool, tokens of the prompt and response so far; only with a repetition penalty.
 
     Returns:
-        tokens [rows] int64 and their log-probs [rows] float32 under the distribution drawn from, after all of these and
-        renormalisation. Greedy tokens carry the log-prob of the plain softmax at temperature 1 (after the penalty).
+        tokens [rows] int64, and their log-probs [rows] float32 under the renormalised distribution that was sampled.
+        Greedy tokens have the log-prob of the plain softmax at temperature 1 (after the penalty).
     """
     logits = logits.float()
     vocab = logits.shape[-1]
@@ -140,7 +139,7 @@ def sample(logits: Tensor, keys: Tensor, params: SamplingParams, seen: Tensor | 
         if unlikely is not None:
             logits = logits.masked_fill(unlikely.gather(1, candidates), -torch.inf)
         if params.top_p < 1:
-            # In integers: exact in any order of summation, and deterministic mode has no cumsum of floats on CUDA.
+            # Integers: the sum is exact in any order, and CUDA has no deterministic cumsum of floats.
             probs = (logits.double().softmax(dim=-1) * 2.0**52).long()
             logits = logits.masked_fill(probs.cumsum(dim=-1) - probs >= params.top_p * 2.0**52, -torch.inf)
     log_probs = logits.log_softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Digests of weights: what an engine holds after a hand-over is compared with what it was sent."""
+"""Compares an engine's weights with the weights sent, by digests, after each weight sync."""
 
 import logging
 import re
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 Digest = tuple[int, int]
-"""Sum, and sum of squares, of the words of a weight, each modulo 2**64."""
+"""Sum, and sum of squares, of a weight's words, each modulo 2**64."""
 Digests = Mapping[str, Digest]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CPU_CHUNK, _GPU_CHUNK = 1 << 17, 1 << 22
-"""Elements that are summed at once: eight bytes each, beside the weights."""
+"""Elements summed at once; each needs eight bytes beside the weights."""
 _MASK = (1 << 64) - 1
 _SHOWN = 8
 
@@ -21,21 +21,20 @@ log = logging.getLogger(__name__)
 
 
 class WeightsNotHeld(RuntimeError):
-    """A rollout engine does not hold what it was sent."""
+    """A rollout engine's weights differ from the weights that it was sent."""
 
 
 def digest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum and sum of squares, [2] in int64 on its device, of the bits of `tensor` as integers, element by element.
+    """Return sum and sum of squares, [2] int64 on the tensor's device, of the bits of `tensor` as integers.
 
-    Floating-point tensors are taken as if cast to `dtype`. A flipped bit always changes the first sum. The digest says
-    nothing of the order of elements and adds up over parts, and zeros count for nothing: so weights that an engine
-    fuses, pads, repacks or shares out between devices have the digest of what they were made of. What it cannot see are
-    elements that have changed places.
+    Floating-point tensors count as if cast to `dtype`. A flipped bit always changes the first sum. The digest ignores
+    the order of elements and zeros, and adds up over slices. So weights that an engine fuses, pads, repacks or shards
+    keep their digest. Swapped elements are not detected.
     """
     cast = dtype if tensor.is_floating_point() else tensor.dtype
     on_cpu = tensor.device.type == "cpu"
     chunk = _CPU_CHUNK if on_cpu else _GPU_CHUNK
-    # One piece of memory for all chunks: fresh pages cost as much as the sums.
+    # Reuse one buffer for all chunks: fresh pages cost as much as the sums.
     room = torch.empty(min(chunk, tensor.numel()), dtype=torch.int64, device=tensor.device)
     sums = []
     for part in tensor.detach().reshape(-1).split(chunk):
@@ -46,7 +45,7 @@ def digest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read_digests(found: Mapping[str, Tensor]) -> dict[str, Digest]:
-    """The values of what `digest` gave for each name; waits for their device, the same for all."""
+    """Return the values of `digest` results by name; waits for their common device."""
     if not found:
         return {}
     rows = torch.stack(list(found.values()))
@@ -54,18 +53,18 @@ def read_digests(found: Mapping[str, Tensor]) -> dict[str, Digest]:
 
 
 class WeightCheck:
-    """Compares what an engine holds with what it was sent, after each hand-over.
+    """Compares an engine's weights with the weights sent, after each weight sync.
 
-    Weights are compared by name. Those that the engine fuses are compared with the sum of their parts; those that it
-    names otherwise altogether (experts), with all such weights of their layer. Weights of the latter kind that do not
-    agree at the very first hand-over pass for computed from what is sent (as Mamba's decay rates are), with a warning:
-    they only have to change when what is sent changes, and not otherwise. What has no counterpart is not compared; an
-    engine that has none of anything, or that has had one and has it no more, does not hold what it was sent.
+    Weights are compared by name; a fused weight with the sum of its parts; weights with unknown names (experts) with
+    all such weights of their layer. If weights of the last kind differ at the first sync, the engine computes them from
+    the weights sent (as Mamba's decay rates are). They are logged as a warning, and from then on only have to change
+    exactly when the weights sent change. Weights without a counterpart are not compared. An engine without any of the
+    weights, or without a weight that it had before, fails the check.
 
     Args:
-        fused: names of modules in the engine, each with those of its parts in what is sent.
-        renamed: the engine's name of a weight that is sent.
-        exact: whether the engine holds weights as they are sent; quantized ones as a whole only have to change.
+        fused: the engine's module names, each with the names of its parts in the weights sent.
+        renamed: returns the engine's name of a weight sent.
+        exact: False for a quantized engine, whose weights as a whole only have to change.
     """
 
     def __init__(
@@ -82,10 +81,10 @@ class WeightCheck:
         self._names: set[str] = set()
 
     def check(self, sent: Digests, ranks: Sequence[Digests], version: str) -> None:
-        """`ranks`: what each of the engine's devices holds, by the engine's names. `version` names what was sent.
+        """Compare `sent` with `ranks`, the digests of each engine device by the engine's names.
 
         Raises:
-            WeightsNotHeld: naming the weights, and of each whether it is still what it was before.
+            WeightsNotHeld: names the weights that differ, and whether each still has its old value.
         """
         held_names: set[str] = set().union(*ranks)
         groups = {name: self._group(name, held_names) for name in sent}
@@ -130,13 +129,13 @@ class WeightCheck:
         if group in self._computed:
             return self._changed(group, expected, held) in ((False, False), (True, True))
         parts = [rank[group] for rank in held if group in rank]
-        # Each device has all of it, or its part.
+        # Each device has all of the weight, or a slice.
         return all(part == expected[group] for part in parts) or _added((group, part) for part in parts) == {
             group: expected[group]
         }
 
     def _changed(self, group: str, expected: Digests, held: Sequence[Digests]) -> tuple[bool, bool]:
-        """Whether what was sent is something else than last time, and whether what is held is."""
+        """Return whether the weights sent changed since the last check, and whether the engine's did."""
         assert self._before is not None
         sent_before, held_before = self._before
         return expected[group] != sent_before.get(group), [rank.get(group) for rank in held] != [
@@ -155,7 +154,7 @@ class WeightCheck:
 
 
 def _added(digests: Iterable[tuple[str, Digest]]) -> dict[str, Digest]:
-    """The sums of those with the same name."""
+    """Add up the digests of equal names."""
     sums: dict[str, Digest] = {}
     for name, (first, second) in digests:
         before = sums.get(name, (0, 0))

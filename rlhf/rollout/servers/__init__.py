@@ -1,1 +1,1 @@
-"""Rollout servers: vLLM in processes of its own, over HTTP; started or found, watched, given weights, asked."""
+"""Runs vLLM servers or connects to running ones over HTTP: health checks, weight sync, requests."""

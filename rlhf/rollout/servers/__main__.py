@@ -1,7 +1,7 @@
-"""python -m rlhf.rollout.servers FOLDER_OR_HUB_NAME [vLLM's flags]: vLLM's own HTTP server, set up for a trainer.
+"""Runs vLLM's HTTP server for a trainer: python -m rlhf.rollout.servers FOLDER_OR_HUB_NAME [vLLM's flags].
 
-It listens at 127.0.0.1 unless told otherwise with --host. With RLHF_ROLLOUT_SECRET in its environment it answers only
-who shows that; without, whoever reaches its port can exchange the model.
+The server listens at 127.0.0.1 unless --host is set. With RLHF_ROLLOUT_SECRET in the environment, it rejects requests
+without the secret; otherwise everyone who reaches its port can replace the model.
 """
 
 import logging
@@ -17,13 +17,13 @@ from rlhf.rollout.servers.weights.plugin import BACKEND, SERVER_PID
 
 DEFAULTS = ["--host", "127.0.0.1", "--served-model-name", "policy", "--disable-uvicorn-access-log"]
 REQUIRED = [
-    "--enable-scale-out",  # token ids in and out
-    *("--logprobs-mode", "processed_logprobs"),  # of the distribution that was sampled from
-    *("--generation-config", "vllm"),  # a request says all; the model's file adds no stop tokens and no penalties
+    "--enable-scale-out",  # token ids as input and output
+    *("--logprobs-mode", "processed_logprobs"),  # of the sampled distribution
+    *("--generation-config", "vllm"),  # otherwise the model's file adds stop tokens and penalties
     *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
 ]
-# vLLM would take a share of the machine, and fail to start where others have taken it; the pages are not touched before
-# they are used.
+# By default vLLM takes a fraction of the machine's memory and fails to start if others use it. Unused pages stay
+# untouched.
 CPU_DEFAULTS = ["--kv-cache-memory-bytes", str(1 << 30)]
 # Seeded requests fail in chunked prefill on a CPU.
 CPU_REQUIRED = ["--enforce-eager", "--no-enable-chunked-prefill"]
@@ -33,25 +33,24 @@ ASK_FOR_SECRET = ["--middleware", f"{SecretMiddleware.__module__}.{SecretMiddlew
 
 
 def with_our_flags(arguments: Sequence[str], cpu: bool, asks: bool) -> list[str]:
-    """vLLM's flags from our command line, the model first; of a flag that comes twice the last one counts.
+    """Return vLLM's flags for our command line, the model first; the last of repeated flags counts.
 
-    `asks`: whether the server asks for a secret.
+    `asks`: the server asks for a secret.
     """
     flags = list(arguments)
     if not flags[0].startswith("-"):  # --help
         flags.insert(0, "--model")
     defaults = DEFAULTS + (CPU_DEFAULTS if cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ else [])
-    # Of several middlewares the last one is asked first.
+    # vLLM calls the last middleware first.
     return [*defaults, *flags, *REQUIRED, *(CPU_REQUIRED if cpu else []), *(ASK_FOR_SECRET if asks else [])]
 
 
 def main() -> None:
-    """Serve until a signal comes."""
     raise_open_files()
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the routes that exchange weights
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # enables the weight sync routes
     os.environ[SERVER_PID] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a forked child would not load plugins again
-    # Cores are the user's and the scheduler's to share out, among several servers and a trainer.
+    # The user and the scheduler share out cores among servers and trainer.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
         from vllm.entrypoints.launchers.api_server.entry import main as serve
@@ -74,7 +73,7 @@ def main() -> None:
             VARIABLE,
         )
     if current_platform.is_cpu():
-        # Two small functions, in the first generation: that takes a C++ compiler longer than they ever save.
+        # torch.compile would build two small functions in the first generation; that costs more than it saves.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
     sys.argv = ["rlhf.rollout.servers", *with_our_flags(sys.argv[1:], current_platform.is_cpu(), asks)]
     serve()

@@ -1,4 +1,4 @@
-"""Examination of a rollout server that has just come up: its release, its counters, its secret."""
+"""Checks a rollout server that has just started: its vLLM release, its token counters, its secret."""
 
 import logging
 
@@ -11,23 +11,23 @@ log = logging.getLogger(__name__)
 
 
 class Admission:
-    """Examines the servers of one fleet, and warns once of each that asks nobody for a secret."""
+    """Checks the servers of a fleet, and warns once of each server without a secret."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
         self._warned: set[str] = set()
 
     async def examine(self, client: ServerClient, url: str, *, ours: bool) -> None:
-        """Return if the server may be used. `ours`: we have started it.
+        """Return if the server may be used. `ours`: this run started the server.
 
         Raises:
-            ServerFailure: it does not answer as it should.
-            UserError: nothing but another start of it can make it fit.
+            ServerFailure: no answer, or an unexpected one.
+            UserError: the server must be started differently.
         """
         try:
             problem = server_problem(await client.version())
         except SecretRefused as refused:
-            if ours:  # at its port somebody else answers, so it will end
+            if ours:  # another process answers at the port, so ours will exit
                 raise
             raise UserError(
                 f"The rollout server {url} asks for another secret than this run's ({self._secret.place}): start it "

@@ -16,16 +16,16 @@ from rlhf.rollout.vllm.requests import copies_of, sampling_kwargs
 
 CONNECT_S = 10.0
 LOWEST_LOG_PROB = -9999.0
-"""What vLLM's server says for a log-prob that is not a number."""
+"""Value that vLLM's server sends for a log-prob that is not a number."""
 ROUNDING = 1e-3
-"""How far above 0 a log-prob may come out."""
+"""Tolerance for log-probs above 0."""
 _COUNTERS = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total")
 SHOWN = 200
-"""Characters of an answer in an error."""
+"""Maximal number of characters of an answer in an error."""
 
 
 class ServerFailure(Exception):
-    """The server did not answer, or not as it should. `hung`: nothing came before the deadline."""
+    """The server sent no valid answer. `hung`: nothing came before the deadline."""
 
     def __init__(self, reason: str, *, hung: bool = False) -> None:
         super().__init__(reason)
@@ -33,16 +33,16 @@ class ServerFailure(Exception):
 
 
 class SecretRefused(ServerFailure):
-    """The server asks for another secret than it was shown."""
+    """The server expects another secret."""
 
 
 class StaleAnswer(Exception):
-    """The answer was made with other weights than it had to be."""
+    """Other weights than the requested ones made the answer."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Arguments of a request that are the same for all requests."""
+    """Arguments that all requests share."""
 
     eos: Sequence[int]
     structured_outputs: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Ask:
 
 
 class ServerClient:
-    """Talks to the server at `url`. Every call raises ServerFailure when it gets no proper answer."""
+    """Sends requests to the server at `url`. Every call raises ServerFailure without a valid answer."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, ask: Ask, answer_timeout_s: float, secret: Secret
@@ -59,12 +59,12 @@ class ServerClient:
         self._short = aiohttp.ClientTimeout(total=answer_timeout_s, sock_connect=CONNECT_S)
 
     async def weight_label(self) -> str:
-        """Proof of life, and what the server calls its weights."""
+        """Check that the server is alive, and return its label of the weights."""
         await self._call("GET", "/health", self._short)
         return _text(_parsed(await self._call("GET", "/weight_info", self._short)), "weight_version")
 
     async def asks_for_secret(self) -> bool:
-        """Whether it refuses who shows no secret."""
+        """Return whether the server rejects requests without a secret."""
         try:
             await self._call("GET", "/health", self._short, headers={})
         except SecretRefused:
@@ -72,14 +72,14 @@ class ServerClient:
         return False
 
     async def version(self) -> str:
-        """The release of vLLM."""
+        """Return the release of vLLM."""
         return _text(_parsed(await self._call("GET", "/version", self._short)), "version")
 
     async def tokens(self) -> float:
-        """How many tokens of prompts and responses it has computed in its life.
+        """Return the number of prompt and response tokens since the server started.
 
         Raises:
-            UserError: it does not count them.
+            UserError: the server does not count tokens.
         """
         content = await self._call("GET", "/metrics", self._short)
         counts = [line.rpartition(b" ")[2] for line in content.splitlines() if line.startswith(_COUNTERS)]
@@ -94,14 +94,14 @@ class ServerClient:
             raise ServerFailure(f"/metrics: {error}") from error
 
     async def generate(self, requests: Sequence[Request], seed: int, label: str, version: int) -> list[Sample]:
-        """The samples of siblings by the weights `label`, which are those after `version` steps. However long it takes.
+        """Return samples of siblings by the weights `label`, those after `version` steps. Waits without a deadline.
 
         Args:
-            seed: of the first.
+            seed: seed of the first sample.
 
         Raises:
-            StaleAnswer: other weights had a part in it.
-            UserError: the server finds fault with the request; another server would as well.
+            StaleAnswer: other weights made part of the answer.
+            UserError: the server rejects the request, as any other server would.
         """
         first, n = requests[0], copies_of(requests)
         ask = self._ask
@@ -128,7 +128,7 @@ class ServerClient:
                 json=body,
                 timeout=timeout,
                 headers=self._secret.headers if headers is None else headers,
-                allow_redirects=False,  # which would take the secret elsewhere
+                allow_redirects=False,  # a redirect would leak the secret
             ) as response:
                 content = await response.read()
                 status = response.status
@@ -150,11 +150,11 @@ class ServerClient:
 
 
 def samples_of(content: bytes, requests: Sequence[Request], vocab_size: int, label: str, version: int) -> list[Sample]:
-    """The samples of siblings in an answer, each checked.
+    """Return the checked samples of siblings in an answer.
 
     Raises:
-        ServerFailure: something is missing or cannot be.
-        StaleAnswer: whole, but not all of it by the weights `label`.
+        ServerFailure: something is missing or invalid.
+        StaleAnswer: valid, but other weights than `label` made part of the answer.
     """
     choices = _parsed(content).get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
@@ -178,7 +178,7 @@ def samples_of(content: bytes, requests: Sequence[Request], vocab_size: int, lab
 
 
 def _sample(choice: dict[str, Any], request: Request, vocab_size: int, version: int) -> tuple[Sample, set[str]]:
-    """A sample, and the labels of the weights that it is by."""
+    """Return a sample, and the labels of the weights that made it."""
     max_tokens = request.params.max_tokens
     token_ids, reason = choice.get("token_ids"), choice.get("finish_reason")
     if not isinstance(token_ids, list) or not all(_is_int(token) and 0 <= token < vocab_size for token in token_ids):
@@ -202,7 +202,7 @@ def _sample(choice: dict[str, Any], request: Request, vocab_size: int, version: 
 
 
 def _labels(spans: Any, tokens: int) -> set[str]:
-    """The labels in `spans` of an answer, which must cover all its tokens."""
+    """Return the labels in `spans` of an answer, which must cover all its tokens."""
     labels, end = set(), 0
     for span in spans if isinstance(spans, list) else ():
         if not isinstance(span, dict) or span.get("start") != end or not _is_int(span.get("end")):
@@ -232,7 +232,7 @@ def _text(parsed: dict[str, Any], key: str) -> str:
 
 
 def _fault(content: bytes) -> str | None:
-    """What vLLM says about a request that it refuses."""
+    """Return vLLM's message about a rejected request."""
     try:
         error = _parsed(content).get("error")
     except ServerFailure:

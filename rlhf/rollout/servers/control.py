@@ -1,4 +1,4 @@
-"""Control routes of vLLM servers, each call with a deadline and the run's secret. Imports no torch."""
+"""Calls control routes of vLLM servers, with a deadline and the run's secret. Imports no torch."""
 
 import json
 import urllib.request
@@ -12,34 +12,34 @@ from rlhf.rollout.servers.secret import Secret
 
 
 class CallFailed(Exception):
-    """A server refused, answered nonsense, or did not answer within its deadline."""
+    """A server answered with an error or invalid JSON, or missed the deadline."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirection is an error: it would take the secret elsewhere."""
+    """Turns redirections into errors: a redirect would leak the secret."""
 
     def redirect_request(self, *args: Any) -> None:
         return None
 
 
-# Servers are in the cluster's own network, which a proxy for the internet does not reach.
+# Servers are in the cluster's network, which an internet proxy does not reach.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
 
 
 class ServerControl:
-    """Calls to servers, named by their URLs, that raise CallFailed; `timeout_s` is the deadline of each."""
+    """Calls servers by URL, and raises CallFailed; `timeout_s` is the deadline of each call."""
 
     def __init__(self, secret: Secret, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._headers = secret.headers
 
     def post(self, url: str, path: str, body: dict[str, Any] | None = None) -> None:
-        """POST to a server, its answer thrown away."""
+        """Send a POST request, and ignore the answer's content."""
         headers = {**self._headers, "Content-Type": "application/json"}
         self._call(path, urllib.request.Request(url + path, json.dumps(body or {}).encode(), headers))
 
     def get(self, url: str, path: str) -> Any:
-        """The JSON that a server answers."""
+        """Return the JSON of a GET request."""
         answer = self._call(path, urllib.request.Request(url + path, headers=self._headers))
         try:
             return json.loads(answer)
@@ -57,7 +57,7 @@ class ServerControl:
 
 
 def in_parallel(step: Callable[[str], None], urls: Sequence[str]) -> dict[str, str]:
-    """Do `step` with each of `urls` at the same time; the reasons of those where it raises CallFailed."""
+    """Call `step` for all `urls` at the same time; return the errors of URLs whose call raised CallFailed."""
 
     def reason(url: str) -> str | None:
         try:

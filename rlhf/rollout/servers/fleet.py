@@ -1,4 +1,4 @@
-"""Fleet of rollout servers, as the leader calls it; a thread watches them, restarts ours and hands out requests."""
+"""The leader's handle on the rollout servers; a thread monitors the servers and sends requests."""
 
 import asyncio
 import concurrent.futures
@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 CLOSE_S = 60.0
 LOOK_S = 5.0
-"""Between two looks whether the thread still runs."""
+"""Interval in seconds between checks that the thread is alive."""
 
 
 class Fleet:
-    """The leader's handle on the servers; a `FleetLoop` in a thread of its own looks after them."""
+    """The leader's handle on the servers; runs a `FleetLoop` in its own thread."""
 
     def __init__(self, fleet_loop: FleetLoop) -> None:
         self._fleet_loop = fleet_loop
@@ -29,18 +29,18 @@ class Fleet:
         self._began.wait()
 
     def wait(self, seconds: float, generating: bool = True) -> FleetState | None:
-        """The state that the fleet has come to, or None after so many seconds.
+        """Return the state of the fleet, or None if no state is reached within `seconds`.
 
-        `weights`: the generation cannot go on before a server gets weights. Without one, `ready`: a server lives.
+        `weights`: generation needs a server with new weights. If not `generating`, `ready`: a server is alive.
 
         Raises:
-            ServersFailed: the budget is spent; the text names each server, its last failures and its log.
-            UserError: a server runs a release of vLLM that is not supported, or refuses a request.
+            ServersFailed: too many failures; the text has each server's last failures and log file.
+            UserError: a server runs an unsupported release of vLLM, or rejects a request.
         """
         return self._call(self._fleet_loop.until(generating, seconds))
 
     def do(self, action: Callable[[FleetLoop], T]) -> T:
-        """The result of `action` in the fleet's thread."""
+        """Run `action` in the fleet's thread, and return its result."""
 
         async def run() -> T:
             return action(self._fleet_loop)
@@ -48,14 +48,13 @@ class Fleet:
         return self._call(run())
 
     def close(self) -> None:
-        """End the thread, and the servers that it has started."""
+        """End the thread and the servers that it started."""
         self._fleet_loop.closing = True
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             log.error("The thread of the rollout servers did not end within %g s.", CLOSE_S)
 
     def _call(self, call: Coroutine[Any, Any, T]) -> T:
-        """The result of `call` in the fleet's thread."""
         fleet_loop = self._fleet_loop
         if fleet_loop.error is None and self._loop is not None and self._thread.is_alive():
             future = asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -75,7 +74,7 @@ class Fleet:
 
         try:
             asyncio.run(self._fleet_loop.run(began))
-        except BaseException as error:  # raised again in the leader's own thread
+        except BaseException as error:  # `_call` raises the error in the leader's thread
             self._fleet_loop.error = error
         finally:
             self._began.set()

@@ -1,4 +1,4 @@
-"""Event loop of the fleet's thread: probes the servers, starts ours again, hands requests to those that serve."""
+"""Event loop of the fleet's thread: probes servers, restarts ours, and sends requests to those that serve."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 FleetState = Literal["ready", "weights", "done"]
 
 TICK_S = 0.25
-"""Between two looks at the servers when nothing happens."""
+"""Interval in seconds between checks of the servers without other events."""
 NOTHING_HEARD = "nothing was heard of it"
 
 
@@ -45,36 +45,39 @@ class _Member:
     starts: int = 0
     pushing: bool = False
     load: int = 0
-    """Samples in flight."""
+    """Number of samples in flight."""
     asks: dict[asyncio.Task, int] = field(default_factory=dict)
-    """The number of the siblings that each of its tasks has sent."""
+    """Index of the siblings that each task has sent."""
     probe: asyncio.Task | None = None
     silence: str = NOTHING_HEARD
-    """What was wrong with its last answer to a probe; empty if nothing was."""
+    """Error of the last probe; empty if the probe succeeded."""
 
 
 @dataclass
 class _Generation:
     groups: Sequence[Sequence[Request]]
-    """Siblings, which one server is asked for together."""
+    """Siblings; one request asks a server for all samples of a group."""
     seed: int
     step: int
     queue: deque[int]
-    """The numbers of groups that are to be sent."""
+    """Indices of the groups that are not sent yet."""
     samples: dict[int, list[Sample]] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """Samples that it is to have."""
+        """Number of samples in all groups."""
         return sum(map(len, self.groups))
 
 
 class FleetLoop:
-    """State of the fleet, which only its event loop touches.
+    """State of the fleet; only its event loop accesses the state.
 
-    `processes`: the servers that we start, by their log files; with none, the servers are `settings.urls`. `secret`:
-    shown to each with every request. `capacity`: samples that a server decodes together. A `label` names weights: only
-    servers with the one that is wanted are asked, and answers by others are refused.
+    Args:
+        processes: servers that we start, by log file; without any, the servers are `settings.urls`.
+        secret: sent to each server with every request.
+        capacity: number of samples that a server decodes together.
+
+    A `label` names weights: requests go only to servers with the wanted label, and other answers are rejected.
     """
 
     def __init__(
@@ -99,8 +102,8 @@ class FleetLoop:
         self._wake, self._news = asyncio.Event(), asyncio.Condition()
 
     async def run(self, began: Callable[[], None]) -> None:
-        """Watch the servers until `closing`; calls `began` once the other methods may be called."""
-        # A connection that was kept may be closed by the server at the moment that it is used again.
+        """Monitor the servers until `closing`; call `began` once the other methods are usable."""
+        # Connections are not kept: the server may close a connection just when a request reuses it.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as self._session:
             now = time.monotonic()
@@ -127,7 +130,6 @@ class FleetLoop:
         return ServerClient(self._session, url, self._ask, self._settings.answer_timeout_s, self._secret)
 
     async def until(self, generating: bool, seconds: float) -> FleetState | None:
-        """See `Fleet.wait`."""
         outcome_now = self._ended if generating else self._ready
         self._budget.needed = True
         end = time.monotonic() + seconds
@@ -140,9 +142,9 @@ class FleetLoop:
         return outcome
 
     def want(self, label: str, version: int) -> list[str]:
-        """The servers to push the weights `label` to, those after `version` steps: from now on no others will do.
+        """Return the servers that need the weights `label`, those after `version` steps; no other weights serve now.
 
-        These servers are left alone until `pushed`.
+        These servers get no other calls until `pushed`.
         """
         self._label, self._version = label, version
         for member in self._members:
@@ -154,7 +156,7 @@ class FleetLoop:
         return [member.url for member in stale]
 
     def pushed(self, label: str, errors: dict[str, str | None]) -> None:
-        """Take note of the end of the push to the servers of `want`: by URL None, or what went wrong."""
+        """Record the result of the push to the servers of `want`: per URL an error, or None."""
         for member in self._members:
             if member.pushing:
                 member.pushing = False
@@ -164,20 +166,20 @@ class FleetLoop:
                     self._log_failure(member, f"the push of the weights failed: {error}")
 
     def begin(self, requests: Sequence[Request], seed: int, step: int) -> None:
-        """Start to generate; `until` tells how it goes, `take` ends it."""
+        """Start to generate; `until` waits for the end, and `take` returns the samples."""
         groups = [[requests[place] for place in places] for places in siblings(requests)]
         self._generation = _Generation(groups, seed, step, deque(range(len(groups))))
         self._budget.needed = True
         self._wake.set()
 
     def take(self) -> list[Sample]:
-        """The sample of each request, in their order, once `until` has said `done`."""
+        """Return the sample of each request, in order, after `until` has returned `done`."""
         generation, self._generation = self._generation, None
         assert generation is not None
         return [sample for i in range(len(generation.groups)) for sample in generation.samples[i]]
 
     def metrics(self) -> dict[str, float]:
-        """Figures since the last call."""
+        """Return metrics since the last call."""
         counts, self._counts = self._counts, Counter()
         names = ("server_failures", "server_restarts", "requests_repeated", "stale_answers")
         serving = sum(member.health.state == "serving" for member in self._members)
@@ -206,8 +208,8 @@ class FleetLoop:
             )
 
     def _tend(self, member: _Member, now: float) -> None:
-        """Notice what happened to a server, do what is due."""
-        if member.pushing:  # what is wrong with it now comes out by the push
+        """Update a server's health, and start the action that is due."""
+        if member.pushing:  # the push reports errors
             return
         health, process = member.health, member.process
         if process is not None and member.starts and (code := process.poll()) is not None:
@@ -274,7 +276,7 @@ class FleetLoop:
             self._wake.set()
 
     async def _count(self, member: _Member) -> None:
-        """Ask a busy server how far it is; that it does not say is no failure before the deadline of its requests."""
+        """Ask a busy server for its count of tokens. An error is no failure before the deadline of its requests."""
         try:
             tokens = await member.client.tokens()
         except ServerFailure as failure:
@@ -289,7 +291,7 @@ class FleetLoop:
             self._wake.set()
 
     def _dispatch(self) -> None:
-        """Hand out the queue, each group to the server with the least in flight, up to the capacity of each."""
+        """Send each queued group to the server with the fewest samples in flight, up to each server's capacity."""
         generation = self._generation
         while generation is not None and generation.queue:
             n = len(generation.groups[generation.queue[0]])
@@ -321,7 +323,7 @@ class FleetLoop:
         except Exception as error:
             self.error = error
         else:
-            # Whoever was dropped has its request in the queue again.
+            # The requests of a dropped server are queued again.
             if member.asks.pop(task, None) is not None:
                 generation.samples[index] = samples
                 report(GENERATING, sum(map(len, generation.samples.values())), generation.total)
@@ -342,7 +344,7 @@ class FleetLoop:
         log.warning("Rollout server %s: %s. Next try in %g s.", member.url, reason, member.health.backoff_s)
 
     def _drop(self, member: _Member) -> None:
-        """Its requests go back to the queue, before those that were never sent."""
+        """Put the server's requests back at the head of the queue, and cancel its tasks."""
         asks, member.asks, member.load = member.asks, {}, 0
         if asks and self._generation is not None:
             self._counts["requests_repeated"] += len(asks)

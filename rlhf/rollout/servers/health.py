@@ -1,4 +1,4 @@
-"""Health of a rollout server as a state machine: told what happens and when, it says what is due. No I/O, no clock."""
+"""Tracks a rollout server's health as a state machine: events come in, due actions go out. No I/O, no clock."""
 
 from collections import deque
 from typing import Literal
@@ -6,26 +6,23 @@ from typing import Literal
 from rlhf.config.schema.rollout import ServersConfig
 
 State = Literal["starting", "serving", "stale", "dead"]
-"""`stale`: alive, without the weights that are wanted. `dead`: not used until its back-off is over."""
+"""`stale`: alive, with other weights than wanted. `dead`: not used until the back-off has passed."""
 Due = Literal["nothing", "start", "probe", "count", "push", "give_up"]
 
 PROBE_EVERY_S = 1.0
-"""While a server starts."""
+"""Interval in seconds between probes of a starting server."""
 WATCH_EVERY_S = 10.0
-"""While it is idle; while requests wait at least four times within answer_timeout_s."""
+"""Interval in seconds between probes of an idle server, and upper limit of the interval between token counts."""
 REASONS_KEPT = 3
 
 
 class Budget:
-    """Failures of a fleet in a row, without a finished request between them.
-
-    Those of times when nothing is asked of it do not count.
-    """
+    """Counts a fleet's failures in a row, without a finished request between them, while a caller waits."""
 
     def __init__(self, max_failures: int) -> None:
         self.max_failures, self.in_a_row = max_failures, 0
         self.needed = False
-        """Whether somebody waits for the fleet."""
+        """Whether a caller waits for the fleet."""
 
     @property
     def spent(self) -> bool:
@@ -39,19 +36,19 @@ class Budget:
 
 
 class ServerHealth:
-    """One server. `ours`: we start it and can start it again; otherwise it comes back by itself or not at all.
+    """Health of one server. `ours`: we start and restart it; another server must recover by itself.
 
-    The first failure in a row leaves a process of ours alone and asks it again after the back-off; after the next one,
-    or when it is `gone` (ended, hung), it is started anew.
+    After the first failure in a row, a process of ours is probed again once the back-off has passed. After the next
+    failure, or if the process is `gone` (ended, hung), it is restarted.
     """
 
     def __init__(self, settings: ServersConfig, budget: Budget, *, ours: bool, now: float) -> None:
         self.reasons: deque[str] = deque(maxlen=REASONS_KEPT)
-        """Of its last failures."""
+        """Reasons of the last failures."""
         self.failures = 0
-        """In a row, without a finished request between them."""
+        """Failures in a row without a finished request between them."""
         self.in_flight = 0
-        """Requests it has not answered."""
+        """Number of requests without an answer."""
         self._settings, self._budget, self._ours = settings, budget, ours
         self._wanted: str | None = None
         self._half_pushed = False
@@ -66,11 +63,11 @@ class ServerHealth:
         return self._state
 
     def due(self, now: float) -> Due:
-        """The action that is due from the owner now.
+        """Return the action that is due.
 
-        `start`: end what still runs of it, start it, say `started`. `probe`: say `probing`, ask for its label. `count`:
-        say `counting`, ask how many tokens it has computed, say `counted`. `push`: send it weights as soon as there are
-        some. `give_up`: the budget is spent.
+        start: end the process if it still runs, start it, and call `started`.
+        probe: call `probing`, and ask for the label. count: call `counting`, ask for the token count, call `counted`.
+        push: send weights as soon as there are any. give_up: the budget is spent.
         """
         if self._budget.spent:
             return "give_up"
@@ -85,7 +82,7 @@ class ServerHealth:
         return "push" if self._state == "stale" else "nothing"
 
     def overdue(self, now: float) -> str | None:
-        """The deadline that has passed, in words; the owner then says `failed(gone=True)`."""
+        """Return the missed deadline in words, or None. On a missed deadline the caller calls `failed(gone=True)`."""
         if self._state == "starting" and now >= self._deadline:
             return "did not get ready in time (rollout.servers.start_timeout_s, answer_timeout_s)"
         limit_s = self._settings.answer_timeout_s
@@ -97,11 +94,11 @@ class ServerHealth:
         return None
 
     def started(self, now: float) -> None:
-        """Its process was started."""
+        """Record that the process was started."""
         self._become_starting(now, self._settings.start_timeout_s)
 
     def probing(self, now: float) -> None:
-        """A probe is under way."""
+        """Record that a probe has started."""
         if self._state == "dead":
             # A process of ours that still runs needs no time to start.
             s = self._settings
@@ -109,34 +106,34 @@ class ServerHealth:
         self._next_probe = now + (PROBE_EVERY_S if self._state == "starting" else WATCH_EVERY_S)
 
     def probed(self, now: float, label: str) -> None:
-        """It is alive and says that its weights are `label`."""
+        """Record that the server is alive with the weights `label`."""
         if self._state == "serving" and label != self._wanted:
             self.outdated(
                 f"has the weights {label!r}, not {self._wanted!r}: it was restarted, or somebody else uses it"
             )
         elif self._state in ("starting", "stale"):
-            # After half a push it may be paused, whatever its label says.
+            # After an interrupted push the server may be paused, whatever its label.
             current = self._wanted is not None and label == self._wanted and not self._half_pushed
             self._become("serving" if current else "stale", now)
 
     def counting(self, now: float) -> None:
-        """It is being asked for its count of tokens."""
+        """Record that a token count was requested."""
         self._next_count = now + min(WATCH_EVERY_S, self._settings.answer_timeout_s / 4)
 
     def counted(self, now: float, tokens: float) -> None:
-        """It has computed so many tokens in its life; another number than before is progress, however slow."""
+        """Record the server's token count; any change is progress, however slow."""
         if self._tokens is not None and tokens != self._tokens:
             self._last_progress = now
         self._tokens = tokens
 
     def want(self, label: str) -> None:
-        """From now on the weights `label` are wanted; requests to other ones count as dropped."""
+        """Set the wanted weights; requests to other weights count as dropped."""
         if label != self._wanted and self._state == "serving":
             self._state, self.in_flight = "stale", 0
         self._wanted = label
 
     def pushed(self, now: float, label: str, error: str | None) -> None:
-        """Weights were sent, or not: then why."""
+        """Record that weights were sent, or the error."""
         self._half_pushed = error is not None
         if self._state != "stale":
             return
@@ -146,37 +143,37 @@ class ServerHealth:
             self._become("serving", now)
 
     def asked(self, now: float) -> None:
-        """It was sent a request."""
+        """Record that a request was sent."""
         if not self.in_flight:
-            # The first count is what the next one is compared with.
+            # The next count is compared with the first.
             self._last_progress = self._next_count = now
         self.in_flight += 1
 
     def finished(self, now: float) -> None:
-        """It has answered a request well."""
+        """Record that a request succeeded."""
         self.in_flight -= 1
         self._last_progress, self.failures = now, 0
         self._budget.finished()
 
     def outdated(self, reason: str) -> None:
-        """It serves with other weights than it should; its requests count as dropped."""
+        """Record that the server uses other weights than wanted; its requests count as dropped."""
         self._count(reason)
         self._state = "stale"
 
     def failed(self, now: float, reason: str, *, gone: bool = False) -> None:
-        """It did something wrong; its requests count as dropped. `gone`: only a new process can help."""
+        """Record a failure; requests count as dropped. `gone`: only a restart helps."""
         self._count(reason)
         self._state = "dead"
         self._retry_at = now + self.backoff_s
         self._start_due = self._ours and (gone or self._start_due or self.failures > 1)
 
     def ended(self) -> None:
-        """Its process is no more, which explains the failure before."""
+        """Record that the process has ended, which explains the previous failure."""
         self._start_due = self._ours
 
     @property
     def backoff_s(self) -> float:
-        """The wait after the last failure."""
+        """Return the back-off in seconds after the last failure."""
         s = self._settings
         return min(s.backoff_max_s, s.backoff_s * 2 ** min(max(self.failures - 1, 0), 30))
 

@@ -1,4 +1,4 @@
-"""Secret that the rollout servers of a run ask for on every route, and that their trainer sends. Imports no torch."""
+"""Creates and checks the shared secret of a run's trainer and rollout servers. Imports no torch."""
 
 import hashlib
 import hmac
@@ -21,22 +21,22 @@ _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Secret:
-    """A secret and the place where a person finds it."""
+    """A secret, and the place where users find it (file or variable)."""
 
     value: str = field(repr=False)
     place: str
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers of a request that shows it."""
+        """HTTP headers that send the secret."""
         return {"Authorization": f"Bearer {self.value}"}
 
 
 def run_secret(file: Path) -> Secret:
-    """The secret of a run: RLHF_ROLLOUT_SECRET of the environment, else that of `file`, which is made if need be.
+    """Return the run's secret from RLHF_ROLLOUT_SECRET, else from `file`, which is created if missing.
 
     Raises:
-        UserError: others may read the file, or what is found cannot be a secret.
+        UserError: other users may read the file, or its content is no valid secret.
     """
     if secret := environment_secret(os.environ):
         return secret
@@ -55,11 +55,7 @@ def run_secret(file: Path) -> Secret:
 
 
 def environment_secret(environment: Mapping[str, str]) -> Secret | None:
-    """The secret in RLHF_ROLLOUT_SECRET, None if it is not set or empty.
-
-    Raises:
-        UserError: it cannot be one.
-    """
+    """Return the secret in RLHF_ROLLOUT_SECRET; None if unset or empty. Raises UserError if it is invalid."""
     value = environment.get(VARIABLE)
     return _checked(value, VARIABLE) if value else None
 
@@ -74,12 +70,12 @@ def _checked(value: str, place: str) -> Secret:
 
 
 def proof(secret: str, nonce: str, path: str) -> str:
-    """Answer to a fresh `nonce` that only a holder of the secret can give, for one path: HMAC-SHA256 in hex."""
+    """Return the HMAC-SHA256 (hex) of a fresh `nonce` and one path, which only a holder of the secret can compute."""
     return hmac.new(secret.encode(), f"{nonce} {path}".encode(), hashlib.sha256).hexdigest()
 
 
 class SecretMiddleware:
-    """ASGI middleware that answers 401 to whoever does not show the secret in RLHF_ROLLOUT_SECRET, on every route."""
+    """ASGI middleware that answers 401 to requests without the secret in RLHF_ROLLOUT_SECRET, on every route."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         secret = environment_secret(os.environ)
@@ -87,7 +83,6 @@ class SecretMiddleware:
         self._app, self._wanted = app, secret.headers["Authorization"].encode()
 
     async def __call__(self, scope: _Scope, receive: Callable[[], Awaitable[Any]], send: _Send) -> None:
-        """Hand a request on, or refuse it."""
         if scope["type"] == "lifespan" or self._shown(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -1,4 +1,4 @@
-"""Rollout engine over vLLM servers in processes of their own: the leader talks to them for all ranks."""
+"""Samples from vLLM servers in separate processes; the leader calls the servers for all ranks."""
 
 import logging
 import os
@@ -31,11 +31,11 @@ from rlhf.storage.files import make_dir
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 BEAT_S = 20.0
-"""Between two signs of life from the leader to ranks that wait for it, whose patience has an end."""
+"""Interval in seconds between keep-alives from the leader to the waiting ranks, so that no timeout fires."""
 
 
 class ServerEngine:
-    """A `BackgroundEngine`. `fleet` and `weight_push` are the leader's, None on other ranks; it closes `resources`."""
+    """A `BackgroundEngine`. On the leader, `resources` closes `fleet` and `weight_push`; other ranks have None."""
 
     def __init__(
         self,
@@ -47,25 +47,24 @@ class ServerEngine:
         parts: FileParts,
     ) -> None:
         self.dtype = dtype
-        """See `RolloutEngine.dtype`."""
         self._parts = parts
         self._coordinator, self._fleet, self._weight_push, self._resources = coordinator, fleet, weight_push, resources
         self._weights: Weights | None = None
         self._version, self._pushes = 0, 0
-        # A server that outlives a trainer, or a roll-back, must not pass for up to date in the next one.
+        # A server may outlive a trainer or a rollback; its old label must not equal a label of the next trainer.
         self._name = uuid.uuid4().hex[:12]
         self._label = ""
         self._sizes: list[int] = []
-        """On the leader: how many requests of the present generation each rank has."""
+        """On the leader: each rank's number of requests in the present generation."""
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Push to all servers that live; the others get them before they serve."""
+        """Push to all live servers; other servers get the weights before they serve."""
         self._weights, self._version = weights, version
         self._new_label(version)
         self._push(version)
 
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
-        """The sample of each of this rank's requests, in their order.
+        """Return the sample of each of this rank's requests, in order.
 
         Raises:
             ServersFailed: the servers failed too often (rollout.servers.max_failures).
@@ -74,7 +73,7 @@ class ServerEngine:
         return self.finish(self._version)
 
     def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
-        """Start to generate in the background; `finish` ends it."""
+        """Start to generate in the background, until `finish`."""
         announce("rollout.begin")
         self._push(self._version)  # to servers that came up since the last update
         of_ranks = gather_requests(requests, range(self._coordinator.world_size), [0], self._coordinator)
@@ -83,13 +82,9 @@ class ServerEngine:
         self._lead(lambda fleet: fleet.do(lambda loop: loop.begin(every, seed, step)))
 
     def finish(self, version: int) -> list[Sample]:
-        """The sample of each of this rank's requests of `begin`.
-
-        Raises:
-            ServersFailed: as `generate`.
-        """
+        """Return the sample of each of this rank's requests of `begin`. Raises ServersFailed as `generate`."""
         while self._outcome() == "weights":
-            # By now the policy may be another than that of `begin`.
+            # The policy may have changed since `begin`.
             self._version = version
             self._new_label(version)
             self._push(version)
@@ -98,32 +93,32 @@ class ServerEngine:
         return hand_out_samples(parts, self._coordinator)
 
     def sleep(self) -> bool:
-        """Servers have devices of their own."""
+        """Return False: the servers have their own devices."""
         return False
 
     def metrics(self) -> dict[str, float]:
-        """On the leader: what happened to the servers since the last call."""
+        """Return, on the leader, counts of the servers' failures and restarts since the last call."""
         return self._fleet.do(FleetLoop.metrics) if self._fleet is not None else {}
 
     def close(self) -> None:
-        """End the servers that we have started; not collective."""
+        """End the servers that we started; not collective."""
         self._resources.close()
 
     def wait_until_ready(self) -> None:
-        """Return once a server lives. Collective."""
+        """Return once a server is alive. Collective."""
         self._outcome(generating=False)
 
     def _outcome(self, *, generating: bool = True) -> FleetState:
-        """What the fleet comes to. Collective."""
+        """Return the state that the fleet reaches. Collective."""
         while True:
             outcome = self._lead(lambda fleet: fleet.wait(BEAT_S, generating))
             if outcome is not None:
                 return outcome
-            if generating:  # which may take as long as servers need to start; the fleet has deadlines of its own
+            if generating:  # a restart of servers may take long; the fleet has its own deadlines
                 announce("rollout.wait")
 
     def _lead(self, action: Callable[[Fleet], T]) -> T:
-        """What `action` gives on the leader, or what it raises, on every rank."""
+        """Return the leader's result of `action` on every rank, or raise its error on every rank."""
 
         def lead() -> T:
             assert self._fleet is not None
@@ -136,7 +131,7 @@ class ServerEngine:
         self._label = f"{self._name}.{self._pushes}.step_{version}"
 
     def _push(self, version: int) -> None:
-        """Bring all servers that live to the present weights. Collective."""
+        """Send the present weights to all live servers. Collective."""
         weights, label = self._weights, self._label
         assert weights is not None, "generation needs weights"
         urls = self._lead(lambda fleet: fleet.do(lambda loop: loop.want(label, version)))
@@ -155,7 +150,7 @@ class ServerEngine:
         self._lead(lambda fleet: fleet.do(lambda loop: loop.pushed(label, errors)))
 
     def _parted(self, samples: list[Sample]) -> list[list[Sample]]:
-        """The samples of all requests, by rank."""
+        """Return the samples of all requests, by rank."""
         left = iter(samples)
         return [list(islice(left, size)) for size in self._sizes]
 
@@ -169,16 +164,15 @@ def build_server_engine(
     logs: Path,
     parts: FileParts | None = None,
 ) -> ServerEngine:
-    """The engine, with at least one server that lives. Collective.
+    """Build the engine, and wait for at least one live server. Collective.
 
     Args:
-        logs: the folder for the logs of servers that we start, and for the run's secret.
-        parts: what the files have of the weights that the trainer has otherwise, and vLLM with them.
+        logs: folder for the logs of servers that we start, and for the run's secret.
+        parts: slices of the trainer's and vLLM's fused weights that the files store as separate tensors.
 
     Raises:
-        UserError: too few GPUs for the servers, or a server with another secret, or with a release of vLLM that is not
-            supported.
-        ServersFailed: no server came up (rollout.servers.max_failures).
+        UserError: too few GPUs for the servers; or a server has another secret or an unsupported release of vLLM.
+        ServersFailed: no server started (rollout.servers.max_failures).
     """
     resources = ExitStack()
     try:
@@ -217,10 +211,9 @@ def build_server_engine(
 
 
 def server_gpus(config: RolloutConfig, device: torch.device, world_size: int) -> list[list[str]]:
-    """The GPUs of each server that we start, as CUDA_VISIBLE_DEVICES names them: after the ranks' of this machine.
+    """Return the GPUs of each server that we start, as in CUDA_VISIBLE_DEVICES: after those of this machine's ranks.
 
-    Raises:
-        UserError: there are too few.
+    Raises UserError for too few GPUs.
     """
     count, size = config.servers.count, config.tensor_model_parallel_size
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Process of a vLLM server, started by this rank."""
+"""Starts and ends a vLLM server process on this machine."""
 
 import json
 import logging
@@ -22,18 +22,18 @@ from rlhf.rollout.servers.secret import VARIABLE, Secret
 from rlhf.rollout.servers.weights.plugin import SCRATCH_NAME
 from rlhf.storage.scratch import Scratch
 
-# What torchrun and elastic tell a rank; vLLM would take them for its own.
+# Variables that torchrun and elastic set for a rank; vLLM would use them as its own.
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 _KILL_PATIENCE_S = 10.0
 
 log = logging.getLogger(__name__)
-# The kernel ends a server with the thread that started it (rlhf/ranks/parent.py); this one lives as long as the
+# The kernel ends a server with the thread that started it (rlhf/ranks/parent.py); this thread lives as long as the
 # process.
 _starter = ThreadPoolExecutor(1, "server-starter")
 
 
 class ServerProcess:
-    """One server of this machine, started with the weights of nobody: dummies until the first update."""
+    """A vLLM server on this machine. Its weights are dummies until the first update."""
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class ServerProcess:
     ) -> None:
         """
         Args:
-            folder: configuration and tokenizer of the model, as Hugging Face has them.
-            max_model_len: tokens of the longest prompt with its response.
-            device: of whose type the server's devices are.
-            gpus: the CUDA devices that it may see, as CUDA_VISIBLE_DEVICES names them; without meaning on a CPU.
-            secret: what it asks for on every route.
-            log: what it says is appended here.
+            folder: Hugging Face configuration and tokenizer of the model.
+            max_model_len: limit of prompt plus response in tokens.
+            device: device of the type that the server uses.
+            gpus: visible CUDA devices, as in CUDA_VISIBLE_DEVICES; ignored on a CPU.
+            secret: secret that every route requires.
+            log: file to which the server's output is appended.
         """
         self._flags = flags(config, folder, max_model_len, device)
         self._environment = environment(os.environ, device, gpus, secret)
@@ -62,7 +62,7 @@ class ServerProcess:
         self.url = ""
 
     def start(self) -> None:
-        """Start it at a port that is free now, and return at once; it will answer at `url`, in half a minute or so."""
+        """Start the server at a free port and return at once; it answers at `url` after about half a minute."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -83,11 +83,11 @@ class ServerProcess:
             )
 
     def poll(self) -> int | None:
-        """The exit code of the server, negative for a signal; None while it runs or if it was never started."""
+        """Return the server's exit code (negative for a signal); None while it runs or if it was never started."""
         return self._process.poll() if self._process else None
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes; returns once they and what they leave are gone. It can be started again."""
+        """Send SIGKILL to all its processes, and wait until they and their files are gone. It can be started again."""
         if self._process is not None:
             self._end(self._process)
         if self._scratch is not None:
@@ -107,7 +107,7 @@ class ServerProcess:
 
 
 def flags(config: RolloutConfig, folder: Path, max_model_len: int, device: torch.device) -> list[str]:
-    """The command line of `python -m rlhf.rollout.servers`; vLLM's own arguments come last and so win."""
+    """Return the command line of `python -m rlhf.rollout.servers`; engine_kwargs.vllm comes last and so wins."""
     ours: dict[str, Any] = {
         "dtype": config.dtype,
         "seed": 0,
@@ -122,7 +122,7 @@ def flags(config: RolloutConfig, folder: Path, max_model_len: int, device: torch
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """vLLM's engine arguments as its command line has them; one that is None is left to vLLM."""
+    """Return vLLM's engine arguments as command-line flags; None leaves an argument to vLLM."""
     words = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
@@ -140,7 +140,7 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
 def environment(
     rank: Mapping[str, str], device: torch.device, gpus: Sequence[int | str], secret: Secret
 ) -> dict[str, str]:
-    """A server's environment, from that of the rank which starts it: it is no rank, and ends with this process."""
+    """Return a server's environment: the starting rank's, without rank variables, ending with this process."""
     kept = {name: value for name, value in rank.items() if not name.startswith(_OF_THE_RANK)}
     kept[PARENT_PID] = str(os.getpid())
     kept[VARIABLE] = secret.value
@@ -151,7 +151,7 @@ def environment(
 
 
 def own_places(scratch: Scratch) -> dict[str, str]:
-    """Environment in which a server's temporary files and sockets are in `scratch`, and shared memory has its name."""
+    """Return variables that put a server's temporary files and sockets into `scratch`, and name its shared memory."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # seldom needed, and slow to import
 
     folder = str(scratch.folder)
@@ -159,13 +159,13 @@ def own_places(scratch: Scratch) -> dict[str, str]:
         "TMPDIR": folder,
         "VLLM_RPC_BASE_PATH": folder,
         SCRATCH_NAME: scratch.name,
-        # What was compiled once is for all servers.
+        # All servers share compiled code.
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir(),
     }
 
 
 def processes_of(group: int) -> list[int]:
-    """The processes of a process group that run; a zombie that its adoptive parent has yet to collect doesn't."""
+    """Return the running processes of a process group; zombies do not count."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -1,1 +1,1 @@
-"""vLLM in the ranks: the engine that shares their devices, and a request in its words."""
+"""Runs vLLM inside the ranks, on their devices, and converts requests to vLLM's arguments."""

@@ -1,4 +1,4 @@
-"""Rollout engine over vLLM in the ranks' own processes, on the devices that they train on."""
+"""Samples with vLLM in the ranks' own processes, on their training devices."""
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,30 +26,30 @@ from rlhf.storage.file_parts import FileParts, whole_in_files
 from rlhf.storage.scratch import Scratch
 
 PARTS = ("weights", "kv_cache")
-"""vLLM's names for what it gives back in its sleep."""
+"""vLLM's names of the memory that its sleep releases."""
 
 
 @dataclass(frozen=True)
 class WeightsInFiles:
-    """The weights that an update must bring, as the files of the model have them."""
+    """Weights that an update must send, as the model's files have them."""
 
     shapes: Mapping[tuple[str, ...], Sequence[int]]
-    """By the names of the weights in files; for those that are tied, each of their names in one tuple."""
+    """Shapes by names in files; all names of a tied weight form one key."""
     parts: FileParts
-    """What the files have of the weights that the trainer has otherwise, and vLLM with them."""
+    """Slices of the trainer's and vLLM's fused weights that the files store as separate tensors."""
 
 
 class VllmEngine:
-    """A `RolloutEngine` over vLLM in this process, alone or with the other ranks of its tensor-parallel group.
+    """Samples with vLLM in this process, alone or with the other ranks of a tensor-parallel group; see `RolloutEngine`.
 
-    A sample depends on the weights, `seed`, `step` and its request only, up to the rounding that comes with another
-    batch. With the same requests it is the same to the bit, whatever was generated before.
+    A sample depends only on the weights, `seed`, `step` and its request, up to rounding in another batch. Equal
+    requests give equal bits, whatever was generated before.
 
     Args:
-        llm: `vllm.LLM`, made in `process_state`. Its weights come with the first update.
-        scratch: where vLLM has its sockets; closed with the engine.
-        config: `sleep_level` is 0 where vLLM cannot sleep.
-        group: the ranks that this engine is spread over.
+        llm: `vllm.LLM`, created in `process_state`. The first update loads its weights.
+        scratch: folder of vLLM's sockets; closed with the engine.
+        config: `sleep_level` is 0 if vLLM cannot sleep.
+        group: ranks of this engine's tensor-parallel group.
     """
 
     def __init__(
@@ -77,16 +77,14 @@ class VllmEngine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `RolloutEngine.dtype`."""
         return self._llm.model_config.dtype
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Load every weight in place, one after the other; names and shapes are those of the Hugging Face model.
+        """Load all weights in place, one after the other; names and shapes are the Hugging Face model's.
 
         Raises:
-            ValueError: a name or a shape that the model does not have, or names that did not come. The engine is of no
-            use then.
-            WeightsNotHeld: vLLM does not have the weights afterwards.
+            ValueError: unknown or missing names, or another shape. The engine is unusable afterwards.
+            WeightsNotHeld: vLLM's weights differ afterwards.
         """
         with self._process_state.entered(), torch.no_grad():
             self._wake("weights")
@@ -96,12 +94,12 @@ class VllmEngine:
         self.version = version
 
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
-        """The sample that each request asks for, in their order.
+        """Return the sample of each request, in order.
 
         Raises:
             ValueError: an empty prompt.
-            UserError: prompt and response are longer than the engine was started for.
-            WeightsNotHeld: the weights are not those of the last update any more after a sleep.
+            UserError: prompt and response exceed `max_model_len`.
+            WeightsNotHeld: the weights changed during a sleep.
         """
         ranks = gather_requests(requests, self._group, self._group, self._coordinator)
         together = [request for rank in ranks for request in rank]
@@ -118,7 +116,7 @@ class VllmEngine:
         return [samples[place] for place in range(first, first + len(requests))]
 
     def sleep(self) -> bool:
-        """Give memory of the GPU back as `rollout.sleep_level` says; on a CPU nothing."""
+        """Release GPU memory as in `rollout.sleep_level`; do nothing on a CPU."""
         if self._config.sleep_level and self._asleep != set(PARTS):
             with self._process_state.entered():
                 self._wake(*PARTS)
@@ -127,11 +125,10 @@ class VllmEngine:
         return self._config.sleep_level == 2
 
     def metrics(self) -> dict[str, float]:
-        """See `RolloutEngine.metrics`."""
         return {}
 
     def close(self) -> None:
-        """Free what vLLM holds. The process group, which it shares with the rank, stays."""
+        """Free vLLM's memory. The process group belongs to the rank and stays."""
         if self._llm is not None:
             with self._process_state.entered():
                 self._llm.llm_engine.model_executor.shutdown()
@@ -162,7 +159,7 @@ class VllmEngine:
         try:
             self._load(stream)
         finally:
-            # The other ranks are still gathering them.
+            # The other ranks still gather the weights.
             for _ in stream:
                 pass
 
@@ -178,7 +175,7 @@ class VllmEngine:
             loaded.update(expected if names is None else map(plain_name, names))
             return names
 
-        # vLLM only logs what did not come.
+        # vLLM only logs missing weights.
         model.load_weights = load_and_report
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._checked(stream)})
@@ -218,7 +215,7 @@ class VllmEngine:
                 )
 
     def _samples(self, requests: Sequence[Request], seed: int, step: int) -> list[Sample]:
-        """The samples of requests with the same parameters; siblings are one request of vLLM's."""
+        """Sample for requests with equal parameters; siblings form one vLLM request."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
@@ -232,9 +229,9 @@ class VllmEngine:
             return VllmSamplingParams(**kwargs, flat_logprobs=True)
 
         groups = [[requests[place] for place in places] for places in siblings(requests)]
-        # A prompt whose beginning is in the cache is computed otherwise, so none of an earlier call may be.
+        # Cached prefixes change rounding, so clear those of earlier calls.
         self._llm.reset_prefix_cache()
-        # The ranks of a group all see the same samples.
+        # All ranks of a group see the same samples; one of them reports progress.
         counts = self._coordinator.rank == self._group[0]
         outputs = self._llm.generate(
             [{"prompt_token_ids": group[0].token_ids} for group in groups],
@@ -249,27 +246,27 @@ class VllmEngine:
         ]
 
     def _lora_request(self) -> Any:
-        """The adapters that vLLM is to apply; None for none."""
+        """Return the adapters for vLLM to apply, or None."""
         return None
 
     def _sample(self, request: Request, completion: Any) -> Sample:
         reason, flat = completion.finish_reason, completion.logprobs
         if reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a sample of request {request.uid} with {reason!r}")
-        # One entry for each position: that of the token that was drawn.
+        # One entry per position: the sampled token's.
         if flat.token_ids != list(completion.token_ids):
             raise RuntimeError(f"vLLM has no log-prob for each token of a sample of request {request.uid}")
         return Sample.of(request.uid, request.sample, flat.token_ids, flat.logprobs, reason, self.version)
 
 
 class _Reporting(tqdm):
-    """A progress bar of vLLM's that is shown to nobody, and reports instead."""
+    """An invisible progress bar for vLLM that reports progress events."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"file": io.StringIO()})
 
     def update(self, n: float | None = 1) -> bool | None:
         shown = super().update(n)
-        if self.iterable is None:  # else it is vLLM's walk over the prompts
+        if self.iterable is None:  # otherwise vLLM iterates over the prompts
             report(GENERATING, int(self.n), int(self.total or 0))
         return shown

@@ -1,4 +1,4 @@
-"""Start of vLLM in the ranks' own processes: its arguments, its environment, and the engine over it."""
+"""Starts vLLM in the ranks' own processes: arguments, environment, engine."""
 
 import logging
 import math
@@ -26,13 +26,13 @@ from rlhf.storage.files import remove_file
 from rlhf.storage.scratch import SHARED_MEMORY, Scratch, name_shared_memory
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # all of it in this process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # everything in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
 BLOCK = 128
-"""Tokens in one block of vLLM's cache on a CPU."""
+"""Tokens per block of vLLM's CPU cache."""
 
 
 def build_vllm_engine(
@@ -44,14 +44,14 @@ def build_vllm_engine(
     seed: int,
     kind: Callable[..., VllmEngine] = VllmEngine,
 ) -> VllmEngine:
-    """An engine on this rank's device, asleep where it can be. Collective; needs the ranks' process group.
+    """Build an engine on this rank's device, asleep if possible. Collective; needs the ranks' process group.
 
     Args:
-        seed: vLLM's own; that of a sample is the request's.
+        seed: vLLM's own seed; each request has its own.
         kind: the engine's class.
 
     Raises:
-        UserError: vLLM does not take the model or the arguments.
+        UserError: vLLM rejects the model or the arguments.
     """
     if device.type != "cuda":
         config = replace(config, sleep_level=0)
@@ -60,11 +60,11 @@ def build_vllm_engine(
     scratch = Scratch()
     here = {"RANK": str(dims.everyone().rank), "LOCAL_RANK": str(device.index or 0)}
     here["VLLM_RPC_BASE_PATH"] = str(scratch.folder)
-    # For a CPU vLLM compiles two small functions, which takes longer than they ever save.
+    # On a CPU, vLLM would compile two small functions; that costs more than it saves.
     process_state = ProcessState(ENVIRONMENT | here, compiles=device.type == "cuda")
     try:
         coordinator.on_domain_leaders(policy.write)
-        # One name for the ranks of a group, which share memory.
+        # The ranks of a group share memory, so they share its name.
         shared = coordinator.gather(scratch.name)[first]
         with process_state.entered():
             weights, hf_config = _weights_in_files(policy.folder)
@@ -107,16 +107,16 @@ def _start(arguments: dict[str, Any], shared: str, device: torch.device) -> Any:
             "rollout=vllm: vLLM does not take the model or the arguments (those of rollout.engine_kwargs.vllm among "
             f"them): {' '.join(str(error).split())}"
         ) from error
-    # At its end, and at the process's, it would destroy the process group, which is the rank's.
+    # At its end, or the process's, the engine would destroy the process group, which belongs to the rank.
     llm.llm_engine.engine_core._finalizer.detach()
     return llm
 
 
 @contextmanager
 def _own_groups(shared: str) -> Iterator[None]:
-    """Names that begin with `shared` for the memory through which the ranks of a group talk on a CPU.
+    """Start the names of the shared memory that connects a group's ranks on a CPU with `shared`.
 
-    vLLM names it alike in all runs, and a killed one leaves it behind.
+    vLLM uses the same name in all runs, and a killed run does not remove the memory.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
@@ -126,7 +126,7 @@ def _own_groups(shared: str) -> Iterator[None]:
         yield
     finally:
         Shared.make_group_name = staticmethod(name)
-        # All ranks have it open by now.
+        # All ranks have opened the memory.
         for path in SHARED_MEMORY.glob(f"*{shared}-*"):
             remove_file(path, missing_ok=True)
 
@@ -147,14 +147,14 @@ def _arguments(config: RolloutConfig, policy: PolicyFiles, hf_config: Any, devic
         "generation_config": "vllm",
     }
     if device.type == "cpu":
-        # A prompt in parts makes seeded requests fail on a CPU.
+        # On a CPU, chunked prefill makes seeded requests fail.
         arguments |= {"enforce_eager": True, "enable_chunked_prefill": False}
         arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config, hf_config, policy.max_model_len)
     return arguments
 
 
 def _cpu_cache_bytes(config: RolloutConfig, hf_config: Any, max_model_len: int) -> int:
-    """Bytes that `max_num_seqs` samples of full length need, at most this rank's part of the machine's share."""
+    """Return the bytes for `max_num_seqs` samples of full length, limited to this rank's fraction of the memory."""
     text = hf_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -166,7 +166,7 @@ def _cpu_cache_bytes(config: RolloutConfig, hf_config: Any, max_model_len: int) 
 
 
 def _weights_in_files(folder: Path) -> tuple[WeightsInFiles, Any]:
-    """What an update must bring, and the configuration of the model in `folder`."""
+    """Return the weights that an update must send, and the configuration of the model in `folder`."""
     hf_config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(hf_config).state_dict(keep_vars=True)

@@ -1,4 +1,4 @@
-"""Digests of the weights that a vLLM model holds on this device, by vLLM's own names."""
+"""Computes digests of a vLLM model's weights on this device, by vLLM's names."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from rlhf.rollout.weight_digest import Digest, WeightCheck, digest, read_digests
 
 FACTORS = {"lora_A": "lora_a", "lora_B": "lora_b"}
-"""Factors of adapters, by the names of peft: those that `held_digests` gives them, after the layer's."""
+"""peft's names of adapter factors -> names in `held_digests`, after the layer's name."""
 _PACKED = "_rlhf_packed_digest"
 
 
 def weight_check(model: nn.Module, *, exact: bool) -> WeightCheck:
-    """The check of what `model` holds against Hugging Face weights; `exact`: it is not quantized."""
+    """Return the check of `model` against Hugging Face weights; `exact`: the model is not quantized."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
 
     def renamed(name: str) -> str:
@@ -23,9 +23,9 @@ def weight_check(model: nn.Module, *, exact: bool) -> WeightCheck:
 
 
 def record_packing(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have linear layers and heads on a CPU keep the digest, in `dtype`, of each weight that they pack from now on.
+    """Let linear layers and heads on a CPU record the digest, in `dtype`, of each weight that they pack.
 
-    vLLM computes with the packed copy there, which cannot be read, and of a linear layer it keeps nothing else.
+    On a CPU vLLM computes with the packed copy, which cannot be read, and drops the weight of a linear layer.
     """
     for module in model.modules():
         method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
@@ -44,24 +44,23 @@ def _recording(process: Any, dtype: torch.dtype) -> Any:
 
 
 def held_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
-    """The digest in `dtype` of each parameter, or of this device's part of it, and of the factors (`FACTORS`) of the
-    adapter that it serves.
+    """Return digests in `dtype` of this device's parameters or slices, and of its adapter's factors (`FACTORS`).
 
-    Key and value heads that several devices have are counted on the first of them.
+    The first of several devices counts replicated key and value heads.
     """
     found: dict[str, Tensor] = {}
     names: dict[int, str] = {}
     for path, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
-            # A tied weight has one of its names.
+            # A tied weight gets one of its names.
             name = names.setdefault(id(parameter), plain_name(f"{path}.{own}" if path else own))
             packed = getattr(module, _PACKED, None) if own == "weight" else None
             if parameter.numel() and name not in found:
                 found[name] = digest(_counted(module, parameter), dtype)
             if packed is not None and not (name in found and torch.equal(found[name], packed)):
-                found[name] = packed  # this is what the layer computes with
+                found[name] = packed  # the layer computes with the packed copy
         for held in FACTORS.values():
-            # One adapter at a time is served; layers that fuse several have a slice for each.
+            # vLLM serves one adapter at a time; fused layers have a slice per factor.
             slices = [stacked[0] for stacked in getattr(module, f"{held}_stacked", ())]
             if slices:
                 found[f"{path}.{held}"] = torch.stack([digest(part, dtype) for part in slices]).sum(0)
@@ -69,7 +68,7 @@ def held_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
 
 
 def plain_name(name: str) -> str:
-    """The name of a weight that vLLM has in a layer around it, which serves adapters, without that layer."""
+    """Return a weight's name without the wrapper layer that vLLM adds for adapters."""
     return name.replace(".base_layer.", ".")
 
 

@@ -1,4 +1,4 @@
-"""Adapters served by vLLM in the ranks' own processes, beside a base that it is given once."""
+"""Serves adapters with vLLM in the ranks' own processes; the base weights are loaded once."""
 
 import math
 from collections.abc import Mapping
@@ -21,34 +21,34 @@ from rlhf.rollout.vllm.held_weights import FACTORS
 from rlhf.rollout.weight_digest import digest
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks that vLLM can be started for."""
+"""Values of vLLM's `max_lora_rank`."""
 
 
 class AdapterVllmEngine(VllmEngine):
-    """A `VllmEngine` that keeps the frozen base and serves the policy's adapters with each request.
+    """A `VllmEngine` that keeps the frozen base and applies the policy's adapters to each request.
 
-    At each update the adapters come anew, in the engine's precision and under a new number; the old ones go. What is
-    verified is both: the base as it was sent once, and the adapters.
+    Each update replaces the adapters by new ones, in the engine's precision and with a new number. Both are verified:
+    the adapters, and the base as sent at the first update.
     """
 
     def __init__(self, *arguments: Any, lora: LoraConfig, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        # As adapter_config.json has them; which layers there are vLLM reads from the tensors.
+        # As in adapter_config.json, but without layers: vLLM finds them by the tensors' names.
         self._settings = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora, "target_modules": []}
         self._scaling = lora.alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
         self._base_sent: dict[str, Tensor] = {}
         self._number = 0
 
     def update_adapters(self, base: Weights, adapters: Weights, version: int) -> None:
-        """Take over adapters, and at the first call the base that they are for. Collective, as the walks are.
+        """Load adapters, and at the first call their base. Collective, as iterating the weights is.
 
         Args:
-            base: the frozen weights by the names that they have without adapters.
-            adapters: `X.lora_A.weight` and `X.lora_B.weight` for each weight `X.weight` with one.
+            base: frozen weights by their names without adapters.
+            adapters: `X.lora_A.weight` and `X.lora_B.weight` for each adapted weight `X.weight`.
 
         Raises:
             UserError: vLLM serves no adapters for one of these weights.
-            WeightsNotHeld: vLLM does not hold base or adapters afterwards.
+            WeightsNotHeld: vLLM's base or adapters differ afterwards.
         """
         with self._process_state.entered(), torch.no_grad():
             self._wake("weights")
@@ -67,11 +67,11 @@ class AdapterVllmEngine(VllmEngine):
     def _lora_request(self) -> Any:
         from vllm.lora.request import LoRARequest
 
-        # By this number it finds what `_exchange` has put there, and never looks for files.
+        # vLLM finds the adapters of `_exchange` by this number, and reads no files.
         return LoRARequest(f"policy {self._number}", self._number, "in memory")
 
     def _exchange(self, worker: Any, adapters: Mapping[str, Tensor]) -> None:
-        """Put `adapters` in the place of those before, in a worker of vLLM's."""
+        """Replace the adapters in a vLLM worker by `adapters`."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 
@@ -89,7 +89,7 @@ class AdapterVllmEngine(VllmEngine):
         )
         manager.remove_all_adapters()
         manager.add_adapter(adapter)
-        # What vLLM does not know it leaves out without a word.
+        # vLLM silently ignores adapters of unknown layers.
         if unserved := sorted(adapter.loras.keys() - manager.modules.keys()):
             raise UserError(
                 f"rollout.lora=native: vLLM serves no adapters for {', '.join(unserved[:3])} of this model "
@@ -103,7 +103,7 @@ class AdapterVllmEngine(VllmEngine):
         return name
 
     def _digest(self, name: str, tensor: Tensor) -> Tensor:
-        """Of what vLLM makes of it: it multiplies B by the scale."""
+        """Return the digest after vLLM has multiplied B by the scale."""
         scaled = tensor if "lora_A" in name or self._scaling == 1 else tensor * self._scaling
         return digest(scaled, self.dtype)
 
@@ -117,12 +117,12 @@ def build_adapter_engine(
     *,
     seed: int,
 ) -> AdapterVllmEngine:
-    """An `AdapterVllmEngine` as `build_vllm_engine` builds engines. Collective.
+    """Build an `AdapterVllmEngine` like `build_vllm_engine`. Collective.
 
-    It keeps its weights in its sleep: the base does not come again.
+    The engine keeps its weights while it sleeps, since the base is not sent again.
 
     Raises:
-        UserError: vLLM does not take the model or the arguments.
+        UserError: vLLM rejects the model or the arguments.
     """
     rank = next(allowed for allowed in RANKS if lora.rank <= allowed)
     ours = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}

@@ -1,4 +1,4 @@
-"""Process state that vLLM changes: in effect while it is called, undone for the rest of the rank."""
+"""Restores the process state that vLLM changes, whenever the rank leaves vLLM."""
 
 import gc
 import logging
@@ -18,14 +18,14 @@ _memory: Any = torch.utils.deterministic
 
 
 class ProcessState:
-    """Keeps two states of the process: the rank's own, and vLLM's, with `environment` on top when it is first entered.
+    """Switches between two process states: the rank's, and vLLM's, which starts with `environment` added.
 
-    Both have their environment variables, numbers and functions of torch, log handlers and signal handlers. Generators
-    of random numbers are always left as they were found. On a GPU vLLM makes a stream of its own the current one, and
-    so it stays: training then runs there, too.
+    A state has environment variables, torch's settings and patched functions, log handlers and signal handlers. Random
+    number generators always stay as they were. On a GPU vLLM makes its own stream current; the stream stays, so
+    training runs on it, too.
 
     Args:
-        compiles: whether torch.compile does in there what it says.
+        compiles: False disables torch.compile inside vLLM.
     """
 
     def __init__(self, environment: Mapping[str, str], *, compiles: bool) -> None:
@@ -35,11 +35,11 @@ class ProcessState:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Code in here sees vLLM's state. Not reentrant."""
+        """Switch to vLLM's state inside the context. Not reentrant."""
         variables, outside, rng = dict(os.environ), _read(), rng_state()
         _set_variables(self._variables)
         _write(outside | self._inside)
-        # What deterministic mode has no implementation for would raise, and vLLM fills its own memory.
+        # Deterministic mode would raise for operations without a deterministic version. vLLM fills its own memory.
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
         _memory.fill_uninitialized_memory = False
         try:
@@ -54,7 +54,7 @@ class ProcessState:
             self._inside = {name: value for name, value in inside.items() if value != outside[name]}
             _write(outside)
             set_rng_state(rng)
-            gc.unfreeze()  # vLLM freezes all objects that there are, after which the rank's own garbage would stay, too
+            gc.unfreeze()  # vLLM freezes all existing objects, so the rank's garbage would never be collected
 
 
 def _set_variables(variables: Mapping[str, str | None]) -> None:
@@ -78,7 +78,7 @@ def _read() -> dict[str, Any]:
         ),
         "fill": _memory.fill_uninitialized_memory,
         "handlers": (root.level, tuple(root.handlers)),
-        # vLLM for CPUs puts functions that do nothing in the place of these.
+        # vLLM for CPUs replaces these functions by empty ones.
         "set_num_threads": torch.set_num_threads,
         "synchronize": torch.accelerator.synchronize,
         "empty_cache": torch.accelerator.empty_cache,

@@ -1,4 +1,4 @@
-"""Repacking of weights with whose packed copies vLLM computes on a CPU, and which its own reload leaves out."""
+"""Repacks weights that vLLM packs on a CPU but does not repack on a reload."""
 
 from typing import Any
 
@@ -6,13 +6,12 @@ from torch import nn
 
 
 def repack(model: nn.Module) -> None:
-    """Pack anew what a reload has left as it was, or unpacked."""
     repack_heads(model)
     repack_experts(model)
 
 
 def repack_heads(model: nn.Module) -> None:
-    """Pack heads anew: one that is tied to embeddings keeps its old copy."""
+    """Pack heads again: a head that is tied to embeddings would keep its old copy."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -21,7 +20,7 @@ def repack_heads(model: nn.Module) -> None:
 
 
 def repack_experts(model: nn.Module) -> None:
-    """Pack experts, which vLLM does at the first load alone: after a reload it would take unpacked ones for packed."""
+    """Pack experts: vLLM packs only at the first load, and would use reloaded experts as if packed."""
     for module in model.modules():
         weight = getattr(module, "w13_weight", None)
         kernel: Any = getattr(getattr(module, "quant_method", None), "moe_kernel", None)

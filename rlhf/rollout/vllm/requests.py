@@ -1,4 +1,4 @@
-"""Requests in vLLM's words, the same for the engine in the rank and for servers. Imports no vLLM."""
+"""Converts requests to vLLM's arguments, for the engine in the rank and for servers. Imports no vLLM."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,23 @@ from rlhf.rollout.engine import Request, SamplingParams
 
 
 def request_seed(seed: int, step: int, uid: int) -> int:
-    """The seed of sample 0 of a prompt, 62 bits; sample i has this plus i, by vLLM's own rule for several samples."""
+    """Return the 62-bit seed of sample 0 of a prompt; sample i has this seed plus i, as in vLLM."""
     return xxhash.xxh3_64_intdigest(struct.pack("<qqq", seed, step, uid)) >> 2
 
 
 def copies_of(requests: Sequence[Request]) -> int:
-    """Number of samples to ask vLLM for where siblings are wanted: greedy ones are equal, and vLLM gives only one."""
+    """Return the number of samples to request for siblings: 1 if greedy, since vLLM returns only one."""
     return 1 if requests[0].params.temperature == 0 else len(requests)
 
 
 def sampling_kwargs(
     params: SamplingParams, n: int, request_seed: int, eos: Sequence[int], structured_outputs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """JSON-able arguments of `vllm.SamplingParams`.
+    """Return JSON-able arguments of `vllm.SamplingParams`.
 
     Args:
-        n: samples of one prompt; each further one has the next seed.
-        eos: the tokens that end a response; the one that does is part of it.
+        n: samples of one prompt; the seed increases by 1 per sample.
+        eos: tokens that end a response; the response includes the token.
         structured_outputs: arguments of vLLM's StructuredOutputsParams; empty for none.
     """
     kwargs: dict[str, Any] = {
@@ -38,7 +38,7 @@ def sampling_kwargs(
         "repetition_penalty": params.repetition_penalty,
         "max_tokens": params.max_tokens,
         "seed": request_seed,
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,  # of the sampled token only
         "ignore_eos": params.ignore_eos,
         "stop_token_ids": [] if params.ignore_eos else list(eos),
         "skip_special_tokens": False,

@@ -1,1 +1,1 @@
-"""Weights from the trainer to the rollout servers: pushed over NCCL, or lent out over HTTP."""
+"""Sends weights from the trainer to the rollout servers, over NCCL or HTTP."""

@@ -1,4 +1,4 @@
-"""Weights by NCCL: each bucket is one broadcast from the leader's GPU to the servers' workers, which vLLM receives."""
+"""Sends weights over NCCL: each bucket is one broadcast from the leader's GPU to the servers' vLLM workers."""
 
 import logging
 import socket
@@ -15,16 +15,16 @@ from torch import Tensor
 from rlhf.rollout.servers.control import CallFailed, ServerControl, in_parallel
 from rlhf.rollout.servers.weights.pull import address_towards
 
-# Larger than any bucket: both ends then see each bucket as one chunk.
+# Larger than any bucket, so that both ends treat a bucket as one chunk.
 _ONE_CHUNK = 1 << 40
-# A server that refuses what it has received by then does not keep the broadcast from ending.
+# Seconds for the broadcast to end after a server has reported an error: it may have received all bytes.
 _GRACE_S = 5.0
 
 log = logging.getLogger(__name__)
 
 
 class NcclGroup:
-    """The leader as rank 0 and, after it, all workers of all servers. The leader needs vLLM and a CUDA device, too."""
+    """Group of the leader (rank 0) and all workers of all servers. The leader, too, needs vLLM and a CUDA device."""
 
     def __init__(self, device: torch.device, control: ServerControl) -> None:
         self.device = device
@@ -32,12 +32,12 @@ class NcclGroup:
         self._urls: list[str] = []
         self._communicator: Any = None
         self.label = ""
-        """What the servers call the weights of the last update."""
+        """The servers' label of the weights of the last update."""
 
     def join(self, urls: Sequence[str]) -> bool:
-        """Be in a group with just these servers; False where that cannot be had. Tried once for the same servers.
+        """Join a group with exactly these servers; return False on failure, without a second try for equal servers.
 
-        A server that was started anew at its old address does not know the label of the last update, and so is noticed.
+        A server that was restarted at its old address lacks the label of the last update, and is detected by this.
         """
         if self._communicator is not None:
             try:
@@ -60,7 +60,7 @@ class NcclGroup:
         except CallFailed as error:
             log.warning("No NCCL group with the rollout servers: %s", error)
             return None
-        # One address for all of them: that of another machine's, if there is one, is good for this one, too.
+        # One address for all servers: an address that other machines reach also works on this one.
         address = max((address_towards(url) for url in urls), key=lambda found: not found.startswith("127."))
         with socket.socket() as probe:
             probe.bind((address, 0))
@@ -80,10 +80,10 @@ class NcclGroup:
         return communicator
 
     def send(self, bucket: dict[str, Tensor], urls: Sequence[str]) -> dict[str, str]:
-        """Broadcast the bucket. One that is cut off is lost for all servers: their workers may wait in it for ever."""
+        """Broadcast the bucket. An interrupted broadcast fails for all servers: workers may wait in it forever."""
         if not urls:
             return {}
-        if self._communicator is None and not self.join(urls):  # a server dropped out with the last bucket
+        if self._communicator is None and not self.join(urls):  # a server dropped out during the last bucket
             return dict.fromkeys(urls, "no NCCL group without the server that dropped out")
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
@@ -107,7 +107,7 @@ class NcclGroup:
         def receive(url: str) -> None:
             self._control.post(url, "/update_weights", {"update_info": update})
 
-        torch.cuda.current_stream(self.device).synchronize()  # it packs on a stream of its own
+        torch.cuda.current_stream(self.device).synchronize()  # the producer packs on its own stream
         sent, refusals = self._with_servers(broadcast, receive, urls)
         if not sent or refusals:
             self.leave()
@@ -116,16 +116,16 @@ class NcclGroup:
     def _with_servers(
         self, ours: Callable[[], Any], theirs: Callable[[str], None], urls: Sequence[str]
     ) -> tuple[Any, dict[str, str]]:
-        """Do `ours` while each server does `theirs`; its result, None if it failed or was cut off, and the refusals.
+        """Run `ours` while each server runs `theirs`; return its result (None: failed or interrupted) and the errors.
 
-        `ours` may hang in NCCL where a peer is missing, and runs in a thread that can be left behind.
+        `ours` may hang in NCCL if a peer is missing, so it runs in a thread that can be abandoned.
         """
         results: list[Any] = []
         ended, refused = threading.Event(), threading.Event()
 
         def run() -> None:
             try:
-                torch.cuda.set_device(self.device)  # a thread starts with device 0
+                torch.cuda.set_device(self.device)  # threads start with device 0
                 results.append(ours())
             except Exception:
                 log.exception("NCCL failed.")
@@ -147,15 +147,15 @@ class NcclGroup:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
                     refused.clear()
                 if time.monotonic() > deadline:
-                    self.leave()  # which ends the broadcast at this end
+                    self.leave()  # ends the broadcast at this end
                     break
             return (results[0] if results else None), refusals.result()
 
     def close(self) -> None:
-        """The group stays for the next update."""
+        """Do nothing: the group stays for the next update."""
 
     def leave(self) -> None:
-        """Give up the group, whatever state it is in."""
+        """Destroy the group in any state."""
         communicator, self._communicator, self._urls = self._communicator, None, []
         if communicator is not None:
             communicator.destroy()

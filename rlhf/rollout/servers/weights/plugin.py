@@ -1,4 +1,4 @@
-"""Plugin of vLLM that registers our way to take over weights; vLLM calls `register` in each of its processes."""
+"""vLLM plugin that registers our weight transfer; vLLM calls `register` in each of its processes."""
 
 import os
 
@@ -11,9 +11,9 @@ SCRATCH_NAME = "RLHF_ROLLOUT_SCRATCH"
 
 
 def register() -> None:
-    """Make the backend known, once. What it needs of vLLM is imported when an engine is made.
+    """Register the backend once; vLLM's modules are imported when an engine is built.
 
-    vLLM's engine core would outlive a killed server; this is where it learns not to. Workers see to themselves.
+    Also let vLLM's engine core end with a killed server, which it would outlive. Workers do so by themselves.
     """
     if os.environ.get(SERVER_PID) == str(os.getppid()):
         die_with_parent(SERVER_PID)
@@ -21,7 +21,7 @@ def register() -> None:
         name_shared_memory(f"{name}.")
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:  # a second registration is an error there
+    if BACKEND not in WeightTransferEngineFactory._registry:  # registering twice raises
         WeightTransferEngineFactory.register_engine(
             BACKEND, "rlhf.rollout.servers.weights.vllm_worker", "ReceivingEngine"
         )

@@ -1,4 +1,4 @@
-"""Weights over HTTP: bytes are lent out under a path that nobody can guess, fetched and proven. Imports no torch."""
+"""Serves weights over HTTP under an unguessable path; the receiver verifies secret and hash. Imports no torch."""
 
 import hmac
 import secrets
@@ -21,14 +21,14 @@ _NONCE, _PROOF = "X-Rlhf-Nonce", "X-Rlhf-Proof"
 
 
 class Lender:
-    """Serves bytes at one address of this machine, each for as long as it is lent; proves that it holds `secret`."""
+    """Serves bytes over HTTP at one address of this machine while their context lasts, and signs each response."""
 
     def __init__(self, address: str, timeout_s: float, secret: str) -> None:
         self._lent: dict[str, bytes] = {}
         lent = self._lent
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = timeout_s  # of a peer that takes nothing any more
+            timeout = timeout_s  # for a peer that stops reading
 
             def do_GET(self) -> None:
                 data = lent.get(self.path)
@@ -42,13 +42,13 @@ class Lender:
                 self.wfile.write(data)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Nothing: what fails is told by the server that fetches."""
+                """Log nothing: the server that fetches reports failures."""
 
             def handle(self) -> None:
                 try:
                     super().handle()
                 except OSError:
-                    """The peer is gone, and with it who could be told."""
+                    """The peer has gone, so there is nobody to report to."""
 
         self._server = ThreadingHTTPServer((address, 0), Handler)
         self._server.daemon_threads = True
@@ -58,7 +58,7 @@ class Lender:
 
     @contextmanager
     def lend(self, data: bytes) -> Iterator[str]:
-        """The URL of `data` while the context lasts."""
+        """Serve `data` inside the context; yield its URL."""
         path = f"/{secrets.token_urlsafe(32)}"
         self._lent[path] = data
         try:
@@ -67,26 +67,26 @@ class Lender:
             del self._lent[path]
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop the HTTP server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 def address_towards(url: str) -> str:
-    """The IPv4 address of this machine at which the host of `url` can reach it; raises OSError for an unknown host."""
+    """Return the IPv4 address at which the host of `url` reaches this machine; raise OSError for an unknown host."""
     parts = urlsplit(url)
     assert parts.hostname
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname, parts.port or 80))  # sends nothing, but has the kernel choose an interface
+        probe.connect((parts.hostname, parts.port or 80))  # sends nothing; the kernel selects an interface
         return probe.getsockname()[0]
 
 
 def fetch(url: str, size: int, xxh3_128: str, timeout_s: float, secret: str | None) -> bytes:
-    """The `size` bytes at `url`, from a trainer that holds `secret`; None takes them from anybody.
+    """Return the `size` bytes at `url` from a trainer with `secret`; None accepts any trainer.
 
     Raises:
-        OSError: they are not there, not those, not all there within `timeout_s`, or of somebody else.
+        OSError: bytes are missing, late (`timeout_s`), do not match the hash, or the trainer lacks the secret.
     """
     deadline = time.monotonic() + timeout_s
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

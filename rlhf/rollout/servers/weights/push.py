@@ -1,4 +1,4 @@
-"""Push of the weights from the leader to all servers at once, bucket by bucket."""
+"""Pushes weights from the leader to all servers at once, bucket by bucket."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,28 +24,28 @@ Bucket = dict[str, Tensor]
 
 
 class Route(Protocol):
-    """A way for buckets to servers that expect them."""
+    """Sends buckets to servers that expect them."""
 
     device: torch.device
-    """Where a bucket lies when it is sent."""
+    """Device of a bucket when it is sent."""
 
     def send(self, bucket: Bucket, urls: Sequence[str]) -> dict[str, str]:
-        """The same bucket to each of `urls`; the reasons of those that do not have it."""
+        """Send the bucket to each of `urls`; return the errors of servers that did not load the bucket."""
 
     def close(self) -> None:
-        """After the last bucket."""
+        """Release resources after the last bucket."""
 
 
 class WeightPush:
-    """Hands weights to servers: by NCCL where the leader and they have it, else they fetch them over HTTP."""
+    """Sends weights to servers by NCCL if leader and servers have it; otherwise the servers download them over HTTP."""
 
     def __init__(
         self, config: RolloutConfig, device: torch.device, secret: Secret, bucket_bytes: int = PUSH_BUCKET
     ) -> None:
         """
         Args:
-            device: the leader's, where the weights come from.
-            bucket_bytes: weights that are gathered, cast and sent together; it takes a few times that much memory.
+            device: the leader's device, which has the weights.
+            bucket_bytes: bytes gathered, cast and sent together; the push needs a few times this memory.
         """
         self._dtype: torch.dtype = getattr(torch, config.engine_dtype)
         self._secret, self._control = secret, ServerControl(secret, config.servers.answer_timeout_s)
@@ -54,16 +54,16 @@ class WeightPush:
         self._told = ""
 
     def send(self, urls: Sequence[str], tensors: Iterable[tuple[str, Tensor]], label: str) -> dict[str, str | None]:
-        """All of `tensors` to the servers at `urls`, which drop what they generate and go on with the new weights.
+        """Send `tensors` to the servers at `urls`, which abort their requests and continue with the new weights.
 
-        `tensors` is walked to its end whatever fails, since other ranks wait in it; what it raises itself propagates.
+        Iterates `tensors` to the end after any failure, since other ranks take part in it; its own errors propagate.
 
         Args:
-            label: what the servers call these weights from now on, in vLLM's words the weight version.
+            label: the servers' new label of the weights (vLLM's weight version).
 
         Returns:
-            For each URL None, or why that server does not have the weights; one reason is that what it holds has other
-            digests than what was sent. It generates nothing then until a later call has succeeded.
+            For each URL None, or why the server lacks the weights: an error, or digests that differ from those sent.
+            Such a server does not generate until a later call succeeds.
         """
         failed: dict[str, str] = {}
         left = iter(tensors)
@@ -86,20 +86,20 @@ class WeightPush:
         return {url: failed.get(url) for url in urls}
 
     def _begin(self, url: str) -> None:
-        # What is under way there belongs to the old weights; whoever asked for it asks again.
+        # Requests in progress use the old weights; the fleet repeats them.
         post = self._control.post
         post(url, "/pause?mode=abort")
         try:
             post(url, "/start_weight_update")
         except CallFailed:
-            # An update that broke off is still open; a bucket that cannot be read makes the server drop it.
+            # An interrupted update is still open; an unreadable bucket makes the server abort it.
             with suppress(CallFailed):
                 post(url, "/update_weights", {"update_info": {"broke": "off"}})
             post(url, "/start_weight_update")
 
     def _end(self, url: str, about: dict[str, Any]) -> None:
         post = self._control.post
-        # Its workers compare what they hold with this at the end.
+        # At the end the workers compare their weights with these digests.
         post(url, "/update_weights", {"update_info": about})
         post(url, "/finish_weight_update", {"weight_version": about["label"]})
         post(url, "/reset_prefix_cache")
@@ -117,13 +117,12 @@ class WeightPush:
         return route
 
     def close(self) -> None:
-        """Leave the NCCL group, if there is one."""
         if self._nccl is not None:
             self._nccl.leave()
 
 
 class HttpRoute:
-    """Servers fetch the buckets from this machine."""
+    """Lets servers download buckets from this machine."""
 
     device = torch.device("cpu")
 
@@ -134,7 +133,7 @@ class HttpRoute:
         self._lenders = {address: Lender(address, control.timeout_s, secret.value) for address in addresses}
 
     def send(self, bucket: Bucket, urls: Sequence[str]) -> dict[str, str]:
-        """Lend the bucket until each of `urls` has fetched and loaded it."""
+        """Serve the bucket until each of `urls` has loaded it."""
         if not urls:
             return {}
         data = save(bucket)
@@ -149,7 +148,6 @@ class HttpRoute:
             return in_parallel(fetch, urls)
 
     def close(self) -> None:
-        """Listen no more."""
         for lender in self._lenders.values():
             lender.close()
 
@@ -157,9 +155,9 @@ class HttpRoute:
 def buckets(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device, limit: int
 ) -> Iterator[Bucket]:
-    """`tensors` as copies on `device`, floating-point ones cast to `dtype`, in groups of at most `limit` bytes.
+    """Yield copies of `tensors` on `device`, floating-point tensors in `dtype`, in groups of at most `limit` bytes.
 
-    A tensor larger than that is a group of its own.
+    A larger tensor is a group of its own.
     """
     bucket: Bucket = {}
     size = 0
@@ -168,7 +166,7 @@ def buckets(
         if bucket and size + tensor.numel() * to.itemsize > limit:
             yield bucket
             bucket, size = {}, 0
-        # A copy in any case: what the trainer gathers may be gone once it gathers the next.
+        # Always copy: the trainer may free a gathered tensor when it gathers the next.
         bucket[name] = tensor.detach().to(device, to, copy=True).contiguous()
         size += tensor.numel() * to.itemsize
     if bucket:

@@ -1,4 +1,4 @@
-"""Worker's side of a weight push, inside a vLLM server: takes over weights from HTTP or NCCL, and verifies them."""
+"""Receives and verifies weights from HTTP or NCCL in a worker of a vLLM server."""
 
 import os
 from typing import Any
@@ -20,18 +20,18 @@ from rlhf.rollout.weight_digest import Digest, WeightCheck
 
 
 class ReceivingEngine(NCCLWeightTransferEngine):
-    """vLLM's NCCL engine that can also fetch a bucket from a URL, and start anew after an update that broke off."""
+    """vLLM's NCCL engine, which also downloads buckets from a URL and recovers from an interrupted update."""
 
     _check: WeightCheck | None = None
     _sent: dict[str, Any] | None = None
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Join the trainer's NCCL group; a group from before is left, whatever its state."""
+        """Join the trainer's NCCL group, and leave an earlier group in any state."""
         self.shutdown()
         super().init_transfer_engine(init_info)
 
     def start_weight_update(self) -> None:
-        """Expect all weights anew. What an update that broke off has left half-loaded goes back to what it was."""
+        """Expect all weights again; half-loaded layers of an interrupted update return to their old weights."""
         half_loaded = [info for info in map(get_layerwise_info, self.model.modules()) if info.can_load()]
         for info in half_loaded:
             info.loaded_weights.clear()
@@ -43,9 +43,9 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         super().start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one bucket: {url, size, xxh3_128, timeout_s} is fetched, anything else is for NCCL.
+        """Load one bucket: download {url, size, xxh3_128, timeout_s}; leave anything else to NCCL.
 
-        After the last one comes {digests, dtype, label}: the digests of all that was sent.
+        The last call has {digests, dtype, label}: the digests of all weights sent.
         """
         if "digests" in update_info:
             self._sent = update_info
@@ -60,11 +60,11 @@ class ReceivingEngine(NCCLWeightTransferEngine):
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """All weights are there: put the model together, and compare it with what was sent.
+        """Finalise the model, and compare its weights with the digests sent.
 
         Raises:
-            WeightsNotHeld: they differ.
-            ValueError: the trainer sends another precision than the server holds, or no digests.
+            WeightsNotHeld: the weights differ.
+            ValueError: the trainer sends another precision than the server's, or no digests.
         """
         super().finish_weight_update()
         repack(self.model)
@@ -82,7 +82,7 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         self._check.check(sent, self._of_group(held_digests(self.model, dtype)), self._sent["label"])
 
     def _of_group(self, held: dict[str, Digest]) -> list[dict[str, Digest]]:
-        """What each device of this server holds."""
+        """Return the digests of each device of this server."""
         group = get_tp_group()
         ranks = [held] * group.world_size
         if group.world_size > 1:
