@@ -75,7 +75,6 @@ class Checkpointer:
         self._in_flight: SaveInFlight | None = None
         self._result: SaveResult | None = None
         self.loaded: LoadResult | None = None
-        """The result of the newest resume."""
         self.not_copied: list[int] = []
         """On the leader, after `committing`: the steps that `checkpoint.remote` still lacks."""
         self._saved_step: int | None = None
@@ -221,10 +220,8 @@ class Checkpointer:
         return {} if self._copies is None else self._copies.metrics()
 
     def leave(self, step: int, metrics: Mapping[str, float]) -> NoReturn:
-        """Save `step`, wait for the save, and raise Preempted.
-
-        Raises Unsaved when the save failed, or UserError when a restart would fail the same way.
-        """
+        """Save `step`, wait for the save, and raise Preempted; Unsaved if the save failed; UserError if a restart fails
+        too."""
         self._settle()
         try:
             self.save(step, metrics, last=True)
@@ -278,13 +275,12 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Return whether the save in flight failed on this rank and must end the run; `save`, called on all ranks, then
-        raises."""
+        """Return whether the save in flight failed on this rank and must end the run, by a raise of `save` on all
+        ranks."""
         save = self._in_flight
         return save is not None and save.error is not None and not self._goes_on(save.error, save.last)
 
     def _settle(self) -> None:
-        """Wait for the save in flight, if any, and record its outcome."""
         if (save := self._in_flight) is None:
             return
         if not save.over and self._coordinator.is_leader:

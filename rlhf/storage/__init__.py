@@ -1,1 +1,1 @@
-"""Bytes on disk: file operations, hashes, checked reading, tensors as shards, names, errors. Depends on events only."""
+"""Stores bytes on disk: file operations, hashes, verified reads, tensor shards, names, errors. Depends on events."""

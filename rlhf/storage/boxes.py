@@ -1,10 +1,10 @@
-"""Boxes: parts of tensors, given by offsets and sizes. Imports no torch.
+"""Describes parts of tensors by offsets and sizes. Imports no torch.
 
 With one offset and size per dimension, a part is a box of the tensor: a cut by rows, by columns, or by both. With a
 single offset and size it is a range of the flattened tensor, in row-major order.
 
 ZeRO's partitions are ranges. Written as boxes, a range would be a list of up to 2 * ndim - 1 boxes. FSDP's rows are
-boxes and ranges at once; as ranges they take less room in an index.
+boxes and ranges at once; as ranges they take less space in an index.
 """
 
 import math
@@ -18,16 +18,13 @@ from numpy.typing import NDArray
 
 class Box(NamedTuple):
     """Elements [offset, offset + size) of a tensor in each dimension, or of the flattened tensor if there is one entry.
-
-    A part that is contiguous in the flattened tensor is always written as a range: see `normal`.
-    """
+    A part that is contiguous in the flattened tensor is always written as a range: see `normal`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.sizes)
 
     @property
@@ -50,7 +47,6 @@ class Strided(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether the view has no gaps."""
         return self.span == math.prod(self.sizes)
 
 
@@ -86,10 +82,7 @@ def normal(box: Box, shape: Sequence[int]) -> Box:
 
 
 def bounds(box: Box, shape: Sequence[int]) -> tuple[int, int]:
-    """Return the first element of a part in the flattened tensor, and the one after its last.
-
-    The part must not be empty.
-    """
+    """Return the first element of a non-empty part in the flattened tensor, and the one after its last."""
     if box.is_range:
         return box.offsets[0], box.offsets[0] + box.sizes[0]
     layout = layout_of(box, whole_box(shape), shape)
@@ -133,10 +126,7 @@ def _pairs(one: Box, other: Box, shape: Sequence[int]) -> list[tuple[Box, Box]]:
 
 
 def layout_of(inner: Box, outer: Box, shape: Sequence[int]) -> Strided:
-    """Return where `inner` lies in memory that contains the part `outer`, row-major.
-
-    `inner` is a part of `outer`, as `overlaps` yields it.
-    """
+    """Return the layout of `inner`, a part of `outer` as `overlaps` yields it, in row-major memory of `outer`."""
     if outer.is_range and not inner.is_range:
         strides = strides_of(shape)
         first = sum(offset * stride for offset, stride in zip(inner.offsets, strides, strict=True))

@@ -1,7 +1,4 @@
-"""Copy of ranges of checked files into new ones: each block of a source is read once, and proven again by its copy.
-
-Imports no torch.
-"""
+"""Copies ranges of verified files into new files; reads each block once and verifies its copy. Imports no torch."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -18,13 +15,13 @@ from rlhf.storage.hashing import BLOCK
 from rlhf.storage.reading import PART, THREADS, CheckedFiles
 
 AT_A_TIME = 256
-"""Blocks that wait for a thread: a GiB of them."""
+"""Blocks queued for threads: a GiB."""
 Block = tuple[str, int]
-"""File of the source, and the number of a block of it."""
+"""File of the source, and number of a block in it."""
 
 
 class RangeCopy(NamedTuple):
-    """Bytes [start, stop) of a file of the source, and where they go."""
+    """Bytes [start, stop) of a source file, and their target file and position."""
 
     source: str
     start: int
@@ -34,11 +31,8 @@ class RangeCopy(NamedTuple):
 
 
 class CheckedCopy:
-    """Files below `root` that consist of `headers` (path -> first bytes) and of `ranges` of `files`, which do not
-    overlap.
-
-    A block of `files` is read once, wherever its ranges go, and is in memory 256 KiB at a time.
-    """
+    """Writes files below `root` of `headers` (path -> first bytes) and of non-overlapping `ranges` of `files`. Reads a
+    block of `files` once, however many ranges it has, with 256 KiB in memory at a time."""
 
     def __init__(
         self, files: CheckedFiles, ranges: Iterable[RangeCopy], root: Path, headers: Mapping[str, bytes]
@@ -51,7 +45,7 @@ class CheckedCopy:
                 self._ranges[piece.source, number].append(_cut(piece, number * BLOCK, (number + 1) * BLOCK))
         for parts in self._ranges.values():
             parts.sort(key=lambda part: part.start)
-        # The targets are written from their beginnings to their ends, as far as the order of the sources lets them.
+        # The targets are written from start to end, as far as the order of the sources allows.
         order = {path: number for number, path in enumerate(headers)}
         self._blocks = sorted(
             self._ranges,
@@ -59,18 +53,17 @@ class CheckedCopy:
         )
 
     def write(self, progress: Callable[[int], None] = lambda count: None) -> None:
-        """Write the files; `progress` is told the bytes as they are written. Raises DamagedCheckpoint, naming the file,
-        for a block of the source that is not as it was written."""
+        """Write the files and call `progress` with the bytes written. Raises DamagedCheckpoint, with the file's name,
+        for a damaged block of the source."""
         for path, header in self._headers.items():
             self._targets[path].write_at(0, memoryview(header))
         for count in self._on_all(self._copy):
             progress(count)
 
     def finish(self) -> None:
-        """Sync the files and read them back; raises DamagedCheckpoint, naming the file, for one that is not as the
-        source."""
+        """Sync the files and read them back; raises DamagedCheckpoint, with the file's name, for a wrong copy."""
         with ThreadPoolExecutor(1) as beside:
-            # The disk works while the processor does.
+            # The disk syncs while the processor hashes.
             synced = beside.submit(self._sync)
             self._verify_headers()
             for _ in self._on_all(self._verify_block):
@@ -82,19 +75,17 @@ class CheckedCopy:
             target.sync()
 
     def close(self) -> None:
-        """Let go of the files."""
         for target in self._targets.values():
             target.close()
 
     def _on_all(self, work: Callable[[Block], int]) -> Iterator[int]:
-        """The results of `work` on each block, a few of them at a time."""
+        """Yield the results of `work` on each block, AT_A_TIME blocks at a time."""
         todo = iter(self._blocks)
         with ThreadPoolExecutor(THREADS) as threads:
             while some := list(islice(todo, AT_A_TIME)):
                 yield from threads.map(work, some)
 
     def _copy(self, block: Block) -> int:
-        """Write the ranges of a block; returns their bytes."""
         count = 0
         for start, view in self._files.parts(*block):
             for part in _within(self._ranges[block], start, start + len(view)):
@@ -111,14 +102,14 @@ class CheckedCopy:
                     raise DamagedCheckpoint(f"{path}: another header")
 
     def _verify_block(self, block: Block) -> int:
-        """Compare a block of the source with its hash once more, this time as the targets have it."""
+        """Compare a block of the source with its hash once more, as read from the targets."""
         with self._as_not_written(dict.fromkeys(part.target for part in self._ranges[block])):
             self._files.compare_block(*block, self._read_back(block))
         return 0
 
     @contextmanager
     def _as_not_written(self, targets: Iterable[str]) -> Iterator[None]:
-        """Say of damage that it is of the copy, in one of `targets`."""
+        """Change an error about damage to name the copy, in one of `targets`."""
         try:
             yield
         except DamagedCheckpoint as error:
@@ -126,7 +117,7 @@ class CheckedCopy:
             raise DamagedCheckpoint(f"{names} was not written as it should be, try again: {error}") from None
 
     def _read_back(self, block: Block) -> Iterator[memoryview]:
-        """The bytes of a block as the targets have them; what no target has comes from the source."""
+        """Yield a block's bytes from the targets; bytes that no target has come from the source."""
         name, number = block
         end, memory = min((number + 1) * BLOCK, self._files.size(name)), memoryview(bytearray(PART))
         for start in range(number * BLOCK, end, PART):
@@ -142,13 +133,13 @@ class CheckedCopy:
 
 
 def _within(parts: list[RangeCopy], start: int, stop: int) -> Iterator[RangeCopy]:
-    """What of sorted ranges lies in the bytes [start, stop)."""
+    """Yield the parts of sorted ranges in the bytes [start, stop)."""
     first = bisect_right(parts, start, key=lambda part: part.stop)
     for part in takewhile(lambda part: part.start < stop, islice(parts, first, None)):
         yield _cut(part, start, stop)
 
 
 def _cut(part: RangeCopy, start: int, stop: int) -> RangeCopy:
-    """What of a range lies in the bytes [start, stop)."""
+    """Return the part of a range in the bytes [start, stop)."""
     low, high = max(part.start, start), min(part.stop, stop)
     return RangeCopy(part.source, low, high, part.target, part.position + low - part.start)

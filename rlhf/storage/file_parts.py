@@ -1,4 +1,4 @@
-"""Weights under the names of Hugging Face files, some of which have one weight in several tensors (experts)."""
+"""Maps weights to Hugging Face tensors; some weights (experts) consist of several tensors there."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from rlhf.storage.shards import Shard, Shards
 
 @dataclass(frozen=True)
 class FilePart:
-    """Tensor of the files as elements [start, start + its size) of a flattened weight."""
+    """A Hugging Face tensor: elements [start, start + its size) of a flattened weight."""
 
     name: str
     start: int
@@ -20,21 +20,21 @@ class FilePart:
 
     @property
     def stop(self) -> int:
-        """The element after its last one."""
+        """The element after the last one."""
         return self.start + math.prod(self.shape)
 
 
 FileParts = Mapping[str, Sequence[FilePart]]
-"""Name of a weight -> what the files have of it, which covers it; a weight without an entry is there as it is."""
+"""Name of a weight -> the Hugging Face tensors that cover it; a weight without an entry is stored unchanged."""
 
 
 def parts_of(parts: FileParts, name: str, shape: Sequence[int]) -> Sequence[FilePart]:
-    """Tensors of the files that make up one weight."""
+    """Return the Hugging Face tensors of one weight."""
     return parts.get(name) or [FilePart(name, 0, tuple(shape))]
 
 
 def shards_in_files(shards: Shards, parts: FileParts) -> dict[str, Shard]:
-    """Views of `shards` as this rank's shards of the tensors of the files."""
+    """Return views of `shards` as this rank's shards of the Hugging Face tensors."""
     found = {}
     for name, shard in shards.items():
         row_major = replace(shard, local=shard.local.contiguous())
@@ -44,8 +44,8 @@ def shards_in_files(shards: Shards, parts: FileParts) -> dict[str, Shard]:
 
 
 def _in_part(shard: Shard, part: FilePart) -> Shard:
-    """What `shard` has of a tensor of the files. Experts and rows of experts lie one after the other in a weight, so
-    that a box of the weight is a box of each."""
+    """Return the overlap of `shard` and a Hugging Face tensor. Experts and their rows are consecutive in a weight, so a
+    box of the weight is a box of each."""
     common = list(overlaps(shard.box, range_box(part.start, part.stop), shard.shape))
     if not common:
         return Shard(part.shape, (0,), shard.local.reshape(-1)[:0], shard.owner)
@@ -59,7 +59,7 @@ def _in_part(shard: Shard, part: FilePart) -> Shard:
 
 
 def whole_in_files(weights: Iterable[tuple[str, Tensor]], parts: FileParts) -> Iterator[tuple[str, Tensor]]:
-    """Views of whole `weights` as the tensors of the files."""
+    """Yield views of whole `weights` as Hugging Face tensors."""
     for name, weight in weights:
         for part in parts_of(parts, name, weight.shape):
             yield part.name, weight.reshape(-1)[part.start : part.stop].view(part.shape)

@@ -1,6 +1,6 @@
-"""File operations: all that writes, syncs, renames, links or removes in a run directory is one of these functions.
+"""Writes, syncs, renames, links and removes files: all changes in a run directory go through these functions.
 
-What a power cut must not take back is `..._durably`; everything else is for files that a crash makes worthless.
+Functions named `..._durably` survive a power cut. The others are for files that are worthless after a crash.
 """
 
 import ctypes
@@ -20,20 +20,17 @@ from rlhf.storage.layout import TEMPORARY
 from rlhf.storage.reading import fill
 
 WRITE_BYTES = 512 << 10
-"""Bytes of one write. For larger ones the kernel looks for larger pieces of free memory: a GiB in writes of 8 MiB took
+"""Bytes per write. For larger writes the kernel looks for larger pieces of free memory: a GiB in writes of 8 MiB took
 1.3 s of the processor on ext4, in writes of up to 1 MiB 0.2 s."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Of Linux: relative to the working directory; each gets the other's name."""
+"""Linux constants: paths relative to the working directory; exchange two names."""
 CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One file of a checkpoint: path relative to it, size in bytes, and the xxh3-128 in hex of each block, one after
-    the other.
-
-    A file of one block (4 MiB) thus has the hash that `xxhsum -H2` prints.
-    """
+    """One file of a checkpoint: relative path, size in bytes, and the concatenated xxh3-128 in hex of each block. A
+    file of one block (4 MiB) has the hash that `xxhsum -H2` prints."""
 
     path: str
     size: int
@@ -41,18 +38,15 @@ class WrittenFile:
 
 
 def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
-    """Write `chunks` to the new file `root/path`, fsync it, and return its hashes, computed from the memory that was
-    written.
-
-    Raises FileExistsError when the file is there already: nothing is ever overwritten in place.
-    """
+    """Write `chunks` to the new file `root/path`, fsync it, and return its hashes, computed from memory. Raises
+    FileExistsError when the file exists: nothing is ever overwritten in place."""
     target = root / path
     make_dir(target.parent)
     hashes = BlockHashes()
     with _naming(target), target.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
         for number, chunk in enumerate(chunks):
             view = memoryview(chunk).cast("B")
-            # In memory, writing takes three times as long as hashing: where a core is free, the hash takes no time.
+            # In memory, writing takes three times as long as hashing: on a free core the hash costs no time.
             hashing = beside.submit(hashes.update, view) if len(view) >= BLOCK else None
             if hashing is None:
                 hashes.update(view)
@@ -60,7 +54,7 @@ def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> W
                 view = view[file.write(view[:WRITE_BYTES]) :]
             if hashing is not None:
                 hashing.result()
-            if number == 0:  # of a safetensors file the header without its tensors: half written
+            if number == 0:  # after a safetensors file's header, without its tensors: half written
                 announce("commit.file_write")
         announce("commit.fsync")
         os.fsync(file.fileno())
@@ -68,7 +62,7 @@ def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> W
 
 
 def described(path: str, content: bytes) -> WrittenFile:
-    """Entry that `write_file` will return for these bytes."""
+    """Return the entry that `write_file` returns for these bytes."""
     hashes = BlockHashes()
     hashes.update(memoryview(content))
     return WrittenFile(path, hashes.size, hashes.hexdigests())
@@ -80,7 +74,7 @@ def write_json(root: Path, path: str, document: object) -> WrittenFile:
 
 
 def replace_durably(path: Path, content: str | bytes) -> None:
-    """Give the small file `path` new content; whatever happens, a reader sees the old or the new one, whole."""
+    """Replace the content of the small file `path`; at any time, readers see the old or the new content, whole."""
     fresh = path.with_name(f"{TEMPORARY}{path.name}")
     with fresh.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -91,10 +85,7 @@ def replace_durably(path: Path, content: str | bytes) -> None:
 
 
 def append_durably(path: Path, chunks: Iterable[bytes], event: str | None = None) -> int:
-    """Add `chunks`, one after the other, to the end of a file, made if it is not there; returns their bytes.
-
-    `event` is announced when they are written and not synced yet.
-    """
+    """Append `chunks` to a file, creating it if missing, announce `event`, and sync; return the bytes of `chunks`."""
     fresh = not path.exists()
     with path.open("ab") as file:
         written = sum(map(file.write, chunks))
@@ -108,24 +99,22 @@ def append_durably(path: Path, chunks: Iterable[bytes], event: str | None = None
 
 
 def open_to_append(path: Path) -> int:
-    """Descriptor of a file, made if it is not there, at whose end every write is one piece whoever else writes there;
-    nothing is synced."""
+    """Open a file for atomic appends by several processes, creating it if missing; nothing is synced."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
 def truncate(path: Path, size: int) -> None:
-    """Cut a file off after `size` bytes."""
     os.truncate(path, size)
 
 
 def write_small(path: Path, content: bytes) -> None:
-    """Write a small file that nobody needs after a crash, such as one in a temporary folder; over what is there."""
+    """Write or overwrite a small file that nobody needs after a crash, such as one in a temporary folder."""
     path.write_bytes(content)
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Make `folder` a directory of just these small files, by their names, which nobody needs after a crash; what else
-    lies there and cannot be removed (a file that a dying process has open over NFS) stays."""
+    """Make `folder` a directory of just these small files, which nobody needs after a crash. Other files that cannot be
+    removed (open in a dying process over NFS) stay."""
     if folder.exists():
         remove_dir(folder, ignore_errors=True)
     make_dir(folder)
@@ -134,7 +123,7 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a small file that only its owner may read; nobody ever sees a part of it under its name."""
+    """Write a small file that only its owner may read, atomically."""
     fresh = path.with_name(f"{TEMPORARY}{path.name}")
     fresh.unlink(missing_ok=True)
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -145,10 +134,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def write_range(path: Path, size: int, offset: int, content: memoryview) -> None:
-    """Write `content` at `offset` of a file of `size` bytes, empty elsewhere and made if it is not there.
-
-    Nothing is synced.
-    """
+    """Write `content` at `offset` of a sparse file of `size` bytes, creating it if missing. Nothing is synced."""
     make_dir(path.parent)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -162,11 +148,10 @@ def write_range(path: Path, size: int, offset: int, content: memoryview) -> None
 
 
 class SharedFile:
-    """The file `root/path`, which is written in any order, by several processes a block of it by one of them; made if
-    it is not there.
+    """Opens the file `root/path`, creating it if missing, for writes in any order by several processes, one per block.
 
-    Nothing is synced but by `sync`. A block begins at a multiple of 4 MiB, so that no page has two processes writing
-    it, of which a network file system may forget one.
+    Only `sync` syncs. A block begins at a multiple of 4 MiB, so that no two processes write one page: a network file
+    system may lose one of the two writes.
     """
 
     def __init__(self, root: Path, path: str) -> None:
@@ -176,13 +161,13 @@ class SharedFile:
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def write(self, number: int, content: memoryview) -> str:
-        """Write all bytes of a block; returns their hash."""
+        """Write all bytes of a block; return their hash."""
         hashing = self._beside.submit(hash_block, content)
         self.write_at(number * BLOCK, content)
         return hashing.result()
 
     def write_at(self, position: int, content: memoryview) -> None:
-        """Write bytes at a position, in a file that no other process writes."""
+        """Write bytes at a position of a file that no other process writes."""
         with _naming(self._path):
             while content:
                 count = os.pwrite(self._descriptor, content[:WRITE_BYTES], position)
@@ -192,59 +177,54 @@ class SharedFile:
             announce("commit.file_write")
 
     def read_at(self, position: int, into: memoryview) -> None:
-        """Read back what was written; raises DamagedCheckpoint where the file ends before."""
+        """Read back written bytes; raises DamagedCheckpoint where the file ends before."""
         with _naming(self._path):
             fill(self._descriptor, [into] if into else [], position, self._path.name)
 
     def sync(self) -> None:
-        """Make durable what this process has written."""
         announce("commit.fsync")
         with _naming(self._path):
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Let go of the file."""
         self._beside.shutdown()
         os.close(self._descriptor)
 
 
 def create_empty(path: Path) -> Path:
-    """Make a new file of no bytes, and its folder if need be; raises FileExistsError when it is there.
-
-    Returns `path`.
-    """
+    """Create an empty file, and its folder if missing; return `path`. Raises FileExistsError when the file exists."""
     make_dir(path.parent)
     path.touch(exist_ok=False)
     return path
 
 
 def make_dir(path: Path) -> None:
-    """Make a directory and its parents, as far as they are not there."""
+    """Create a directory and its missing parents."""
     path.mkdir(parents=True, exist_ok=True)
 
 
 def make_private_dir(path: Path) -> None:
-    """Make a directory that only its owner may enter; raises FileExistsError when it is there."""
+    """Create a directory that only its owner may enter; raises FileExistsError when it exists."""
     path.mkdir(mode=0o700)
 
 
 def make_dir_durably(path: Path) -> None:
-    """The same, and its name survives a power cut, with those of its parents, whoever made them."""
+    """Create a directory and its parents; sync all their names, whoever created them."""
     make_dir(path)
     for parent in path.absolute().parents:
-        with suppress(PermissionError):  # nothing was made in a folder that may not be read
+        with suppress(PermissionError):  # nothing was created in an unreadable folder
             fsync_dir(parent)
         if parent.is_mount():
             break
 
 
 def make_new_dir(path: Path) -> None:
-    """Make a directory, and its parents if need be; raises FileExistsError when it is there."""
+    """Create a directory, and its parents if missing; raises FileExistsError when the directory exists."""
     path.mkdir(parents=True)
 
 
 def fsync_file(path: Path) -> None:
-    """Make what any process has written to a file durable."""
+    """Sync what any process has written to a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -253,7 +233,7 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Sync the names in a directory."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -262,7 +242,7 @@ def fsync_dir(path: Path) -> None:
 
 
 def fsync_files(root: Path) -> None:
-    """Make the content of all files below a directory durable, their names not yet."""
+    """Sync the content of all files below a directory, but not their names."""
     for path in root.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -274,26 +254,25 @@ def fsync_files(root: Path) -> None:
 
 
 def fsync_tree(root: Path) -> None:
-    """Make the names in a directory and in all below it durable, the deepest first."""
+    """Sync the names in a directory and in all directories below it, the deepest first."""
     for directory in sorted({root, *root.rglob("*/")}, key=lambda path: -len(path.parts)):
         fsync_dir(directory)
 
 
 def rename(path: Path, target: Path) -> Path:
-    """Give a file or directory another name on the same disk; a file that has the name goes. Returns `target`."""
+    """Rename a file or directory on the same disk, replacing a file of that name; return `target`."""
     return path.rename(target)
 
 
 def rename_durably(path: Path, target: Path) -> Path:
-    """The same within one directory, and the new name survives a power cut."""
+    """Rename within one directory, and sync the new name; return `target`."""
     rename(path, target)
     fsync_dir(target.parent)
     return target
 
 
 def exchange(path: Path, other: Path) -> bool:
-    """Give two files or directories on one disk each other's names in one step; False where the system or the file
-    system cannot, and nothing was done."""
+    """Exchange the names of two files or directories on one disk atomically; return False where that is impossible."""
     if (code := _swap(os.fspath(path), os.fspath(other))) in CANNOT_EXCHANGE:
         return False
     if code:
@@ -302,7 +281,7 @@ def exchange(path: Path, other: Path) -> bool:
 
 
 def _swap(path: str, other: str) -> int:
-    """The error of Linux' call for it, 0 for none."""
+    """Call Linux' renameat2; return its errno, or 0."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return errno.ENOSYS
@@ -311,29 +290,28 @@ def _swap(path: str, other: str) -> int:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give the file `source` the second name `target`."""
     os.link(source, target)
 
 
 def remove_file(path: Path, *, missing_ok: bool = False) -> None:
-    """Remove a file or a link; raises FileNotFoundError when there is none, unless `missing_ok`."""
+    """Remove a file or link; raises FileNotFoundError when it is missing, unless `missing_ok`."""
     path.unlink(missing_ok=missing_ok)
 
 
 def remove_file_durably(path: Path) -> None:
-    """Remove a file if it is there; it does not come back after a power cut."""
+    """Remove a file if it exists, and sync its removal."""
     remove_file(path, missing_ok=True)
     fsync_dir(path.parent)
 
 
 def remove_dir(path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a directory with all that it holds."""
+    """Remove a directory tree."""
     shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
 def remove(path: Path) -> None:
-    """Remove a directory with all that it holds, or a file or link; raises FileNotFoundError when there is nothing."""
-    # A user may have moved a checkpoint to other storage and left a link; of that, only the link is ours to delete.
+    """Remove a directory tree, a file or a link; raises FileNotFoundError when `path` is missing."""
+    # A user may have moved a checkpoint to other storage and left a link; then only the link is ours to delete.
     if path.is_dir() and not path.is_symlink():
         remove_dir(path)
     else:
@@ -342,7 +320,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Give errors a file name: what write and fsync raise has none, and with it the rank that failed."""
+    """Add a file name, and with it the rank that failed, to errors: those of write and fsync have none."""
     try:
         yield
     except OSError as error:

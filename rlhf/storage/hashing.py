@@ -1,23 +1,21 @@
-"""Hashes of a file's blocks: xxh3-128 of each 4 MiB, so that a part of a file is checked without reading the rest."""
+"""Hashes a file's blocks: xxh3-128 of each 4 MiB, so that a part of a file is verified without reading the rest."""
 
 import xxhash
 
 BLOCK = 4 << 20
-"""Bytes that have a hash of their own."""
+"""Bytes per hash."""
 HASH_DIGITS = 32
-"""Hexadecimal digits of one."""
+"""Hexadecimal digits per hash."""
 
 
 class BlockHashes:
-    """The hashes of a stream's blocks."""
-
     def __init__(self) -> None:
         self.size = 0
         self._done: list[str] = []
         self._digest = xxhash.xxh3_128()
 
     def update(self, view: memoryview) -> None:
-        """The next bytes, any number of them."""
+        """Add the next bytes, any number of them."""
         while view:
             part = view[: BLOCK - self.size % BLOCK]
             self._digest.update(part)
@@ -28,10 +26,9 @@ class BlockHashes:
                 self._digest.reset()
 
     def hexdigests(self) -> str:
-        """One hash per started block, one after the other; empty for no bytes."""
+        """Return one hash per started block, concatenated; empty for no bytes."""
         return "".join(self._done) + (self._digest.hexdigest() if self.size % BLOCK else "")
 
 
 def hash_block(content: memoryview) -> str:
-    """The hash of one block's bytes."""
     return xxhash.xxh3_128_hexdigest(content)

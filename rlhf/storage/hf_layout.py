@@ -1,6 +1,6 @@
-"""Layout of the weights of a Hugging Face folder: which tensor lies where in which safetensors file. Imports no torch.
+"""Lays out the weights of a Hugging Face folder as safetensors files. Imports no torch.
 
-Like the Hub's: one file up to `SHARD_BYTES`, else numbered ones with an index.
+Like the Hub: one file up to `SHARD_BYTES`, else numbered files with an index.
 """
 
 import json
@@ -13,25 +13,24 @@ from rlhf.storage.safetensors_header import make_safetensors_header
 from rlhf.storage.shard_index import ITEM_BYTES
 
 SHARD_BYTES = 5_000_000_000
-"""Most bytes of tensors in one file, unless one tensor has more."""
+"""Upper limit of tensor bytes in one file, unless one tensor is larger."""
 WEIGHTS, WEIGHTS_INDEX, MODEL_CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 STEM = "model"
-"""Beginning of the names of the files."""
+"""Prefix of the files' names."""
 GENERATION_CONFIG = "generation_config.json"
 ADAPTER_STEM, ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
-"""Names of an adapter's weights, without their ending, and of its settings, as peft reads them."""
+"""File names of an adapter's weights (without suffix) and settings, as peft reads them."""
 ONE_FILE = 1 << 60
-"""Bytes that no adapter has, which peft reads from one file."""
+"""More bytes than any adapter has: peft reads an adapter from one file."""
 METADATA = {"format": "pt"}
-"""Metadata of each file: some tools open none that lacks it."""
+"""Metadata of each file; some tools need it to open a file."""
 FLOAT_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""Types that weights are exported in: as a configuration names them, and as safetensors does."""
+"""Export dtypes: name in a configuration -> name in safetensors."""
 
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """One file of weights: its name, the header that it begins with, and the first byte of each tensor in it, in the
-    order in which they lie there without gaps; `size` bytes in all."""
+    """Lays out one file of `size` bytes: name, header, and the first byte of each tensor, in order and without gaps."""
 
     name: str
     header: bytes
@@ -40,10 +39,10 @@ class WeightsFile:
 
 
 def lay_out_weights(tensors: Tensors, shard_bytes: int | None = None, stem: str = STEM) -> list[WeightsFile]:
-    """Files for `tensors` (name -> safetensors type and shape), filled in their order up to `shard_bytes` each
-    (None: `SHARD_BYTES`).
+    """Return files for `tensors` (name -> safetensors type and shape), filled in order up to `shard_bytes` each (None:
+    `SHARD_BYTES`).
 
-    Within a file the wider types come first, as the specification asks, so that each tensor is aligned to its items.
+    Within a file, wider types come first, as the specification asks, so that each tensor is aligned to its items.
     """
     most = SHARD_BYTES if shard_bytes is None else shard_bytes
     groups: list[list[str]] = [[]]
@@ -71,7 +70,7 @@ def _file(name: str, tensors: Tensors) -> WeightsFile:
 
 
 def index_of_weights(files: Iterable[WeightsFile]) -> dict[str, bytes]:
-    """The index of numbered files, by its name; nothing for a single file, which needs none."""
+    """Return the index of numbered files by its name; empty for a single file."""
     files = list(files)
     if len(files) == 1:
         return {}
@@ -82,14 +81,13 @@ def index_of_weights(files: Iterable[WeightsFile]) -> dict[str, bytes]:
 
 
 def saying_dtype(small_files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
-    """`small_files` of a folder, whose config.json says that the weights are of the type `dtype` (float32, ...); as it
-    is for None."""
+    """Return `small_files` with `dtype` (float32, ...) in config.json; unchanged for None."""
     if dtype is None or MODEL_CONFIG not in small_files:
         return dict(small_files)
     config = json.loads(small_files[MODEL_CONFIG])
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
-    for part in config.values():  # of models that consist of several, each with a configuration
+    for part in config.values():  # of models with several parts, each with a configuration
         if isinstance(part, dict) and isinstance(part.get("dtype"), str):
             part["dtype"] = dtype
     return dict(small_files) | {MODEL_CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}

@@ -1,7 +1,4 @@
-"""Metric history as a file that grows at its end: one line of JSON per step, in the order of the steps.
-
-Whatever reads it holds one line at a time, however long the run becomes.
-"""
+"""Reads the metric history: one line of JSON per step, in the order of steps. Readers need memory for one line only."""
 
 import json
 import os
@@ -12,36 +9,35 @@ from pathlib import Path
 
 import xxhash
 
-# Of a record, and enough of one that no other run or attempt has written the same: times stand in it.
+# Long enough to contain a record, and to differ between runs and attempts, since records contain times.
 TAIL = 4096
 _STEP_FIRST = re.compile(rb'\{"step": (\d+)[,}]')
 
 
 class DamagedHistory(Exception):
-    """A line that is no record, which no kill can cause; the text names file and line."""
+    """A line is not a record, which no kill can cause; the message has file and line."""
 
 
 @dataclass(frozen=True)
 class HistoryMark:
-    """A place in the history: its bytes up to there, and the xxh3-128 in hex of the last TAIL of them, by which the
-    same beginning is known again."""
+    """Marks a position in the history by the bytes before it and the xxh3-128 in hex of the last TAIL of them."""
 
     size: int
     tail: str
 
     @classmethod
     def at_end(cls, path: Path) -> "HistoryMark":
-        """The end of the file, or the beginning of one that is not there."""
+        """Return the mark of the end of the file, or of the beginning of a missing file."""
         size = path.stat().st_size if path.exists() else 0
         return cls(size, _tail(path, size) or "")
 
     def fits(self, path: Path) -> bool:
-        """Whether the file has this place."""
+        """Return whether the file has the same bytes up to this mark."""
         return (_tail(path, self.size) or "") == self.tail
 
 
 def _tail(path: Path, size: int) -> str | None:
-    """The hash of the last TAIL of the first `size` bytes; None when there are not so many, or none at all."""
+    """Return the hash of the last TAIL of the first `size` bytes; None when the file is shorter or `size` is 0."""
     if not size or not path.exists():
         return None
     with path.open("rb") as file:
@@ -51,10 +47,8 @@ def _tail(path: Path, size: int) -> str | None:
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Each whole line with its step; none if there is no file. A torn last line is left out.
-
-    Raises DamagedHistory for a line that has no step.
-    """
+    """Yield each whole line with its step, or nothing for a missing file. Skips a torn last line. Raises DamagedHistory
+    for a line without a step."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -66,7 +60,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(path: Path, number: int, line: bytes) -> dict[str, float]:
-    """The record of a line; raises DamagedHistory when it is none."""
+    """Parse the record of a line; raises DamagedHistory when the line is not a record."""
     try:
         record = json.loads(line)
         record["step"] + 0
@@ -76,11 +70,8 @@ def parsed(path: Path, number: int, line: bytes) -> dict[str, float]:
 
 
 def end_of_step(path: Path, step: int, mark: HistoryMark | None) -> int:
-    """Bytes of the records up to and including `step`: at once when the file has the place `mark` of a checkpoint of
-    that step, else by reading the lines.
-
-    Raises DamagedHistory.
-    """
+    """Return the bytes of the records up to and including `step`. If the `mark` of that step's checkpoint fits, returns
+    at once, else reads the lines; raises DamagedHistory."""
     if mark is not None and mark.fits(path):
         return mark.size
     size = 0

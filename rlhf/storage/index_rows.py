@@ -18,7 +18,7 @@ from rlhf.storage.boxes import Box, boxes_of, range_box, strides_of
 ROW_BYTES = 24
 _ROW = np.dtype("<i8")
 _AT_A_TIME = 256
-"""Number of boxes that are compared with all others in one NumPy operation."""
+"""Number of boxes compared with all others in one NumPy operation."""
 Rows = NDArray[np.int64]
 """[n, 3] rows of an index."""
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -83,11 +83,7 @@ class Parts(NamedTuple):
 
 
 def parse_rows(rows: Rows, table: Table) -> Parts:
-    """Parse `rows` to shards.
-
-    Raises:
-        ValueError: a row is of no tensor or outside its tensor, or a box lacks a dimension.
-    """
+    """Parse `rows`; raise ValueError for a row of no tensor or outside its tensor, or a box without a dimension."""
     number, start, stop = rows.T
     boxed = number < 0
     tensor = np.where(boxed, -1 - number, number) if boxed.any() else number

@@ -1,4 +1,4 @@
-"""Names in a run directory and in a checkpoint, and the scan that finds checkpoints. Imports no torch."""
+"""Names the files of run directories and checkpoints, and scans for checkpoints. Imports no torch."""
 
 import re
 import uuid
@@ -21,7 +21,7 @@ RUN_LOG = "run.log"
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 PIN = ".upload-"
-"""Begins the name of a folder of hard links to a checkpoint's files, which are being copied to `checkpoint.remote`."""
+"""Prefix of a folder of hard links to a checkpoint's files during their copy to `checkpoint.remote`."""
 
 # One name per step: no leading zeros, no digits of other scripts.
 _STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)")
@@ -29,21 +29,19 @@ _SET_ASIDE = re.compile(r"global_step_[0-9]+\.(damaged|superseded|incomplete)-[0
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
-    """The directory that the checkpoint of `step` is published as."""
+    """Return the directory of the published checkpoint of `step`."""
     return run_dir / f"global_step_{step}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a published directory's name says, or None for any other name."""
+    """Return the step in a published directory's name, or None for any other name."""
     match = _STEP_DIR.fullmatch(path.name)
     return int(match.group(1)) if match else None
 
 
 def scan(run_dir: Path) -> list[Path]:
-    """Published directories by their names, newest step first.
-
-    The scan is the truth, the pointer file a hint for people and tools.
-    """
+    """Return the published directories by name, newest step first. The scan decides; the pointer file is only a hint
+    for users and tools."""
     if not run_dir.is_dir():
         return []
     found = {step: path for path in run_dir.iterdir() if (step := step_of(path)) is not None and path.is_dir()}
@@ -51,17 +49,16 @@ def scan(run_dir: Path) -> list[Path]:
 
 
 def set_aside_dirs(run_dir: Path, reason: str) -> list[Path]:
-    """Directories that an earlier resume set aside for `reason` ("damaged", "superseded" or "incomplete")."""
+    """Return directories that an earlier resume set aside for `reason` ("damaged", "superseded" or "incomplete")."""
     if not run_dir.is_dir():
         return []
     return sorted(p for p in run_dir.iterdir() if (m := _SET_ASIDE.fullmatch(p.name)) and m.group(1) == reason)
 
 
 def fresh_name(prefix: str, what: str) -> str:
-    """A name that no other process, now or before a crash, has used."""
+    """Return a name that no other process, now or before a crash, has used."""
     return f"{prefix}{what}-{uuid.uuid4().hex[:12]}"
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file with one rank's tensors."""
     return f"rank_{rank:05d}.safetensors"

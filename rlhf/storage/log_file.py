@@ -1,4 +1,4 @@
-"""Log file: lines for people, appended by any number of processes, bounded in size."""
+"""Appends log lines from any number of processes to a file of limited size."""
 
 import os
 from pathlib import Path
@@ -9,10 +9,10 @@ LIMIT_BYTES = 32 << 20
 
 
 class LogFile:
-    """The file `path`, made if it is not there and always appended to; nothing is synced.
+    """Appends to the file `path`, creating it if missing; nothing is synced.
 
-    Before it outgrows `limit` bytes it becomes `<name>.1`, over an earlier one, and a new one begins. Raises OSError
-    where the disk refuses it.
+    Before exceeding `limit` bytes, the file is renamed to `<name>.1`, replacing an earlier one, and a new file begins.
+    Raises OSError on a disk error.
     """
 
     def __init__(self, path: Path, limit: int = LIMIT_BYTES) -> None:
@@ -21,11 +21,11 @@ class LogFile:
         self._fd = self._opened()
 
     def write(self, text: str) -> None:
-        """Append whole lines, in one piece."""
+        """Append whole lines with one write."""
         data = text.encode(errors="backslashreplace")
         now = os.fstat(self._fd)
         if now.st_size and now.st_size + len(data) > self._limit:
-            # Another process may have moved it already.
+            # Another process may have renamed it already.
             if self._path.exists() and os.path.samestat(now, self._path.stat()):
                 rename(self._path, self._path.with_name(f"{self._path.name}.1"))
             self.close()
@@ -34,7 +34,6 @@ class LogFile:
             data = data[os.write(self._fd, data) :]
 
     def close(self) -> None:
-        """Let go of the file."""
         os.close(self._fd)
 
     def _opened(self) -> int:

@@ -1,6 +1,6 @@
-"""Checked reading of a checkpoint's files: each block is compared with its hash on the way to where it belongs.
+"""Reads a checkpoint's files and compares each block with its hash on the way to its destination.
 
-Imports no torch: `python -m rlhf.checkpoint verify` reads through it, too.
+Imports no torch: `python -m rlhf.checkpoint verify` uses it too.
 """
 
 import errno
@@ -20,21 +20,19 @@ from rlhf.storage.disk_errors import DamagedCheckpoint, is_unreadable
 from rlhf.storage.hashing import BLOCK, HASH_DIGITS
 
 THREADS = 4
-# One read: small enough to be in the processor's cache when it is hashed. Also what a thread needs for bytes that
-# nobody wants.
+# Bytes per read, which stay in the processor's cache until hashed, and size of scratch memory for unwanted bytes.
 PART = 256 << 10
 BUFFERS_PER_READ = min(1024, os.sysconf("SC_IOV_MAX"))
 
 Range = tuple[int, memoryview]
-"""Where in a file, and the memory that the bytes from there go to."""
+"""Position in a file, and the memory for the bytes from there on."""
 
 
 class CheckedFiles:
-    """The files below `root` as a manifest describes them (`files`: path -> size and hashes), read with proof.
+    """Reads and verifies the files below `root` that a manifest describes (`files`: path -> size and hashes).
 
-    Whatever is read raises DamagedCheckpoint, "<path>: <what is wrong>", unless each block that it touches is as it was
-    written. What lies in the destination is undefined then. `checked` has the numbers of the blocks that `read` and
-    `prove` have proven, by path; `bytes_read` counts them.
+    Reads raise DamagedCheckpoint, "<path>: <problem>", unless each block that they touch matches its hash; then the
+    destination is undefined. `checked` has the numbers of verified blocks by path; `bytes_read` counts their bytes.
     """
 
     def __init__(self, root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -48,7 +46,7 @@ class CheckedFiles:
         self._elsewhere |= dict.fromkeys(names, root)
 
     def check_entry(self, name: str) -> None:
-        """Compare a file with the manifest as far as that takes no reading: it is there, inside, and of its size."""
+        """Check that a file exists inside the checkpoint with the manifest's size, without reading it."""
         root, size = self._elsewhere.get(name, self._root), self._entry(name)["size"]
         path = root / name
         with _damage(name):
@@ -60,29 +58,26 @@ class CheckedFiles:
                 raise DamagedCheckpoint(f"{name}: {found} bytes instead of {size}")
 
     def blocks(self, name: str) -> range:
-        """The numbers of a file's blocks."""
+        """Return the numbers of a file's blocks."""
         return range(-(-self._files[name]["size"] // BLOCK))
 
     def size(self, name: str) -> int:
-        """The bytes of a file."""
         return self._entry(name)["size"]
 
     def content(self, name: str) -> bytes:
-        """A whole file."""
         return self.start(name, self._entry(name)["size"])
 
     def document(self, name: str) -> Any:
-        """The content of a whole file, parsed as JSON."""
         return parse_json(self.content(name), name)
 
     def start(self, name: str, size: int) -> bytes:
-        """The first `size` bytes of a file, or all when it has fewer."""
+        """Return the first `size` bytes of a file, or all of a shorter one."""
         content = bytearray(min(size, self._entry(name)["size"]))
         self.read(name, [(0, memoryview(content))])
         return bytes(content)
 
     def read(self, name: str, ranges: Iterable[Range]) -> None:
-        """Fill every range with its bytes of the file; they must not overlap."""
+        """Fill every range with its bytes of the file; ranges must not overlap."""
         size = self._entry(name)["size"]
         parts: dict[int, list[Range]] = {}
         for start, view in sorted(ranges, key=lambda part: part[0]):
@@ -99,8 +94,8 @@ class CheckedFiles:
         self._read_blocks(name, {number: [] for number in blocks})
 
     def parts(self, name: str, number: int) -> Iterator[tuple[int, memoryview]]:
-        """The bytes of a block, part by part, each with its position in the file and good until the next one is asked
-        for; what they are is known only when the last one has come without DamagedCheckpoint."""
+        """Yield the bytes of a block in parts, each with its position in the file and valid until the next. The block
+        is verified only after the last part, without a DamagedCheckpoint."""
         entry, digest, memory = self._entry(name), xxhash.xxh3_128(), memoryview(bytearray(PART))
         with _damage(name), _regular(self._elsewhere.get(name, self._root) / name, f"{name}:") as descriptor:
             end = min((number + 1) * BLOCK, entry["size"])
@@ -112,7 +107,7 @@ class CheckedFiles:
         self._compare(name, number, digest.hexdigest())
 
     def compare_block(self, name: str, number: int, content: Iterable[memoryview]) -> None:
-        """Raise DamagedCheckpoint unless `content`, read elsewhere, is a block as it was written here."""
+        """Raise DamagedCheckpoint unless `content`, read elsewhere, matches the hash of a block."""
         digest = xxhash.xxh3_128()
         for view in content:
             digest.update(view)
@@ -153,11 +148,8 @@ class CheckedFiles:
 
 
 class UnverifiedFiles(CheckedFiles):
-    """The files `names` below `root`, of which there are no hashes: read as they are, to the last byte that they have
-    now.
-
-    Raises DamagedCheckpoint, naming the file, for one that is not there.
-    """
+    """Reads the files `names` below `root` without hashes, up to their present size. Raises DamagedCheckpoint, with the
+    file's name, for a missing file."""
 
     def __init__(self, root: Path, names: Iterable[str]) -> None:
         super().__init__(root, {name: {"size": _size_of(root / name, name)} for name in names})
@@ -168,7 +160,7 @@ class UnverifiedFiles(CheckedFiles):
 
 
 def parse_json(content: bytes, name: str) -> Any:
-    """The bytes `content` of the file `name`, parsed as JSON; raises DamagedCheckpoint when they are none."""
+    """Parse the bytes `content` of the file `name` as JSON; raises DamagedCheckpoint when they are not JSON."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -176,10 +168,8 @@ def parse_json(content: bytes, name: str) -> Any:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file of at most `limit` bytes.
-
-    Raises DamagedCheckpoint for anything else of that name, and OSError where the system refuses.
-    """
+    """Return the bytes of a regular file of at most `limit` bytes. Raises DamagedCheckpoint for a larger file or
+    anything else of that name, and OSError on other errors."""
     try:
         with _regular(path, str(path)) as descriptor:
             size = os.fstat(descriptor).st_size
@@ -196,12 +186,11 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 @contextmanager
 def _regular(path: Path, name: str) -> Iterator[int]:
-    """A descriptor of a regular file; raises DamagedCheckpoint for what a read might wait for (a pipe) or come to no
-    end of (a device)."""
+    """Open a regular file; raises DamagedCheckpoint for a pipe (a read may block) or a device (it may never end)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno in (errno.ENXIO, errno.ELOOP):  # a socket; links in a circle
+        if error.errno in (errno.ENXIO, errno.ELOOP):  # a socket; a cycle of links
             raise DamagedCheckpoint(f"{name} is no file") from error
         raise
     try:
@@ -219,7 +208,7 @@ def _size_of(path: Path, name: str) -> int:
 
 @contextmanager
 def _damage(name: str) -> Iterator[None]:
-    """What the disk has lost is damage of the file `name`; other trouble may pass."""
+    """Raise DamagedCheckpoint for the file `name` when the disk has lost data; raise other errors unchanged."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -231,8 +220,7 @@ def _damage(name: str) -> Iterator[None]:
 
 
 def _reads(position: int, end: int, wanted: list[Range], scratch: memoryview) -> Iterator[list[memoryview]]:
-    """The bytes [position, end) as lists of memory to be filled by one read each: `wanted` where it is, `scratch` in
-    between."""
+    """Yield memory for one read each, together of the bytes [position, end): `wanted`, and `scratch` in between."""
     views: list[memoryview] = []
     filled = 0
     for start, into in [*wanted, (end, memoryview(b""))]:
@@ -249,8 +237,7 @@ def _reads(position: int, end: int, wanted: list[Range], scratch: memoryview) ->
 
 
 def fill(descriptor: int, views: list[memoryview], position: int, name: str) -> None:
-    """Read from `position` on into `views`, one after the other, to the last byte; raises DamagedCheckpoint, naming the
-    file `name`, when it ends before."""
+    """Fill `views` one after the other from `position` on; raises DamagedCheckpoint, with `name`, at an early end."""
     while views:
         count = os.preadv(descriptor, views, position)
         if not count:

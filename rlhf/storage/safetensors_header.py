@@ -1,4 +1,4 @@
-"""Header of a safetensors file: made, and checked before anything is made of it. Imports no torch."""
+"""Creates headers of safetensors files, and validates headers before use. Imports no torch."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from rlhf.storage.shard_index import ITEM_BYTES
 
 
 def make_safetensors_header(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Header of a file of `tensors`, which follow it in their order, without gaps."""
+    """Return the header of a file in which `tensors` follow in order, without gaps."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -24,10 +24,8 @@ def make_safetensors_header(tensors: Tensors, metadata: Mapping[str, str] | None
 
 
 def read_safetensors_header(files: CheckedFiles, name: str) -> tuple[dict[str, Any], int]:
-    """The tensors of a safetensors file by name (`dtype`, `shape`, `data_offsets`), and where in it their data begins.
-
-    Raises DamagedCheckpoint when it begins with something else.
-    """
+    """Return a safetensors file's tensors by name (`dtype`, `shape`, `data_offsets`), and the position of their data.
+    Raises DamagedCheckpoint for another kind of file."""
     length = 8 + int.from_bytes(files.start(name, 8), "little")
     header = parse_json(files.start(name, length)[8:], name)
     if not isinstance(header, dict):

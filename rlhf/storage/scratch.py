@@ -1,4 +1,4 @@
-"""Scratch folders for what must not outlive a process: temporary files, sockets, shared memory."""
+"""Creates scratch folders for temporary files, sockets and shared memory that must not outlive a process."""
 
 import fcntl
 import logging
@@ -16,26 +16,27 @@ from rlhf.storage.files import make_private_dir, remove_dir, remove_file
 
 SHARED_MEMORY = Path("/dev/shm")
 LONGEST = 50
-"""Characters of the folder that holds scratch folders: a UNIX socket's path has at most 107, and vLLM adds 36."""
+"""Upper limit of characters of the parent folder's path: a UNIX socket's path has at most 107, and vLLM adds 36."""
 _NAME = re.compile(r"rlhf\.[0-9a-f]{12}")
 
 log = logging.getLogger(__name__)
 
 
 class Scratch:
-    """Folder of this process, and a prefix for names in /dev/shm; `close` removes what has them.
+    """Creates a folder for this process, and a prefix for names in /dev/shm; `close` removes the folder and those
+    names.
 
-    A process that is killed leaves both. The kernel lets go of its lock on the folder then, by which the next Scratch
-    of this user on this machine knows that they are nobody's any more, and removes them.
+    A killed process leaves both, but the kernel releases its lock on the folder. So the next Scratch of this user on
+    this machine recognises and removes the leftovers.
     """
 
     def __init__(self, *, large: bool = False) -> None:
         where = Path(tempfile.gettempdir())
-        # What is large goes where the user has room for it, and has no sockets.
+        # Large content goes where the user has space for it, and has no sockets.
         where = where if large or len(str(where)) <= LONGEST else Path("/tmp")
         sweep(where)
         self._lock: int | None = None
-        while self._lock is None:  # another one's sweep may come between the two
+        while self._lock is None:  # another process' sweep may remove the folder before the lock
             self.folder = where / f"rlhf.{secrets.token_hex(6)}"
             make_private_dir(self.folder)
             try:
@@ -46,11 +47,9 @@ class Scratch:
 
     @property
     def name(self) -> str:
-        """The beginning of names in /dev/shm."""
         return self.folder.name
 
     def close(self) -> None:
-        """Remove the folder and the shared memory of its name."""
         if self._lock is not None:
             lock, self._lock = self._lock, None
             _remove(self.folder)
@@ -64,7 +63,7 @@ class Scratch:
 
 
 def sweep(where: Path) -> None:
-    """Remove the scratch folders of this user in `where` whose processes are no more, with their shared memory."""
+    """Remove this user's scratch folders in `where` whose processes have ended, with their shared memory."""
     for folder in where.glob("rlhf.*"):
         if not _NAME.fullmatch(folder.name) or not _is_ours(folder):
             continue
@@ -76,8 +75,8 @@ def sweep(where: Path) -> None:
 
 
 def lock_folder(folder: Path) -> int | None:
-    """A descriptor with the lock on `folder`, held until it is closed or the process ends; None where it is another's
-    or gone. Raises OSError on a file system without locks."""
+    """Lock `folder` and return the descriptor, whose close or process end releases the lock; None when another process
+    has the lock or the folder is gone. Raises OSError on a file system without locks."""
     with ExitStack() as stack, suppress(FileNotFoundError, BlockingIOError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         stack.callback(os.close, descriptor)
@@ -89,7 +88,7 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def name_shared_memory(beginning: str = "psm_") -> None:
-    """Let multiprocessing begin the names of new shared memory of this process so, by default as it always does."""
+    """Set the prefix of multiprocessing's shared memory in this process; the default is multiprocessing's own."""
     module: Any = shared_memory
     module._SHM_NAME_PREFIX = f"/{beginning}"
     module._SHM_SAFE_NAME_LENGTH = len(beginning) + 9
@@ -109,5 +108,5 @@ def _remove(folder: Path) -> None:
             remove_file(path, missing_ok=True)
         except OSError as error:
             log.warning("Shared memory of a process that is no more cannot be removed: %s.", error)
-    # With its name goes what tells others that it is a scratch folder, so this comes last.
+    # The name shows others that this is a scratch folder, so the folder goes last.
     remove_dir(folder, ignore_errors=True)

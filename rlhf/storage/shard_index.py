@@ -1,4 +1,4 @@
-"""Index of sharded tensors: says which part of which tensor lies where in which file. Imports no torch.
+"""Reads and writes the index of sharded tensors: the file and position of each part of each tensor. Imports no torch.
 
 `index.safetensors` has one int64 tensor, `shards`: rows as in `index_rows`, in the order of the shards in the files.
 The rows of one file are consecutive, so that a reader needs the rows of few files. The metadata are JSON: `tensors`
@@ -54,10 +54,10 @@ _MOST_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class FileShards:
-    """One rank's share of an index: the shards in its file.
+    """One rank's part of an index: the shards in its file.
 
-    `rows` are the shards' rows in the order of the file; if there are none, there is no file. `table` is a hash of the
-    names, types and shapes of all tensors, which must be the same on all ranks.
+    `rows` are the shards' rows in the order of the file; without rows there is no file. `table` is a hash of the names,
+    types and shapes of all tensors, which must be the same on all ranks.
     """
 
     file: str
@@ -67,10 +67,7 @@ class FileShards:
 
 
 class Piece(NamedTuple):
-    """A wanted part `box` of a tensor, and where to find it.
-
-    It lies in a shard that contains the part `shard`, row-major, from the byte `position` of `file` on.
-    """
+    """A wanted part `box` of a tensor, in the row-major part `shard` that begins at byte `position` of `file`."""
 
     name: str
     box: Box
@@ -85,16 +82,12 @@ def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:
 
 
 def hash_of_table(tensors: Tensors) -> str:
-    """Return a hash of the names, types and shapes of all tensors."""
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(tensors.items())).encode())
 
 
 def parts_of_ranks(tensors: Tensors, shares: Sequence[FileShards]) -> Iterator[list[tuple[str, Box]]]:
-    """Yield the parts of tensors in each rank's share.
-
-    Raises:
-        ValueError: ranks disagree about the tensors, or the shards do not cover each element exactly once.
-    """
+    """Yield the parts of tensors in each rank's share. Raises ValueError when ranks disagree about the tensors, or the
+    shards do not cover each element exactly once."""
     table = Table(tensors)
     _check(tensors, shares, table)
     for share in shares:
@@ -134,10 +127,8 @@ def merge_shares(tensors: Tensors, shares: Sequence[FileShards]) -> bytes:
 
 
 class ShardIndex:
-    """Index of the folder `folder` of a checkpoint. Reads only the rows that a call needs.
-
-    The constructor and every method raise DamagedCheckpoint if the index is damaged or inconsistent.
-    """
+    """Reads the index of the folder `folder` of a checkpoint, and only the rows that a call needs. The constructor and
+    every method raise DamagedCheckpoint if the index is damaged or inconsistent."""
 
     def __init__(self, files: CheckedFiles, folder: str) -> None:
         self._files, self._folder, self.path = files, folder, f"{folder}/{INDEX}"
@@ -171,19 +162,15 @@ class ShardIndex:
         self._count = np.array([count for _, _, count in listed], dtype=np.int64)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of shards of each tensor, by name."""
         parts, _, _ = self._read(np.arange(len(self._file_names)))
         found = np.bincount(parts.tensor, minlength=len(self._names))
         return dict(zip(self._names, found.tolist(), strict=True))
 
     def find(self, wanted: Mapping[str, Box], rank: int, world_size: int) -> list[Piece]:
-        """Return the pieces of which the wanted parts consist.
+        """Return the pieces that make up the wanted parts (tensor name -> one part, not empty).
 
-        It first reads the rows of the files in which this rank probably finds its parts, and the rows of all files only
-        if these do not suffice.
-
-        Args:
-            wanted: tensor name -> one part, which is not empty.
+        First reads the rows of the files in which this rank probably finds its parts, and all files' rows only if
+        needed.
         """
         for files in (self._probable(rank, world_size), np.arange(len(self._file_names))):
             pieces, missing = self._find(wanted, *self._read(files))
@@ -241,7 +228,7 @@ class ShardIndex:
         return np.array(sorted({n for n in (0, rank, *range(low, high)) if 0 <= n < count}), dtype=np.intp)
 
     def _read(self, files: NDArray[np.intp]) -> tuple[Parts, NDArray[np.intp], NDArray[np.int64]]:
-        """Read the shards of some files. Return them, and for each its file and the byte at which it begins."""
+        """Return the shards of some files, and for each shard its file and first byte."""
         counts = self._count[files]
         begins = (np.cumsum(self._count) - self._count)[files]
         memory = bytearray(int(counts.sum()) * ROW_BYTES)

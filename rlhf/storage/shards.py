@@ -1,8 +1,8 @@
-"""Tensors on disk as shards, each a box of a tensor or a range of its flattened elements.
+"""Saves and loads tensors as shards, each a box of a tensor or a range of its flattened elements.
 
 FSDP2's rows, cuts by columns, ZeRO's flat partitions and unsharded tensors are all such parts (`boxes`). So any backend
 reads at any world size what another wrote at another. Each rank writes its shards as 1-D tensors into one safetensors
-file. An index beside the files says which part begins at which byte.
+file. An index beside the files maps parts to bytes.
 """
 
 import math
@@ -23,7 +23,7 @@ from rlhf.storage.safetensors_header import make_safetensors_header
 from rlhf.storage.shard_index import FLOATS, TORCH_NAMES, FileShards, Piece, ShardIndex, hash_of_table
 from rlhf.storage.whole_tensors import WholeTensors
 
-# Size of the page-locked buffer through which tensors are copied to a GPU.
+# Bytes of the page-locked buffer through which tensors are copied to a GPU.
 LANDING_BYTES = 16 * BLOCK
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in TORCH_NAMES.items()}
 """safetensors' name of a type -> torch's type."""
@@ -91,7 +91,6 @@ def safetensors_chunks(
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the header of a safetensors file in which the tensors follow in this order."""
     table = {name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     return make_safetensors_header(table, metadata)
 
@@ -102,13 +101,11 @@ def tensor_table(shards: Shards) -> Tensors:
 
 
 def lay_out(file_name: str, shards: Shards) -> tuple[dict[str, Tensor], FileShards]:
-    """Return the shards that this rank owns, flattened and in the order of its file, and its share of the index.
-
-    The share has a hash of all tensors, owned or not, so that the merge notices a tensor that no rank owns.
-    """
+    """Return this rank's owned shards, flattened and in the order of its file, and its share of the index. The share
+    has a hash of all tensors, owned or not, so that the merge notices a tensor that no rank owns."""
     flat = {name: p.local.detach().reshape(-1) for name, p in shards.items() if p.owner and p.local.numel()}
-    # Step counts are written by one rank and read by all. They lie next to each other: if they were scattered, all
-    # ranks would read all of that rank's file.
+    # One rank writes step counts and all ranks read them. They are stored next to each other: scattered, they would
+    # make all ranks read that rank's whole file.
     flat = dict(sorted(flat.items(), key=lambda item: item[1].numel() > 1))
     number = {name: i for i, name in enumerate(sorted(shards))}
     rows = rows_of((number[name], shards[name].box) for name in flat)
@@ -116,7 +113,7 @@ def lay_out(file_name: str, shards: Shards) -> tuple[dict[str, Tensor], FileShar
 
 
 def write_shards(root: Path, folder: str, file_name: str, shards: Shards) -> tuple[list[WrittenFile], FileShards]:
-    """Write the shards that this rank owns to `folder/file_name`. Return the file, if any, and the index's share."""
+    """Write this rank's owned shards to `folder/file_name`; return the file, if any, and the share of the index."""
     flat, share = lay_out(file_name, shards)
     if not flat:
         return [], share
@@ -124,10 +121,8 @@ def write_shards(root: Path, folder: str, file_name: str, shards: Shards) -> tup
 
 
 class TensorReader:
-    """Reads parts of the tensors in one folder of a checkpoint, whatever world size or backend wrote them.
-
-    `rank` and `world_size` only help to guess the files that contain this rank's parts. Every rank may read all.
-    """
+    """Reads parts of the tensors in one folder of a checkpoint, whatever world size or backend wrote them. `rank` and
+    `world_size` only help to guess the files that contain this rank's parts. Every rank may read all."""
 
     def __init__(
         self, files: CheckedFiles, folder: str, index: ShardIndex | WholeTensors, rank: int = 0, world_size: int = 1
@@ -151,10 +146,8 @@ class TensorReader:
         return self._index.tensors
 
     def rounded(self, shards: Shards) -> dict[str, str]:
-        """Return the tensors that are stored in another floating-point type than in `shards`, with the stored type.
-
-        Only weights of Hugging Face folders may differ; for a component of ours the result is empty.
-        """
+        """Return the tensors stored in another floating-point type than in `shards`, with the stored type. Only weights
+        of Hugging Face folders may differ; for a native component the result is empty."""
         if not isinstance(self._index, WholeTensors):
             return {}
         stored, wanted = self.tensors, tensor_table(shards)
@@ -162,10 +155,8 @@ class TensorReader:
         return {name: dtype for name, dtype, other in both if dtype != other and {dtype, other} <= FLOATS}
 
     def mismatches(self, shards: Shards) -> list[str]:
-        """Return the differences of the stored names, shapes and types from those of `shards`, a line each.
-
-        A type that `rounded` returns is no difference.
-        """
+        """Return the differences of the stored names, shapes and types from those of `shards`, a line each. A type that
+        `rounded` returns is no difference."""
         stored, wanted = dict(self.tensors), tensor_table(shards)
         stored |= {name: (wanted[name][0], stored[name][1]) for name in self.rounded(shards)}
         lines = [f"{name} is not in the checkpoint" for name in wanted.keys() - stored.keys()]
@@ -189,10 +180,8 @@ class TensorReader:
     @torch.no_grad()
     # Promise 15.
     def read_into(self, shards: Shards) -> None:
-        """Fill every shard's `local` with its part of the stored tensor. Call `mismatches` first.
-
-        Tensors that `rounded` returns are read and converted one at a time.
-        """
+        """Fill every shard's `local` with its part of the stored tensor. Call `mismatches` first. Tensors that
+        `rounded` returns are read and converted one at a time."""
         rounded = self.rounded(shards)
         for name, dtype in rounded.items():
             stored = torch.empty(shards[name].local.shape, dtype=DTYPES[dtype])
@@ -217,7 +206,6 @@ class TensorReader:
         return found
 
     def _read(self, name: str, reads: list["_Read"]) -> None:
-        """Read the wanted bytes of one file."""
         direct = [(read.start, read.into.view(torch.uint8)) for read in reads if read.layout is None]
         self._files.read(name, [(start, as_bytes(part)) for start, part in direct if part.device.type == "cpu"])
         elsewhere = [(start, part) for start, part in direct if part.device.type != "cpu"]
@@ -242,10 +230,8 @@ class _Read(NamedTuple):
 
 
 def _reads(piece: Piece, wanted: Box, elements: Tensor, shape: Sequence[int]) -> Iterator[_Read]:
-    """Yield the reads of a piece into `elements`, the flattened memory of the part `wanted`.
-
-    A read with gaps goes through memory of at most LANDING_BYTES. A contiguous one goes to `elements` directly.
-    """
+    """Yield the reads of a piece into `elements`, the flattened memory of the part `wanted`. A read with gaps goes
+    through memory of at most LANDING_BYTES. A contiguous one goes to `elements` directly."""
     source, target = (layout_of(piece.box, part, shape) for part in (piece.shard, wanted))
     width = elements.element_size()
     start, length = piece.position + source.offset * width, source.span * width

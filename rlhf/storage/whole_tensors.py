@@ -1,4 +1,4 @@
-"""Places of whole tensors in plain safetensors files, such as a Hugging Face folder's. Imports no torch."""
+"""Locates whole tensors in plain safetensors files, such as a Hugging Face folder's. Imports no torch."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from rlhf.storage.shard_index import ITEM_BYTES, Piece
 
 
 class WholeTensors:
-    """Places of the tensors in plain safetensors files of a folder, each tensor whole in one of them."""
+    """Locates the tensors in plain safetensors files of a folder, each tensor whole in one file."""
 
     def __init__(self, files: CheckedFiles, folder: str, file_names: Iterable[str]) -> None:
         self.path = folder
@@ -27,7 +27,6 @@ class WholeTensors:
                 self._places[name] = file_name, length + begin
 
     def find(self, wanted: Mapping[str, Box], rank: int, world_size: int) -> list[Piece]:
-        """As `ShardIndex.find`."""
         return [
             Piece(name, common, *self._places[name], whole)
             for name, box in wanted.items()

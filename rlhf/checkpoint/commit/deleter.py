@@ -22,8 +22,7 @@ class Deleter:
                 threading.Thread(target=self._run, name="checkpoint-deleter", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` seconds until all trash is deleted or reported as not removable; return whether it
-        is."""
+        """Wait at most `timeout_s` seconds until all trash is deleted or reported; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._trash, timeout_s)
 

@@ -81,14 +81,11 @@ class Manifest:
         return sum(entry["size"] for folder in self.linked for entry in self.in_folder(folder).values())
 
     def in_folder(self, folder: str) -> dict[str, dict[str, Any]]:
-        """Return the part of `files` in `folder`."""
         return {name: entry for name, entry in self.files.items() if name.startswith(f"{folder}/")}
 
     def expected_at(self, root: Path) -> list[str]:
-        """Return the files that must be at `root`: all files or, on a node's own disk, those of its storage domain.
-
-        The domain of which most files are present counts as the disk's own. Present files of other domains count too.
-        """
+        """Return the files that must be at `root`: all files or, on a node's own disk, those of its storage domain. The
+        domain of which most files are present counts as the disk's own. Present files of other domains count too."""
         domains = {domain for entry in self.files.values() for domain in entry.get(DOMAINS, ())}
         there = {name for name, entry in self.files.items() if DOMAINS not in entry or (root / name).is_file()}
         by_domain = [
@@ -124,8 +121,8 @@ def manifest_bytes(root: Path) -> bytes:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """Return a checkpoint's manifest; raise DamagedCheckpoint unless its checksum is right and its step is the
-    directory's."""
+    """Return a checkpoint's manifest; raise DamagedCheckpoint unless its checksum and the step in its path are
+    right."""
     manifest = parse_manifest(manifest_bytes(root), root / MANIFEST)
     named = step_of(root.absolute())
     if named is not None and named != manifest.step:
@@ -141,8 +138,7 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
         payload = document.get("payload") if isinstance(document, dict) else None
         if not isinstance(payload, dict):
             raise ValueError("it is no manifest of this trainer")
-        # Each content has one text: comparing whole texts also finds a flip that JSON ignores, such as one in white
-        # space.
+        # Each content has one text: comparing texts also finds a flip that JSON ignores, such as one in white space.
         if _text(payload) != raw:
             raise ValueError("its checksum does not match")
         if not is_read(found := payload.get("format")):
@@ -169,8 +165,7 @@ def verify_files(root: Path, manifest: Manifest, names: list[str] | None = None)
 
 
 def damage_in(files: CheckedFiles, names: Iterable[str], read: Callable[[int], None] = lambda count: None) -> list[str]:
-    """Verify the files `names`, wherever they are, and return one line per damaged file; call `read` with the bytes
-    read."""
+    """Verify the files `names` and return one line per damaged file; call `read` with the number of bytes read."""
     problems = []
     for name in names:
         try:

@@ -27,8 +27,7 @@ from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.scratch import lock_folder
 
 INCOMPLETE = ".incomplete-"
-"""Prefix of a folder that is being written or whose writer was killed, and of a replaced folder that is being
-removed."""
+"""Prefix of a folder that is being written, of a killed writer's, and of a replaced one that is being removed."""
 REPLACED = ".replaced-"
 """Prefix of a replaced folder where the file system cannot exchange two names in one step."""
 
@@ -62,8 +61,7 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
 
 
 def prove(root: Path, written: Iterable[WrittenFile]) -> None:
-    """Read back the files `written` below `root`; raise DamagedCheckpoint with the file's name unless each byte is the
-    same."""
+    """Read back the files `written` below `root`; raise DamagedCheckpoint with the name of a file that differs."""
     described = describe(list(written))
     files = CheckedFiles(root, described)
     for name in described:
@@ -112,8 +110,8 @@ def _checkpoint_in(target: Path) -> Path | None:
 
 
 def step_named(target: Path, source: Path) -> int:
-    """Return the step in the name of a native checkpoint to be made of `source`; raise UserError, suggesting the step
-    in the name of `source`, for another name."""
+    """Return the step in the name `target`; raise UserError, with a step found in the name `source`, for another
+    name."""
     step = step_of(target.absolute())
     if step is None:
         found = re.search(r"(?:step|iter|checkpoint)[-_]0*(\d+)(/[^/]*)?$", str(source.absolute()))
@@ -143,8 +141,8 @@ def remove_leftovers(target: Path) -> bool:
 
 
 def _made(target: Path) -> tuple[Path, int | None]:
-    """Create a folder beside `target` and lock it, which shows others that its writer lives; the lock is None on a file
-    system without locks."""
+    """Create a folder beside `target` and its lock, which shows a living writer; None on a file system without
+    locks."""
     while True:
         folder = target.parent / fresh_name(INCOMPLETE, target.name)
         try:

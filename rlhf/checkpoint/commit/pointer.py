@@ -13,7 +13,6 @@ log = logging.getLogger(__name__)
 
 
 def pointed(run_dir: Path) -> int | None:
-    """Return the step that the pointer names, or None."""
     try:
         return int((run_dir / POINTER).read_text())
     except (OSError, ValueError):
@@ -21,10 +20,8 @@ def pointed(run_dir: Path) -> int | None:
 
 
 def point_to(run_dir: Path, step: int | None) -> None:
-    """Make the pointer name the checkpoint of `step`, or none.
-
-    Removes and logs a pointer that cannot be written; raises OSError when that fails as well.
-    """
+    """Make the pointer name the checkpoint of `step`, or none. Removes and logs a pointer that cannot be written;
+    raises OSError when that fails as well."""
     pointer = run_dir / POINTER
     if step is None:
         remove_file_durably(pointer)
@@ -32,8 +29,7 @@ def point_to(run_dir: Path, step: int | None) -> None:
     try:
         replace_durably(pointer, f"{step}\n")
     except OSError as error:
-        # A failed write (a full disk) does not undo the publication. An old pointer must not stay: retention may remove
-        # its checkpoint.
+        # A full disk does not undo the publication. An old pointer must not stay: retention may remove its checkpoint.
         log.error("%s could not be written and is removed: %s", pointer, error)
         remove_file_durably(pointer)
 
@@ -45,11 +41,9 @@ def point_elsewhere(leaving: Path) -> None:
 
 
 def point_to_newest(run_dir: Path) -> None:
-    """Make the pointer name the newest checkpoint of a scan: after a kill between a commit and its pointer, it names an
-    older one, which retention may remove."""
+    """Make the pointer name a scan's newest checkpoint. A kill before its update left one that retention may remove."""
     newest = next((step_of(path) for path in scan(run_dir)), None)
     if pointed(run_dir) != newest:
-        # The kill may have come before the checkpoint's name was durable: after a power cut only the pointer would be
-        # left.
+        # The kill may have come before the checkpoint's name was durable: a power cut would leave only the pointer.
         fsync_dir(run_dir)
         point_to(run_dir, newest)

@@ -86,9 +86,7 @@ def give_up(
 
 def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
     """Publish what a kill between two domains' renames left: a checkpoint published by one domain is whole in all.
-
-    Collective; call it only when no save is in flight.
-    """
+    Collective; call it only when no save is in flight."""
     if not any(coordinator.on_domain_leaders(lambda: _sealed(run_dir))):
         return
     named = coordinator.on_domain_leaders(lambda: {step_of(path): _manifest_hash(path) for path in scan(run_dir)})
@@ -129,9 +127,7 @@ def _seal(temporary: Path, manifest: Manifest, coordinator: Coordinator) -> None
 
 def _give_name(run_dir: Path, temporary: Path, step: int, renamed: list[Path]) -> None:
     """Rename a sealed directory to its final name, durably; raise FileExistsError when the step is published already.
-
-    `renamed` gets the name right after the rename, even if the sync fails.
-    """
+    `renamed` gets the name right after the rename, even if the sync fails."""
     final = step_dir(run_dir, step)
     announce("commit.rename")
     if final.exists():

@@ -19,10 +19,8 @@ def to_trash(path: Path) -> Path:
 
 
 def delete(leftover: Path) -> bool:
-    """Delete a path that has lost its name; return whether it is gone.
-
-    A path that cannot be removed (still open over NFS, a busy mount) costs disk space, not the run.
-    """
+    """Delete a path that has lost its name; return whether it is gone. A path that cannot be removed (still open over
+    NFS, a busy mount) costs disk space, not the run."""
     try:
         remove(leftover)
     except OSError as error:
@@ -32,13 +30,11 @@ def delete(leftover: Path) -> bool:
 
 
 def discard(path: Path) -> None:
-    """Delete a directory: rename to trash first, then `delete`."""
     delete(to_trash(path))
 
 
 def set_aside(path: Path, reason: str) -> Path:
-    """Rename a checkpoint, or a run's logs, that must not be used any more to `<name>.<reason>-K`, where no scan finds
-    it."""
+    """Rename a checkpoint, or a run's logs, that must not be used any more to `<name>.<reason>-K`; no scan finds it."""
     number = 1
     while (target := path.with_name(f"{path.name}.{reason}-{number}")).exists():
         number += 1
@@ -52,8 +48,7 @@ def clean_leftovers(run_dir: Path) -> list[str]:
     leftovers = [path for path in run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]
     try:
         if leftovers:
-            # A kill may have come before the rename to trash was durable: a power cut would restore the checkpoint's
-            # name.
+            # A kill may have come before the rename was durable: a power cut would restore the checkpoint's name.
             fsync_dir(run_dir)
     except OSError as error:
         log.error("%s could not be synced (%s); the next start tries again to remove leftovers.", run_dir, error)

@@ -85,7 +85,6 @@ def victims(
 def _goes(
     run_dir: Path, settings: CheckpointConfig, newest_step: int, coming: Mapping[str, float] | None
 ) -> dict[int, bool]:
-    """Return whether each step in this storage domain may go."""
     paths = {step: path for path in scan(run_dir) if (step := step_of(path)) is not None}
     metrics = {step: _known(path, settings) for step, path in paths.items() if step <= newest_step}
     if coming is not None:
@@ -108,8 +107,8 @@ def _known(path: Path, settings: CheckpointConfig) -> Mapping[str, float] | None
 
 @cache
 def _metrics(path: Path, version: tuple[int, ...]) -> dict[str, float]:
-    """Return a checkpoint's metrics, read once per manifest file `version`: there may be thousands of checkpoints, and
-    each save needs all of them."""
+    """Return a checkpoint's metrics, cached per manifest `version`: each save reads those of up to thousands of
+    checkpoints."""
     return read_manifest(path).metrics
 
 

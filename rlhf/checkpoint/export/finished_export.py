@@ -85,14 +85,12 @@ def _is_there(checkpoint: Path, manifest: Manifest, settings: CheckpointConfig, 
 
 
 def _origin(checkpoint: Path, settings: CheckpointConfig) -> dict[str, Any]:
-    """Return the contents of an export's `SOURCE` file."""
     mark = xxhash.xxh3_128_hexdigest(manifest_bytes(checkpoint))
     return {"checkpoint": checkpoint.name, "manifest": mark, "form": _form(asdict(settings))}
 
 
 def _form(settings: Mapping[str, Any]) -> list[str]:
-    """Return what the section `checkpoint` sets for an export: the dtype of its weights (training is in float32), and
-    whether adapters are kept."""
+    """Return an export's dtype (training is in float32), and whether adapters are kept, by the section `checkpoint`."""
     return [settings.get("hf_dtype") or "float32", settings.get("hf_adapter") or "keep"]
 
 

@@ -63,7 +63,6 @@ class Copied:
         self._source, self.plan = source, plan
 
     def write(self, folder: Path, progress: Progress = lambda count: None) -> None:
-        """See `Computed.write`."""
         files = iter(self.plan.weights)
         while some := list(islice(files, FILES_AT_A_TIME)):
             headers = {file.name: file.header for file in some}

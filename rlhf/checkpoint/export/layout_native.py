@@ -38,8 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def recognises(origin: Origin) -> bool:
-    """Return whether `origin` has a manifest or is a run directory with checkpoints; other trainers' steps have the
-    same names."""
+    """Return whether `origin` has a manifest or checkpoints with one; other trainers' steps have the same names."""
     return any((path / MANIFEST).is_file() for path in (origin.path, *scan(origin.path)))
 
 
@@ -74,7 +73,6 @@ def _opened(folders: list[Path], origin: Origin) -> "NativeCheckpoint":
 
 
 def _of_checkpoint(path: Path, error: DamagedCheckpoint | UserError) -> DamagedCheckpoint | UserError:
-    """Return the error with the checkpoint's name, or an error that the checkpoint was removed meanwhile."""
     if not path.is_dir():
         return DamagedCheckpoint(
             f"{path} was removed while it was read, by its run (checkpoint.max_to_keep) or by prune. Run the same "
@@ -148,7 +146,6 @@ class NativeCheckpoint:
 
     @cached_property
     def contents(self) -> Contents:
-        """See `TensorSource.contents`."""
         if self._asked is not None:
             infos = {name: tensor.info for name, tensor in self._adapter_tensors.items()}
             kept = self._adapter.config if self._asked == KEEP else None
@@ -160,7 +157,6 @@ class NativeCheckpoint:
 
     @cached_property
     def _components(self) -> "list[NativeTensors]":
-        """The weights and, where they were saved, the moments."""
         from rlhf.checkpoint.export.native_tensors import NativeTensors  # imports torch
         from rlhf.storage.shards import TensorReader
 
@@ -188,7 +184,6 @@ class NativeCheckpoint:
         return merged_into(base_folder(self.path, self.manifest, self.files, self._given), self._adapter)
 
     def read(self, name: str, start: int, stop: int) -> "Tensor":
-        """See `TensorSource.read`."""
         try:
             if self._asked is not None:
                 return self._adapter_tensors[name].read(start, stop)
@@ -201,7 +196,6 @@ class NativeCheckpoint:
         return _of_checkpoint(self.path, error)
 
     def close(self) -> None:
-        """See `TensorSource.close`."""
         for name in ("_components", "_adapter", "_adapter_tensors"):
             self.__dict__.pop(name, None)
         if self._own is not None:

@@ -19,11 +19,9 @@ class _Stored:
 
     @property
     def info(self) -> TensorInfo:
-        """See `ReadableTensor.info`."""
         return self._tensors.infos[self._name]
 
     def read(self, start: int, stop: int) -> Any:
-        """See `ReadableTensor.read`."""
         return self._tensors.read(self._name, start, stop)
 
 
@@ -43,8 +41,7 @@ def adapter_in(
 
 
 def merged_into(base: Path, adapter: adapters.Adapter) -> dict[str, ReadableTensor]:
-    """Return the tensors of the base model in `base` merged with the adapter. Raises UserError for a base without
-    weights or of another shape."""
+    """Return the tensors of the base model in `base` merged with the adapter; raise UserError if they do not fit."""
     source = open_safetensors(base)
     if source is None:
         raise UserError(

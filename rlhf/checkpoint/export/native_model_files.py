@@ -42,7 +42,6 @@ class NativeModelFiles:
             raise
 
     def close(self) -> None:
-        """Remove the folder."""
         self._scratch.close()
 
 
@@ -79,8 +78,7 @@ def base_folder(checkpoint: Path, manifest: Manifest, files: CheckedFiles, given
 
 
 def _start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: str) -> tuple[Any, str, str, str | None]:
-    """Return the section `model` of the configuration, then the setting that names the role's start, its path and
-    revision."""
+    """Return the section `model` of the configuration, and the setting, path and revision of the role's start."""
     try:
         config: Any = stored_sections(files.content(CONFIG), manifest.release)
         model = config["model"]
@@ -100,8 +98,7 @@ def _check_start(checkpoint: Path, manifest: Manifest, setting: str, path: str, 
 
 
 def _found(checkpoint: Path, setting: str, path: str, revision: str | None, *, weights: bool = False) -> Path:
-    """Return the folder that a checkpoint's setting names; of a Hub name, download the small files, and the weights if
-    `weights`."""
+    """Return the folder that a checkpoint's setting names; a Hub name is downloaded, with the weights if `weights`."""
     local = Path(path).expanduser()
     if local.is_dir():
         return local

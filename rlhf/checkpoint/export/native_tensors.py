@@ -25,7 +25,6 @@ class NativeTensors:
         self._ahead: dict[str, Tensor] = {}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
         if name not in self._ahead:
             info = self.infos[name]
             if (stop - start) * info.dtype.itemsize >= self._together or (start, stop) != (0, info.numel):

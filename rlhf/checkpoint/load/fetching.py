@@ -58,10 +58,8 @@ class Fetched:
             files.find_below(self._root, lacking)
 
     def _exchange(self, receivers: dict[tuple[str, int], set[int]]) -> None:
-        """Send and receive this rank's blocks.
-
-        All leaders go through the blocks in one order and never stop before the last, so that no leader waits forever.
-        """
+        """Send and receive this rank's blocks. All leaders go through the blocks in one order and never stop before the
+        last, so that no leader waits forever."""
         if not self._coordinator.leads_domain:
             return
         me, own = self._coordinator.rank, CheckedFiles(self._located.path, self._located.manifest.files)
@@ -96,7 +94,7 @@ class Fetched:
         self.bytes += len(content)
 
     def remove(self) -> None:
-        """Remove the temporary directory, once no rank of the domain reads any more."""
+        """Remove the temporary directory, once no rank of the domain reads it any more."""
         if self._coordinator.leads_domain and self._root is not None and self._root.exists():
             try:
                 remove(self._root)

@@ -43,8 +43,7 @@ class FileLocations:
 
     @property
     def divided(self) -> bool:
-        """Whether a missing file may be on a disk that is not mounted; in a directory that all ranks share it is
-        damage."""
+        """Whether a missing file may be on a disk that is not mounted; otherwise the missing file is damage."""
         return len(self.held) > 1 or any(DOMAINS in entry for entry in self.manifest.files.values())
 
     def holder(self, name: str) -> int:
@@ -52,7 +51,6 @@ class FileLocations:
         return next((domain for domain, names in self.held.items() if name in names), 0)
 
     def missing(self) -> str:
-        """Return one line that names the missing files."""
         names = self.nowhere
         size = sum(self.manifest.files[name]["size"] for name in names) / 2**20
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
@@ -67,8 +65,7 @@ def published(run_dir: Path, coordinator: Coordinator) -> list[Path]:
 
 @dataclass(frozen=True)
 class _Holding:
-    """A storage domain's part of a checkpoint: the manifest's hash or its problem, and a bit for each file that is
-    present."""
+    """A storage domain's part of a checkpoint: the manifest's hash or its problem, and a bit for each present file."""
 
     manifest_hash: str | None = None
     problem: str | None = None
@@ -76,10 +73,8 @@ class _Holding:
 
 
 def locate_files(path: Path, coordinator: Coordinator) -> FileLocations:
-    """Return the storage domains that have each file of the checkpoint at `path`.
-
-    Collective; raises DamagedCheckpoint on every rank when no domain has a valid manifest.
-    """
+    """Return the storage domains that have each file of the checkpoint at `path`. Collective; raises DamagedCheckpoint
+    on every rank when no domain has a valid manifest."""
     if len(coordinator.domain_leaders) > 1:
         return _locate_over_domains(path, coordinator)
     manifest = coordinator.on_leader(lambda: read_manifest(path))
@@ -90,10 +85,8 @@ def locate_files(path: Path, coordinator: Coordinator) -> FileLocations:
 
 
 def _locate_over_domains(path: Path, coordinator: Coordinator) -> FileLocations:
-    """Locate files across domains; only domains with the same manifest count together.
-
-    A folder of the same name that an earlier run left on a disk does not count.
-    """
+    """Locate files across domains; only domains with the same manifest count together. A folder of the same name that
+    an earlier run left on a disk does not count."""
     domains = coordinator.domain_leaders
     holdings = dict(zip(domains, coordinator.on_domain_leaders(lambda: _holding(path)), strict=True))
     found: dict[str, dict[int, int]] = {}

@@ -49,7 +49,6 @@ class LoadResult:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that all ranks read."""
         return sum(moved.bytes for moved in self.by_part.values())
 
     def metrics(self) -> dict[str, float]:
@@ -116,10 +115,8 @@ def _combined(ranks: list[_Outcome]) -> _Outcome:
 
 
 class _Loading:
-    """Restores a checkpoint on one rank.
-
-    Records damage instead of raising, so that a rank that finds damage makes the same calls as its peers.
-    """
+    """Restores a checkpoint on one rank. Records damage instead of raising, so that a rank that finds damage makes the
+    same calls as its peers."""
 
     def __init__(
         self,
@@ -174,10 +171,8 @@ class _Loading:
         return self.outcome
 
     def verify_rest(self, numbers: BlockNumbers, proven: bytes) -> _Outcome:
-        """Verify this rank's share of the files that no rank read, given the blocks that ranks have verified.
-
-        A damaged model in `hf_model` is damage, even if the run itself does not read it.
-        """
+        """Verify this rank's share of the files that no rank read, given the blocks that ranks have verified. A damaged
+        model in `hf_model` is damage, even if the run itself does not read it."""
         # One domain that has a file verifies it, or the driver's domain if the file is gone.
         domain = self._coordinator.domain
         names = [name for name in self._manifest.files if self._located.holder(name) == domain]
@@ -187,7 +182,6 @@ class _Loading:
         return self.outcome
 
     def apply(self, seed: int) -> None:
-        """Apply the restored state."""
         state = self._state
         for role in state.roles.values():
             role.after_load()
@@ -216,7 +210,7 @@ class _Loading:
             self._set_rng(seed)
 
     def _tensors(self) -> Iterator[tuple[str, str, Shards, str, str]]:
-        """Yield each folder of tensors to read: its part of the throughput, name, target shards, description and
+        """Yield each folder of tensors to read: part of the throughput, name, target shards, description and
         setting."""
         for name, role in self._state.roles.items():
             if name not in self._manifest.roles:
@@ -235,8 +229,7 @@ class _Loading:
             yield "ref", REFERENCE, self._state.reference.shards(), "reference weights", "model.path"
 
     def _reads(self, name: str) -> bool:
-        """Return whether the file must exist for this run: an imported checkpoint may lack files that its source did
-        not have."""
+        """Return whether the file must exist for this run: an imported checkpoint has only its source's files."""
         return not self._manifest.imported or name in self._manifest.files
 
     def _reader(self, folder: str, shards: Shards, what: str, setting: str) -> TensorReader:
@@ -260,7 +253,6 @@ class _Loading:
         return reader
 
     def _own_documents(self) -> list[str]:
-        """Return the small files that this rank restores."""
         names = [DRIVER_STATE]
         if self._state.carried is not None:
             names += self._carried()

@@ -78,7 +78,6 @@ def restore(
 
 
 def _wanted(manifest: Manifest, settings: CheckpointConfig, *, begins: bool) -> list[str]:
-    """Return the parts of `checkpoint.contents` to read."""
     if begins and settings.load_contents is not None:
         return settings.load_contents
     # An imported checkpoint has its source's contents, whatever this run will save. A restart must not change a run, so
@@ -89,8 +88,7 @@ def _wanted(manifest: Manifest, settings: CheckpointConfig, *, begins: bool) -> 
 def _with_newest_intact(
     run_dir: Path, source: Path | None, coordinator: Coordinator, attempt: Callable[[FileLocations], T]
 ) -> T | None:
-    """Return the result of `attempt` for the newest complete checkpoint for which it does not raise
-    DamagedCheckpoint."""
+    """Return the result of `attempt` for the newest complete checkpoint without a DamagedCheckpoint."""
     stuck: list[str] = []
     incomplete: list[FileLocations] = []
     for path in published(run_dir, coordinator):

@@ -18,9 +18,7 @@ BASE = "model.path"
 
 def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> ConfigDiff:
     """Return the differences of `config` from the configuration of the checkpoint at `path`; none for an imported one.
-
-    Raises DamagedCheckpoint when the stored bytes differ from their hash.
-    """
+    Raises DamagedCheckpoint when the stored bytes differ from their hash."""
     # Reading a configuration takes longer than loading a small model.
     if manifest.imported or manifest.config_hash == config.hash:
         return ConfigDiff([], [])

@@ -31,7 +31,6 @@ class BlockNumbers:
         return np.packbits(flags).tobytes()
 
     def not_in(self, bits: bytes, files: CheckedFiles, names: Sequence[str]) -> list[tuple[str, int]]:
-        """Return the blocks of the files `names` whose bits are not set."""
         flags = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=self._count)
         return [(name, block) for name in names for block in files.blocks(name) if not flags[self._first[name] + block]]
 
@@ -40,9 +39,7 @@ def verify_share(
     files: CheckedFiles, names: Sequence[str], blocks: Sequence[tuple[str, int]], coordinator: Coordinator
 ) -> list[str]:
     """Verify this rank's share of the existence of the files `names` and of `blocks`; return one line per damaged file.
-
-    Every rank of a storage domain passes the same `names` and `blocks`.
-    """
+    Every rank of a storage domain passes the same `names` and `blocks`."""
     peers = [rank for rank, domain in enumerate(coordinator.domains) if domain == coordinator.domain]
     place, problems = peers.index(coordinator.rank), []
     begin, end = (len(blocks) * n // len(peers) for n in (place, place + 1))
@@ -59,7 +56,7 @@ def verify_share(
 
 
 def damage_of(located: FileLocations, names: Sequence[str], coordinator: Coordinator) -> list[str]:
-    """Return a checkpoint's damage, one line per file; every rank reads a share of `names`, its domain's files.
+    """Return a checkpoint's damage, a line per file; each rank reads a share of `names`, its domain's files.
     Collective."""
     files = CheckedFiles(located.path, located.manifest.files)
     blocks = [(name, block) for name in names for block in files.blocks(name)]

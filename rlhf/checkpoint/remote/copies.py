@@ -72,14 +72,13 @@ class RemoteCopies:
         threading.Thread(target=self._work, name="remote-copies", daemon=True).start()
 
     def published(self, path: Path) -> None:
-        """Queue the checkpoint that was just published as `path`."""
         with self._changed:
             self._pending.add(step_of(path) or 0)
             self._changed.notify_all()
 
     def metrics(self) -> dict[str, float]:
-        """Return pending checkpoints and failed calls so far, and the bytes and seconds of copies completed since the
-        last call, if any."""
+        """Return pending checkpoints, failed calls so far, and bytes and seconds of copies completed since the last
+        call."""
         with self._changed:
             found: dict[str, float] = {
                 "perf/remote_pending": len(self._pending),
@@ -91,8 +90,8 @@ class RemoteCopies:
             return found
 
     def make_way(self) -> None:
-        """Give up the copy in progress if it alone keeps a removed checkpoint's bytes on the disk. Saves that run short
-        of disk space call this."""
+        """For a save short of disk space: give up the copy in progress if only it keeps a removed checkpoint's
+        bytes."""
         with self._changed:
             pin, self._pin = self._pin, None
             if pin is not None and not checkpoint_of(pin).exists():
@@ -235,8 +234,7 @@ class RemoteCopies:
         return pin
 
     def _upload(self, store: RemoteStore, step: int, source: Path) -> None:
-        """Copy `source`; raises LocalFault or DamagedCheckpoint, and then leaves the remote copy unchanged or removes
-        it."""
+        """Copy `source`; a LocalFault or DamagedCheckpoint leaves the remote copy unchanged or removes it."""
         started, call = time.monotonic(), self._retries.call
         sealed = manifest_bytes(source)
         manifest = parse_manifest(sealed, source / MANIFEST)
@@ -314,7 +312,6 @@ def copy_pending(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConf
 
 
 def check_copied(left: list[int], run_dir: Path, settings: CheckpointConfig) -> None:
-    """Raise Unsaved for a finished run of which `checkpoint.remote` lacks the steps `left`."""
     if left:
         names = ", ".join(step_dir(Path(), step).name for step in left)
         raise Unsaved(

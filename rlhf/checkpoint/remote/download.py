@@ -33,7 +33,6 @@ DOWNLOAD_S = 600.0
 DISK, NETWORK, DAMAGE, STOPPED = range(4)
 """Reasons why a rank's part was not fetched; the lowest one decides for all ranks."""
 Fault = tuple[int, str]
-"""Reason and message."""
 
 
 def download(url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> bool:
@@ -64,7 +63,6 @@ class _Download:
         self._retries = Retries(url, stalled_s=DOWNLOAD_S, give_up_s=DOWNLOAD_S)
         self._store: RemoteStore | None = None
         self._run_files: list[str] = []
-        """The fetched files of the run directory."""
 
     def run(self) -> Fault | None:
         """Fetch, verify and publish; return the fault that decides for all ranks. Collective."""
@@ -78,7 +76,6 @@ class _Download:
         return self._coordinator.combine(lambda: own, self._end)
 
     def _make(self) -> tuple[Path, Path]:
-        """Create folders for the checkpoint and for the files of the run directory."""
         log.info("Fetching step %d from %s.", self._copy.step, self._url)
         try:
             make_dir(self._run_dir)
@@ -128,7 +125,6 @@ def _reach(url: str, copy: Copy, *, leads: bool) -> RemoteStore | None:
 
 
 def unreadable(url: str, text: str) -> str:
-    """Return the error message for a remote that cannot be read at the start."""
     return (
         f"checkpoint.remote: {url} may hold checkpoints of this run and cannot be read ({text}). "
         "Start again when it can."

@@ -29,18 +29,15 @@ POLL_S = 2.0
 SETTLE_S = 2.0
 """Wait, in seconds, before checking which of two machines took an expired lease."""
 LOOKS, LOOK_AGAIN_S = 6, 0.1
-"""Reads of an incomplete lease, and seconds between them: a folder shows a lease that is being written as
-incomplete."""
+"""Reads of an incomplete lease, and seconds between them: a folder shows a lease during its write."""
 STALLED_S = 30.0
 GIVE_BACK_S = 1.0
 """Seconds to wait for a silent remote when returning the lease."""
 
 
 class Lease:
-    """Leases the folder of `store` for the run directory `run_dir` on this machine.
-
-    All processes of a run share the lease: the run directory has a lock of its own. `retries` repeats network calls.
-    """
+    """Leases the folder of `store` for the run directory `run_dir` on this machine. All processes of a run share the
+    lease: the run directory has a lock of its own. `retries` repeats network calls."""
 
     def __init__(self, store: RemoteStore, run_dir: Path, retries: Retries) -> None:
         self._store, self._retries = store, retries
@@ -186,13 +183,11 @@ def hold(store: RemoteStore, run_dir: Path) -> None:
 
 
 def release_held() -> None:
-    """Return the leases of this process."""
     while _held:
         _held.pop().release()
 
 
 def _pid_of_run() -> int:
-    """Return the process whose end is the end of the run."""
     return int(os.environ.get(SUPERVISOR_PID, os.getpid()))
 
 

@@ -9,8 +9,7 @@ from rlhf.storage.layout import MANIFEST, PIN, fresh_name
 
 
 def pin_checkpoint(path: Path) -> Path:
-    """Create a pin beside the checkpoint `path`; on failure raise OSError or DamagedCheckpoint and leave nothing
-    behind."""
+    """Create a pin beside the checkpoint `path`; on an OSError or DamagedCheckpoint leave nothing behind."""
     pin = path.with_name(fresh_name(PIN, path.name))
     try:
         for name in [*read_manifest(path).files, MANIFEST]:

@@ -149,10 +149,8 @@ def claim_at_start(store: RemoteStore, run_dir: Path, trainer: TrainerConfig) ->
 
 
 def claim(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, retries: Retries) -> None:
-    """Make the run directory's run, by its run.json, the owner of the remote folder.
-
-    Raises UserError when the folder has checkpoints of another run, and this run is neither a fork nor overwrites.
-    """
+    """Make the run directory's run, by its run.json, the owner of the remote folder. Raises UserError when the folder
+    has checkpoints of another run, and this run is neither a fork nor overwrites."""
     own = read_run_file(run_dir)
     if retries.call("reading run.json", store.run) == own:
         return

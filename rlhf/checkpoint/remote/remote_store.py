@@ -50,8 +50,7 @@ class LocalFault(Exception):
 
 @dataclass(frozen=True)
 class Copy:
-    """A complete checkpoint in the remote folder: manifest, the manifest's hash, and the run's entries in
-    remote.json."""
+    """A complete checkpoint in the remote folder: manifest, its hash, and the run's entries in remote.json."""
 
     step: int
     manifest: Manifest
@@ -61,10 +60,8 @@ class Copy:
 
 
 class RemoteStore:
-    """Reads and writes one run's remote folder.
-
-    Every method makes one or a few network calls and raises their errors; nothing is retried here.
-    """
+    """Reads and writes one run's remote folder. Every method makes one or a few network calls and raises their errors;
+    nothing is retried here."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -90,10 +87,8 @@ class RemoteStore:
             raise OSError(f"{name} has {arrived} bytes there instead of {size}")
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a small object unless it exists, atomically among machines.
-
-        Returns False, with nothing written, when the object exists or the store has no atomic create.
-        """
+        """Write a small object unless it exists, atomically among machines. Returns False, with nothing written, when
+        the object exists or the store has no atomic create."""
         path = self._path(name)
         if isinstance(self._fs, LocalFileSystem):
             self._fs.makedirs(self._root, exist_ok=True)
@@ -138,7 +133,6 @@ class RemoteStore:
         return self._fs.info(self._path(name))["size"]
 
     def steps(self) -> list[int]:
-        """Return the steps with any object, newest first."""
         names = (entry["name"] for entry in self._entries())
         return sorted({step for name in names if (step := step_of(Path(name.rstrip("/")))) is not None}, reverse=True)
 
@@ -218,7 +212,6 @@ def object_name(step: int, name: str) -> str:
 
 
 def hash_of(content: bytes) -> str:
-    """Return xxh3-128 in hex."""
     return xxhash.xxh3_128(content).hexdigest()
 
 

@@ -48,10 +48,8 @@ class Retries:
         self._stopped = False
 
     def call(self, what: str, action: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T:
-        """Return the result of `action`, which may run several times.
-
-        Raises Stopped after `stop`, and errors of the types `final` at once.
-        """
+        """Return the result of `action`, which may run several times. Raises Stopped after `stop`, and errors of the
+        types `final` at once."""
         furthest = _Try()
         while True:
             self._wait()

@@ -1,1 +1,1 @@
-"""Saves: the snapshot, its copy in memory, room on the disk, and the writing of it."""
+"""Saves a checkpoint: takes a snapshot, copies it to memory, makes room on the disk, and writes it."""

@@ -1,4 +1,4 @@
-"""Save under way: run in front of the training, or by a thread behind it."""
+"""Runs one save, in front of the training or in a thread behind it."""
 
 import concurrent.futures
 import threading
@@ -14,10 +14,10 @@ from rlhf.ranks.transport import LostPeer
 
 @dataclass
 class SaveInFlight:
-    """The save of `step`.
+    """Runs the save of `step`.
 
-    `reference_at`: the step of the moving reference's last change, as it is saved; None without one. `last`: no
-    training follows it.
+    `reference_at`: the step of the moving reference's last change, as saved; None without a moving reference. `last`:
+    no training follows the save.
     """
 
     step: int
@@ -28,7 +28,7 @@ class SaveInFlight:
     _started: float = field(default_factory=time.monotonic)
 
     def run(self, write: Callable[[], SaveResult]) -> None:
-        """Run `write` and keep how it ended."""
+        """Run `write` and store its result or error."""
         try:
             announce("commit.before")
             try:
@@ -41,27 +41,25 @@ class SaveInFlight:
             self._outcome.set_result(result)
 
     def start(self, write: Callable[[], SaveResult]) -> None:
-        """Run `write` in a thread."""
-        # A daemon: a crash of the training does not wait for it. Who leaves in order, does.
+        # A daemon: a crash of the training does not wait for the save; a normal exit does.
         threading.Thread(target=self.run, args=(write,), name="checkpoint-writer", daemon=True).start()
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, well or not."""
         return self._outcome.done()
 
     @property
     def error(self) -> BaseException | None:
-        """The error that it has ended with, None while it runs and after a success."""
+        """The error that ended the save; None while the save runs and after a success."""
         return self._outcome.exception() if self.over else None
 
     def linger(self, seconds: float) -> None:
-        """Wait until it is over, however it ends, at most `seconds`."""
+        """Wait at most `seconds` until the save has ended, well or not."""
         concurrent.futures.wait([self._outcome], seconds)
 
     def wait(self) -> SaveResult:
-        """Its result, as soon as it is there; raises what it raised, and LostPeer when `timeout_s` have passed since
-        its start."""
+        """Wait for the result; raises the save's error, or LostPeer `timeout_s` seconds after its start."""
         if not self.over:
             announce("commit.wait")
             concurrent.futures.wait([self._outcome], max(0.0, self._started + self.timeout_s - time.monotonic()))

@@ -1,7 +1,4 @@
-"""Disk space for a save, made sure of before its first byte.
-
-When it is short, what retention gives up after the save anyway goes before it.
-"""
+"""Makes disk space before a save: removes early what retention would remove after it."""
 
 import errno
 import logging
@@ -18,7 +15,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.layout import PIN, step_of
 
 log = logging.getLogger(__name__)
-# Some file systems (btrfs, XFS, network ones) give the room of deleted files back a moment later.
+# Some file systems (btrfs, XFS, network ones) free the space of deleted files a little later.
 SETTLE_S = 5.0
 POLL_S = 0.1
 
@@ -32,14 +29,14 @@ def make_room(
     coordinator: Coordinator,
     make_way: Callable[[], None] = lambda: None,
 ) -> None:
-    """See to `needed` free bytes on the disk of the storage domain that this rank leads. Collective.
+    """Make sure that the disk of the storage domain that this rank leads has `needed` free bytes. Collective.
 
-    First it calls `make_way`, which gives up whatever else keeps bytes of removed checkpoints on the disk (a copy to
-    the remote), and waits for the trash that `deleter` is deleting, at most `timeout_s` seconds. Then it removes as
-    many from the front of `victims()` as it takes: the checkpoints that retention will remove anyway, oldest first; but
-    neither the newest one that a resume could use (of which every domain reads its part, to know) nor any later one.
-    What goes on one disk goes on all. Raises OSError (ENOSPC) on every rank with the figures of a disk that is too
-    full; when it can be known beforehand that all of them would not be enough, none is removed.
+    First calls `make_way`, which gives up a copy to the remote that keeps removed checkpoints' bytes on the disk. Then
+    waits at most `timeout_s` seconds for `deleter`. Then removes as many from the front of `victims()` as needed: the
+    checkpoints that retention will remove anyway, oldest first, but only those older than the newest checkpoint that a
+    resume could load (every domain reads its part to find it). All disks remove the same checkpoints. Raises OSError
+    (ENOSPC) on every rank with the sizes of a disk that is too full; removes nothing if all victims together would not
+    be enough.
     """
     if not any(coordinator.on_domain_leaders(lambda: _is_short(run_dir, needed, deleter, timeout_s, make_way))):
         return
@@ -52,7 +49,7 @@ def make_room(
 
 
 def _is_short(run_dir: Path, needed: int, deleter: Deleter, timeout_s: float, make_way: Callable[[], None]) -> bool:
-    """Whether there is too little room, even when all is deleted that is on its way out."""
+    """Return whether space is short even after pending deletions."""
     if _free(run_dir) >= needed:
         return False
     make_way()
@@ -62,13 +59,13 @@ def _is_short(run_dir: Path, needed: int, deleter: Deleter, timeout_s: float, ma
 
 
 def _older_than_the_newest_usable(run_dir: Path, victims: list[Path], coordinator: Coordinator) -> list[Path]:
-    """Those of `victims` that a crash before the next commit would not need. Collective."""
+    """Return the `victims` that a crash before the next commit would not need. Collective."""
     newest = newest_usable(run_dir, coordinator) if victims else None
     return [] if newest is None else [path for path in victims if (step_of(path) or 0) < (step_of(newest) or 0)]
 
 
 def _how_many(run_dir: Path, needed: int, may_go: list[Path]) -> int:
-    """How many from the front of `may_go` this disk needs to lose."""
+    """Return how many checkpoints from the front of `may_go` this disk must remove."""
     free = _free(run_dir)
     enough = next((n for n in range(len(may_go) + 1) if free + bytes_freed_by(may_go[:n]) >= needed), None)
     if enough is None:
@@ -93,11 +90,10 @@ def _await_removal(
 
 
 def bytes_freed_by(paths: list[Path]) -> int:
-    """Bytes on disk that go when all of `paths` go, and copies of them under way; a file that has another name
-    stays."""
+    """Return the bytes on disk freed by removing all of `paths` and their pins; a file with another name stays."""
     names: Counter[tuple[int, int]] = Counter()
     freed = 0
-    # A checkpoint that was moved elsewhere and linked gives back nothing.
+    # A symlink to a checkpoint elsewhere frees nothing here.
     own = [path for path in paths if not path.is_symlink()]
     pins = [pin for path in own for pin in path.parent.glob(f"{PIN}{path.name}-*")]
     for root in [*own, *pins]:
@@ -111,7 +107,6 @@ def bytes_freed_by(paths: list[Path]) -> int:
 
 
 def _await_room(run_dir: Path, needed: int, deleter: Deleter, timeout_s: float) -> None:
-    """Wait until the trash is gone and its room given back."""
     deleter.wait(timeout_s)
     end = time.monotonic() + SETTLE_S
     while _free(run_dir) < needed and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Draft of a checkpoint: its temporary directory in every storage domain, with what it shares with a published one."""
+"""Begins a checkpoint: a temporary directory in every storage domain, with hard links to unchanged files."""
 
 import logging
 from collections.abc import Collection
@@ -23,8 +23,8 @@ Entries = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that was begun: its temporary directory, and the folders whose files were linked, so that nobody
-    writes them; on the leader with the files' entries."""
+    """A checkpoint in progress: its temporary directory, and linked folders, on the leader with their files'
+    entries."""
 
     root: Path
     linked: dict[str, Entries]
@@ -41,8 +41,7 @@ def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator
 
     try:
         root = run_dir / coordinator.on_leader(lambda: temporary_name(snapshot.step))
-        # The leaders try, and their outcome is everyone's: either no rank writes its shards of such a component, or all
-        # do.
+        # The leaders' outcome applies to all ranks: either no rank writes its shards of a component, or all do.
         tried = coordinator.collect(lambda: begin() if coordinator.leads_domain else {}) or []
         entries: dict[str, Entries] = {}
 
@@ -63,8 +62,7 @@ def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator
 
 
 def over_domains(by_domain: list[Entries], coordinator: Coordinator) -> Entries:
-    """The manifest's entries of files that storage domains have, from each one's; empty unless every domain has
-    some."""
+    """Merge the domains' manifest entries; empty unless every domain has some."""
     if not all(by_domain):
         return {}
     merged = {name: entry for entries in by_domain for name, entry in entries.items()}
@@ -80,19 +78,18 @@ def over_domains(by_domain: list[Entries], coordinator: Coordinator) -> Entries:
 
 
 def _all_of(source: Path, folder: str, names: Collection[str], coordinator: Coordinator) -> bool:
-    """Whether `names`, of all storage domains together, are all that the checkpoint `source` has in `folder`; on the
-    leader."""
+    """Return whether the domains' `names` are all files that the checkpoint `source` has in `folder`; on the leader."""
     return len(coordinator.domain_leaders) == 1 or read_manifest(source).in_folder(folder).keys() == set(names)
 
 
 def _link_folder(root: Path, source: Path, folder: str) -> Entries | None:
-    """Give the draft the files of `source`'s `folder` as hard links; returns their entries for the manifest. Those that
-    only another storage domain has are left to that one's leader.
+    """Hard-link the files of `source`'s `folder` into the draft; return their manifest entries. Another domain's leader
+    links the files that only its disk has.
 
-    None, with a line in the log and nothing left behind, where that cannot be: another file system, one without hard
-    links, a source that is gone, or one of another format, whose files may have another form. Two published checkpoints
-    may share a file because nobody ever writes into one; the file system's link count keeps it for as long as any
-    checkpoint has it, whichever is removed first, so that retention needs to know nothing of it.
+    Returns None, logged and with nothing left behind, when that fails: another file system, no hard links, a missing
+    source, or another format, whose files may have another form. Published checkpoints may share a file because nobody
+    ever writes into one. The file system's link count keeps the file while any checkpoint has it, so retention needs no
+    knowledge of links.
     """
     try:
         manifest = read_manifest(source)
@@ -112,6 +109,5 @@ def _link_folder(root: Path, source: Path, folder: str) -> Entries | None:
 
 
 def _unlink_folder(root: Path, folder: str) -> None:
-    """Take back what `_link_folder` has done, if it has."""
     if (root / folder).exists():
         remove_dir(root / folder)

@@ -1,6 +1,6 @@
-"""Memory of a machine, and whether the copies of saves behind the training fit into it.
+"""Checks that the copies of saves behind the training fit into a machine's memory.
 
-The kernel hands out more than there is, and its OOM killer ends a rank when the copy is made. So this is asked before.
+The kernel allocates more memory than exists, and its OOM killer ends a rank during the copy. So this checks before.
 """
 
 import platform
@@ -15,8 +15,8 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Bytes that this process can still have: what the kernel calls available, or less where a control group (of either
-    version, or one around it) limits it. None where the system does not say."""
+    """Return the bytes that this process can still allocate, or None if the system does not report them: the kernel's
+    available memory, or less under a limit of a control group (version 1 or 2, own or parent)."""
     known = [*_of_kernel(proc), *_of_groups(proc, cgroups)]
     return max(0, min(known)) if known else None
 
@@ -38,7 +38,7 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[int]:
         else:
             continue
         own = top / path.lstrip("/")
-        # In a container the path may be the host's; the limit is at the top then.
+        # In a container the path may be the host's; then the limit is at the top.
         for group in {top, own, *(parent for parent in own.parents if parent.is_relative_to(top))}:
             yield from _left(group, *names)
 
@@ -46,7 +46,7 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[int]:
 def _left(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
     limits, usage = _lines(group / limit), _lines(group / used)
     if limits and usage and limits[0] != "max":
-        # Pages of files that nobody uses go when memory is asked for.
+        # The kernel evicts inactive file pages on demand.
         stats = dict(line.split(" ", 1) for line in _lines(group / "memory.stat") if " " in line)
         yield int(limits[0]) - int(usage[0]) + int(stats.get(cache, 0))
 
@@ -54,13 +54,12 @@ def _left(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # not there, or not for us to know
+    except OSError:  # missing or not readable
         return []
 
 
 def check_memory(nbytes: int, coordinator: Coordinator) -> None:
-    """Raise UserError on every rank when a machine has less memory than its ranks' copies need together, of which this
-    rank's has `nbytes`. Collective."""
+    """Raise UserError on every rank when a machine lacks memory for its ranks' copies, here `nbytes`. Collective."""
     needed: defaultdict[str, list[int]] = defaultdict(list)
     available: dict[str, int] = {}
     for host, size, free in coordinator.gather((platform.node(), nbytes, available_memory())):

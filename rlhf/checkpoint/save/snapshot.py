@@ -1,6 +1,6 @@
-"""Snapshot of a run: what one save writes.
+"""Takes a snapshot of a run: everything that one save writes.
 
-The big tensors are live views until they are written, or copied by a Stager.
+Big tensors are live views until they are written or a Stager copies them.
 """
 
 import json
@@ -21,10 +21,12 @@ from rlhf.storage.state import TrainState
 
 @dataclass
 class Snapshot:
-    """This rank's part of a save. `files` and `whole_tensors` (path -> safetensors content) are its own and written as
-    they are; `components` (folder -> shards) are live views and get an index over all ranks; so are the shards of
-    `exports` (folder -> export), which all ranks write together. `unchanged` names components that a published
-    checkpoint already has, bit for bit. `metrics` are the step's figures, for the manifest.
+    """This rank's part of a save.
+
+    `files` and `whole_tensors` (path -> safetensors content) are this rank's own and written unchanged. `components`
+    (folder -> shards) are live views and get an index over all ranks; so are the shards of `exports` (folder ->
+    export), which all ranks write together. `unchanged` names components that a published checkpoint already has, bit
+    for bit. `metrics` are the step's, for the manifest.
     """
 
     step: int
@@ -38,14 +40,13 @@ class Snapshot:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def nbytes(self, linked: Collection[str] = ()) -> int:
-        """Bytes that this rank writes, headers and exports aside, when the components `linked` need none."""
+        """Return the bytes that this rank writes, without headers, exports and the components `linked`."""
         written = (component for folder, component in self.components.items() if folder not in linked)
         shards = (p.local for component in written for p in component.values() if p.owner)
         whole = (t for tensors in self.whole_tensors.values() for t in tensors.values())
         return sum(t.numel() * t.element_size() for t in [*shards, *whole]) + sum(map(len, self.files.values()))
 
     def index_rows(self, linked: Collection[str] = ()) -> int:
-        """Rows of the shards that this rank writes in the indices."""
         written = (component for folder, component in self.components.items() if folder not in linked)
         return sum(len(p.box.sizes) for component in written for p in component.values() if p.owner)
 
@@ -61,10 +62,10 @@ def take_snapshot(
     hf_dtype: str | None = None,
     hf_adapter: str = "keep",
 ) -> Snapshot:
-    """Collect what `contents` asks for. Collective.
+    """Collect the state that `contents` names. Collective.
 
-    `reference_at` is a published checkpoint that holds the reference as it is now; `hf_dtype` and
-    `hf_adapter` are those of `checkpoint`.
+    `reference_at` is a published checkpoint with the present reference; `hf_dtype` and `hf_adapter` are settings of
+    `checkpoint`.
     """
     snapshot = Snapshot(step, list(contents), sorted(state.roles), metrics=dict(metrics or {}))
     for name, role in state.roles.items():
@@ -99,7 +100,7 @@ def take_snapshot(
 
 
 def _export(role: TrainState, weights: Shards, dtype: str | None, adapter: str) -> HfExport:
-    """The export of a role. Collective."""
+    """Return the export of a role. Collective."""
     files = dict(role.hf_files())
     if ADAPTER_CONFIG not in files:
         return HfExport.of(weights, dtype, role.hf_parts(), files)
@@ -110,7 +111,6 @@ def _export(role: TrainState, weights: Shards, dtype: str | None, adapter: str) 
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A copy on the CPU."""
     return tensor.detach().to("cpu", copy=True)
 
 

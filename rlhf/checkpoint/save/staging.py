@@ -1,4 +1,4 @@
-"""Staging of a save: a copy of the state in memory of its own, so that training may go on while it is written."""
+"""Copies the state of a save to its own memory, so that training may go on while the copy is written."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -14,10 +14,10 @@ ALIGNMENT = 64
 
 
 class Stager:
-    """Copies the live tensors of a snapshot into memory that is kept from save to save.
+    """Copies the live tensors of a snapshot into memory that is reused from save to save.
 
-    Fresh memory costs several times what the copy itself does, so only a save that needs more than any before it
-    allocates. What lies on a CUDA device goes into pinned memory, on a stream of its own.
+    Fresh memory costs several times as much as the copy, so only a save that needs more than any before it allocates.
+    CUDA tensors go into pinned memory on a separate stream.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,12 @@ class Stager:
 
     @torch.no_grad()
     def copy(self, snapshot: Snapshot, linked: Collection[str] = ()) -> Snapshot:
-        """`snapshot` with copies in the place of every live tensor that this rank writes, good until the next call.
-
-        Components in `linked` are not written and stay as they are. Raises UserError when there is no memory for the
-        copies.
-        """
+        """Return `snapshot` with a copy of every live tensor that this rank writes, valid until the next call.
+        Components in `linked` are not written and not copied. Raises UserError when memory for the copies is short."""
         written = [shards for folder, shards in snapshot.components.items() if folder not in linked]
         live = {folder: export for folder, export in snapshot.exports.items() if not export.made}
         written += [export.shards for export in live.values()]
-        # An export's shards are a component's, where that is saved too: one copy is enough.
+        # An export's shards may also be a saved component's: one copy is enough.
         distinct = {id(shards): shards for shards in written}
         copies = iter(self._copies([s.local for shards in distinct.values() for s in shards.values() if s.owner]))
         staged = {
@@ -74,7 +71,7 @@ class Stager:
     def _reserve(self, nbytes: int, *, pinned: bool) -> None:
         if self._memory[pinned].nbytes >= nbytes:
             return
-        self._memory[pinned] = torch.empty(0, dtype=torch.uint8)  # the old memory is free for the new one
+        self._memory[pinned] = torch.empty(0, dtype=torch.uint8)  # frees the old memory before the new allocation
         try:
             self._memory[pinned] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:

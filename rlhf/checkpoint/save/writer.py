@@ -1,7 +1,7 @@
-"""Writer of checkpoints: every rank writes its files of a snapshot, and the leaders publish the whole.
+"""Writes a snapshot as a checkpoint: every rank writes its files, and the leaders publish the whole.
 
-Where nodes have disks of their own, the leader of each storage domain does so on its disk, with one manifest for all.
-Needs only the snapshot, the directory and a coordinator, so it can run beside the training as well as in front of it.
+Where nodes have their own disks, the leader of each storage domain publishes on its disk, with one manifest for all.
+Needs only the snapshot, the directory and a coordinator, so it can run beside the training or in front of it.
 """
 
 import time
@@ -31,16 +31,16 @@ from rlhf.storage.layout import CONFIG, DRIVER_STATE, INDEX, REFERENCE, SCHEDULE
 from rlhf.storage.shard_index import FileShards, merge_shares
 from rlhf.storage.shards import safetensors_chunks, tensor_table, write_shards
 
-# Room for the manifest, names and directory entries beside the counted bytes, and for each rank's part of them.
+# Space for the manifest, names and directory entries beside the counted bytes, and for each rank's part of them.
 SLACK_BYTES, RANK_BYTES = 1 << 20, 2 << 10
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """The place of a published checkpoint, the bytes written by its manifest, and the seconds from snapshot to commit.
+    """Describes a published checkpoint: its path, the bytes written, and the seconds from snapshot to commit.
 
-    The training waited `blocked_seconds`, of them `wait_seconds` for the save before. `by_part` has the bytes that all
-    ranks wrote and the seconds of the slowest one: of each role's files, of the reference's (`ref`), and of all else
+    The training waited `blocked_seconds`, of which `wait_seconds` for the save before. `by_part` has the bytes that all
+    ranks wrote and the seconds of the slowest rank: for each role's files, the reference's (`ref`), and all other files
     (`other`).
     """
 
@@ -52,8 +52,8 @@ class SaveResult:
     wait_seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Seconds, bytes and bytes per second: of all under `perf/save_*`, of each part under `perf/save_*/PART`;
-        `timing_s/save_checkpoint` is what the training waited."""
+        """Return seconds, bytes and bytes per second: totals as `perf/save_*`, each part's as `perf/save_*/PART`.
+        `timing_s/save_checkpoint` is the training's wait."""
         waited = {
             "timing_s/save_checkpoint": self.blocked_seconds,
             "perf/save_wait_seconds": self.wait_seconds,
@@ -73,8 +73,8 @@ def write_checkpoint(
 ) -> SaveResult:
     """Commit `snapshot` (begun as `draft`) as `run_dir/global_step_N` and apply retention. Collective.
 
-    Raises SaveFailed on every rank when any rank fails; nothing is left behind and the previous checkpoint is
-    untouched.
+    Raises SaveFailed on every rank when any rank fails; then nothing is left behind and earlier checkpoints are
+    unchanged.
     """
     started = time.monotonic()
     draft = draft or begin_checkpoint(snapshot, run_dir, coordinator)
@@ -102,7 +102,7 @@ def write_checkpoint(
 
 
 def _needed(snapshot: Snapshot, linked: Collection[str], coordinator: Coordinator) -> int:
-    """Bytes that the save takes on the disk of the storage domain that this rank leads; 0 on other ranks.
+    """Return the bytes that the save needs on the disk of this rank's domain; 0 unless this rank leads it.
     Collective."""
     exported = sum(export.plan.weights_bytes for export in snapshot.exports.values()) if coordinator.is_leader else 0
     sizes = coordinator.collect(lambda: (snapshot.nbytes(linked) + exported, snapshot.index_rows(linked))) or []
@@ -119,8 +119,7 @@ def _needed(snapshot: Snapshot, linked: Collection[str], coordinator: Coordinato
 
 
 def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot:
-    """`snapshot`; on the leaders of other storage domains with the leader's small files that a resume reads on every
-    rank."""
+    """Return `snapshot`, on other domains' leaders with the leader's small files that a resume reads on every rank."""
     if len(coordinator.domain_leaders) == 1:
         return snapshot
     names = {CONFIG, DRIVER_STATE, *(f"{role}/{SCHEDULE}" for role in snapshot.roles)}
@@ -130,8 +129,7 @@ def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot
 
 @dataclass
 class RankFiles:
-    """Files that one rank has written, its share of the indices by folder, and the seconds of each part; it goes to the
-    leader."""
+    """One rank's written files, its shards in the indices by folder, and each part's seconds, sent to the leader."""
 
     files: list[WrittenFile] = field(default_factory=list)
     indices: dict[str, FileShards] = field(default_factory=dict)
@@ -140,8 +138,8 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class Commit:
-    """Last files of a save, for the leaders of the storage domains: the indices, by path, and the manifest. `figures`:
-    the bytes that the save wrote, and by part."""
+    """The last files of a save, the indices by path and the manifest, and the bytes that the save wrote, by part
+    too."""
 
     manifest: Manifest
     indices: dict[str, bytes]
@@ -172,7 +170,7 @@ def _write_files(root: Path, snapshot: Snapshot, linked: Collection[str], rank: 
 
 
 def _add_exported(ranks: list[RankFiles], exported: Exported, roles: list[str]) -> None:
-    """Count exported files as the leader's, in whose storage domain they lie, and each rank's seconds as its own."""
+    """Count exported files as the leader's, in whose storage domain they are, and each rank's seconds as its own."""
     ranks[0].files += exported.files
     for rank, seconds in zip(ranks, exported.seconds, strict=True):
         for folder, spent in seconds.items():
@@ -200,8 +198,7 @@ def complete(
     ranks: list[RankFiles],
     coordinator: Coordinator,
 ) -> Commit:
-    """Indices and manifest from what all ranks have written; on the leader. Raises ValueError when it does not fit
-    together."""
+    """Return indices and manifest of all ranks' files, on the leader. Raises ValueError for inconsistent files."""
     indices = {
         f"{folder}/{INDEX}": merge_shares(tensor_table(snapshot.components[folder]), [r.indices[folder] for r in ranks])
         for folder in ranks[0].indices

@@ -1,1 +1,1 @@
-"""Start of a run: its storage domains and run directories, before the ranks train."""
+"""Starts a run: finds storage domains and prepares run directories before the ranks train."""

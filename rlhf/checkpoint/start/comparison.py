@@ -1,6 +1,6 @@
-"""Comparison of the run in a directory with the one that is asked for, before ranks start. Imports no torch.
+"""Compares the run in a directory with the requested run before ranks start. Imports no torch.
 
-A resume compares as well, but only once its ranks have read their models; and a finished run starts none.
+A resume compares too, but only after its ranks have loaded their models; and a finished run starts no ranks.
 """
 
 from collections.abc import Collection
@@ -21,9 +21,9 @@ from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.layout import CONFIG
 
 EXPORT_SETTINGS = ("checkpoint.contents", "checkpoint.hf_dtype", "checkpoint.hf_adapter")
-"""Settings that a finished run still acts on, if they ask for an export."""
+"""Settings that still affect a finished run if they request an export."""
 MODEL_NAMES = ("model.path", "model.revision", "critic.path", "reward_model.path", "reward_model.revision")
-"""Settings that a resume compares by what they name."""
+"""Settings that a resume compares by the files that they name."""
 
 
 def check_same_run(
@@ -33,10 +33,10 @@ def check_same_run(
     resumed_from: str | None,
     coordinator: Coordinator,
 ) -> None:
-    """Raise UserError if the checkpoint that a resume would take was written with settings that give another run, or
-    lies beyond the end of the run that is asked for. Collective; changes nothing.
+    """Raise UserError if the checkpoint that a resume would load has settings of another run, or a step beyond the
+    requested run's end. Collective; changes nothing.
 
-    `resumed_from`: what run.json says.
+    `resumed_from`: the entry in run.json.
     """
     source = resume_source(trainer)
     forks = source is not None and coordinator.broadcast(str(source)) != resumed_from
@@ -51,13 +51,13 @@ def check_same_run(
         except OtherFormat as error:
             raise UserError(f"{error}; or {NEW_RUN}.") from None
         except DamagedCheckpoint:
-            continue  # a resume passes it over, too, and says so
+            continue  # a resume skips it too, and logs that
         return
 
 
 def check_unprepared(run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, coordinator: Coordinator) -> bool:
-    """`check_same_run` for a directory as it lies there; False, with no comparison, when the start would not go on from
-    it. Collective."""
+    """Call `check_same_run` in an unprepared directory; return False when the start would not resume there.
+    Collective."""
     if trainer.overwrite or trainer.resume_mode == "disable":
         return False
     run = coordinator.on_leader(lambda: read_run_file(run_dir))
@@ -66,7 +66,7 @@ def check_unprepared(run_dir: Path, trainer: TrainerConfig, config: ResolvedConf
 
 
 def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: TrainerConfig, *, begins: bool) -> None:
-    if manifest.imported:  # of no run of ours: it has neither settings nor a length
+    if manifest.imported:  # belongs to no run: no settings, no length
         return
     diff = changes_since(path, manifest, config)
     if (driver := driver_state_of(path)) is not None:
@@ -98,8 +98,7 @@ def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: Trai
 
 
 def _check_renamed_models(path: Path, manifest: Manifest, config: ResolvedConfig, changed: Collection[str]) -> None:
-    """Raise UserError when a setting that has `changed` names a folder with other model files than the run's; the ranks
-    compare what Hub names stand for."""
+    """Raise UserError when a `changed` setting names a folder with other model files; the ranks compare Hub models."""
     for setting, stored in manifest.fingerprints.items():
         if setting not in changed or (name := config.setting(setting)) is None:
             continue
@@ -112,17 +111,15 @@ def _check_renamed_models(path: Path, manifest: Manifest, config: ResolvedConfig
 
 
 def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> list[str]:
-    """Settings of no effect on the numbers that a finished run had otherwise, one line each.
-
-    Raises UserError when it was of another model than `config` names.
-    """
+    """Return a finished run's other settings that do not affect the numbers, one line each. Raises UserError when the
+    run has another model than `config` names."""
     harmless = changes_since(path, manifest, config).harmless
     others = [change for change in harmless if change.key in MODEL_NAMES]
     for setting, stored in manifest.fingerprints.items():
         if setting not in MODEL_NAMES or (name := config.setting(setting)) is None:
             continue
         folder, section = Path(name).expanduser(), setting.partition(".")[0]
-        # Of a name on the Hub only the name is known here.
+        # For a Hub name only the name can be compared here.
         same = fingerprint(folder) == stored if folder.is_dir() else not any(section in c.key for c in others)
         if not same:
             raise UserError(

@@ -1,7 +1,7 @@
-"""Storage domains: which ranks see the same run directory. Found out at the start, so that nobody has to configure it.
+"""Finds storage domains at the start, without configuration: groups of ranks that see the same run directory.
 
-Nodes may share a file system, or have disks of their own, or both in one run (a driver on a machine without GPUs, say).
-Each domain has one leader, which creates, renames and deletes there.
+Nodes may share a file system, have their own disks, or both in one run (a driver on a machine without GPUs, say). Each
+domain has one leader, which creates, renames and deletes there.
 """
 
 import logging
@@ -17,16 +17,17 @@ from rlhf.storage.layout import TEMPORARY
 
 log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 0.25
-# A network file system may show a file of another node late. Who sees nobody else looks again a few times; who sees a
-# node that does not see it, for longer.
+# A network file system may show another node's file late. A rank that sees no other rank looks again a few times; a
+# rank that sees a node that does not see it, for longer.
 LOOKS, LOOKS_IN_DISAGREEMENT = 2, 120
 
 
 def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
-    """Each rank's storage domain, by the lowest rank that sees the same run directory. Collective; makes the directory.
+    """Return each rank's storage domain: the lowest rank that sees the same run directory. Collective; creates the
+    directory.
 
-    Each rank puts a token into its directory, and all look which tokens they see; no token is left when a rank returns.
-    Raises UserError when they contradict each other.
+    Each rank writes a token file into its directory, all look which tokens they see, and each removes its token. Raises
+    UserError when the ranks contradict each other.
     """
     if coordinator.world_size == 1:
         return [0]
@@ -35,9 +36,9 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
         tokens = coordinator.everywhere(lambda: create_empty(token).name)
         seen = _look_until_agreed(run_dir, tokens, coordinator)
     finally:
-        with suppress(OSError):  # must not hide why it could not be made
+        with suppress(OSError):  # must not hide a failed creation
             remove_file(token)
-    coordinator.gather(None)  # or the first rank to go on would clean up under the hands of the last
+    coordinator.gather(None)  # all ranks have looked: cleaning up before would remove tokens
     domains = [min(mine) for mine in seen]
     if coordinator.is_leader and len(set(domains)) > 1:
         _log_domains(domains)
@@ -45,10 +46,10 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
 
 
 def _look_until_agreed(run_dir: Path, tokens: list[str], coordinator: Coordinator) -> list[frozenset[int]]:
-    """The ranks whose `tokens` each rank sees in its directory, once they agree."""
+    """Return the ranks whose `tokens` each rank sees in its directory, once they agree."""
     seen: list[frozenset[int]] = []
     for look in range(LOOKS_IN_DISAGREEMENT):
-        # By name, which no cache can have known, and not by a listing, which one may have kept.
+        # By name, which no cache can know, and not by a listing, which a cache may have.
         seen = coordinator.everywhere(lambda: frozenset(r for r, n in enumerate(tokens) if (run_dir / n).exists()))
         if _agree(seen) and (look >= LOOKS or len(seen[0]) == coordinator.world_size):
             return seen
@@ -61,7 +62,7 @@ def _look_until_agreed(run_dir: Path, tokens: list[str], coordinator: Coordinato
 
 
 def _agree(seen: list[frozenset[int]]) -> bool:
-    """Whether each rank sees itself, and all that see each other see the same."""
+    """Return whether each rank sees itself, and all ranks that see each other see the same."""
     sees_itself = all(rank in mine for rank, mine in enumerate(seen))
     return sees_itself and all(seen[other] == mine for mine in seen for other in mine)
 

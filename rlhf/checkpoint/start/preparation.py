@@ -1,7 +1,7 @@
-"""Preparation of a run's directories before it starts, one in each storage domain; one disk is the case of one.
+"""Prepares a run's directories before it starts, one in each storage domain; a single disk is one domain.
 
-Nodes may have been swapped since the last start, come with an empty disk, or have been killed in the middle of a
-commit. Imports no torch.
+Since the last start, nodes may have been swapped, have an empty disk, or have been killed during a commit. Imports no
+torch.
 """
 
 import logging
@@ -30,7 +30,7 @@ from rlhf.storage.layout import CONFIG, HISTORY, TEMPORARY
 
 log = logging.getLogger(__name__)
 PART = 4 << 20
-"""Bytes that go from node to node at a time."""
+"""Bytes sent from node to node at a time."""
 
 
 def prepare(
@@ -40,12 +40,11 @@ def prepare(
     config: ResolvedConfig,
     coordinator: Coordinator,
 ) -> None:
-    """Bring the run directory of each storage domain into the state that the ranks expect. Collective; raises the same
-    on every rank.
+    """Prepare the run directory of each storage domain for the ranks. Collective; raises the same error on every rank.
 
-    For a time when the run lock of each is held. Raises UserError for `trainer.resume_mode=disable` on a directory with
-    checkpoints, for checkpoints of a run with other settings, for a `trainer.resume_from_path` that is none, and for a
-    `checkpoint.remote` that cannot be used.
+    Requires every directory's run lock. Raises UserError for `trainer.resume_mode=disable` on a directory with
+    checkpoints, for checkpoints of a run with other settings, for a `trainer.resume_from_path` that is no checkpoint,
+    and for a `checkpoint.remote` that cannot be used.
     """
     if settings.remote is not None and len(coordinator.domain_leaders) > 1:
         raise UserError(
@@ -84,10 +83,8 @@ def prepare(
 def finished_step(
     run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, coordinator: Coordinator
 ) -> int | None:
-    """The run's last step if its newest complete checkpoint has reached it and is intact, else None. Collective.
-
-    For a directory that has passed `check_same_run`. Raises UserError when it is finished with another model.
-    """
+    """Return the run's last step if its newest complete checkpoint has reached it and is intact, else None. Collective.
+    Call it after `check_same_run`. Raises UserError when the run was finished with another model."""
     for path in published(run_dir, coordinator):
         try:
             located = locate_files(path, coordinator)
@@ -99,7 +96,7 @@ def finished_step(
         driver = next((driver for driver in drivers if driver is not None), None)
         if located.manifest.imported or driver is None or not directory.at_end(trainer, driver):
             return None
-        # All bytes are read only when that ends the run; otherwise the ranks verify them, each its share.
+        # Read all bytes only when the run ends here; otherwise the ranks verify them in parallel.
         mine = [name for name in located.manifest.files if located.holder(name) == coordinator.domain]
         if damage_of(located, mine, coordinator):
             return None
@@ -114,14 +111,14 @@ def finished_step(
 def finished_unprepared(
     run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, coordinator: Coordinator
 ) -> int | None:
-    """The same of a directory that nothing can be written into. Collective."""
+    """Return `finished_step` for a read-only directory. Collective."""
     goes_on = check_unprepared(run_dir, trainer, config, coordinator)
     return finished_step(run_dir, trainer, config, coordinator) if goes_on else None
 
 
 def _launch(run_dir: Path, coordinator: Coordinator) -> list[str]:
-    """The torchrun processes of this launch: of the ranks, and those of earlier attempts that a disk knows together
-    with one of them, since machines come and go; none without torchrun."""
+    """Return the torchrun processes of this launch, empty without torchrun: those of the ranks, and those of earlier
+    attempts that any disk lists together with one of them, since machines come and go."""
     agents = {agent for agent in coordinator.gather(torchrun_agent()) if agent is not None}
     if not agents:
         return []
@@ -131,8 +128,8 @@ def _launch(run_dir: Path, coordinator: Coordinator) -> list[str]:
 
 
 def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
-    """The run's identity: as the driver's disk has it or, where that is new, another's; else of the newest checkpoint,
-    or a new one."""
+    """Return the identity of the run on the driver's disk, else on another's, else of the newest checkpoint, else a new
+    one."""
     known = [run for run in coordinator.on_domain_leaders(lambda: read_run_file(run_dir)) if run]
     if len({run["run_id"] for run in known}) > 1 and coordinator.is_leader:
         names = ", ".join(run["run_id"] for run in known)
@@ -144,7 +141,7 @@ def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
 
 
 def _download_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> None:
-    """Move the metric history to the driver's disk: it lies where the last driver was, and is the longest there is."""
+    """Move the metric history to the driver's disk from the last driver's, whose history is the longest."""
     if len(coordinator.domain_leaders) == 1:
         return
     path = run_dir / HISTORY
@@ -158,12 +155,12 @@ def _download_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> N
     if longest != 0:
         _move_to_driver(path, longest, lengths[longest], coordinator)
     if any(lengths[domain] for domain in lengths if domain != 0):
-        # One history: lines of it that stayed behind could be taken for a newer one after the next swap.
+        # Only one history: after the next swap, lines left behind could be mistaken for a newer one.
         coordinator.on_domain_leaders(lambda: None if coordinator.is_leader else remove_file(path, missing_ok=True))
 
 
 def _move_to_driver(path: Path, domain: int, size: int, coordinator: Coordinator) -> None:
-    """Give the driver's disk the first `size` bytes of the file `path` of another domain, a part at a time."""
+    """Send the first `size` bytes of the file `path` of another domain to the driver's disk, in parts."""
     fresh = path.with_name(f"{TEMPORARY}{path.name}")
     coordinator.on_leader(lambda: remove_file(fresh, missing_ok=True))
     for start in range(0, size, PART):
@@ -181,9 +178,9 @@ def _move_to_driver(path: Path, domain: int, size: int, coordinator: Coordinator
 
 
 def _fork(run_dir: Path, source: Path, coordinator: Coordinator) -> dict[str, Any]:
-    """Set aside what does not descend from `source`; returns what run.json says of the new run."""
+    """Set aside everything that does not descend from `source`; return the new run's entries in run.json."""
     if not any(coordinator.on_domain_leaders(lambda: directory.is_checkpoint(source))):
         raise UserError(f"trainer.resume_from_path={source} is not a checkpoint: name a global_step_N directory.")
     coordinator.on_domain_leaders(lambda: directory.set_aside_for(run_dir, source))
-    # Trackers would drop the steps that they have already seen of the old course.
+    # A new id: trackers would drop steps that they have already seen of the old trajectory.
     return coordinator.on_leader(lambda: {"resumed_from": str(source), "run_id": directory.new_run_id()})

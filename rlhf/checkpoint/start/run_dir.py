@@ -1,4 +1,4 @@
-"""Run directory before the ranks start: made, emptied or refused, and cleaned of what a kill left. Imports no torch."""
+"""Creates, empties or rejects the run directory before the ranks start; tidies it after a kill. Imports no torch."""
 
 import logging
 import math
@@ -24,26 +24,25 @@ from rlhf.storage.reading import CheckedFiles
 log = logging.getLogger(__name__)
 LOCKS = ("run.lock", "ranks.lock")
 RECORDED = (HISTORY, SAMPLES, "tensorboard", "report", HF_FOLDER)
-"""Records of one run beside its checkpoints, under no name of its own (wandb's files have the run's id)."""
+"""Records of one run beside its checkpoints, without the run's name in theirs (wandb's files have the run's id)."""
 
 
 def make(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
-    """Make the directory, and empty it but for the locks if this `launch` is to overwrite it and has not yet."""
+    """Create the directory; empty it but for the locks if this `launch` overwrites the run and has not done so yet."""
     make_dir_durably(run_dir)
     if trainer.overwrite and not is_of(launch, run_dir):
         if existing := scan(run_dir):
             log.warning(
                 "trainer.overwrite=true: deleting the checkpoints up to step %s of %s.", step_of(existing[0]), run_dir
             )
-        point_to(run_dir, None)  # first: it never names a checkpoint that is gone
+        point_to(run_dir, None)  # first: it must never name a removed checkpoint
         for path in sorted(run_dir.iterdir()):
             if path.name not in LOCKS:
                 _remove(path)
 
 
 def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
-    """Remove what an interrupted save or upload left, and set the pointer right; raises UserError for
-    `resume_mode=disable` on a directory with checkpoints that are not of this `launch`."""
+    """Remove the leftovers of an interrupted save or upload, and update the pointer; raise like `refuse_earlier`."""
     if removed := clean_leftovers(run_dir):
         log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))
     try:
@@ -67,10 +66,8 @@ def refuse_earlier(run_dir: Path, trainer: TrainerConfig, launch: Collection[str
 
 
 def is_of(launch: Collection[str], run_dir: Path) -> bool:
-    """Whether an earlier attempt of this `launch` has prepared the directory.
-
-    torchrun repeats all this at each restart, and what was saved meanwhile is the run's own.
-    """
+    """Return whether an earlier attempt of this `launch` prepared the directory. torchrun prepares again at each
+    restart, and checkpoints saved meanwhile are the run's own."""
     return bool(launch) and not set(launch).isdisjoint(read_run_file(run_dir).get(AGENTS, ()))
 
 
@@ -82,13 +79,13 @@ def _remove(path: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` looks like one: a directory `global_step_N`."""
+    """Return whether `path` is a directory `global_step_N`."""
     return step_of(path) is not None and path.is_dir()
 
 
 def set_aside_for(run_dir: Path, source: Path) -> None:
-    """Set aside what does not descend from `source`, from which the run starts again: its own later checkpoints, all of
-    another run's, and what was recorded of the course that ends here."""
+    """Set aside everything that does not descend from `source`, from which the run starts again: its own later
+    checkpoints, all of another run's, and the records of the trajectory that ends here."""
     for path in scan(run_dir):
         if source.parent != run_dir.resolve() or (step_of(path) or 0) > (step_of(source) or 0):
             aside = set_aside(path, "superseded").name
@@ -99,17 +96,16 @@ def set_aside_for(run_dir: Path, source: Path) -> None:
 
 
 def new_run_id() -> str:
-    """A random one."""
     return uuid.uuid4().hex[:12]
 
 
 def newest_run_id(run_dir: Path) -> str | None:
-    """The run that the newest checkpoint is of, as far as any can be read."""
+    """Return the run id of the newest readable checkpoint."""
     return next((state.get("run_id") for path in scan(run_dir) if (state := driver_state_of(path)) is not None), None)
 
 
 def driver_state_of(path: Path) -> dict[str, Any] | None:
-    """The driver state of a checkpoint, or None unless its bytes are as committed."""
+    """Return the driver state of a checkpoint, or None unless its bytes match their hash."""
     try:
         return parse_driver_state(CheckedFiles(path, read_manifest(path).files).content(DRIVER_STATE), DRIVER_STATE)
     except DamagedCheckpoint:
@@ -117,7 +113,7 @@ def driver_state_of(path: Path) -> dict[str, Any] | None:
 
 
 def resume_source(trainer: TrainerConfig) -> Path | None:
-    """The checkpoint to start from when the directory has none of its own: `trainer.resume_from_path`, if asked for."""
+    """Return `trainer.resume_from_path`, where a directory without checkpoints starts, if `resume_mode` asks for it."""
     if trainer.resume_mode != "resume_path":
         return None
     # Resolved, because a detour ("..", a link) into the run's own directory must not look like another run's.
@@ -126,13 +122,13 @@ def resume_source(trainer: TrainerConfig) -> Path | None:
 
 
 def planned_steps(trainer: TrainerConfig, steps_per_epoch: float) -> int:
-    """Steps at most: `trainer.total_training_steps`, or the epochs' worth of whole batches."""
+    """Return the most steps of a run: `trainer.total_training_steps`, or the epochs' whole batches."""
     explicit = trainer.total_training_steps
     return explicit if explicit is not None else max(1, math.floor(trainer.total_epochs * steps_per_epoch))
 
 
 def at_end(trainer: TrainerConfig, driver: dict[str, Any]) -> bool:
-    """Whether a stored driver state is that of the run's last step: by its steps, or by the epochs that they took."""
+    """Return whether a stored driver state is at the run's last step, by its steps or by its epochs."""
     if driver["step"] >= planned_steps(trainer, driver["steps_per_epoch"]):
         return True
     return trainer.total_training_steps is None and driver["epochs"] >= trainer.total_epochs

@@ -1,1 +1,1 @@
-"""State of a run beside its tensors, and the live objects that are saved and restored."""
+"""Defines a run's state beside its tensors, and the live objects that are saved and restored."""

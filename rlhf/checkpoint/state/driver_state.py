@@ -1,4 +1,4 @@
-"""Driver state: where the run stands, beyond its tensors. It is part of the same commit as the weights."""
+"""Defines the driver state: a run's progress beyond its tensors, committed together with the weights."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
@@ -7,27 +7,24 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.reading import parse_json
 
 LARGEST = (1 << 63) - 1
-"""More than any run counts to."""
+"""Upper limit of any counter."""
 
 
 @dataclass
 class DriverState:
-    """Everything of the run's course that is no tensor.
-
-    JSON-able; `run_id` and `wall_seconds` do not influence the numbers.
-    """
+    """Counts a run's progress. JSON-able; `run_id` and `wall_seconds` do not influence the numbers."""
 
     run_id: str
     total_steps: int
-    """Steps at most."""
+    """Upper limit of steps."""
     steps_per_epoch: float
-    """Batches in a pass over the prompts; of prompts that are dropped, steps take more."""
+    """Batches in a pass over the prompts; dropped prompts make a pass take more steps."""
     total_epochs: int | None = None
-    """Passes over the prompts at most; None: only the steps count."""
+    """Upper limit of passes over the prompts; None: only steps count."""
     step: int = 0
     """Training steps done."""
     epochs: float = 0.0
-    """Passes over the prompts that they took, prompts that were dropped included."""
+    """Passes over the prompts so far, including dropped prompts."""
     tokens: int = 0
     """Prompt and response tokens trained on."""
     samples: int = 0
@@ -43,11 +40,11 @@ class DriverState:
         return self.ends_with(self.step, self.epochs)
 
     def ends_with(self, step: int, epochs: float) -> bool:
-        """Whether `step`, after which `epochs` passes are over, is the last one."""
+        """Return whether `step`, after which `epochs` passes are done, is the last one."""
         return step >= self.total_steps or (self.total_epochs is not None and epochs >= self.total_epochs)
 
     def finish_step(self, tokens: int, samples: int, seconds: float, epochs: float) -> None:
-        """Count one step done, after which `epochs` passes over the prompts are over."""
+        """Count one step, after which `epochs` passes over the prompts are done."""
         self.step += 1
         self.epochs = epochs
         self.tokens += tokens
@@ -55,7 +52,7 @@ class DriverState:
         self.wall_seconds += seconds
 
     def note_accuracy(self, accuracy: float | None) -> None:
-        """Remember the best held-out accuracy and the step it was seen at."""
+        """Record the best held-out accuracy and its step."""
         if accuracy is not None and (self.best_accuracy is None or accuracy > self.best_accuracy):
             self.best_accuracy, self.best_step = accuracy, self.step
 
@@ -63,16 +60,14 @@ class DriverState:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state; the run's identity and length are the run directory's and the configuration's
-        word."""
+        """Restore a saved state, except the run's id (from run.json) and its length (from the configuration)."""
         for field in fields(self):
             if field.name not in ("run_id", "total_steps", "total_epochs", "steps_per_epoch"):
                 setattr(self, field.name, state[field.name])
 
 
 def parse_driver_state(content: bytes, name: str) -> dict[str, Any]:
-    """The saved driver state of a run in the file `name`; raises DamagedCheckpoint unless each value of DriverState is
-    there, of its type."""
+    """Parse the driver state in the file `name`; raise DamagedCheckpoint unless each field has its type."""
     state = parse_json(content, name)
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{name}: is no driver state")

@@ -1,4 +1,4 @@
-"""run.json: the identity of the run that a directory is of, where it was forked from, and which launch began it."""
+"""Reads and writes run.json: a directory's run, the checkpoint that it was forked from, and its launch."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,13 @@ from rlhf.storage.reading import parse_json, read_regular
 
 LARGEST = 1 << 20
 AGENTS = "agents"
-"""The torchrun processes of the launch that is on, where it must know its own saves (`trainer.overwrite`, and
+"""The torchrun processes of the present launch, when the launch must recognise its own saves (`trainer.overwrite`, and
 `trainer.resume_mode=disable`)."""
 
 
 def read_run_file(run_dir: Path) -> dict[str, Any]:
-    """`run_id`, `resumed_from` when the run was forked from another checkpoint, and perhaps `AGENTS`; empty when there
-    is no such file. Raises UserError for one that no run has written."""
+    """Return run.json: `run_id`, `resumed_from` for a fork, and perhaps `AGENTS`; empty without a file. Raises
+    UserError for a file that no run has written."""
     path = run_dir / RUN_FILE
     try:
         run = parse_json(read_regular(path, LARGEST), RUN_FILE)
@@ -34,5 +34,5 @@ def read_run_file(run_dir: Path) -> dict[str, Any]:
 
 
 def write_run_file(run_dir: Path, run: dict[str, Any]) -> None:
-    """Durably, and whole at any moment."""
+    """Replace run.json atomically and durably."""
     replace_durably(run_dir / RUN_FILE, json.dumps(run) + "\n")

@@ -1,4 +1,4 @@
-"""The live objects of a run that a checkpoint saves and restores."""
+"""Groups the live objects of a run that a checkpoint saves and restores."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -14,7 +14,7 @@ class RunState:
     """The live objects that a checkpoint saves and restores.
 
     `reference` is None unless the reference policy moves: a frozen one is the starting policy and is not saved.
-    `stateful` are the further objects, by name, whose states are part of the driver state.
+    `stateful` are further objects, by name, whose states are part of the driver state.
     """
 
     roles: Mapping[str, TrainState]
@@ -23,8 +23,8 @@ class RunState:
     reference: MovingReference | None = None
     carried: Carried | None = None
     initial: dict[str, str] = field(init=False)
-    """The states of `stateful` at the start, for a roll-back to a checkpoint that lacks them. JSON, so that no later
-    change of an object changes them."""
+    """The states of `stateful` at the start, for a roll-back to a checkpoint that lacks them. JSON, so that changes of
+    an object do not reach them."""
 
     def __post_init__(self) -> None:
         self.initial = {name: json.dumps(stateful.state_dict()) for name, stateful in self.stateful.items()}
@@ -32,8 +32,8 @@ class RunState:
     def copied_bytes(self, contents: Collection[str], hf_adapter: str = "keep") -> int:
         """Return the bytes that this rank copies for an asynchronous save.
 
-        These are the live tensors that it writes, and its part of a model that is merged for an export. The arguments
-        are the settings of `checkpoint` with these names.
+        These are the live tensors that it writes, and its part of a model merged for an export. The arguments are
+        settings of `checkpoint`.
         """
         live = [role.model_shards() for role in self.roles.values() if {"model", "hf_model"} & set(contents)]
         live += [role.optimizer_shards() for role in self.roles.values() if "optimizer" in contents]

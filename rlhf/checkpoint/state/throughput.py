@@ -1,4 +1,4 @@
-"""Throughput of saves and loads: bytes, seconds, and their figures in the metrics."""
+"""Measures throughput of saves and loads: bytes, seconds, and their metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Throughput:
-    """Bytes written or read, and the seconds that it took."""
+    """Bytes written or read, and the seconds that this took."""
 
     bytes: int = 0
     seconds: float = 0.0
 
 
 def throughput_figures(action: str, total: Throughput, by_part: Mapping[str, Throughput]) -> dict[str, float]:
-    """Seconds, bytes and bytes per second: of all under `perf/ACTION_*`, of each part under `perf/ACTION_*/PART`."""
+    """Return seconds, bytes and bytes per second: totals as `perf/ACTION_*`, each part's as `perf/ACTION_*/PART`."""
     figures: dict[str, float] = {}
     for name, moved in {"": total, **{f"/{part}": moved for part, moved in by_part.items()}}.items():
         figures[f"perf/{action}_seconds{name}"] = moved.seconds

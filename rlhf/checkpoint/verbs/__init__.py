@@ -1,1 +1,1 @@
-"""Verbs of python -m rlhf.checkpoint, a module each; one is imported only when it is asked for."""
+"""Implements the verbs of python -m rlhf.checkpoint, a module each, imported on demand."""

@@ -1,4 +1,4 @@
-"""Address that a user names: a checkpoint, a run directory or a folder of many, here or in a remote folder."""
+"""Finds the checkpoint, run directory or folder of runs that a user names, on this machine or in a remote folder."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from rlhf.errors import UserError
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
-    """Give a verb the argument PATH, which `find_runs` takes, and --json."""
+    """Add the arguments PATH, for `find_runs`, and --json to a verb."""
     parser.add_argument(
         "path",
         metavar="PATH",
@@ -20,12 +20,10 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def find_runs(address: str) -> tuple[list[FoundRun], list[str]]:
-    """The runs at `address`, and a line for each folder that could not be looked into.
-
-    Raises UserError for an address without checkpoints, and for a remote folder that cannot be listed.
-    """
+    """Return the runs at `address`, and a line for each unreadable folder. Raises UserError for an address without
+    checkpoints, and for a remote folder that cannot be listed."""
     if "://" in address:
-        from rlhf.checkpoint.verbs.remote_runs import find_remote_runs  # with fsspec, which only this needs
+        from rlhf.checkpoint.verbs.remote_runs import find_remote_runs  # imports fsspec
 
         return find_remote_runs(address)
     path = Path(address)

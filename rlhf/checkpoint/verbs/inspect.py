@@ -1,4 +1,4 @@
-"""Verb `inspect`: one checkpoint's roles, tensors and driver state. Loads no torch."""
+"""Verb `inspect`: shows one checkpoint's roles, tensors and driver state. Loads no torch."""
 
 import argparse
 import reprlib
@@ -25,7 +25,7 @@ add_arguments = add_address
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """The newest checkpoint of each run, or the one given, in detail."""
+    """Show the newest checkpoint of each run, or the given one, in detail."""
     runs, problems = find_runs(arguments.path)
     documents = []
     for found in runs:
@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _details(checkpoint: FoundCheckpoint) -> dict[str, Any]:
-    """What `inspect` shows; raises DamagedCheckpoint unless all that it is read from is as committed."""
-    from rlhf.storage.shard_index import ShardIndex  # with NumPy, which only this needs
+    """Return the details to show; raises DamagedCheckpoint unless all files that they come from are intact."""
+    from rlhf.storage.shard_index import ShardIndex  # imports NumPy
 
     manifest = checkpoint.manifest()
     files, here = checkpoint.files(manifest), checkpoint.here(manifest)

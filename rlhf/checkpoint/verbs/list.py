@@ -1,4 +1,4 @@
-"""Verb `list`: one line per checkpoint of a run directory, or of each in a folder of many. Loads no torch."""
+"""Verb `list`: shows one line per checkpoint of a run directory, or of each in a folder of many. Loads no torch."""
 
 import argparse
 from dataclasses import asdict
@@ -26,8 +26,7 @@ add_arguments = add_address
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Steps, sizes, contents and why each is kept, from the manifests and the runs' settings; the files themselves are
-    not read."""
+    """Show steps, sizes, contents and reasons to keep, from manifests and settings; other files are not read."""
     runs, problems = find_runs(arguments.path)
     documents = []
     for found in runs:
@@ -47,7 +46,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _looked_through(found: FoundRun) -> dict[str, Any]:
-    """All that is said of a run, as a document."""
+    """Return the output about a run as a document."""
     rules = None if found.alone else found.rules()
     rows: list[dict[str, Any]] = []
     for checkpoint in found.checkpoints:
@@ -58,7 +57,7 @@ def _looked_through(found: FoundRun) -> dict[str, Any]:
         else:
             if rules is None and not found.alone:
                 rules = rules_of_save(checkpoint, manifest)
-            # Not the manifest itself: a thousand of them, each with all of its files, would be much to hold.
+            # Facts only: a thousand manifests, each with all its files, would need much memory.
             row |= {"state": "committed"} | _facts(manifest)
         rows.append(row)
     return {
@@ -86,7 +85,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def _kept(rows: list[dict[str, Any]], rules: CheckpointConfig | None) -> list[list[str] | None]:
-    """Why each checkpoint is kept (no reason: it may go); None where nobody knows."""
+    """Return the reasons to keep each checkpoint (none: it may go), or None if the rules are unknown."""
     if rules is None:
         return [None] * len(rows)
     why = reasons(figures_of({row["step"]: row.get("metrics") for row in rows}, rules), rules)
@@ -94,7 +93,7 @@ def _kept(rows: list[dict[str, Any]], rules: CheckpointConfig | None) -> list[li
 
 
 def _show(document: dict[str, Any], console: Console) -> None:
-    """A table of a run's checkpoints: the columns that a manifest fills, or what is wrong with it."""
+    """Print a table of a run's checkpoints: facts from the manifest, or the manifest's problem."""
     metrics = [row.get("metrics") for row in document["checkpoints"]]
     metric = ranking_metric(metrics, CheckpointConfig(**(document["rules"] or {})))
     table = Table("step", "created (UTC)", "size", "ranks", "backend", "contents", metric, "kept", "state")

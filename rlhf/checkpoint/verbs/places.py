@@ -1,4 +1,4 @@
-"""Checkpoints at a path that a user names, and one line for whatever cannot be read there."""
+"""Finds checkpoints at a path that a user names, and turns read errors into one line."""
 
 import argparse
 import os
@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 def local_folder(text: str) -> Path:
-    """Folder on a disk, for arguments (`type`) of verbs that know no other place. An address would be the name of a
-    folder here like any other, and a model that was to be uploaded would lie in it."""
+    """Parse a folder on a disk (argparse `type`) for verbs without remote access. An address would become a local
+    folder of that name, and a model to upload would be written into it."""
     if "://" in text:
         raise argparse.ArgumentTypeError(
             f"{text} is an address; this takes a folder on a disk. Copy from there, or to there, with the store's tool"
@@ -24,13 +24,13 @@ def local_folder(text: str) -> Path:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoint that `path` is, or those that the run directory `path` holds, newest first."""
+    """Return the checkpoint `path`, or the checkpoints in the run directory `path`, newest first."""
     try:
         if step_of(path.absolute()) is not None and path.is_dir():
             return [path]
         if found := scan(path):
             return found
-        # A checkpoint that was copied or set aside under another name.
+        # A checkpoint copied or set aside under another name.
         if (path / MANIFEST).is_file():
             return [path]
         what = "is no directory" if os.path.lexists(path) else "does not exist"
@@ -43,7 +43,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 class Unreadable(str):
-    """One line about why there is nothing to be read at a place; `state` is the word for a checkpoint there."""
+    """One line about an unreadable checkpoint or folder; `state` is the checkpoint's state in a table."""
 
     state: str
 
@@ -54,7 +54,7 @@ class Unreadable(str):
 
 
 def looked_at(place: Path, look: Callable[[], T]) -> T | Unreadable:
-    """The result of `look` at `place`, or why there is none."""
+    """Return the result of `look` at `place`, or the line about its error."""
     try:
         return look()
     except OtherFormat as error:

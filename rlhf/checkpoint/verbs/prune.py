@@ -1,4 +1,4 @@
-"""Verb `prune`: removes what retention would, and what kills have left; without --yes only shows. Loads no torch."""
+"""Verb `prune`: removes what retention would, and kills' leftovers; without --yes only shows. Loads no torch."""
 
 import argparse
 from collections.abc import Mapping
@@ -26,7 +26,6 @@ HELP = "remove the checkpoints that retention would, and what kills have left; w
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """PATH, the rules that take the place of stored ones, and whether to act."""
     parser.add_argument("path", metavar="PATH", help="a run directory or a folder of many")
     parser.add_argument("--max-to-keep", metavar="N", help="keep the newest so many; null keeps all")
     parser.add_argument("--keep-every", metavar="N", help="keep those whose step is a multiple; null keeps none")
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Prune the runs at PATH one after the other; what one of them meets does not hold up the others."""
+    """Prune the runs at PATH one after the other; an error in one run does not stop the others."""
     given = {name: value for name in RULES if (value := _given(name, getattr(arguments, name))) is not _NOT_GIVEN}
     if "://" in arguments.path:
         raise UserError(f"{arguments.path}: checkpoint.remote_max_to_keep says what stays in a remote folder.")
@@ -84,7 +83,7 @@ def _told(error: UserError | OSError, found: LocalRun) -> str:
 
 
 def _given(name: str, text: str | None) -> Any:
-    """The value of an option that takes a rule's place."""
+    """Return the value of an option that overrides a rule."""
     if text is None:
         return _NOT_GIVEN
     rule = next(field for field in fields(CheckpointConfig) if field.name == name).metadata
@@ -105,7 +104,7 @@ def _given(name: str, text: str | None) -> Any:
 
 
 def _rules(found: LocalRun, given: Mapping[str, Any]) -> CheckpointConfig:
-    """The run's stored rules, with those that were given in their places."""
+    """Return the run's stored rules, overridden by `given`."""
     stored = found.rules()
     for checkpoint in found.checkpoints if stored is None else ():
         manifest = looked_at(checkpoint.path, checkpoint.manifest)
@@ -120,7 +119,6 @@ def _rules(found: LocalRun, given: Mapping[str, Any]) -> CheckpointConfig:
 
 
 def _pruned(found: LocalRun, rules: CheckpointConfig, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What goes from a run, or has gone, as a document."""
     if not arguments.yes:
         plan = plan_pruning(found.path, rules, set_aside=arguments.set_aside, prove=_looks_whole)
         return _document(plan, bytes_freed(plan.going), [])
@@ -136,7 +134,7 @@ def _pruned(found: LocalRun, rules: CheckpointConfig, arguments: argparse.Namesp
 
 
 def _looks_whole(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are there, of their sizes; their bytes are not read."""
+    """Return a checkpoint's manifest if its files exist with the right sizes; their bytes are not read."""
     manifest = read_manifest(path)
     here = manifest.expected_at(path)
     for name in here:

@@ -1,6 +1,6 @@
-"""Pruning of a run directory at rest: what its retention would remove, and what kills have left there.
+"""Prunes a run directory at rest: removes checkpoints as retention would, and kills' leftovers.
 
-Nobody else decides then, and nothing is in flight: the run's lock is held. Imports no torch.
+The run's lock makes sure that no save is in flight and no other process removes checkpoints. Imports no torch.
 """
 
 import os
@@ -25,16 +25,16 @@ from rlhf.storage.layout import MANIFEST, PIN, TEMPORARY, TRASH, scan, set_aside
 from rlhf.storage.scratch import lock_folder
 
 RANKS_S = 5.0
-"""How long ranks of an earlier start are waited for."""
+"""Seconds to wait for ranks of an earlier start."""
 ASIDE = ("damaged", "superseded", "incomplete")
 
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """Removals from a run directory, not made yet.
+    """Planned removals from a run directory.
 
-    `newest` is the step of the newest checkpoint that is whole. When there is none, it is None and nothing goes: what
-    lies there may be all that is left.
+    `newest` is the step of the newest intact checkpoint. Without one it is None and nothing is removed: the damaged
+    ones may be all that is left.
     """
 
     run_dir: Path
@@ -46,17 +46,16 @@ class PruningPlan:
 
     @property
     def going(self) -> list[Path]:
-        """All that may go, in the order in which it does."""
         return [*self.checkpoints, *self.aside, *self.leftovers]
 
 
 def plan_pruning(
     run_dir: Path, rules: CheckpointConfig, *, set_aside: bool, prove: Callable[[Path], Manifest]
 ) -> PruningPlan:
-    """The plan by `rules`, and with `set_aside` of what was set aside as well. `prove` says whether a checkpoint is
-    whole: it returns its manifest, or raises DamagedCheckpoint or OSError.
+    """Plan removals by `rules`, with `set_aside` also of directories set aside. `prove` returns an intact checkpoint's
+    manifest, or raises DamagedCheckpoint or OSError.
 
-    Raises UserError for a run whose checkpoints lie on several disks: no one of them knows what the others keep.
+    Raises UserError for a run with checkpoints on several disks: no disk knows what the others keep.
     """
     leftovers = sorted(path for path in run_dir.iterdir() if _is_leftover(path))
     for path in [*scan(run_dir), *leftovers]:
@@ -72,7 +71,7 @@ def plan_pruning(
 
 @contextmanager
 def run_at_rest(run_dir: Path) -> Iterator[None]:
-    """Hold a run directory; raises UserError when the run, or a rank of an earlier start, is alive."""
+    """Lock a run directory; raises UserError when the run, or a rank of an earlier start, is alive."""
     # Promise 12.
     with run_lock(run_dir, "Wait for it, or stop it, and prune then."):
         wait_for_ranks(run_dir, RANKS_S)
@@ -80,10 +79,8 @@ def run_at_rest(run_dir: Path) -> Iterator[None]:
 
 
 def carry_out(plan: PruningPlan) -> list[Path]:
-    """Remove what `plan` says, for a time when `run_at_rest` holds; returns what a disk did not let go of.
-
-    As in the trainer a directory first loses its name by one rename, so that no kill leaves half of it under that name.
-    """
+    """Make the removals of `plan` within `run_at_rest`, each by a rename first; return the paths that a disk still
+    has."""
     if not plan.going:
         return []
     point_to_newest(plan.run_dir)
@@ -100,8 +97,8 @@ def carry_out(plan: PruningPlan) -> list[Path]:
 
 
 def bytes_freed(going: Iterable[Path]) -> dict[Path, int]:
-    """Bytes that the removal of each frees; a file that several of them share counts for the last, and one that others
-    have as well for none."""
+    """Return the bytes that each removal frees. A file that several paths share counts for the last; a file with a name
+    elsewhere, for none."""
     names: dict[tuple[int, int], int] = {}
     freed = {}
     for root in going:
@@ -136,7 +133,7 @@ def _is_leftover(path: Path) -> bool:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether no living process writes the output folder of a verb."""
+    """Return whether no living process writes a verb's output folder."""
     try:
         lock = lock_folder(path)
     except OSError:

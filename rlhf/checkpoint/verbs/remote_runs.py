@@ -1,4 +1,4 @@
-"""Runs in remote folders: what `checkpoint.remote` has copied there, read over the network."""
+"""Reads runs in remote folders, as `checkpoint.remote` has copied them, over the network."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,18 +18,16 @@ from rlhf.storage.reading import CheckedFiles
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
-"""How long a call is tried again, and how long one may move nothing."""
+"""Seconds to retry a call, and seconds that a call may make no progress."""
 
 
 class RemoteCheckpoint:
-    """A copy in a remote folder."""
-
     def __init__(self, store: RemoteStore, step: int, retries: Retries) -> None:
         self._store, self._retries = store, retries
         self.step, self.name = step, f"{store.url}/{step_dir(Path(), step).name}"
 
     def manifest(self) -> Manifest:
-        """Raises DamagedCheckpoint for one that is not valid, OSError where the network fails."""
+        """Raises DamagedCheckpoint for an invalid manifest, OSError when the network fails."""
         read = partial(self._store.read, object_name(self.step, MANIFEST))
         raw = ask(self._retries, f"reading {self.name}", read)
         if raw is None:
@@ -40,41 +38,35 @@ class RemoteCheckpoint:
         return manifest
 
     def files(self, manifest: Manifest) -> CheckedFiles:
-        """Its files, to be read."""
         return RemoteFiles(self._store, self.step, manifest.files, self._retries)
 
     def here(self, manifest: Manifest) -> list[str]:
-        """All of them."""
         return list(manifest.files)
 
 
 class RemoteRun:
-    """A run's remote folder, or one copy in it alone."""
-
     def __init__(self, store: RemoteStore, steps: Sequence[int], retries: Retries, *, alone: bool = False) -> None:
         self.alone, self._checkpoints = alone, [RemoteCheckpoint(store, step, retries) for step in steps]
         self.name = self._checkpoints[0].name if alone else store.url
 
     @property
     def checkpoints(self) -> Sequence[RemoteCheckpoint]:
-        """Newest first."""
         return self._checkpoints
 
     def rules(self) -> CheckpointConfig | None:
-        """None: what stays there, `checkpoint.remote_max_to_keep` says and no file of the folder."""
+        """Return None: `checkpoint.remote_max_to_keep`, in no file of the folder, decides what stays."""
         return None
 
     def pointer(self) -> str | None:
-        """None: there is no such file."""
+        """Return None: remote folders have no pointer."""
         return None
 
     def set_aside(self) -> list[tuple[str, str]]:
-        """Nothing is set aside there."""
+        """Return nothing: remote copies are never set aside."""
         return []
 
 
 def find_remote_runs(url: str) -> tuple[list[FoundRun], list[str]]:
-    """The runs at `url`, as `find_runs`."""
     url = url.rstrip("/")
     retries = Retries(url, stalled_s=PATIENCE_S, give_up_s=PATIENCE_S)
     parent, _, last = url.rpartition("/")
@@ -109,10 +101,10 @@ def _listed(store: RemoteStore, listing: Callable[[], list[T]], retries: Retries
 
 
 def _needed(url: str, action: Callable[[], T]) -> T:
-    """The result of `action`, without which nothing can be shown."""
+    """Return the result of `action`; raises UserError for any error."""
     try:
         return action()
-    except Exception as error:  # clients of object stores raise what they like
+    except Exception as error:  # object stores' clients raise errors of any class
         package = REMOTES.get(url.partition("://")[0])
         install = f" Install {package}." if package and isinstance(error, ImportError) else ""
         raise UserError(

@@ -1,4 +1,4 @@
-"""Runs and their checkpoints to be looked at, and those in folders of this machine. Loads no torch."""
+"""Finds runs and their checkpoints in folders of this machine. Loads no torch."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -17,33 +17,31 @@ T = TypeVar("T")
 R = TypeVar("R")
 SET_ASIDE = ("damaged", "superseded", "incomplete")
 DEEPEST = 4
-"""Folders between the one that is named and a run directory; the trainer makes two, a project and an experiment."""
+"""Levels between the named folder and a run directory; the trainer creates two, project and experiment."""
 MOST_FOLDERS = 100_000
-"""Folders that are looked into for runs."""
+"""Upper limit of folders searched for runs."""
 LARGEST_POINTER = 1 << 10
 
 
 class FoundCheckpoint(Protocol):
-    """One checkpoint at its place; all that is read is proven."""
+    """One checkpoint, local or remote; everything read is verified."""
 
     name: str
     step: int
 
     def manifest(self) -> Manifest:
-        """Raises DamagedCheckpoint or OSError, as all the others do."""
+        """Raises DamagedCheckpoint or OSError, as all methods do."""
         ...
 
-    def files(self, manifest: Manifest) -> CheckedFiles:
-        """Its files, to be read."""
-        ...
+    def files(self, manifest: Manifest) -> CheckedFiles: ...
 
     def here(self, manifest: Manifest) -> list[str]:
-        """The files that must be at this place."""
+        """Return the files that must be here."""
         ...
 
 
 class FoundRun(Protocol):
-    """One run's checkpoints at one place; `alone` is a checkpoint that was named by itself."""
+    """One run's checkpoints, local or remote; `alone` is a checkpoint named by itself."""
 
     name: str
     alone: bool
@@ -54,21 +52,19 @@ class FoundRun(Protocol):
         ...
 
     def rules(self) -> CheckpointConfig | None:
-        """Retention by the settings of the newest start; None if unknown."""
+        """Return the retention rules of the newest start, or None if unknown."""
         ...
 
     def pointer(self) -> str | None:
-        """The text of the pointer file, or why it cannot be read; None if there is none."""
+        """Return the text of the pointer file or its read error; None without a pointer."""
         ...
 
     def set_aside(self) -> list[tuple[str, str]]:
-        """Reason and name of each folder that was set aside."""
+        """Return reason and name of each folder that was set aside."""
         ...
 
 
 class LocalCheckpoint:
-    """A checkpoint in a folder of this machine."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.name, self.step = path, str(path), step_of(path.absolute()) or 0
 
@@ -83,8 +79,6 @@ class LocalCheckpoint:
 
 
 class LocalRun:
-    """A run directory of this machine, or one checkpoint alone."""
-
     def __init__(self, path: Path, checkpoints: Sequence[Path]) -> None:
         self.path, self.name, self.alone = path, str(path), list(checkpoints) == [path]
         self._checkpoints = [LocalCheckpoint(checkpoint) for checkpoint in checkpoints]
@@ -108,8 +102,7 @@ class LocalRun:
 
 
 def runs_below(root: T, look: Callable[[T], tuple[R | None, Sequence[T]]]) -> list[R]:
-    """Runs at `root` and in folders below it, of whatever kind; `look` says whether a folder is a run's, and which
-    folders are in it."""
+    """Return the runs at or below `root`; `look` returns a folder's run, if any, and the subfolders to search."""
     runs: list[R] = []
     level, seen = [root], 0
     for _ in range(DEEPEST + 1):
@@ -126,7 +119,7 @@ def runs_below(root: T, look: Callable[[T], tuple[R | None, Sequence[T]]]) -> li
 
 
 def local_runs_below(root: Path) -> tuple[list[LocalRun], list[str]]:
-    """The run directories in `root` that have checkpoints, by their names; no link is followed."""
+    """Return the run directories in `root` with checkpoints, sorted by name, and problems; follows no links."""
     problems: list[str] = []
 
     def look(folder: Path) -> tuple[LocalRun | None, list[Path]]:
@@ -142,13 +135,12 @@ def local_runs_below(root: Path) -> tuple[list[LocalRun], list[str]]:
 
 
 def _folders(folder: Path) -> list[str]:
-    """Folders in which there may be runs."""
     with os.scandir(folder) as entries:
         return [e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
 
 
 def rules_of_save(checkpoint: FoundCheckpoint, manifest: Manifest) -> CheckpointConfig | None:
-    """Rules of retention that a checkpoint was saved with; None if unknown."""
+    """Return the retention rules that a checkpoint was saved with, or None if unknown."""
     if manifest.files.get(CONFIG, {}).get("size", 0) > LARGEST_CONFIG:
         return None
     text = looked_at(Path(checkpoint.name), lambda: checkpoint.files(manifest).content(CONFIG))

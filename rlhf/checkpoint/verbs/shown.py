@@ -15,24 +15,21 @@ from rlhf.printable import printable
 
 
 def sizes_of(manifest: Manifest) -> str:
-    """Bytes that a save wrote, and those that it linked."""
     linked = f" and {size_text(manifest.linked_bytes)} linked" if manifest.linked else ""
     return size_text(manifest.total_bytes) + linked
 
 
 def size_text(count: int) -> str:
-    """`count` bytes in MiB."""
     return f"{count / 2**20:.2f} MiB"
 
 
 def as_json(document: Any) -> str:
-    """`document` for a script: only printable ASCII, whatever a name or text in it says, and null for what is no number
-    in JSON."""
+    """Return JSON for a script: printable ASCII only, and null for numbers that JSON lacks."""
     return json.dumps(json.loads(json.dumps(document), parse_constant=lambda constant: None), indent=1)
 
 
 def spelled(value: Any) -> Any:
-    """`value` with each number that JSON does not have, such as NaN, as a text."""
+    """Return `value` with each number that JSON lacks, such as NaN, as text."""
     if isinstance(value, dict):
         return {name: spelled(item) for name, item in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Rules of retention that a run has stored: those of its newest start, or of a save. Loads no torch."""
+"""Reads the retention rules that a run has stored, at its newest start or a save. Loads no torch."""
 
 from dataclasses import asdict, fields
 
@@ -7,11 +7,11 @@ from rlhf.config.stored import stored_sections
 
 RULES = ("max_to_keep", "keep_every", "keep_best", "best_metric")
 LARGEST_CONFIG = 1 << 20
-"""Bytes that are read of a configuration."""
+"""Upper limit of bytes read of a configuration."""
 
 
 def parse_rules(text: bytes, release: str | None = None) -> CheckpointConfig | None:
-    """The rules in a configuration that `release` resolved; None for one that is no longer what was written."""
+    """Return the rules in a configuration that `release` resolved, or None if it is damaged."""
     try:
         stored = stored_sections(text, release)["checkpoint"]
         settings = CheckpointConfig(**{name: stored[name] for name in RULES})

@@ -1,4 +1,4 @@
-"""Verb `verify`: every byte of checkpoints against their manifests. Loads no torch."""
+"""Verb `verify`: compares every byte of checkpoints with their manifests. Loads no torch."""
 
 import argparse
 from pathlib import Path
@@ -21,7 +21,6 @@ add_arguments = add_address
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Every checkpoint at PATH, every byte."""
     runs, problems = find_runs(arguments.path)
     documents = []
     for found in (checkpoint for run in runs for checkpoint in run.checkpoints):
@@ -39,7 +38,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _verified(checkpoint: FoundCheckpoint) -> tuple[str, dict[str, Any]]:
-    """What is said of a checkpoint, in words and as a document."""
+    """Return the result for a checkpoint, as a line and as a document."""
     document: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
     manifest = looked_at(Path(checkpoint.name), lambda: verify_found(checkpoint))
     if isinstance(manifest, Unreadable):
@@ -53,7 +52,7 @@ def _verified(checkpoint: FoundCheckpoint) -> tuple[str, dict[str, Any]]:
 
 
 def verify_found(checkpoint: FoundCheckpoint) -> Manifest:
-    """Read every byte that must be at the place of a checkpoint; raises DamagedCheckpoint that lists what is wrong."""
+    """Read every byte of a checkpoint that must be here; raises DamagedCheckpoint with a list of the damage."""
     manifest = checkpoint.manifest()
     files, here = checkpoint.files(manifest), checkpoint.here(manifest)
     with work_bar(checkpoint.name, sum(files.size(name) for name in here)) as progress:
