@@ -12,13 +12,10 @@ from rlhf.experience.groups import Group
 
 
 def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.device) -> RolloutBatch:
-    """Return the samples of `groups` as a batch, one group after the other. Without groups the batch has no rows.
+    """Return the samples of `groups` as a batch, in the order of the groups. No groups give a batch without rows.
 
-    The scores are the whole rewards, over-long punishment included.
-
-    Args:
-        pad_id: token id of the padding.
-        version: optimizer steps of the run so far, from which each sample's staleness follows.
+    The scores include the over-long punishment. `version` counts the run's optimizer steps so far; staleness is the
+    difference from a sample's own version. `pad_id` is the token id of the padding.
     """
     rows = [(group, sample) for group in groups for sample in group.samples]
     prompts = [len(group.prompt_ids) for group, _ in rows]

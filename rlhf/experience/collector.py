@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Collected:
-    """Result of `Collector.collect`: this rank's part of the batch, and metrics and token counts over all ranks."""
+    """This rank's part of a collected batch, with metrics and token counts over all ranks."""
 
     batch: RolloutBatch
     groups: list[Group]
-    """The groups of `batch`, in the order of their uids. This rank generated them."""
+    """The groups of `batch`, sorted by uid. This rank generated all of them."""
     metrics: dict[str, float]
     tokens: TokenCounts
     epochs: float
-    """Passes over the data set up to the end of this batch. Prompts that were dropped count."""
+    """Passes over the data set up to the end of this batch, dropped prompts included."""
 
     @property
     def uids(self) -> list[int]:
@@ -45,11 +45,11 @@ class Collected:
 
 @dataclass
 class Collector:
-    """Collects the batch of each step, by `DynamicSampling` if `algorithm.filter_groups` is enabled.
+    """Collects the batch of each step, with `DynamicSampling` if `algorithm.filter_groups` is enabled.
 
-    Groups that a step leaves over are carried over; they are saved, and stay on the rank that generated them. With
-    `rollout.async_steps` the generation for the next step begins as soon as a batch is collected, with the policy
-    before that batch's update. A save waits for this generation and includes it.
+    Surplus groups are carried over to the next step. Checkpoints include them, and they stay on the rank that
+    generated them. With `rollout.async_steps` the generation for step N + 1 begins as soon as the batch of step N is
+    collected, before the update of step N. A save waits for this generation and includes its groups.
     """
 
     data: InitVar[DataConfig]
@@ -60,10 +60,10 @@ class Collector:
     generation: Generation
     device: torch.device
     ends_with: Callable[[int, float], bool]
-    """Returns whether the run ends with this step, given the epochs so far. Then no generation begins ahead."""
+    """Whether the run ends with this step, given the epochs so far. After the last step no generation begins."""
     _prefetch: Prefetch = field(init=False)
     _sampling: PlainSampling | DynamicSampling = field(init=False)
-    # The last step that this process collected, and a hash of its batch over all ranks.
+    # Last step that this process collected, and the hash of the step's batch over all ranks.
     _trained: tuple[int, str] | None = field(default=None, init=False)
 
     def __post_init__(self, data: DataConfig) -> None:
@@ -78,8 +78,8 @@ class Collector:
     def collect(self, step: int) -> Collected:
         """Return the batch of `step`. Collective.
 
-        New samples are by the policy after `step` - 1 steps, or after `step` - 2 if their generation began ahead. Their
-        noise is keyed by `step`. Groups are contiguous, and stay on the rank that generated them. A rank may have none.
+        The policy after `step` - 1 steps draws new samples, or after `step` - 2 if their generation began ahead. Their
+        noise is keyed by `step`. A rank's groups are the groups that it generated; a rank may have none.
 
         Raises:
             UserError: dynamic sampling can't fill the batch.
@@ -123,38 +123,35 @@ class Collector:
         return Collected(batch, groups, figures | metrics, tokens, epochs)
 
     def drop_journal(self, up_to: int) -> None:
-        """Remove the journal of the steps up to `up_to` that a published checkpoint covers."""
+        """Remove the journal files of steps up to `up_to` that a published checkpoint covers."""
         if (journal := self.generation.journal) is not None:
             journal.drop_published(up_to)
 
     def skip_to(self, position: int | None) -> None:
-        """Skip all prompts before the uid `position`, and drop all groups carried over. None skips nothing."""
+        """Skip all prompts before the uid `position` and drop all carried groups; None skips nothing."""
         if position is not None:
             self._prefetch.drop()
             self.prompts.advance_to(position)
             self._sampling.carry([])
 
     def forget(self) -> None:
-        """Drop the generation that began ahead, and sync the weights anew: a roll-back changes them. Collective."""
+        """Drop the generation ahead and sync the weights again, because a roll-back changes them. Collective."""
         self._prefetch.drop()
         self.generation.sampler.forget()
 
     @property
     def position(self) -> int:
-        """Uid of the first prompt after those of the newest batch. Prompts drawn ahead do not count."""
+        """Uid of the first prompt after the newest batch. Prompts drawn ahead count as not drawn."""
         return self._prefetch.position
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's groups for the next step as tensors, without loss; empty if there are none.
-
-        Collective. Waits for the generation that began ahead.
-        """
+        """Wait for the generation ahead and return this rank's groups for the next step as tensors. Collective."""
         return to_tensors(self._sampling.carried) | self._prefetch.tensors()
 
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> None:
-        """Replace this rank's carried groups by those in `parts`, each the `tensors` of one rank.
+        """Replace this rank's carried groups by the groups in `parts`, each the `tensors` of one rank.
 
-        Groups that the present settings would not make are left out, with a warning.
+        Drops groups that do not fit the present settings and logs a warning.
         """
         groups = [group for part in parts for group in from_tensors(part)]
         fitting = [group for group in groups if self.generation.fits(group)]

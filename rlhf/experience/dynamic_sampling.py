@@ -1,4 +1,4 @@
-"""Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2): draws prompts until enough groups have a signal."""
+"""Draws prompts until enough groups have a signal: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2)."""
 
 import logging
 from collections.abc import Sequence
@@ -13,16 +13,15 @@ from rlhf.experience.prefetch import Prefetch
 log = logging.getLogger(__name__)
 
 LARGE_SHARE = 0.5
-"""Share of carried-over groups in a batch above which a warning is logged. verl and the paper carry nothing over."""
+"""Share of carried groups in a batch above which the leader logs a warning. verl and the paper carry no groups."""
 
 
 @dataclass
 class DynamicSampling:
-    """Fills a batch with groups whose samples differ in reward. Other groups have no advantage and are dropped.
+    """Fills a batch with groups whose samples differ in reward; drops other groups, which have no advantage.
 
-    Surplus groups are carried over to the next step, where they come before newer ones. They are dropped when their
-    policy is more than `max_staleness` steps old. All groups stay on the rank that generated them. All ranks take the
-    same decisions.
+    Carries surplus groups over to the next step, where they come before newer groups. Drops carried groups whose
+    policy is more than `max_staleness` steps old. Groups stay on the rank that generated them. All ranks decide alike.
     """
 
     config: FilterGroupsConfig
@@ -30,7 +29,7 @@ class DynamicSampling:
     """Prompts per generation, over all ranks."""
     prefetch: Prefetch
     carried: list[Group] = field(default_factory=list, init=False)
-    """This rank's groups for the next step, by uid."""
+    """This rank's groups for the next step, sorted by uid."""
     _warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -38,13 +37,13 @@ class DynamicSampling:
         self.coordinator = self.generation.coordinator
 
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
-        """Return this rank's groups of a full batch, in the order of uids, and `sampling/...` metrics. Collective.
+        """Return this rank's groups of a full batch, sorted by uid, and `sampling/...` metrics. Collective.
 
         Raises:
             UserError: `max_num_gen_batches` generations do not fill the batch.
         """
         wanted, drawn, metric = self.prompts.batch_size, self.gen_batch_size, self.config.metric
-        # `max_staleness` may have changed with a resume, so it is applied to the carried groups again.
+        # A resume may have changed `max_staleness`, so check the carried groups again.
         kept, dropped, rounds = self._young(self.carried, step), list[Group](), 0
         expired = len(self.carried) - len(kept)
         fresh = self.prefetch.take(stats)
@@ -55,7 +54,7 @@ class DynamicSampling:
             if fresh is None:
                 fresh = self.generation.groups(self.prompts.next(drawn), stats, version=step - 1, step=step)
             kept = kept + [group for group in fresh if group.has_signal(metric)]
-            # Keep the newest `wanted` groups: filling the batch cannot need more.
+            # Keep the newest `wanted` groups without signal: on_limit=fill cannot need more.
             dropped = (dropped + [group for group in fresh if not group.has_signal(metric)])[-wanted:]
             held, fresh = uids_everywhere(kept, self.coordinator), None
         chosen = set(held[:wanted])
@@ -83,15 +82,14 @@ class DynamicSampling:
         return sorted(mine, key=lambda group: group.uid), metrics
 
     def starts_full(self) -> bool:
-        """Return whether the carried groups fill the next batch, so that it needs no generation. Collective."""
+        """Return whether the carried groups fill the next batch without a generation. Collective."""
         return len(uids_everywhere(self.carried, self.coordinator)) >= self.prompts.batch_size
 
     def carry(self, groups: Sequence[Group]) -> None:
-        """Replace the carried groups by those of a checkpoint."""
+        """Replace the carried groups by a checkpoint's `groups`."""
         self.carried = sorted(groups, key=lambda group: group.uid)
 
     def _young(self, groups: Sequence[Group], step: int) -> list[Group]:
-        """Return the groups that are young enough to train on in `step`."""
         oldest = step - 1 - self.config.max_staleness
         return [group for group in groups if group.version >= oldest]
 

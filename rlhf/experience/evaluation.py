@@ -1,4 +1,4 @@
-"""Evaluates the policy on held-out prompts every `trainer.test_freq` steps; each rank has a part of the prompts."""
+"""Evaluates the policy on held-out prompts every `trainer.test_freq` steps; each rank evaluates part of them."""
 
 import time
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from rlhf.tracking.sample_files import ShownSample
 
 @dataclass
 class Evaluator:
-    """Scores the policy on the held-out prompts.
+    """Evaluates the policy on the held-out prompts.
 
-    A response is right if the first reward function scores at least 1, or if a function returned `acc` = 1.
+    A response is right if a reward function returned `acc` = 1, or without `acc` if the first function scores >= 1.
     """
 
     prompts: PromptSet | None
@@ -35,26 +35,25 @@ class Evaluator:
     """Responses to each prompt."""
     reward: Reward
     answer: Reader | None
-    """Reads the answer that a response states, for the majority vote (maj@k); None if no verifier can."""
+    """Parses a response's answer for the majority vote (maj@k); None if no verifier parses answers."""
     tokenizer: PreTrainedTokenizerBase
     coordinator: Coordinator
     config: TrainerConfig
     show: Callable[[list[ShownSample]], None]
-    """Called on every rank: on the leader with all samples of an evaluation, elsewhere with an empty list."""
+    """Called on every rank: the leader passes all samples of an evaluation, other ranks an empty list."""
 
     def before_training(self) -> dict[str, float]:
-        """Return the metrics of the starting policy if `trainer.val_before_train` is set; otherwise nothing."""
+        """Return the starting policy's metrics if `trainer.val_before_train` is set, otherwise no metrics."""
         return self.evaluate(0) if self.config.val_before_train and self.prompts is not None else {}
 
     def maybe_evaluate(self, step: int, *, last: bool) -> dict[str, float]:
-        """Return the metrics after `step` if an evaluation is due or the step is the last one; otherwise nothing."""
+        """Return the metrics after `step` if an evaluation is due or `step` is the last, otherwise no metrics."""
         every = self.config.test_freq
         due = self.prompts is not None and every and (last or step % every == 0)
         return self.evaluate(step) if due else {}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return `val/accuracy`, `val/reward` and the `validation_metrics` of the policy after `step` steps.
-        Collective."""
+        """Return `val/accuracy`, `val/reward` and the `validation_metrics` after `step` steps. Collective."""
         assert self.prompts is not None
         started = time.monotonic()
         announce("evaluation.before")
@@ -85,10 +84,9 @@ class Evaluator:
         return every | validation_metrics(answered, self.n, self.coordinator)
 
     def _answers(self, samples: list[Sample], results: list[RewardResult]) -> list[str | None]:
-        """Return the answer of each response, or None where it is unknown.
+        """Return the answer of each response, or None for an unknown answer.
 
-        The answer is `pred`, which a reward function may return beside its score as in verl, or what the named verifier
-        reads from the text.
+        The answer is a reward function's `pred` (a name of verl), or else parsed from the text by the verifier.
         """
         if len(samples) == 1:  # a vote of one
             return [None]

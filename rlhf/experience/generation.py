@@ -1,4 +1,4 @@
-"""Generates scored groups: samples, rewards and the over-long punishment. Reuses what the journal has."""
+"""Generates scored groups: samples responses, computes rewards and applies the over-long punishment."""
 
 import time
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from rlhf.rollout import Request, Sample, SamplingParams
 
 @dataclass
 class Generation:
-    """Samples responses from the policy and scores them. Samples and rewards in the `journal` are not made again.
+    """Samples responses from the policy and scores them; reuses the samples and rewards in the `journal`.
 
-    A prompt has `n` random samples and, with `greedy_baseline`, a greedy one after them.
+    A prompt has `n` random samples and, with `greedy_baseline`, one greedy sample after them.
     """
 
     sampler: PolicySampler
@@ -47,7 +47,7 @@ class Generation:
         return self.scored(drawn, samples, stats)
 
     def requests(self, drawn: Sequence[DrawnPrompt]) -> list[Request]:
-        """Return the requests to the engine: for each prompt the random samples, then the greedy one if any."""
+        """Return the engine's requests: each prompt's random samples, then its greedy sample if enabled."""
         wanted = [self.params] * self.n
         if self.greedy_baseline:
             wanted.append(replace(self.params, temperature=0.0))
@@ -63,7 +63,7 @@ class Generation:
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def fits(self, group: Group) -> bool:
-        """Return whether the group has as many samples, and a baseline or none, as the present settings ask for."""
+        """Return whether the group's sample count and baseline fit the present settings."""
         return len(group.samples) == self.n and (group.baseline is not None) == self.greedy_baseline
 
     def scored(self, drawn: Sequence[DrawnPrompt], samples: list[list[Sample]], stats: RolloutStats) -> list[Group]:
@@ -94,7 +94,7 @@ class Generation:
             if known is not None and everywhere:
                 return known
         announce("rollout.before")
-        # Generate all of a rank's prompts or none: the bits of log-probs depend on what else is in the batch.
+        # Generate all of a rank's prompts or none: the bits of log-probs depend on the other sequences in the batch.
         requests = self.requests(drawn if known is None else [])
         made = self.by_prompt(self.sampler.generate(requests, version=version, step=step))
         if known is not None:

@@ -1,4 +1,4 @@
-"""Groups: the samples of a prompt with their rewards, and the form in which checkpoints store carried-over groups."""
+"""Groups the samples of a prompt with their rewards, and encodes carried groups as tensors for checkpoints."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from rlhf.rollout.sample_codec import from_arrays, joined, split, to_arrays
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one prompt, scored."""
+    """The scored samples of one prompt."""
 
     uid: int
     """Position of the prompt in the stream of prompts."""
@@ -27,13 +27,13 @@ class Group:
     results: list[RewardResult]
     """Each sample's reward."""
     penalties: list[float]
-    """Each sample's over-long punishment, at most 0, which is added to its reward."""
+    """Each sample's over-long punishment, at most 0. `scores` adds it to the reward."""
     baseline: float | None
-    """The whole reward of the greedy response; None if the estimator uses none."""
+    """The greedy response's whole reward; None if the estimator uses no greedy baseline."""
 
     @property
     def version(self) -> int:
-        """Number of steps that the policy had done when it drew the oldest token of the group."""
+        """Optimizer steps of the policy that drew the group's oldest token."""
         return min(sample.version for sample in self.samples)
 
     @property
@@ -42,9 +42,9 @@ class Group:
         return [result.score + penalty for result, penalty in zip(self.results, self.penalties, strict=True)]
 
     def has_signal(self, metric: str) -> bool:
-        """Return whether the samples differ in `metric`, a value of `algorithm.filter_groups.metric`.
+        """Return whether the samples differ in `metric`.
 
-        `acc` is the score of the first reward function, `seq_reward` the whole reward.
+        `acc` is the first reward function's score, `seq_reward` the whole reward (`algorithm.filter_groups.metric`).
         """
         if metric == "seq_reward":
             return len(set(self.scores)) > 1
@@ -57,10 +57,10 @@ def uids_everywhere(groups: Sequence[Group], coordinator: Coordinator) -> list[i
 
 
 def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:
-    """Return `groups` as 1-D tensors, without loss; no tensors if there are no groups. The names begin with `prefix`.
+    """Return `groups` as 1-D tensors, without loss; no groups give no tensors. Names begin with `prefix`.
 
-    The tensors are the samples' arrays (`rollout.sample_codec`), the prompts' token ids concatenated (int32), and the
-    rest as bytes of JSON (uint8).
+    The tensors are the samples' arrays (`rollout.sample_codec`), the concatenated prompt token ids (int32), and all
+    other fields as bytes of JSON (uint8).
     """
     if not groups:
         return {}
@@ -70,7 +70,7 @@ def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:
             "baseline": group.baseline,
             "penalties": group.penalties,
             "prompt_length": len(group.prompt_ids),
-            # Python's JSON writes and reads float64 exactly, so nothing is rounded.
+            # Python's JSON round-trips float64 exactly.
             "results": [asdict(result) for result in group.results],
         }
         for group in groups
@@ -82,12 +82,10 @@ def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:
 
 
 def from_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> list[Group]:
-    """Return the groups that `to_tensors` was given with the same `prefix`. Ignores tensors with other names.
-
-    Reads the form of format 7 as well.
+    """Return the groups that `to_tensors` encoded with the same `prefix`, or that format 7 stored.
 
     Raises:
-        ValueError: the tensors are not as `to_tensors` makes them.
+        ValueError: the tensors' lengths contradict each other.
     """
     if f"{prefix}records" not in tensors:
         return []

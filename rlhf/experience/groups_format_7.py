@@ -6,19 +6,19 @@ from rlhf.rollout import Sample
 from rlhf.rollout.sample_codec import Arrays, joined, split, to_arrays
 
 OF_SAMPLES = ("finish_reasons", "versions", "observations")
-"""Fields of a record with a list entry for each sample."""
+"""Fields of a record that are lists with an entry per sample."""
 
 
 def is_format_7(arrays: Arrays) -> bool:
-    """Return whether the arrays are of format 7, where the prompts are part of `token_ids`."""
+    """Return whether the arrays have format 7, whose `token_ids` include the prompts."""
     return "prompt_ids" not in arrays
 
 
 def from_format_7(arrays: Arrays) -> Arrays:
     """Return the arrays in the present form, without loss.
 
-    Format 7 has token ids (int64) in which each prompt precedes its samples, log-probs in float64 that engines computed
-    in float32, and the rest of a sample in the records.
+    In format 7 each prompt precedes its samples in the token ids (int64). Log-probs are float64, though engines
+    computed them in float32. The records contain a sample's other fields.
     """
     records = json.loads(arrays["records"].tobytes())
     lengths = [(record["prompt_length"], *record["response_lengths"]) for record in records]

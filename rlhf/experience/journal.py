@@ -1,4 +1,4 @@
-"""Rollout journal: stores samples and rewards on disk before they are trained on, so that a crash loses none."""
+"""Stores samples and rewards on disk before training on them, so that a crash loses none (the rollout journal)."""
 
 import logging
 import re
@@ -28,8 +28,6 @@ _NAME = re.compile(r"step_(\d+)\.rank_(\d+)")
 
 @dataclass
 class _Entry:
-    """The samples of a prompt, and their rewards when these are known."""
-
     samples: list[Sample]
     results: list[RewardResult] | None = None
 
@@ -42,25 +40,21 @@ class _File:
 
 
 class Journal:
-    """Writes this rank's samples and rewards, and finds those that any rank wrote before a crash.
+    """Writes this rank's samples and rewards, and finds the samples and rewards that any rank wrote before a crash.
 
-    There is one file per step and rank, `journal/step_N.rank_RRRRR`, to which records are appended. The first record
-    says what the samples depend on: the run's trajectory hash, the policy's steps, and a hash of the batch that the
-    policy was trained on last. If any of these differs, the file is dropped, with the files of later steps. So samples
-    of other weights are never reused, neither after a roll-back nor with other rewards. For the first step after a
-    resume that batch is unknown, and the checkpoint vouches for the weights. Rewards are reused only if the files of
-    the reward functions are unchanged.
+    Each step and rank has an append-only file of records, `journal/step_N.rank_RRRRR`. The first record contains what
+    the samples depend on: the trajectory hash, the policy's steps, and a hash of the batch of the last update. If any
+    of the three differs, the journal drops the file and the files of later steps. So samples of other weights are never
+    reused, neither after a roll-back nor with other rewards. The first step after a resume accepts any hash of a batch,
+    because the checkpoint determines the weights. Rewards are reused only if the reward functions' files are unchanged.
 
     Rank r of n owns the files of the ranks r, r + n, r + 2n and so on, since an earlier start may have had more ranks.
-    It reads files of other ranks if it misses samples. A journal makes no collective calls. If a journal cannot be
-    written, it logs a warning and goes on, because only a restart after a crash needs the journal.
+    A rank that misses samples reads other ranks' files. A journal makes no collective calls. When a write fails, the
+    journal logs a warning and the run goes on: only a restart after a crash needs the journal.
 
     Args:
-        run_dir: the run directory; the journal is a folder in it.
-        course: the trajectory hash: of all that decides the weights of a step, except the rewards and the number of
-            ranks.
-        scored_by: a hash of the files of the reward functions.
-        coordinator: gives rank and world size.
+        course: the trajectory hash, over all that decides a step's weights except the rewards and the number of ranks.
+        scored_by: a hash of the reward functions' files.
     """
 
     def __init__(self, run_dir: Path, course: str, scored_by: str, coordinator: Coordinator) -> None:
@@ -75,8 +69,7 @@ class Journal:
         """Bytes written since `begin`."""
         try:
             if self._folder.is_dir():
-                # A kill may have come before a new file's name was synced. Sync it, so that what is read here survives
-                # a power cut.
+                # A kill may have preceded the sync of a file's name. The records read below must survive a power cut.
                 fsync_dir(self._folder)
         except OSError as error:
             log.warning("%s can't be synced; a crash would generate its samples again: %s", self._folder, error)
@@ -84,16 +77,14 @@ class Journal:
     def begin(self, step: int, version: int, after: str | None) -> None:
         """Begin `step`, whose samples are by the policy after `version` steps. Remove files that no resume needs.
 
-        Args:
-            after: a hash of the previous step's batch, the same on every rank; None if this process did not train on
-                that batch.
+        `after` is the hash of the previous step's batch over all ranks, or None if this process did not train on it.
         """
         self._header = {"format": FORMAT, "run": self._course, "step": step, "version": version, "after": after}
         self._known, self._unread, self._writable, self.written = {}, [], True, 0
         self.drop_published(up_to=version)
         try:
             files = [file for file in self._files() if file.step == step]
-            # Read this rank's own file last: if a prompt is in several files, the last one counts.
+            # Read this rank's own file last: the last file with a prompt counts.
             for file in sorted(filter(self._is_mine, files), key=lambda file: file.rank == self._rank):
                 self._known |= self._read(file)
             self._unread = [file for file in files if not self._is_mine(file)]
@@ -102,36 +93,36 @@ class Journal:
             log.warning("The rollout journal is not used in step %d, because its files can't be used: %s", step, error)
 
     def samples(self, uids: Sequence[int]) -> list[list[Sample]] | None:
-        """Return the samples of each prompt as they were added, or None if some are unknown."""
-        while self._unread and not self._knows(uids):  # another rank's file, if the number of ranks has changed
+        """Return the samples of each prompt as they were added, or None if any prompt is missing."""
+        while self._unread and not self._knows(uids):  # another rank's file, after a change of the number of ranks
             file = self._unread.pop()
             try:
                 self._known = self._read(file) | self._known
             except FileNotFoundError:
-                pass  # its rank has dropped it meanwhile, as after an upgrade
+                pass  # the owner has dropped its file meanwhile, for example after an upgrade
             except OSError as error:
                 log.warning("%s can't be read, its samples are generated again: %s", file.path, error)
         return [self._known[uid].samples for uid in uids] if self._knows(uids) else None
 
     def results(self, uids: Sequence[int]) -> list[list[RewardResult]] | None:
-        """Return the rewards of the samples that `samples` returns for the same `uids`, or None if some are unknown."""
+        """Return the rewards of the `samples` of each prompt, or None if any prompt has none."""
         found = [self._known[uid].results for uid in uids if uid in self._known]
         known = [results for results in found if results is not None]
         return known if len(known) == len(uids) else None
 
     def add_samples(self, samples: Mapping[int, Sequence[Sample]]) -> None:
-        """Write the samples of prompts, by uid, durably."""
-        # One prompt at a time: as bytes, the samples of a step would take their memory again.
+        """Append the samples of prompts, by uid, durably."""
+        # One prompt at a time: encoding the whole step would double the memory of its samples.
         if samples:
             self._append(records.samples_payload(uid, of_prompt) for uid, of_prompt in samples.items())
 
     def add_results(self, results: Mapping[int, Sequence[RewardResult]]) -> None:
-        """Write the rewards of prompts, by uid, durably. Their samples must be in the journal already."""
+        """Append the rewards of prompts, by uid, durably. The samples must be in the journal already."""
         if results:
             self._append([records.results_payload(uid, self._scored_by, rewards) for uid, rewards in results.items()])
 
     def drop_published(self, up_to: int) -> None:
-        """Remove the files of steps up to the newest published checkpoint's, but of no step after `up_to`."""
+        """Remove the files of steps up to the newest published checkpoint or `up_to`, whichever is earlier."""
         try:
             newest = max((step_of(path) or 0 for path in scan(self._run_dir)), default=0)
             self._drop([file for file in self._files() if file.step <= min(newest, up_to)])
@@ -174,7 +165,7 @@ class Journal:
             self._drop(other for other in self._files() if other.rank == file.rank and other.step >= file.step)
             return {}
         if self._is_mine(file):
-            # A kill may have come before a record was synced. Sync it, so that what is read here survives a power cut.
+            # A kill may have preceded the sync of a record. The records read here must survive a power cut.
             fsync_file(file.path)
         known: dict[int, _Entry] = {}
         for document, tail in (records.from_payload(payload) for payload in payloads[1:] if payload is not None):
@@ -187,7 +178,7 @@ class Journal:
 
     def _fits(self, header: dict[str, Any]) -> bool:
         ours = self._header
-        # A process that has just resumed does not know the previous batch: the checkpoint has its effect. Accept any.
+        # A process that has just resumed has no hash of the previous batch; the checkpoint has the batch's effect.
         return header == ours | ({"after": header.get("after")} if ours["after"] is None else {})
 
     def _append(self, payloads: Iterable[bytes]) -> None:
@@ -210,7 +201,7 @@ class Journal:
 
 
 def digests(groups: Iterable[Group]) -> dict[int, str]:
-    """Return a hash of each group, by uid, over the exact bits of all that an update uses of the group."""
+    """Return a hash of each group, by uid, over the exact bits of every value that an update uses."""
     found = {}
     for group in groups:
         arrays = to_arrays(group.samples)
@@ -223,6 +214,6 @@ def digests(groups: Iterable[Group]) -> dict[int, str]:
 
 
 def combined(parts: Iterable[Mapping[int, str]]) -> str:
-    """Return one hash of the `digests` of all ranks. It does not depend on which rank has which group."""
+    """Return one hash of the `digests` of all ranks, independent of the placement of groups on ranks."""
     every = sorted((uid, digest) for part in parts for uid, digest in part.items())
     return xxhash.xxh3_128_hexdigest(repr(every).encode())

@@ -1,8 +1,8 @@
-"""Encodes the records of a rollout journal as bytes, with hashes. Nothing is pickled.
+"""Encodes the records of a rollout journal as bytes, with hashes and without pickle.
 
 A file is a sequence of records. A record is the length of its payload (8 bytes, little-endian), the xxh3-128 of length
-and payload (16 bytes), and the payload. A payload is a line of JSON; in a record of samples, the bytes of their arrays
-(`rollout.sample_codec`) follow.
+and payload (16 bytes), and the payload. A payload is a line of JSON; in a record of samples the bytes of their arrays
+(`rollout.sample_codec`) follow the line.
 """
 
 import json
@@ -27,10 +27,9 @@ def frame(payload: bytes) -> bytes:
 
 
 def payloads(content: bytes) -> tuple[list[bytes | None], int]:
-    """Return the payloads of a file's records, and the length in bytes of all complete records.
+    """Return the payloads of a file's records (None for a wrong hash) and the total bytes of complete records.
 
-    A payload whose hash is wrong is None. Beyond the returned length a record is torn or its length is damaged, so the
-    start of the next record is unknown.
+    Beyond that length a record is torn or its length is damaged, so the start of the next record is unknown.
     """
     found: list[bytes | None] = []
     position, prefix = 0, _LENGTH.size + _HASH_BYTES
@@ -47,12 +46,12 @@ def payloads(content: bytes) -> tuple[list[bytes | None], int]:
 
 
 def to_payload(document: dict[str, Any], tail: bytes = b"") -> bytes:
-    """Return `document` as a line of JSON, in which floats keep all bits, followed by `tail`."""
+    """Return `document` as a line of JSON with lossless floats, followed by `tail`."""
     return json.dumps(document).encode() + b"\n" + tail
 
 
 def from_payload(payload: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the document and the tail that `to_payload` was given."""
+    """Return the document and the tail of a payload of `to_payload`."""
     line, _, tail = payload.partition(b"\n")
     return json.loads(line), tail
 
@@ -64,7 +63,7 @@ def samples_payload(uid: int, samples: Sequence[Sample]) -> bytes:
 
 
 def samples_of(document: dict[str, Any], tail: bytes) -> list[Sample]:
-    """Return the samples of a `samples_payload`, given as `from_payload` returns it."""
+    """Return the samples of a `samples_payload`, decoded by `from_payload`."""
     return from_arrays(from_bytes(tail, document["arrays"]))
 
 
@@ -74,5 +73,5 @@ def results_payload(uid: int, scored_by: str, results: Sequence[RewardResult]) -
 
 
 def results_of(document: dict[str, Any]) -> list[RewardResult]:
-    """Return the rewards of a `results_payload`, given its document."""
+    """Return the rewards of a `results_payload`, decoded by `from_payload`."""
     return [RewardResult(**result) for result in document["results"]]

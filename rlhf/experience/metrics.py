@@ -1,4 +1,4 @@
-"""Metrics of one step over all ranks, from each rank's samples and times."""
+"""Computes the metrics of a step over all ranks, from each rank's samples and times."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from rlhf.reward import Timeouts
 
 @dataclass(frozen=True)
 class Summary:
-    """Count, sum, sum of squares and extremes of values. Summaries of ranks can be added."""
+    """Summarizes values by count, sum, sum of squares and extremes; summaries of ranks can be added."""
 
     count: int
     total: float
@@ -24,7 +24,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Summary":
-        """Return the summary of `values`. Adding the summary of no values changes nothing."""
+        """Return the summary of `values`. The summary of no values is the zero of `+`."""
         numbers = list(values)
         return cls(
             len(numbers),
@@ -52,9 +52,9 @@ Name = TypeVar("Name", str, tuple[str, ...])
 
 
 def merge(mine: dict[Name, Summary], coordinator: Coordinator) -> dict[Name, Summary]:
-    """Return the sum of all ranks' summaries by name, in the order of ranks. Collective.
+    """Return the sum of all ranks' summaries by name, added in rank order. Collective.
 
-    Ranks may have different names. Names without values are left out.
+    Ranks may have different names. Names without values are dropped.
     """
     merged: dict[Name, Summary] = {}
     for part in coordinator.gather(mine):
@@ -64,12 +64,9 @@ def merge(mine: dict[Name, Summary], coordinator: Coordinator) -> dict[Name, Sum
 
 
 def slowest(seconds: Sequence[float]) -> dict[str, float]:
-    """Return the slowest rank as metrics, and how many times longer it worked than the median rank.
+    """Return the slowest rank and how many times longer it worked than the median rank; no metrics for one rank.
 
-    Nothing for a single rank.
-
-    Args:
-        seconds: for each rank, the time that it worked without waiting for other ranks.
+    `seconds` are each rank's working time without waits for other ranks.
     """
     if len(seconds) == 1 or not (typical := median_low(seconds)):
         return {}
@@ -79,20 +76,20 @@ def slowest(seconds: Sequence[float]) -> dict[str, float]:
 
 @dataclass
 class RolloutStats:
-    """Statistics of the generations of a step on this rank. Samples count whether or not they are trained on."""
+    """Counts samples, failures and times of a step's generations on this rank, dropped groups included."""
 
     scores: list[float] = field(default_factory=list)
     journaled: list[bool] = field(default_factory=list)
-    """For each sample, whether it came from the journal."""
+    """Whether each sample came from the journal."""
     timeouts: int = 0
     failures: int = 0
     rollout_seconds: float = 0.0
     reward_seconds: float = 0.0
     slow: list[Timeouts] = field(default_factory=list)
-    """Details of the samples that `timeouts` counts, except those from before a resume."""
+    """Details of the samples that `timeouts` counts, except samples from before a resume."""
 
     def add(self, other: "RolloutStats") -> None:
-        """Add the statistics of `other`."""
+        """Add the statistics of `other` to these."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
@@ -102,12 +99,8 @@ def step_metrics(
 ) -> tuple[dict[str, float], TokenCounts]:
     """Return reward and length metrics of a batch over all ranks, and its token counts. Collective.
 
-    The mean of each reward function's score is a metric, and so is the mean of each further number that it returns. The
-    length of a response counts all its tokens, as in verl, including observations.
-
-    Args:
-        batch: this rank's part, made of `groups`.
-        max_response_length: tokens at which a response counts as clipped.
+    Each reward function's score and each further number that it returns has a mean. Response lengths include the tokens
+    of observations, as in verl. Responses of `max_response_length` tokens count as clipped.
     """
     rows = [(len(group.prompt_ids), sample) for group in groups for sample in group.samples]
     responses = [len(sample) for _, sample in rows]
@@ -119,7 +112,7 @@ def step_metrics(
         "written": Summary.of(sample.written for _, sample in rows),
         "length": Summary.of(prompt + len(sample) for prompt, sample in rows),
         "clipped": Summary.of(float(n >= max_response_length) for n in responses),
-        # A group of one sample cannot have a signal, and does not count.
+        # A group of one sample cannot have a signal.
         "no_signal": Summary.of(not group.has_signal("seq_reward") for group in groups if len(group.samples) > 1),
     }
     numbers = [result.extra | result.terms for group in groups for result in group.results]
@@ -149,13 +142,12 @@ def generation_metrics(
     staleness: bool,
     generated: bool,
 ) -> dict[str, float]:
-    """Return metrics of all generations of a step over all ranks. The seconds are this rank's. Collective.
+    """Return metrics of a step's generations over all ranks; seconds are this rank's own. Collective.
 
     Args:
-        groups: of this rank's batch.
-        stats: of this rank's generations.
+        groups, stats: this rank's batch and the statistics of its generations.
         version: optimizer steps of the run so far.
-        journal_bytes: written by this rank; None on all ranks without a journal.
+        journal_bytes: bytes that this rank wrote; None on all ranks without a journal.
         overlong, staleness, generated: whether to return these metrics as well; the same on every rank.
     """
     mine = {

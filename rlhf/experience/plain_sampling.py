@@ -1,4 +1,4 @@
-"""Plain sampling: the batch of a step has the groups of the next prompts, whatever their rewards."""
+"""Fills each batch with the groups of the next prompts, whatever their rewards."""
 
 import logging
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ class PlainSampling:
 
     prefetch: Prefetch
     gen_batch_size: None = field(default=None, init=False)
-    """Prompts per generation; None means those of a whole step."""
+    """Prompts per generation; None for the prompts of a step."""
 
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
-        """Return the groups of this rank's part of the next prompts, by uid, and no metrics. Collective."""
+        """Return the groups of this rank's part of the next prompts, sorted by uid, and no metrics. Collective."""
         prompts, generation = self.prefetch.prompts, self.prefetch.generation
         if (ahead := self.prefetch.take(stats)) is not None:
             held, wanted = len(uids_everywhere(ahead, generation.coordinator)), prompts.batch_size
@@ -41,11 +41,11 @@ class PlainSampling:
 
     @property
     def carried(self) -> list[Group]:
-        """No groups, because none are carried over."""
+        """No groups."""
         return []
 
     def carry(self, groups: Sequence[Group]) -> None:
-        """Drop the groups that a checkpoint carried over, with a warning."""
+        """Drop a checkpoint's carried groups and log a warning."""
         if groups:
             log.warning(
                 "Left out %d prompts with their samples that dynamic sampling had carried over: "

@@ -1,4 +1,4 @@
-"""Samples responses from the current policy. Syncs the weights to the engine before it generates, if they changed."""
+"""Samples responses from the current policy."""
 
 import time
 from collections.abc import Sequence
@@ -18,21 +18,18 @@ class PolicySampler:
     actor: TrainingBackend
     seed: int
     native_adapters: bool = False
-    """Whether `engine` is an `AdapterEngine`, which keeps the base weights and receives only the adapters."""
+    """Whether `engine` is an `AdapterEngine`, which receives the base weights once and then only the adapters."""
     seconds: float = field(default=0.0, init=False)
-    """Seconds of generation on this rank so far, without weight syncs, in which ranks wait for each other."""
+    """Seconds of generation on this rank so far, without weight syncs, because ranks wait for each other there."""
     sync_seconds: float = field(default=0.0, init=False)
     """Seconds of weight syncs since the last call of `metrics`."""
     _version: int | None = field(default=None, init=False)
     _runs: bool = field(default=False, init=False)
-    # The samples of `begin`, if another generation had to wait for them before `finish` was called.
+    # Samples of `begin`, if `generate` was called before `finish`.
     _finished: list[Sample] | None = field(default=None, init=False)
 
     def generate(self, requests: Sequence[Request], *, version: int, step: int) -> list[Sample]:
-        """Return the sample of each of this rank's requests, by the policy after `version` steps. Collective.
-
-        Noise is keyed by `step`.
-        """
+        """Return this rank's samples by the policy after `version` steps, with noise keyed by `step`. Collective."""
         if self._runs:
             self._finished = self.finish(version)
         self._hand_over(version)
@@ -42,7 +39,7 @@ class PolicySampler:
         return samples
 
     def begin(self, requests: Sequence[Request], *, version: int, step: int) -> None:
-        """Start to generate in the background, and return. `engine` must be a `BackgroundEngine`. Collective.
+        """Start generation in the background of `engine`, a `BackgroundEngine`. Collective.
 
         `generate` may be called before `finish`.
         """
@@ -51,9 +48,9 @@ class PolicySampler:
         self._runs = True
 
     def finish(self, version: int) -> list[Sample]:
-        """Return the sample of each request of `begin`. Collective.
+        """Wait for the samples of `begin` and return them. Collective.
 
-        Requests that failed are generated now, by the policy after `version` steps.
+        Failed requests are generated now, by the policy after `version` steps.
         """
         if self._finished is not None:
             finished, self._finished = self._finished, None
@@ -67,7 +64,7 @@ class PolicySampler:
     def _hand_over(self, version: int) -> None:
         started = time.monotonic()
         if version != self._version:
-            # The tensors are cast before they are gathered: with a bfloat16 engine that halves the bytes.
+            # Cast before the gather: with a bfloat16 engine the cast halves the bytes.
             actor, dtype = self.actor, self.engine.dtype
             if self.native_adapters:
                 engine = cast(AdapterEngine, self.engine)
@@ -78,7 +75,7 @@ class PolicySampler:
         self.sync_seconds += time.monotonic() - started
 
     def rest(self) -> None:
-        """Release the engine's device memory for training, until the next call. Collective."""
+        """Release the engine's device memory for training until the next generation. Collective."""
         if self.engine.sleep():
             self._version = None
 
@@ -88,5 +85,5 @@ class PolicySampler:
         return {"timing_s/update_weights": seconds} | self.engine.metrics()
 
     def forget(self) -> None:
-        """Sync the weights at the next call in any case. After a roll-back the same version has other weights."""
+        """Sync the weights before the next generation: after a roll-back the same version has other weights."""
         self._version = None

@@ -1,4 +1,4 @@
-"""Generates for the next step while this step trains (`rollout.async_steps`); checkpoints include these groups."""
+"""Generates for the next step while this step trains (`rollout.async_steps`); checkpoints include the groups."""
 
 import time
 from collections.abc import Sequence
@@ -19,34 +19,34 @@ PREFIX, COUNTS = "ahead.", "ahead.counts"
 
 @dataclass
 class Prefetch:
-    """At most one generation ahead. It is scored at the next save or at its own step, whichever comes first.
+    """Runs at most one generation ahead and scores it at the next save or at its own step, whichever comes first.
 
-    All ranks are at the same point.
+    All ranks are in the same state.
     """
 
     prompts: PromptShare
     generation: Generation
     _before: int | None = field(default=None, init=False)
-    # The step and its prompts, while the engine generates.
+    # The step of the running generation, and its prompts.
     _begun: tuple[int, list[DrawnPrompt]] | None = field(default=None, init=False)
     _scored: tuple[list[Group], RolloutStats] | None = field(default=None, init=False)
 
     @property
     def position(self) -> int:
-        """Uid of the first prompt that is not drawn yet. Prompts that this process drew ahead count as not drawn."""
+        """Uid of the first prompt not drawn yet. Prompts drawn ahead count as not drawn."""
         return self.prompts.position if self._before is None else self._before
 
     def begin(self, step: int, size: int | None = None) -> None:
-        """Draw `size` prompts (see `PromptShare.next`), start to generate for `step`, and return. Collective.
+        """Draw `size` prompts (see `PromptShare.next`) and start the generation for `step`. Collective.
 
-        The samples are by the present weights, of the policy after `step` - 2 steps.
+        The policy after `step` - 2 steps draws the samples, with the present weights.
         """
         self._before, drawn = self.prompts.position, self.prompts.next(size)
         self.generation.sampler.begin(self.generation.requests(drawn), version=step - 2, step=step)
         self._begun = step, drawn
 
     def take(self, stats: RolloutStats) -> list[Group] | None:
-        """Return this rank's scored groups for the present step; None if no rank has any. Collective."""
+        """Return this rank's scored groups for the present step, or None if no rank has groups. Collective."""
         self._score()
         scored, self._scored, self._before = self._scored, None, None
         # After a load with another number of ranks, some ranks may have no groups.
@@ -57,13 +57,13 @@ class Prefetch:
         return groups
 
     def drop(self) -> None:
-        """Wait for the running generation, and drop all groups. Collective."""
+        """Wait for the running generation and drop all groups. Collective."""
         if self._begun is not None:
             self.generation.sampler.finish(self._begun[0] - 1)
         self._begun = self._scored = self._before = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Finish and score the generation, and return this rank's groups as tensors; empty if none. Collective."""
+        """Finish and score the generation, and return this rank's groups as tensors. Collective."""
         self._score()
         if self._scored is None or not self._scored[0]:
             return {}
@@ -71,9 +71,9 @@ class Prefetch:
         return to_tensors(groups, PREFIX) | {COUNTS: torch.tensor([stats.timeouts, stats.failures])}
 
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> int:
-        """Load the groups in `parts`, each the `tensors` of one rank, and return how many do not fit the settings.
+        """Load the groups in `parts`, each the `tensors` of one rank; return the number that do not fit the settings.
 
-        Groups that do not fit are left out. No generation may run. Call it on every rank or on none.
+        Drops groups that do not fit. No generation may run. Call on every rank or on none.
         """
         found = sorted((g for part in parts for g in from_tensors(part, PREFIX)), key=lambda group: group.uid)
         counts = [part[COUNTS].tolist() for part in parts if COUNTS in part]

@@ -7,8 +7,8 @@ from rlhf.ranks.dims import RankGroup
 class PromptShare:
     """Draws prompts for all ranks, by default `batch_size` per step, and returns this rank's part.
 
-    `ranks` is the data-parallel group. The prompts of a rank are consecutive. With fewer prompts than ranks some ranks
-    have none. All ranks draw from equal streams, so no communication is needed.
+    `ranks` is the data-parallel group. Each rank gets consecutive prompts, or none if there are fewer prompts than
+    ranks. All ranks draw from equal streams, so they need no communication.
     """
 
     def __init__(self, stream: PromptStream, batch_size: int, ranks: RankGroup) -> None:
@@ -16,7 +16,7 @@ class PromptShare:
         self._stream, self._ranks = stream, ranks
 
     def next(self, size: int | None = None) -> list[DrawnPrompt]:
-        """Draw the next `size` prompts (None: a step's) and return this rank's part."""
+        """Draw the next `size` prompts (None: `batch_size`) and return this rank's part."""
         drawn = self._stream.next(self.batch_size if size is None else size)
         low, high = (len(drawn) * rank // self._ranks.size for rank in (self._ranks.rank, self._ranks.rank + 1))
         return drawn[low:high]
@@ -31,7 +31,7 @@ class PromptShare:
         return self._stream.state_dict()["consumed"]
 
     def advance_to(self, position: int) -> None:
-        """Skip the prompts before the uid `position`. Never goes back to a prompt that was drawn."""
+        """Skip the prompts before the uid `position`. Never go back to a prompt already drawn."""
         self._stream.load_state_dict(self._stream.state_dict() | {"consumed": max(position, self.position)})
 
     @property

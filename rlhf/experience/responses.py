@@ -1,4 +1,4 @@
-"""Scores responses: decodes samples to texts, and passes texts and prompts to the reward. Logs its time-outs."""
+"""Scores responses: decodes samples, sends the texts with their prompts to the reward, and logs time-outs."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -41,13 +41,13 @@ def score_responses(
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample]) -> list[str]:
     """Return the text of each response, without special tokens."""
-    # One sample at a time: as Python integers, the tokens of a whole step would take ten times the memory. And as an
-    # array: the tokenizer checks each item of a list in Python first.
+    # One sample at a time: as Python integers, the tokens of a whole step would take ten times the memory. Arrays are
+    # faster than lists, whose items the tokenizer checks one by one in Python.
     return [str(tokenizer.decode(sample.token_ids, skip_special_tokens=True)) for sample in samples]
 
 
 def log_timeouts(when: str, mine: Sequence[Timeouts], coordinator: Coordinator) -> None:
-    """Log on the leader which reward functions timed out on any rank, with a count and one sample each. Collective."""
+    """Log on the leader the reward functions that timed out on any rank, each with a count and a sample. Collective."""
     every = merge_timeouts(each for of_rank in coordinator.gather(list(mine)) for each in of_rank)
     if every and coordinator.is_leader:
         log.warning("%s: %s", when, "; ".join(map(str, every)))

@@ -16,22 +16,19 @@ from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, ShownSample
 
 @dataclass(frozen=True)
 class RolloutViewer:
-    """Picks the rollouts of each step that are shown to users, with their texts and advantages."""
+    """Picks rollouts of each step to show to users, with their texts and advantages."""
 
     prompts: PromptShare
     tokenizer: PreTrainedTokenizerBase
     count: int
-    """Rollouts of a step over all ranks; -1 for all."""
+    """Rollouts per step over all ranks; -1 for all."""
     coordinator: Coordinator
 
     def shown(self, groups: Sequence[Group], advantages: Sequence[float]) -> list[ShownSample]:
-        """Return the picked rollouts of all ranks on the leader, and an empty list elsewhere. Collective.
+        """Return the picked rollouts of all ranks on the leader, and an empty list on other ranks. Collective.
 
-        It picks from as many prompts as possible: first the first sample of each prompt, then the second, and so on.
-
-        Args:
-            groups: this rank's.
-            advantages: mean advantage of each sample of `groups`.
+        Picks the first sample of each prompt, then the second, and so on. `advantages` are the mean advantages of the
+        samples of `groups`, this rank's groups.
         """
         count, coordinator = self.count, self.coordinator
         if not count:
@@ -61,7 +58,7 @@ def shown_answers(
     tokenizer: PreTrainedTokenizerBase,
     coordinator: Coordinator,
 ) -> list[ShownSample]:
-    """Return all samples of an evaluation by prompt on the leader, and an empty list elsewhere. Collective."""
+    """Return all samples of an evaluation on the leader, and an empty list on other ranks. Collective."""
 
     def mine() -> list[ShownSample]:
         return [
@@ -75,11 +72,7 @@ def shown_answers(
 
 
 def _parts(held: Sequence[int], count: int) -> list[int]:
-    """Return how many samples each rank shows, as evenly as possible: `count` in total, or all if there are fewer.
-
-    Args:
-        held: number of samples on each rank.
-    """
+    """Split `count` as evenly as possible over ranks with `held` samples each; fewer if there are fewer samples."""
     parts = [0] * len(held)
     for _ in range(min(count, sum(held))):
         parts[min((part, rank) for rank, part in enumerate(parts) if part < held[rank])[1]] += 1
@@ -101,7 +94,7 @@ def _shown(
         "uid": sample.uid,
         "sample": sample.sample,
         "data_source": None if prompt is None else prompt.data_source,
-        # With the chat template's special tokens, so that users see a wrong template.
+        # Keep the chat template's special tokens, so that users can see a wrong template.
         "prompt": tokenizer.decode(prompt_ids),
         "response": tokenizer.decode(sample.token_ids.tolist()),
         "ground_truth": None if prompt is None else prompt.ground_truth,

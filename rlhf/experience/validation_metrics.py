@@ -1,8 +1,8 @@
-"""Validation metrics by data source and variable, under verl's names: mean@N, pass@k, best@k, worst@k, maj@k.
+"""Computes validation metrics by data source and variable: mean@N, pass@k, best@k, worst@k, maj@k (verl's names).
 
-`best@k/mean`, `worst@k/mean` and `maj@k/mean` are verl's own numbers: the mean over 1000 draws, with replacement, of k
-of a prompt's N responses, from the generator and seed that verl 0.9 has (`verl/trainer/ppo/metric_utils.py`). So they
-are the same in each run and on each machine. Of draws with replacement the best is too low; `pass@k` is unbiased.
+`best@k/mean`, `worst@k/mean` and `maj@k/mean` equal verl's numbers: the mean over 1000 draws, with replacement, of k of
+a prompt's N responses. Generator and seed are verl 0.9's (`verl/trainer/ppo/metric_utils.py`), so every run and machine
+gives the same numbers. `best@k` is biased low, because draws repeat responses; `pass@k` is unbiased.
 """
 
 import math
@@ -18,9 +18,9 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 
 DRAWS, SEED = 1000, 42
-"""Of verl's bootstrap."""
+"""Draws and seed of verl's bootstrap."""
 CORE = ("mean@", "pass@", "best@", "maj@")
-"""Metrics of a source's main variable that are `val-core` with all N responses; all others are `val-aux`."""
+"""Metrics that are `val-core` for a source's main variable with all N responses. Other metrics are `val-aux`."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,13 @@ class AnsweredPrompt:
     data_source: str
     results: Sequence[RewardResult]
     answers: Sequence[str | None]
-    """The answer that each response states; None where it is unknown."""
+    """Each response's final answer, or None if unknown."""
 
 
 def accuracy_of(result: RewardResult) -> float | None:
-    """Return 1 for a right response, 0 for a wrong one, None if that is unknown.
+    """Return 1 for a right response, 0 for a wrong response, and None if the accuracy is unknown.
 
-    The value is `acc`, which a reward function may return beside its score as in verl, or the first function's score.
-    Another value than 0 or 1 is unknown.
+    The accuracy is a reward function's `acc` (a name of verl), or else the first function's score, if it is 0 or 1.
     """
     value = float(result.extra.get("acc", next(iter(result.terms.values()))))
     return value if value in (0.0, 1.0) else None
@@ -46,12 +45,10 @@ def accuracy_of(result: RewardResult) -> float | None:
 def validation_metrics(prompts: Sequence[AnsweredPrompt], n: int, coordinator: Coordinator) -> dict[str, float]:
     """Return `val-core/SOURCE/VARIABLE/METRIC` and `val-aux/...` over the prompts of all ranks. Collective.
 
-    A metric is the mean over the prompts of its source. Variables are `reward` (the whole score), `reward/LABEL` (each
-    function's own), every further number of the functions by its name, and `acc` where each response of the source has
-    an accuracy. `acc`, or else `reward`, is the source's main one.
-
-    Args:
-        prompts: those of this rank, each with `n` responses.
+    A metric is the mean over the prompts of its source. Variables are `reward` (the whole score), `reward/LABEL` (a
+    function's own score), each further number that a function returns, and `acc` if each response of the source has an
+    accuracy. The source's main variable is `acc` if it exists, else `reward`. Each of this rank's `prompts` has `n`
+    responses.
     """
     mine: dict[tuple[str, ...], Summary] = {}
     for prompt in prompts:
@@ -72,16 +69,15 @@ def validation_metrics(prompts: Sequence[AnsweredPrompt], n: int, coordinator: C
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Return the probability that at least one of k responses is right, drawn from n of which `correct` are right.
+    """Return the unbiased estimate of the probability that one of k responses is right, if `correct` of n are.
 
-    Unbiased for the policy's own probability: Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv
-    2107.03374), equation 1.
+    Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374), equation 1.
     """
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def _figures(prompt: AnsweredPrompt) -> Iterator[tuple[str, str, float]]:
-    """Variable, metric and value."""
+    """Yield variable, metric and value."""
     n = len(prompt.results)
     variables = dict(_variables(prompt.results))
     for name, values in variables.items():
@@ -102,7 +98,7 @@ def _figures(prompt: AnsweredPrompt) -> Iterator[tuple[str, str, float]]:
 
 
 def _variables(results: Sequence[RewardResult]) -> Iterator[tuple[str, list[float]]]:
-    """The numbers that every one of the results has."""
+    """Yield the name and values of each number that all results have."""
     for name in results[0].extra.keys() - {"acc", "reward"}:
         if all(name in result.extra for result in results):
             yield name, [float(result.extra[name]) for result in results]
@@ -116,28 +112,27 @@ def _variables(results: Sequence[RewardResult]) -> Iterator[tuple[str, list[floa
 
 
 def _sizes(n: int) -> list[int]:
-    """verl's k: the powers of two below n, and n itself; none for one response."""
+    """Return verl's k: the powers of two below n, and n itself; none for one response."""
     return [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n] if n > 1 else []
 
 
 @cache
 def _draws(n: int, k: int) -> np.ndarray:
-    """[DRAWS, k] int64: the responses of each draw."""
+    """Return the drawn responses, [DRAWS, k] int64."""
     return np.random.RandomState(SEED).choice(n, size=(DRAWS, k), replace=True)
 
 
-# Of variables and prompts many have the same few zeros and ones.
+# Many variables and prompts have the same few zeros and ones.
 @lru_cache(maxsize=4096)
 def _best_and_worst(values: tuple[float, ...], k: int) -> tuple[float, float]:
-    """The mean over the draws of their largest value and of their smallest."""
+    """Return the means over the draws of the largest and of the smallest value."""
     drawn = np.array(values)[_draws(len(values), k)]
     return float(drawn.max(axis=1).mean()), float(drawn.min(axis=1).mean())
 
 
 @lru_cache(maxsize=256)
 def _voted(answers: tuple[int, ...], k: int) -> np.ndarray:
-    """[DRAWS] int64: of each draw the first response with the answer that most state, of several the one stated
-    first."""
+    """Return each draw's first response with the majority answer, [DRAWS] int64. The first answer wins a tie."""
     drawn = _draws(len(answers), k)
     stated = np.array(answers)[drawn]
     supporters = (stated[:, :, None] == stated[:, None, :]).sum(axis=2)
