@@ -42,7 +42,6 @@ class LayoutEntry:
     """Whether a folder has several saves, of which `--tag` selects one."""
 
     def load(self) -> Layout:
-        """Import the module, only when the layout is needed."""
         module: Any = importlib.import_module(self.module)
         return module
 
@@ -77,12 +76,10 @@ LAYOUTS: tuple[LayoutEntry, ...] = (
 
 
 def backends() -> list[str]:
-    """Return the values of `--backend`."""
     return [AUTO, *dict.fromkeys(entry.backend for entry in LAYOUTS)]
 
 
 def check_folder(path: Path) -> None:
-    """Raise UserError unless `path` is a folder."""
     if not path.is_dir():
         what = "is no folder" if path.exists() else "does not exist"
         raise UserError(f"{path} {what}. Give the folder of a checkpoint.")

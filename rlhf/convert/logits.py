@@ -14,7 +14,6 @@ from rlhf.models.hf.source import TensorInfo, TensorSource
 
 ROW_TOKENS = 16
 Opened = tuple[TensorSource, Path]
-"""A checkpoint and its folder."""
 
 
 def largest_difference(a: Opened, b: Opened, architecture: Architecture, rows: int) -> float:

@@ -21,8 +21,7 @@ from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 Allowed = Sequence[type | Callable[..., Any] | tuple[Any, str]]
-"""Classes and functions that a pickle may use. A class whose module differs between releases is listed as the pair
-`(class, "module.name")`."""
+"""Classes and functions that a pickle may use; the pair `(class, "module.name")` if the module differs by release."""
 
 BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of a file that torch wrote before its files were zip archives."""
@@ -79,10 +78,7 @@ def read_pickle(path: Path, allowed: Allowed = ()) -> Any:
 @contextmanager
 def open_archive(path: Path, start: int = 0, size: int | None = None) -> Iterator[Any]:
     """Open a file of `torch.save`, or the `size` bytes from `start` on, and check the archive without unpickling.
-
-    Raises DamagedCheckpoint if the archive is incomplete or claims more bytes than it has, UserError for the format of
-    torch before 1.6.
-    """
+    Raises DamagedCheckpoint for an incomplete archive, UserError for the format of torch before 1.6."""
     if not path.is_file():  # opening a pipe would block
         raise DamagedCheckpoint(f"{path} is {'no file' if path.exists() else 'missing'}")
     with path.open("rb") as whole:
@@ -133,8 +129,7 @@ def _damage(path: Path, why: str) -> DamagedCheckpoint:
 
 
 def _content_of(path: Path, file: "_Part", header: int) -> int:
-    """Return where the content of an entry begins; its local header (30 bytes, a name, extra fields) begins at
-    `header`."""
+    """Return where an entry's content begins; its local header (30 bytes, a name, extra fields) is at `header`."""
     file.seek(max(0, header))
     said = file.read(30)
     if header < 0 or not said.startswith(b"PK\3\4"):
@@ -218,8 +213,8 @@ def _first_sentence(error: Exception) -> str:
 
 
 class _Part(io.RawIOBase):
-    """The bytes [start, start + size) of an open file, as a file. `records` has the end and the CRC-32 of each archive
-    entry, by its first byte."""
+    """A range of an open file, as a file. `records` has the end and the CRC-32 of each archive entry, by its first
+    byte."""
 
     records: Mapping[int, tuple[int, int]]
 

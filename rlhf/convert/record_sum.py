@@ -36,8 +36,7 @@ class RecordSum:
         self._at = self.start
 
     def take(self, descriptor: int, position: int, view: memoryview) -> None:
-        """Add bytes that were read at `position`. Raises DamagedCheckpoint when all bytes are known and the sum
-        differs."""
+        """Add bytes read at `position`. Raises DamagedCheckpoint when all bytes are known and the sum differs."""
         with self._lock:
             if not self.crc or self._at == self.stop:
                 return

@@ -30,7 +30,6 @@ class StoredTensor:
     stride: tuple[int, ...] | None = None
     """None for a row-major tensor."""
     record: RecordSum | None = field(default=None, compare=False)
-    """The archive record that contains the tensor."""
 
     @property
     def info(self) -> TensorInfo:
@@ -78,7 +77,6 @@ Piece = tuple[StoredTensor, int, int]
 
 
 def whole(tensor: StoredTensor) -> list[Piece]:
-    """Return a whole stored tensor as pieces."""
     return [(tensor, 0, tensor.numel)]
 
 

@@ -62,7 +62,7 @@ class ReadableChunk(Protocol):
 
 @dataclass(frozen=True)
 class Band:
-    """Rows [row, row + rows) of a tensor in columns [column, column + columns), stored in a chunk from its element `at`
+    """Rows [row, row + rows) and columns [column, column + columns) of a tensor, in a chunk from its element `at`
     on."""
 
     row: int
@@ -155,8 +155,7 @@ class DcpFolder:
         return open_torch_file(self.path / item.relative_path, start=item.offset, size=item.length)
 
     def _laid_out(self, name: str) -> Iterator[Band]:
-        """Yield the bands of all chunks of a tensor. All dimensions but the last are flattened to rows; a vector has
-        one row per element."""
+        """Yield the bands of all chunks. Rows flatten all dimensions but the last; a vector has one row per element."""
         info, items = self.tensors[name], self._items.get(name, {})
         for offsets, sizes in self._chunks[name]:
             part, item = TensorInfo(sizes, info.dtype), items.get(offsets)
@@ -202,8 +201,7 @@ def counts(numbers: Any) -> tuple[int, ...]:
 
 
 def read_metadata(path: Path) -> metadata.Metadata:
-    """Load a `.metadata` file. Raises UserError that names a class which is not allowed, DamagedCheckpoint if
-    truncated."""
+    """Load a `.metadata` file. Raises UserError for a class that is not allowed, DamagedCheckpoint if truncated."""
     try:
         content = read_regular(path, LARGEST)
     except OSError as error:

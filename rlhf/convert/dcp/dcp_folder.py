@@ -43,8 +43,7 @@ def nbytes_of_dcp(source: TensorSource, *, dtype: str | None = None, moments: bo
 
 
 class AsSaved:
-    """A `TensorSource` with the names of the written folder; `paths` has the keys of each tensor in the nested state
-    dict."""
+    """A `TensorSource` with the written names; `paths` has the keys of each tensor in the nested state dict."""
 
     def __init__(self, source: TensorSource, dtype: str | None, moments: bool) -> None:
         self._source, self.layout, self._names = source, source.layout, dict[str, str]()

@@ -44,8 +44,7 @@ def recognises(origin: Origin) -> bool:
 
 
 def open_source(origin: Origin) -> "DcpSource":
-    """Open a folder. Raises UserError for a missing `.metadata` or data file, and for a torchtitan model that is
-    unknown or has no config.json."""
+    """Open a folder. Raises UserError for a missing file, and for an unknown or undescribed torchtitan model."""
     found = _folders(origin)
     if found is None:
         raise UserError(f"{origin.path} has no {METADATA}: the save did not end, or it is no folder of torch's DCP.")

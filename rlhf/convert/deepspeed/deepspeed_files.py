@@ -65,8 +65,7 @@ def _is_save(folder: Path) -> bool:
 
 
 def check_kind(save: Path) -> None:
-    """Raise UserError for a save that is split over pipeline stages, tensor parallel ranks or experts, or offloaded to
-    NVMe."""
+    """Raise UserError for a save split over pipeline stages, tensor parallel ranks or experts, or offloaded to NVMe."""
     found = {
         "layer_*model_states.pt": "a model split over pipeline stages or experts",
         "expp_rank_*": "a mixture of experts split over ranks",
@@ -96,7 +95,7 @@ def files_by_rank(save: Path, pattern: str) -> dict[int, Path]:
 
 
 def open_all(save: Path, pattern: str, world_size: int) -> list[dict[str, Any]]:
-    """Contents of the files that match `pattern`, rank by rank. Raises UserError that names the ones missing."""
+    """Load the files that match `pattern`, rank by rank. Raises UserError that names the missing files."""
     files = files_by_rank(save, pattern)
     if missing := [rank for rank in range(world_size) if rank not in files]:
         like = next(iter(files.values())).name if files else f"zero_pp_rank_0_mp_rank_00{pattern[1:]}"

@@ -34,15 +34,12 @@ class Assembled:
     tensors: dict[str, tuple[TensorInfo, list[Piece]]] = field(default_factory=dict)
     moments: dict[str, tuple[TensorInfo, list[Piece]]] = field(default_factory=dict)
     steps: dict[str, Tensor] = field(default_factory=dict)
-    """Step counts of the optimizer, by parameter."""
     absent: list[str] = field(default_factory=list)
 
     def add_weight(self, name: str, shape: Sequence[int], pieces: list[Piece]) -> None:
-        """Add a parameter or buffer of the model."""
         self.tensors[name] = TensorInfo(tuple(shape), pieces[0][0].dtype), pieces
 
     def add_moments(self, name: str, shape: Sequence[int], moments: Mapping[str, list[Piece]], step: Any) -> None:
-        """Add the moments of a parameter."""
         for moment, pieces in moments.items():
             self.moments[f"{name}.{moment}"] = TensorInfo(tuple(shape), pieces[0][0].dtype), pieces
         self.steps[name] = _scalar(step)
@@ -190,7 +187,6 @@ def _in_a_row(
     moments: Mapping[str, list[Piece]],
     step: Any,
 ) -> None:
-    """Add consecutive parameters, each followed by its gap."""
     at = 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
         end = at + math.prod(shape)
@@ -218,7 +214,6 @@ def _moments(ranks: Sequence[Mapping[str, Any]], group: int) -> tuple[dict[str, 
 
 
 def _check_steps(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise DamagedCheckpoint unless all states have the same step count."""
     steps = [_scalar(state["step"]).item() for state in states if "step" in state]
     if len(set(steps)) > 1:
         raise DamagedCheckpoint(

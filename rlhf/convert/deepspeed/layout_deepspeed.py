@@ -33,8 +33,7 @@ def recognises(origin: Origin) -> bool:
 
 
 def open_source(origin: Origin) -> "DeepSpeedSource":
-    """Open a save. Raises UserError for an unknown tag, a rank's missing file, and a model that is split in another way
-    than ZeRO's."""
+    """Open a save. Raises UserError for an unknown tag, a rank's missing file, and a split other than ZeRO's."""
     save = find_save(origin)
     if save is None:
         raise UserError(f"{origin.path} has no save of DeepSpeed's: no folder in it has files {MODEL_STATES}.")

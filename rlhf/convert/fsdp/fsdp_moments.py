@@ -25,13 +25,10 @@ BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
 
 @dataclass(frozen=True)
 class FlatTensor:
-    """A tensor of consecutive pieces."""
-
     info: TensorInfo
     pieces: Sequence[Piece]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of the flattened tensor, 1-D."""
         return joined(cut(self.pieces, start, stop), self.info.dtype)
 
 

@@ -31,7 +31,6 @@ class SpreadTensor:
     boxes: Sequence[StoredBox]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of the flattened tensor, 1-D."""
         shape = self.info.shape
         if not shape or len(self.boxes) == 1:
             return self.boxes[0].stored.read(start, stop)
@@ -62,8 +61,7 @@ class ReplicatedTensor:
     copies: Sequence[StoredTensor]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of the flattened tensor, 1-D. Raises DamagedCheckpoint when the ranks
-        differ."""
+        """Return elements [start, stop), flattened, 1-D. Raises DamagedCheckpoint when the ranks differ."""
         result = self.copies[0].read(start, stop)
         for copy in self.copies[1:]:
             if not torch.equal(copy.read(start, stop).view(torch.uint8), result.view(torch.uint8)):

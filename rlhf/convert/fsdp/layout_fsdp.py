@@ -47,8 +47,8 @@ def recognises(origin: Origin) -> bool:
 
 
 def open_source(origin: Origin) -> NamedTensors:
-    """Open a checkpoint. Raises UserError for a rank's missing file, for files of several saves, and for an adapter
-    without `--adapter`."""
+    """Open a checkpoint. Raises UserError for a missing file, files of several saves, and an adapter without
+    `--adapter`."""
     folder = find_folder(origin)
     if folder is None:
         raise UserError(
@@ -102,10 +102,7 @@ def _tied_by_config(model_files: Path | None) -> dict[str, str]:
 
 
 def _moments(
-    folder: Path,
-    ranks: Sequence[Mapping[str, Any]],
-    tensors: Mapping[str, ReadableTensor],
-    contents: Contents,
+    folder: Path, ranks: Sequence[Mapping[str, Any]], tensors: Mapping[str, ReadableTensor], contents: Contents
 ) -> dict[str, ReadableTensor]:
     split = [name for name, tensor in tensors.items() if not isinstance(tensor, ReplicatedTensor)]
     parameters = {name: tensors[name].info.shape for name in split or tensors}
@@ -149,7 +146,6 @@ def _progress(folder: Path, world_size: int) -> TrainedSoFar:
 def _adapted(
     folder: Path, origin: Origin, tensors: Mapping[str, ReadableTensor], contents: Contents
 ) -> dict[str, ReadableTensor]:
-    """Return the adapter, or the base with the adapter merged into it."""
     choice = adapters.choose(origin.adapter, folder)
     base, factors = adapters.split_adapter(tensors, folder)
     adapter = adapters.Adapter(folder, _adapter_config(folder, factors, origin), factors)

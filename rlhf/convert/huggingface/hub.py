@@ -24,7 +24,7 @@ CARD = "README.md"
 SILENCE_S = 300.0
 """Longest wait for an answer, or until the Hub accepts the next bytes, before a request fails."""
 WAITS_S = (1.0, 5.0, 20.0)
-"""Waits before the retries of errors in `PASSING`; the client retries within each try."""
+"""Waits before the retries of errors that may pass; the client retries within each try."""
 FILES_AT_A_TIME = 4
 """Files of weights in a group; a kill may cost the upload of one group."""
 PASSING = {408, 409, 412, 429, 500, 502, 503, 504}

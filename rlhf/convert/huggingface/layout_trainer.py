@@ -80,7 +80,6 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _adapted(path: Path, origin: Origin, contents: Contents) -> dict[str, ReadableTensor]:
-    """Return the adapter, or the base with the adapter merged into it."""
     choice = adapters.choose(origin.adapter, path)
     config = _json(path / ADAPTER_CONFIG)
     file = ADAPTER if (path / ADAPTER).is_file() else OLD_ADAPTER
@@ -131,7 +130,6 @@ def _moments(path: Path, tensors: Mapping[str, ReadableTensor], contents: Conten
 
 
 def _named(optimizer: Any, shapes: Shapes) -> dict[str, ReadableTensor]:
-    """Return the moments by parameter name."""
     try:
         state, groups = optimizer["state"], [group["params"] for group in optimizer["param_groups"]]
     except (KeyError, TypeError):

@@ -170,7 +170,6 @@ def _table(title: str, rows: Iterable[tuple[str, Any]]) -> str:
 
 
 def _inline(value: object) -> str:
-    """Escape `value` for a line of Markdown."""
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return re.sub(r"([\\`*_{}\[\]<>|#~])", r"\\\1", printable(text)[:500])
 

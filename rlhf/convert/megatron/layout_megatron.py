@@ -101,7 +101,6 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _check_iterations(contents: Mapping[Path, Any]) -> None:
-    """Raise UserError unless all files that have an iteration have the same one."""
     said = {path: content.get("iteration") for path, content in contents.items() if isinstance(content, dict)}
     first = next(iter(said), None)
     for path, iteration in said.items():
@@ -110,7 +109,6 @@ def _check_iterations(contents: Mapping[Path, Any]) -> None:
 
 
 def _stage(files: Mapping[tuple[int, int], Path], contents: Mapping[Path, Any], stage: int) -> list[Chunk]:
-    """Return the chunks of one pipeline rank, with all tensor parallel ranks."""
     paths = [path for (_, number), path in sorted(files.items()) if number == stage]
     ranks = [_chunks(contents[path], path) for path in paths]
     result: list[Chunk] = []
@@ -125,7 +123,6 @@ def _stage(files: Mapping[tuple[int, int], Path], contents: Mapping[Path, Any], 
 
 
 def _chunks(content: Any, path: Path) -> list[dict[str, StoredTensor]]:
-    """Return the weights of each virtual pipeline stage in a rank's file."""
     if isinstance(content, dict) and "model" in content:
         content = [content["model"]]
     elif isinstance(content, dict) and "model0" in content:

@@ -80,7 +80,6 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _held(folder: DcpFolder) -> dict[str, list[Held]]:
-    """Return the model's tensors, with one entry per layer."""
     held: dict[str, list[Held]] = {}
     for name, info in folder.tensors.items():
         rest = name.removeprefix(LAYERS)

@@ -162,12 +162,10 @@ def _give(what: str, count: int) -> str:
 
 
 def layer_name(layer: int, part: MegatronTensor) -> str:
-    """Return Megatron's name of a tensor, with the number of its layer."""
     return f"{LAYERS}{layer}.{part.name}" if part.stage == "layer" else part.name
 
 
 def member_name(layer: int, part: MegatronTensor, name: str) -> str:
-    """Return a member's full name in transformers."""
     return f"model.layers.{layer}.{name}" if part.stage == "layer" else name
 
 

@@ -38,8 +38,8 @@ class Held:
 
 
 def find_model(origin: Origin, folder: Path, *, values: bool) -> tuple[MegatronModel, Path]:
-    """Return the model whose tensors are in `folder`, and the folder with its config.json: `--hf_model_path`, or one
-    beside the tensors."""
+    """Return the model in `folder`, and the folder with its config.json: `--hf_model_path`, or one beside the
+    tensors."""
     if origin.model_files is not None:
         return read_model(origin.model_files, values=values), origin.model_files
     for place in (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface"):
@@ -54,16 +54,10 @@ def holds_values(held: Mapping[str, Sequence[Held]]) -> bool:
 
 
 def as_transformers(
-    model: MegatronModel,
-    held: Mapping[str, Sequence[Held]],
-    where: Path,
-    files: Path,
+    model: MegatronModel, held: Mapping[str, Sequence[Held]], where: Path, files: Path
 ) -> ExcerptSource:
-    """Return the tensors of `model` in transformers, from the parts `held` in `where`: by Megatron's names, with layer
-    numbers of the whole model, one part per tensor parallel rank.
-
-    Raises UserError for a missing tensor, a wrong shape, or a tensor that the model lacks.
-    """
+    """Return the tensors of `model` in transformers, from the parts `held` in `where` of each tensor parallel rank, by
+    Megatron's names. Raises UserError for a missing tensor, a wrong shape, or a tensor that the model lacks."""
     shapes: Shapes = {}
     excerpts: Excerpts = {}
     known = {OUTPUT} if model.tied else set()
@@ -130,11 +124,8 @@ def _missing(model: MegatronModel, where: Path, name: str, files: Path) -> str:
 def as_megatron(
     model: MegatronModel, source: TensorSource, *, rank: int = 0, ranks: int = 1, vocabulary: int | None = None
 ) -> tuple[Shapes, Excerpts]:
-    """Return shapes and slices of the tensors that tensor parallel rank `rank` of `ranks` has of all layers, by
-    Megatron's names. `vocabulary` is the number of padded rows.
-
-    Raises UserError when `source` lacks a tensor of the model, or has it in another shape.
-    """
+    """Return shapes and slices of tensor parallel rank `rank`'s tensors, by Megatron's names; `vocabulary` is the
+    number of padded rows. Raises UserError when `source` lacks a tensor of the model, or has it in another shape."""
     shapes: Shapes = {}
     excerpts: Excerpts = {}
     known = {"lm_head.weight"} if model.tied else set()

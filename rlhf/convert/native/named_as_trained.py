@@ -17,8 +17,7 @@ from rlhf.storage.shards import DTYPE_NAMES
 
 @dataclass(frozen=True)
 class TrainedTensor:
-    """A weight or persistent buffer of the trained model: its name in the source, its shape, and whether it is
-    trained."""
+    """A weight or persistent buffer of the trained model: its name in the source, its shape, and whether it trains."""
 
     source_name: str
     info: TensorInfo

@@ -20,8 +20,7 @@ from rlhf.storage.shards import DTYPE_NAMES, as_bytes
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a component: its name, shape and dtype there, and `read(start, stop)` for a range of its
-    elements."""
+    """A tensor of a component: its name, shape and dtype there, and `read(start, stop)` for a range of elements."""
 
     name: str
     info: TensorInfo
@@ -34,12 +33,10 @@ class Part:
 
 
 def part_of(source: TensorSource, source_name: str, name: str, info: TensorInfo) -> Part:
-    """Return a tensor or moment of `source` as a part with another name and dtype."""
     return Part(name, info, lambda start, stop: source.read(source_name, start, stop))
 
 
 def zeros(name: str, info: TensorInfo) -> Part:
-    """Return a part of zeros, for a tensor that no source has."""
     return Part(name, info, lambda start, stop: torch.zeros(stop - start))
 
 
@@ -64,7 +61,4 @@ def write_component(
 
     rows = rows_of((number[part.name], whole_box(part.info.shape)) for part in flat)
     index = merge_shares(table, [FileShards(rank_file(0), len(header), rows, hash_of_table(table))])
-    return [
-        write_file(root, f"{folder}/{rank_file(0)}", content()),
-        write_file(root, f"{folder}/{INDEX}", [index]),
-    ]
+    return [write_file(root, f"{folder}/{rank_file(0)}", content()), write_file(root, f"{folder}/{INDEX}", [index])]

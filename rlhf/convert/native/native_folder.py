@@ -148,8 +148,7 @@ def _fits(source: TensorSource, name: str, wanted: TensorInfo) -> bool:
 
 
 def _position(source: TensorSource) -> int | None:
-    """Return the position in the learning rate schedule, in optimizer steps; some tools' schedules count something
-    else."""
+    """Return the schedule's position in optimizer steps; some tools' schedules count something else."""
     progress = source.contents.progress
     if progress.optimizer_steps is not None:
         return progress.optimizer_steps

@@ -98,18 +98,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     else:
         options: dict[str, Any] = {"dtype": arguments.dtype}
         if arguments.to == MEGATRON:
-            given = {
-                "layout": arguments.megatron_layout,
-                "tensor_ranks": arguments.tp,
-                "pipeline_ranks": arguments.pp,
-            }
+            given = {"layout": arguments.megatron_layout, "tensor_ranks": arguments.tp, "pipeline_ranks": arguments.pp}
             options |= {name: value for name, value in given.items() if value is not None}
         made = to_other_folder(origin, arguments.backend, arguments.to, options, target, arguments.overwrite)
     return report(made, arguments.json, console)
 
 
 def _places(arguments: argparse.Namespace) -> tuple[list[Path], Path]:
-    """Return the folders of SOURCE, and TARGET, from the positional arguments or the options."""
     sources = [arguments.source] if arguments.source else arguments.local_dir or []
     target = arguments.target or arguments.target_dir
     if not sources and arguments.hf_model_path is not None:
@@ -124,7 +119,6 @@ def _places(arguments: argparse.Namespace) -> tuple[list[Path], Path]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise UserError for options that cannot be combined."""
     if arguments.to is None:
         raise UserError(f"Give --to, what TARGET is to be: {', '.join((HF, NATIVE, DCP, MEGATRON))}.")
     if arguments.adapter == "keep" and arguments.to != HF:

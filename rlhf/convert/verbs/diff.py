@@ -25,7 +25,6 @@ DOCUMENTS, WEIGHTS, MOMENTS = "documents", "weights", "moments"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `rlhf.checkpoint.__main__.VERBS`."""
     for name in ("a", "b"):
         parser.add_argument(name, type=local_folder, metavar=name.upper(), help="folder of a checkpoint of any layout")
         parser.add_argument(
@@ -39,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare only this: settings and driver state, weights, or moments; may be given several times",
     )
     parser.add_argument(
-        "--largest",
-        type=int,
-        default=10,
-        metavar="N",
-        help="lines of each kind, largest first (10; 0: all)",
+        "--largest", type=int, default=10, metavar="N", help="lines of each kind, largest first (10; 0: all)"
     )
     parser.add_argument("--json", action="store_true", help="print all differences as JSON")
 

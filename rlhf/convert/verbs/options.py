@@ -60,14 +60,12 @@ def add_model_files_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option for checkpoints whose weights are an adapter."""
     parser.add_argument(
         "--adapter", choices=("keep", "merge"), help="an adapter (LoRA): keep it as peft's, or merge it into its base"
     )
 
 
 def add_weights_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the written weights."""
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights; without it each keeps its type")
     parser.add_argument(
         "--max-shard-size", type=byte_size, metavar="SIZE", help="most bytes of one file of weights, such as 2GB (5GB)"

@@ -24,7 +24,6 @@ FOLDERS = ("config.json", "adapter_config.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `rlhf.checkpoint.__main__.VERBS`."""
     parser.add_argument(
         "path",
         type=local_folder,
