@@ -37,8 +37,8 @@ class FunctionCall:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
-        """Return an entry of the reply for each item. Raises the function's errors; concurrent calls get an entry per
-        error."""
+        """Return an entry of the reply for each item. Raises the function's errors; concurrent calls have an entry
+        each."""
         if self._convention is not Convention.SAMPLE:
             return [asdict(score) for score in self._batch(items)]
         if not self.signature.is_async:
@@ -134,7 +134,6 @@ class _Logged:
         self._numbers[str(name)] = _number(self._said, value, f"{name}={value!r}")
 
     def added_to(self, score: Score, i: int) -> Score:
-        """Return the score of sample `i` with its logged values."""
         notes = {name: as_note(values[i]) for name, values in self._notes.items()}
         return Score(score.score, score.extra | self._numbers, score.notes | notes)
 

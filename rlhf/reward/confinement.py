@@ -1,7 +1,7 @@
 """Confines a reward process: limits, a folder of its own, no network, no access to the trainer.
 
-The process confines itself before it loads a verifier, as far as its kernel allows. What the
-confinement blocks and what it leaves open is in `docs/design/reward-isolation.md`.
+The process confines itself before it loads a verifier, as far as its kernel allows. What the confinement blocks and
+what it leaves open is in `docs/design/reward-isolation.md`.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from rlhf.reward import kernel, namespaces
 from rlhf.storage.files import remove_dir
 
 ROOM_FOR_PROCESSES = 1024
-"""Most processes and threads of a reward process with a user of its own. If it shares its user, the limit is four times
-as many beyond the user's running threads."""
+"""Most processes and threads of a process with its own user; with a shared user four times it, plus the user's
+threads."""
 MAX_OPEN_FILES = 4096
 MAX_FILE_BYTES = 1 << 30
 _PREFIX = "rlhf-reward-"
@@ -153,11 +153,8 @@ def _threads_of_this_user() -> int:
 
 
 def _give_up_rights(uid: int, own: str, writes: bool, missing: list[str]) -> bool:
-    """Drop all capabilities; root becomes user `uid` with root's right to read, and to write if it `writes`. Return
-    whether it did.
-
-    The kernel does not limit root's processes, and root's processes could do anything to the trainer.
-    """
+    """Drop all capabilities; root becomes user `uid` with root's right to read, and to write if it `writes`. The kernel
+    does not limit root's processes, and they could do anything to the trainer. Return whether the user changed."""
     if os.geteuid() != 0:
         kernel.set_capabilities(0)
         return False

@@ -19,7 +19,6 @@ class Timeouts:
     function: str
     timeout_s: float
     failed_score: float
-    """Their score."""
     count: int
     example: str
     """The first sample, as text for users."""
@@ -72,8 +71,7 @@ class FailurePolicy:
         return Score(self._config.failed_score, failed=True)
 
     def timed_out(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Return the scores of samples that took longer than `reward.timeout_s`, and record them for
-        `take_timeouts`."""
+        """Return the scores of samples that exceeded `reward.timeout_s`, and record them for `take_timeouts`."""
         limits = self._config.timeout_s, self._config.failed_score
         with self._lock:
             self._timeouts.append(Timeouts(self._function, *limits, len(items), str(items[0])))

@@ -53,7 +53,6 @@ class WantedColumns:
 
     @classmethod
     def of(cls, config: RewardConfig) -> "WantedColumns":
-        """Collect the columns of all user functions."""
         every, named, required = False, set[str](), list[tuple[str, str]]()
         for function in config.functions:
             if function in NAMES:

@@ -63,7 +63,6 @@ def prctl(option: int, *arguments: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Call `unshare(2)`: give the process its own namespaces."""
     _checked(_libc().unshare(flags))
 
 
@@ -78,7 +77,6 @@ def tell(path: str, text: str) -> None:
 
 
 def permitted_capabilities() -> int:
-    """Return the mask of the capabilities that the process may use."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1], 16) for line in status if line.startswith("CapPrm:"))
 
@@ -127,8 +125,7 @@ def _allow(ruleset: int, path: str, to_file: int, anything: int) -> None:
 
 
 def forbid_calls(names: Sequence[str]) -> None:
-    """Seccomp: let the system calls `names` fail with EPERM, from now on, here and in every process started from
-    here."""
+    """Seccomp: let the system calls `names` fail with EPERM, for good, here and in every process started from here."""
     architecture, column = _ARCHITECTURES.get(platform.machine(), (0, 0))
     if not architecture:
         raise OSError(f"its system calls on {platform.machine()} are not known here")

@@ -21,13 +21,8 @@ _FOLDER_BYTES, _FOLDER_FILES = 1 << 30, 100_000
 def enter(folder: str, writable: Sequence[str], missing: list[str]) -> str:
     """Continue in new namespaces, in a grandchild; this process ends with the grandchild's exit status or signal.
 
-    Args:
-        folder: empty; becomes a mount of the process.
-        writable: folders outside the namespaces that stay writable.
-        missing: receives a line for each feature that the machine rejects.
-
-    Returns:
-        A writable folder, in `folder`.
+    Mounts a file system over the empty `folder` and returns a writable folder in it. The folders `writable` stay
+    writable outside. `missing` receives a line for each feature that the machine rejects.
     """
     user, group = os.geteuid(), os.getegid()
     flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC

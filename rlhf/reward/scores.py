@@ -55,7 +55,6 @@ class RewardResult:
     terms: dict[str, float]
     """Unweighted score of each function that returned one, by label, in the order of `reward.functions`."""
     extra: dict[str, float] = field(default_factory=dict)
-    """Further numbers to log."""
     timeouts: int = 0
     """Functions that timed out on the sample."""
     failures: int = 0

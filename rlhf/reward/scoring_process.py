@@ -144,9 +144,4 @@ def _each(verifier: Callable[[RewardItem], Score]) -> Scoring:
 
 
 if __name__ == "__main__":
-    main(
-        sys.argv[1],
-        int(sys.argv[2]),
-        Confinement(**json.loads(sys.argv[3])),
-        float(sys.argv[4]),
-    )
+    main(sys.argv[1], int(sys.argv[2]), Confinement(**json.loads(sys.argv[3])), float(sys.argv[4]))

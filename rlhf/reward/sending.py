@@ -17,15 +17,13 @@ class Sending:
     """Requirements of a verifier, which its process reports when ready."""
 
     parts: str = ALONE
-    """`ALONE`: one sample. `TOGETHER`: one process's share of all samples, concurrently. `GROUPS`: all samples of a
-    prompt."""
+    """`ALONE`: one sample. `TOGETHER`: a process' share, concurrently. `GROUPS`: all samples of a prompt."""
     messages: bool = False
     token_ids: bool = False
     """Whether the verifier reads the messages and the token ids of a sample."""
 
     @classmethod
     def for_function(cls, signature: Signature) -> "Sending":
-        """Return the requirements of a user's function."""
         alone = TOGETHER if signature.is_async else ALONE
         parts = alone if signature.convention is Convention.SAMPLE else GROUPS
         # The prompt is the messages where the data do not have it as a text.
@@ -41,14 +39,12 @@ class Sending:
         return [items[start : start + size] for start in range(0, len(items), size or 1)]
 
     def fields(self, item: RewardItem) -> dict[str, object]:
-        """Return the fields of an item that are sent, by name."""
         names = ["response", *FIELDS, "columns"]
         names += ["messages"] * self.messages
         own: dict[str, object] = {"token_ids": np.asarray(item.token_ids).tolist()} if self.token_ids else {}
         return {name: getattr(item, name) for name in names} | own
 
     def timeout_s(self, each_s: float, count: int) -> float:
-        """Return the seconds for a question with `count` samples of `each_s` each."""
         if self.parts == TOGETHER:
             return each_s + _OWN_TIMEOUTS_S
         return each_s * count

@@ -21,7 +21,6 @@ def label_of(function: str) -> str:
 
 
 def weights_of(config: RewardConfig) -> list[float]:
-    """Return one weight for each of `reward.functions`."""
     return config.weights if config.weights is not None else [1.0] * len(config.functions)
 
 

@@ -48,8 +48,6 @@ _RESPONSES = ("solution_str", *_OTHER_RESPONSES, "solution_strs", "completions",
 
 @dataclass(frozen=True)
 class Signature:
-    """The parameters of a function."""
-
     named: tuple[str, ...]
     """Parameters that can be passed by keyword."""
     required: tuple[str, ...]
@@ -57,12 +55,10 @@ class Signature:
     positional: tuple[str, ...]
     """Positional-only parameters without a default."""
     rest: bool
-    """Whether the function has `**kwargs`."""
     is_async: bool
 
     @classmethod
     def of_definition(cls, node: ast.FunctionDef | ast.AsyncFunctionDef) -> "Signature":
-        """Read the signature from the function's source."""
         args = node.args
         by_position = [a.arg for a in args.posonlyargs + args.args]
         needed = by_position[: len(by_position) - len(args.defaults)]

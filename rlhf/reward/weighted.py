@@ -14,8 +14,6 @@ from rlhf.reward.settings import TAKEN
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of a reward."""
-
     label: str
     weight: float
     scorer: Scorer
@@ -80,7 +78,6 @@ class Reward:
         return [timeouts for term in self._terms for timeouts in term.policy.take_timeouts()]
 
     def close(self) -> None:
-        """End every process, even in the middle of a sample."""
         for term in self._terms:
             term.scorer.close()
         self._threads.shutdown(cancel_futures=True)
