@@ -30,10 +30,7 @@ EMPTY = (
 
 def check_adapter_start(lora: LoraConfig, model_path: str, *, begins: bool = True) -> None:
     """Raise UserError if the peft folder `model.lora.path` is missing, or has other settings or another base model.
-
-    Args:
-        begins: False if a checkpoint of the run already has its adapters; the folder is then not read.
-    """
+    Skipped unless the adapters begin with it: `begins` is False if a checkpoint already has them."""
     if not lora.enabled or lora.path is None or not begins:
         return
     folder, said = Path(lora.path).expanduser(), f"model.lora.path={lora.path}"

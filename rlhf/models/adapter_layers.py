@@ -33,11 +33,7 @@ class UpdateDropout(nn.Dropout):
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.dtype) -> None:
     """Add float32 adapters on the meta device to the layers that `config` names, freeze the model's own weights, and
-    cast these to `base_dtype`.
-
-    Raises:
-        UserError: see `target_names`; or peft would adapt other layers.
-    """
+    cast these to `base_dtype`. Raises UserError as `target_names`, or if peft would adapt other layers."""
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
@@ -60,12 +56,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.d
 
 
 def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Return the names of the layers of `model`, on any device, that `config` selects.
-
-    Raises:
-        UserError: a name matches no layer, or a layer is not linear, or is the head; or `lora.rank` is too large for
-            every layer.
-    """
+    """Return the names of the layers of `model`, on any device, that `config` selects. Raises UserError if a name
+    matches no layer, or a layer is not linear, or is the head, or if `lora.rank` is too large for every layer."""
     layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
     fitting = {name for name in layers if model.get_submodule(name) is not head}
@@ -101,7 +93,6 @@ def _check_rank(model: PreTrainedModel, rank: int, names: Iterable[str]) -> None
 
 
 def _named(model: PreTrainedModel, key: str, ends: Iterable[str], fitting: set[str]) -> set[str]:
-    """Return the modules whose names end with one of `ends`; raise UserError for an end that matches none."""
     found: set[str] = set()
     for end in ends:
         meant = {name for name, _ in model.named_modules() if named_by(name, [end])}
@@ -180,13 +171,8 @@ class Adapters:
     def merged(
         self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's weights by their names without adapters, W + scaling * B A for adapted layers.
-
-        The sums are new tensors, computed in float32 and cast to `dtype` if given. No tensor changes in place.
-
-        Args:
-            tensors: whole tensors, in the order of `in_order`.
-        """
+        """Yield the weights of `tensors` by their names without adapters, W + scaling * B A for adapted layers, as new
+        tensors: computed in float32, then cast to `dtype` if given. `tensors` are whole, in the order of `in_order`."""
         dtype = dtype or torch.float32
         parts: dict[str, Tensor] = {}
         for name, tensor in tensors:

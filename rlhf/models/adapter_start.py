@@ -62,11 +62,8 @@ def check_stored(shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
 
 @torch.no_grad()
 def fill_from_folder(shards: Shards, folder: Path) -> None:
-    """Fill this rank's slices of the adapters from a peft folder.
-
-    Raises:
-        UserError: the folder has other layers or shapes, or values that are not finite.
-    """
+    """Fill this rank's slices of the adapters from a peft folder. Raises UserError if the folder has other layers or
+    shapes, or values that are not finite."""
     check_stored({name: shard.shape for name, shard in shards.items()}, folder)
     with _reading(folder) as (opened, stored):
         for name, shard in shards.items():

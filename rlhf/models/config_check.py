@@ -44,7 +44,6 @@ def check_reward_model(name: str, trust_remote_code: bool) -> None:
 
 
 def check_labels(said: str, labels: int | None) -> None:
-    """Raise UserError unless a sequence classifier has one label."""
     if labels != 1:
         raise UserError(
             f"{said} has {labels} labels, a reward model has one (num_labels in its config.json; a file that has none "
@@ -53,7 +52,6 @@ def check_labels(said: str, labels: int | None) -> None:
 
 
 def check_not_quantised(model_path: str, quantisation: Any) -> None:
-    """Raise UserError if a model's configuration has a `quantization_config`."""
     if not quantisation:
         return
     kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else None

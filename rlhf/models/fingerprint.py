@@ -50,5 +50,4 @@ def _tensors(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
 
 
 def fingerprint_file(path: Path) -> str:
-    """Return a hash of the whole file."""
     return xxhash.xxh3_128_hexdigest(path.read_bytes())

@@ -88,7 +88,6 @@ class UpdateFlops:
         )
 
     def of_tokens(self, tokens: TokenCounts) -> int:
-        """Return the operations of one forward and backward pass over a batch."""
         # Two operations per weight; the backward pass needs twice the forward pass; half of all pairs are causal.
         trained = 6 * (self.body * tokens.total + self.head * tokens.responses + self.attention * tokens.squares)
         return trained - 2 * (self.frozen_body * tokens.total + self.frozen_head * tokens.responses)

@@ -62,10 +62,8 @@ def _missing(folder: Path, named: list[str]) -> Iterator[str]:
 
 
 def torn(path: Path) -> str | None:
-    """Return the fault of a safetensors file and the remedy, or None for an intact file.
-
-    Checks the header and the size: 8 bytes with the header's length, the JSON header, tensors up to the last offset.
-    """
+    """Return the fault of a safetensors file and the remedy, or None for an intact file. Checks the header and the
+    size: 8 bytes with the header's length, the JSON header, tensors up to the last offset."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))

@@ -33,10 +33,7 @@ def fuse_experts(
     """Replace the tensors that transformers would fuse for `hf_config` by one tensor each, under the model's name.
 
     Only fusions that keep every file tensor contiguous: stacked experts ([E, rows, columns]), and stacks joined along
-    the rows (gate and up: [E, 2 * rows, columns]). Other tensors keep their entries.
-
-    Returns:
-        The headers, and the parts of each fused tensor.
+    the rows (gate and up: [E, 2 * rows, columns]). Returns all headers, and the parts of each fused tensor.
     """
     mapping = get_checkpoint_conversion_mapping(hf_config.model_type) or []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -67,10 +64,8 @@ def fuse_experts(
 
 
 def parts_in_files(shapes: Mapping[str, Sequence[int]], hf_config: PretrainedConfig) -> FileParts:
-    """Return, for model weights of these shapes, the tensors in Hugging Face files that transformers would write.
-
-    Empty unless `fuse_experts` fuses some of these weights. If so, other weights may also have other names in files.
-    """
+    """Return, for model weights of these shapes, the tensors in Hugging Face files that transformers would write. Empty
+    unless `fuse_experts` fuses some of these weights. If so, other weights may also have other names in files."""
     mapping = get_checkpoint_conversion_mapping(hf_config.model_type) or []
     known = [entry for entry in mapping if isinstance(entry, WeightRenaming) or _is_stack(entry)]
     if not any(map(_is_stack, known)):
@@ -102,5 +97,4 @@ def _stacks(converter: WeightConverter) -> bool:
 
 
 def _alike(tensors: list[FileTensor]) -> bool:
-    """Return whether all tensors are matrices of one type and width."""
     return all(len(t.shape) == 2 for t in tensors) and len({(t.dtype, t.shape[1:]) for t in tensors}) == 1

@@ -101,10 +101,8 @@ def without_dropout(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 
 def load_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-    """Load a causal LM on the CPU in float32 from safetensors. Raises UserError if a weight is missing.
-
-    With `tensors`, by their names in the files, each `load_...` function reads only the folder's small files.
-    """
+    """Load a causal LM on the CPU in float32 from safetensors. Raises UserError if a weight is missing. With `tensors`,
+    by their names in the files, each `load_...` function reads only the folder's small files."""
     model, wrong = _load(AutoModelForCausalLM, start, tensors)
     _refuse(start.source, wrong)
     return model
@@ -149,10 +147,8 @@ def load_value_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = N
 
 
 def load_reward_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-    """Load a frozen sequence classifier: `forward(input_ids=..., attention_mask=...).logits` is [N, 1].
-
-    Raises UserError for another number of labels, or if weights are missing.
-    """
+    """Load a frozen sequence classifier: `forward(input_ids=..., attention_mask=...).logits` is [N, 1]. Raises
+    UserError for another number of labels, or if weights are missing."""
     source, hf_config = start.source, start.hf_config
     known = type(hf_config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     if not known and AutoModelForSequenceClassification.__name__ not in getattr(hf_config, "auto_map", {}):
@@ -209,7 +205,6 @@ def _class_for(loader: Any, options: dict[str, Any]) -> tuple[Any, PretrainedCon
 
 
 def _generation_config(folder: Path) -> GenerationConfig:
-    """Load the generation config from its own file, else from config.json, as transformers does."""
     try:
         return GenerationConfig.from_pretrained(folder)
     except OSError:

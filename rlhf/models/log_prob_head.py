@@ -68,11 +68,8 @@ class LogProbModel(nn.Module):
 
 
 def with_log_probs(model: Any, *, use_liger: bool = False) -> Any:
-    """Let `model.forward` accept `targets`, and return `model`; its names and weights stay.
-
-    Args:
-        use_liger: use Liger's kernel without entropy, if the model does not change the head's product.
-    """
+    """Let `model.forward` accept `targets`, and return `model`; its names and weights stay. `use_liger`: use Liger's
+    kernel where no entropy is needed and the model does not change the head's product."""
     if isinstance(model, LogProbModel):
         return model
     parts = _parts_of(model)

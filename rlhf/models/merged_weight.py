@@ -10,9 +10,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Factors:
     """Adapter of one weight W [out, in]: A [r, in], B [out, r], and with DoRA the magnitude of each output [out].
-
-    `transposed`: W is [in, out], as in embeddings and GPT-2's layers.
-    """
+    `transposed`: W is [in, out], as in embeddings and GPT-2's layers."""
 
     a: Tensor
     b: Tensor
@@ -22,7 +20,6 @@ class Factors:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of W."""
         shape = self.b.shape[0], self.a.shape[1]
         return shape[::-1] if self.transposed else shape
 

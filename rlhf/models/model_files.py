@@ -61,7 +61,6 @@ class ModelFiles:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Raise errors of reading `folder` as UserError."""
         with _telling(self.source):
             yield
 
@@ -71,11 +70,8 @@ def find_files(
 ) -> ModelFiles:
     """Find the ranks that see the folder of `source`; send its small files to the others, below `scratch`. Collective.
 
-    Args:
-        loading: `model.loading`.
-
-    Raises:
-        UserError: on every rank, if no rank sees the folder, or, with `loading=shard`, some rank does not.
+    `loading` is `model.loading`. Raises UserError on every rank if no rank sees the folder, or, with `loading=shard`,
+    some rank does not.
     """
     folder, seen = _look_for(source, loading, coordinator)
     reader = next(rank for rank, content in enumerate(seen) if content is not None)

@@ -15,10 +15,8 @@ FLASH = "flash_attention_2"
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Model inputs for several sequences, and the positions of the sequences in the output.
-
-    `use_cache` is always False: with a cache, transformers silently lets packed sequences attend to each other.
-    """
+    """Model inputs for several sequences, and the positions of the sequences in the output. `use_cache` is always
+    False: with a cache, transformers silently lets packed sequences attend to each other."""
 
     inputs: dict[str, Any]
     """Arguments of the model's `forward`."""
@@ -27,10 +25,8 @@ class TokenRows:
 
 
 def lay_out(model: nn.Module, ids: Tensor, lengths: Tensor) -> TokenRows:
-    """Lay out the first `lengths` [N] tokens of each row of `ids` [N, L]: in one row after `pack`, else padded.
-
-    Padding is on the right. With causal attention it never reaches a real token, so no mask is needed.
-    """
+    """Lay out the first `lengths` [N] tokens of each row of `ids` [N, L]: in one row after `pack`, else padded. Padding
+    is on the right. With causal attention it never reaches a real token, so no mask is needed."""
     columns = torch.arange(ids.shape[1], device=ids.device)
     if not is_packed(model):
         return TokenRows(
@@ -60,16 +56,13 @@ def lay_out(model: nn.Module, ids: Tensor, lengths: Tensor) -> TokenRows:
 
 def pack(model: nn.Module) -> None:
     """Let `lay_out` pack for `model` (or an engine's wrapper), with attention that separates packed sequences.
-
-    `rlhf.models.packing_probe` checks whether the rest of the model separates them.
-    """
+    `rlhf.models.packing_probe` checks whether the rest of the model separates them."""
     config = _config(model)
     config._attn_implementation = BY_SEQUENCE.get(config._attn_implementation, config._attn_implementation)
     model.packs = True  # type: ignore[assignment]
 
 
 def unpack(model: nn.Module) -> None:
-    """Undo `pack`."""
     config = _config(model)
     plain = {name: given for given, name in BY_SEQUENCE.items()}
     config._attn_implementation = plain.get(config._attn_implementation, config._attn_implementation)
@@ -77,12 +70,10 @@ def unpack(model: nn.Module) -> None:
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Return whether `lay_out` packs for `model`."""
     return bool(getattr(model, "packs", False))
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model in an engine's module."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 

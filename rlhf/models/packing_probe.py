@@ -23,14 +23,10 @@ REFUSALS = (TypeError, ValueError, AttributeError, KeyError, NotImplementedError
 
 
 def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
-    """Switch packing on or off as the setting asks, and log the choice and its reason. Collective.
+    """Switch packing on or off, and log the choice and its reason. Collective.
 
-    Args:
-        model: an engine's module with its weights.
-        wanted: the setting's value; None packs if the model passes the probe.
-
-    Raises:
-        UserError: packing is wanted and the model fails the probe.
+    `model` is an engine's module with its weights. `wanted` is the setting's value; None packs if the model passes the
+    probe. Raises UserError if packing is wanted and the model fails the probe.
     """
     reason = f"{setting}=false" if wanted is False else why_not(model)
     if reason is not None and wanted:

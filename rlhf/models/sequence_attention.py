@@ -25,7 +25,6 @@ Runs = tuple[tuple[int, int], ...]
 
 
 def runs_of(lengths: Sequence[int]) -> Runs:
-    """Return the runs of equal lengths among `lengths`, in order."""
     return tuple((len(list(alike)), length) for length, alike in groupby(lengths))
 
 
@@ -48,7 +47,6 @@ class RowMasks:
         self._made: dict[int | None, Any] = {}
 
     def whole(self) -> Any:
-        """Return the mask of the row, as transformers makes it."""
         if None not in self._made:
             self._made[None] = self._make(**self._options)
         return self._made[None]

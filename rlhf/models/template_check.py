@@ -36,12 +36,8 @@ def check_template(name: str, template: str | None) -> None:
 def check_rendering(
     name: str, template: str | None, where: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]
 ) -> None:
-    """Raise UserError if the chat template, found as in `check_template`, fails on a prompt.
-
-    Args:
-        where: file and line of the prompt.
-        variables: `data.apply_chat_template_kwargs`.
-    """
+    """Raise UserError if the chat template, found as in `check_template`, fails on a prompt. `where` is the prompt's
+    file and line; `variables` are `data.apply_chat_template_kwargs`."""
     folder = Path(name).expanduser()
     if template is not None:
         said, text = f"model.chat_template={template}", _read(Path(template).expanduser())

@@ -71,7 +71,6 @@ def environment() -> Any:
 
 
 def main() -> None:
-    """Read the template from stdin, render it, and write the problem to stdout."""
     die_with_parent()  # a template's loop may never end
     template, messages, variables = json.load(sys.stdin)
     with suppress(ValueError, OSError):  # the user may have set a lower limit

@@ -120,7 +120,6 @@ def sloppy_answer(a: int, operator: str, b: int) -> int:
 
 
 def held_out(seed: int = 1, size: int = VAL_SIZE) -> ProceduralDataset:
-    """Return the held-out problems of a run with `trainer.seed=seed`."""
     return reasoning_gym.create_dataset(TASK, seed=VAL_SEED + seed, size=size, **TASK_CONFIG)
 
 
@@ -134,9 +133,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> list
 @dataclass(frozen=True)
 class Corpus:
     """Every problem that is not held out: `prompts` is (problem, token), and `answers` is (student, problem, token).
-
-    Student 0 is careful, student 1 sloppy. Each answer ends with the end token and padding.
-    """
+    Student 0 is careful, student 1 sloppy. Each answer ends with the end token and padding."""
 
     prompts: Tensor
     answers: Tensor

@@ -47,11 +47,8 @@ class Loaded:
         self._parts, self._reader = parts, reader
 
     def fill(self, shards: Shards) -> None:
-        """Load the weights into `shards`, this rank's part of the model. Collective.
-
-        Raises:
-            UserError: on every rank, if a file cannot be read.
-        """
+        """Load the weights into `shards`, this rank's part of the model. Collective. Raises UserError on every rank if
+        a file cannot be read."""
         on_every_rank(lambda: self._fill(shards), self._reader.coordinator)
         self._reader.close()
 
@@ -144,11 +141,7 @@ class ModelReader:
 def load(
     files: ModelFiles, hf_config: PretrainedConfig, load_from: Load, coordinator: Coordinator, device: torch.device
 ) -> Loaded:
-    """Load the model of `files`. Collective.
-
-    Raises:
-        UserError: on every rank, if weights are missing or cannot be read.
-    """
+    """Load the model of `files`. Collective. Raises UserError on every rank if weights are missing or unreadable."""
     reader = ModelReader(files, coordinator, device)
     plain = files.headers is not None and not any(getattr(hf_config, name, None) for name in NOT_PLAIN)
     if plain:

@@ -24,10 +24,8 @@ SAMPLE, START, BIRTH, KEY, TOKEN = range(5)
 
 
 class Decoding:
-    """State of one `generate` call over requests with equal `params`. Siblings share the prefill of their prompt.
-
-    The host has a copy of the state on which it decides. So there is one synchronisation per token, or two with top-k.
-    """
+    """State of one `generate` call over requests with equal `params`. Siblings share the prefill of their prompt. The
+    host has a copy of the state on which it decides. So there is one synchronisation per token, or two with top-k."""
 
     def __init__(self, model: Any, tokenizer: Any, eos: Tensor, requests: Sequence[Request], max_rows: int) -> None:
         self.model, self.tokenizer, self.eos, self.requests = model, tokenizer, eos, requests
@@ -222,10 +220,8 @@ class Decoding:
         self._rows_changed()
 
     def _reserve(self, like: RowCache) -> None:
-        """Make room for more columns in the cache.
-
-        Drop empty columns on the left, and rows that no waiting sample will fill.
-        """
+        """Make room for more columns in the cache. Drop empty columns on the left, and rows that no waiting sample will
+        fill."""
         span = self.cache.span
         end = max(int(self.lengths.max()), span.end - span.start)
         shift = end - span.end

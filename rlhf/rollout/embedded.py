@@ -120,12 +120,8 @@ class EmbeddedEngine:
 def build_embedded_engine(
     model: Any, tokenizer: Any, config: RolloutConfig, device: torch.device | str | None = None
 ) -> EmbeddedEngine:
-    """Build an engine over a copy of `model` in `config.dtype` on `device` (default: the model's device).
-
-    Args:
-        model: the policy before sharding; stays unchanged. If its weights are on the meta device, the engine has none
-            before the first `update_weights`.
-    """
+    """Build an engine over a copy of `model`, the policy before sharding, in `config.dtype` on `device` (default: the
+    model's). If the weights are on the meta device, the engine has none before the first `update_weights`."""
     dtype = getattr(torch, config.engine_dtype)
     # Convert weights only: buffers such as rotary frequencies lose distant positions in half precision.
     memo: dict[int, Any] = {

@@ -70,10 +70,8 @@ class RolloutEngine(Protocol):
         """Precision of the engine's weights, the same on every rank. The engine casts weights of another precision."""
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Receive the policy's weights. `version` is the number of steps that the policy has done.
-
-        An engine may call `weights` again until the next update.
-        """
+        """Receive the policy's weights. `version` is the number of steps that the policy has done. An engine may call
+        `weights` again until the next update."""
 
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
         """Return the samples of this rank's requests, in the order of the requests."""
@@ -95,17 +93,13 @@ class BackgroundEngine(RolloutEngine, Protocol):
         """Start to generate with the present weights. Only `finish` may be called next."""
 
     def finish(self, version: int) -> list[Sample]:
-        """Wait for the generation of `begin`, and return the sample of each request.
-
-        Requests that failed because an engine died are generated now, by the present policy, after `version` steps.
-        """
+        """Wait for the generation of `begin`, and return the sample of each request. Requests that failed because an
+        engine died are generated now, by the present policy, after `version` steps."""
 
 
 class AdapterEngine(RolloutEngine, Protocol):
     """An engine that keeps the frozen base weights and applies adapters to them. All calls are collective."""
 
     def update_adapters(self, base: Weights, adapters: Weights, version: int) -> None:
-        """Receive adapters, by their names in a checkpoint, and at the first call the base weights.
-
-        `version` is the number of steps that the policy has done.
-        """
+        """Receive adapters, by their names in a checkpoint, and at the first call the base weights. `version` is the
+        number of steps that the policy has done."""

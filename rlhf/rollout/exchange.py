@@ -23,14 +23,8 @@ DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, 
 def gather_requests(
     mine: Sequence[Request], sources: Sequence[int], takers: Sequence[int], coordinator: Coordinator
 ) -> list[list[Request]]:
-    """Send the requests of the ranks `sources` to the ranks `takers`. Collective over sources and takers.
-
-    Args:
-        mine: this rank's requests.
-
-    Returns:
-        On a taker the requests of each source, in the order of `sources`; on other ranks an empty list.
-    """
+    """Send requests from the ranks `sources` to the ranks `takers`. Collective over sources and takers. Returns each
+    source's requests, in the order of `sources`, on a taker; an empty list on other ranks."""
     rank, gathered = coordinator.rank, []
     for source in sources:  # the same order on all ranks, so that there is no deadlock
         if rank == source:
@@ -44,11 +38,8 @@ def gather_requests(
 
 
 def hand_out_samples(parts: Sequence[Sequence[Sample]], coordinator: Coordinator) -> list[Sample]:
-    """Send each rank its part of the samples on the leader, and return this rank's part. Collective.
-
-    Args:
-        parts: on the leader one part for each rank; ignored on other ranks.
-    """
+    """Send each rank its part of the samples on the leader, and return this rank's part. Collective. Other ranks ignore
+    their `parts`."""
     if not coordinator.is_leader:
         return from_arrays({name: tensor.numpy() for name, tensor in receive_tensors(coordinator, 0).items()})
     for rank in range(1, coordinator.world_size):
@@ -75,7 +66,6 @@ def requests_to_tensors(requests: Sequence[Request]) -> dict[str, Tensor]:
 
 
 def requests_from_tensors(tensors: dict[str, Tensor]) -> list[Request]:
-    """Return the requests that `requests_to_tensors` was given."""
     entries = json.loads(tensors["params"].numpy().tobytes())
     every = [SamplingParams(**entry | {"stop": tuple(entry["stop"])}) for entry in entries]
     token_ids = iter(tensors["token_ids"].tolist())
@@ -98,7 +88,6 @@ def send_tensors(coordinator: Coordinator, tensors: Mapping[str, Tensor], to: in
 
 
 def receive_tensors(coordinator: Coordinator, source: int) -> dict[str, Tensor]:
-    """Receive the tensors that the rank `source` sends."""
     length = torch.empty(1, dtype=torch.int64)
     coordinator.receive(length, source)
     text = torch.empty(int(length), dtype=torch.uint8)

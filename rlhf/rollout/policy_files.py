@@ -26,6 +26,5 @@ class PolicyFiles:
 
     @property
     def vocab_size(self) -> int:
-        """Return the vocabulary size in config.json."""
         config = json.loads(self.files["config.json"])
         return config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"]

@@ -38,11 +38,8 @@ def to_arrays(samples: Sequence[Sample]) -> Arrays:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Sample]:
-    """Return the samples that `to_arrays` was given. Their token ids and log-probs are views of `arrays`.
-
-    Raises:
-        ValueError: the arrays do not have the lengths that their rows say.
-    """
+    """Return the samples that `to_arrays` was given; their token ids and log-probs are views of `arrays`. Raises
+    ValueError if the arrays do not have the lengths that their rows say."""
     _check_lengths(arrays)
     runs, spans = (iter(arrays[name].reshape(-1, 2).tolist()) for name in ("versions", "observations"))
     rows = arrays["rows"].reshape(-1, FIELDS).tolist()

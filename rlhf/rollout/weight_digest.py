@@ -81,11 +81,8 @@ class WeightCheck:
         self._names: set[str] = set()
 
     def check(self, sent: Digests, ranks: Sequence[Digests], version: str) -> None:
-        """Compare `sent` with `ranks`, the digests of each engine device by the engine's names.
-
-        Raises:
-            WeightsNotHeld: names the weights that differ, and whether each still has its old value.
-        """
+        """Compare `sent` with `ranks`, the digests of each engine device by the engine's names. Raises WeightsNotHeld
+        with the weights that differ, and whether each still has its old value."""
         held_names: set[str] = set().union(*ranks)
         groups = {name: self._group(name, held_names) for name in sent}
         expected = _added((groups[name], found) for name, found in sent.items())
@@ -154,7 +151,6 @@ class WeightCheck:
 
 
 def _added(digests: Iterable[tuple[str, Digest]]) -> dict[str, Digest]:
-    """Add up the digests of equal names."""
     sums: dict[str, Digest] = {}
     for name, (first, second) in digests:
         before = sums.get(name, (0, 0))

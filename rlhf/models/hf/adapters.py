@@ -62,7 +62,6 @@ def split_adapter(
 
 
 def is_adapted(names: Mapping[str, Any]) -> bool:
-    """Return whether these are names of a PeftModel's state dict with LoRA."""
     return any(".lora_" in name for name in names)
 
 

@@ -34,7 +34,6 @@ class Architecture:
 
     @property
     def name(self) -> str:
-        """Return the class name, as in `architectures` of config.json."""
         return self.kind.__name__
 
 

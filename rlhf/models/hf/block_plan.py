@@ -35,11 +35,8 @@ class BlockPlan:
 
 
 def plan_blocks(held: Sequence[HeldBytes], size: int, writers: Sequence[int]) -> defaultdict[int, BlockPlan]:
-    """Return the plan of each rank that has bytes or writes in a file of `size` bytes; only `writers` write.
-
-    Args:
-        held: byte ranges without overlaps. Every writer can make the bytes of no rank (the header).
-    """
+    """Return the plan of each rank that has bytes or writes in a file of `size` bytes; only `writers` write. Ranges in
+    `held` do not overlap; every writer can make the bytes that no rank has (the header)."""
     plans: defaultdict[int, BlockPlan] = defaultdict(BlockPlan)
     for number, parts in enumerate(_by_block(held, -(-size // BLOCK))):
         sizes = {rank: sum(end - begin for begin, end in extents) for rank, extents in parts.items()}

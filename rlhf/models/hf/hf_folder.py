@@ -72,7 +72,6 @@ def ranges_of(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int, int
 
 
 def same_tensor(source: TensorSource, name: str, other: str) -> bool:
-    """Return whether two tensors of a checkpoint are equal."""
     tensors = source.contents.tensors
     return tensors[name] == tensors[other] and all(
         torch.equal(source.read(name, start, stop), source.read(other, start, stop))

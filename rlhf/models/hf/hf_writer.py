@@ -96,10 +96,8 @@ def _chunks(source: TensorSource, plan: HfPlan, file: WeightsFile, progress: Pro
 
 
 def write_exports(root: Path, exports: Mapping[str, HfExport], coordinator: Coordinator) -> Exported | None:
-    """Write `exports` (folder below `root` -> export) on the driver's disk; fsync every file. Collective.
-
-    Returns None on other ranks than the leader, and without exports. Raises on every rank if any rank fails.
-    """
+    """Write `exports` (folder below `root` -> export) on the driver's disk; fsync every file. Collective. Returns None
+    on other ranks than the leader, and without exports. Raises on every rank if any rank fails."""
     if not exports:
         return None
     shares = coordinator.collect(
@@ -138,7 +136,6 @@ def _plan(
 
 
 def _held(export: HfExport, shares: Sequence[FileShards]) -> dict[str, list[HeldBytes]]:
-    """Return the byte ranges of each file and the ranks that have them."""
     places = {name: (file.name, first) for file in export.plan.weights for name, first in file.first_byte.items()}
     held: dict[str, list[HeldBytes]] = {file.name: [] for file in export.plan.weights}
     for rank, parts in enumerate(parts_of_ranks(tensor_table(export.in_files), shares)):
@@ -183,7 +180,6 @@ class _HeldFile:
         ]
 
     def block_bytes(self, number: int) -> int:
-        """Return the size of a block in bytes."""
         return min(BLOCK, self.file.size - number * BLOCK)
 
     def extents(self, number: int) -> list[Extent]:
@@ -220,10 +216,8 @@ class _HeldFile:
 
 
 class _Work:
-    """Writes one rank's blocks with memory for two of them.
-
-    `problem` is the first error. After an error the rank stops writing, but still sends the parts that others wait for.
-    """
+    """Writes one rank's blocks with memory for two of them. `problem` is the first error. After an error the rank stops
+    writing, but still sends the parts that others wait for."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator

@@ -69,7 +69,6 @@ def _config_of(source: TensorSource) -> PretrainedConfig | None:
 
 
 def file_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, FileTensor]:
-    """Return `infos` as headers of files."""
     return {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in infos.items()}
 
 

@@ -43,7 +43,6 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def weight_map(path: Path, index: str) -> dict[str, list[str] | None]:
-    """Return the names of the tensors by file, from an index."""
     try:
         entries = json.loads((path / index).read_bytes())["weight_map"]
         files: dict[str, list[str] | None] = {}

@@ -22,7 +22,6 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -87,27 +86,21 @@ class TensorSource(Protocol):
     """Name of the layout in `--backend`."""
 
     @property
-    def contents(self) -> Contents:
-        """Tensors and metadata of the checkpoint."""
-        ...
+    def contents(self) -> Contents: ...
 
     def read(self, name: str, start: int, stop: int) -> "Tensor":
         """Return elements [start, stop) of the flattened (row-major) tensor or moment `name`: 1-D, contiguous, on the
         CPU, in the stored type. Raises DamagedCheckpoint if the elements cannot be read."""
         ...
 
-    def close(self) -> None:
-        """Close the checkpoint's files."""
-        ...
+    def close(self) -> None: ...
 
 
 class ReadableTensor(Protocol):
     """A tensor on disk."""
 
     @property
-    def info(self) -> TensorInfo:
-        """Shape and type of the whole tensor."""
-        ...
+    def info(self) -> TensorInfo: ...
 
     def read(self, start: int, stop: int) -> "Tensor":
         """Return elements [start, stop) of the flattened tensor, like `TensorSource.read`."""

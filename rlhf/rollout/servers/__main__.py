@@ -33,10 +33,8 @@ ASK_FOR_SECRET = ["--middleware", f"{SecretMiddleware.__module__}.{SecretMiddlew
 
 
 def with_our_flags(arguments: Sequence[str], cpu: bool, asks: bool) -> list[str]:
-    """Return vLLM's flags for our command line, the model first; the last of repeated flags counts.
-
-    `asks`: the server asks for a secret.
-    """
+    """Return vLLM's flags for our command line, the model first; the last of repeated flags counts. `asks`: the server
+    asks for a secret."""
     flags = list(arguments)
     if not flags[0].startswith("-"):  # --help
         flags.insert(0, "--model")

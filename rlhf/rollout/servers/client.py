@@ -72,15 +72,11 @@ class ServerClient:
         return False
 
     async def version(self) -> str:
-        """Return the release of vLLM."""
         return _text(_parsed(await self._call("GET", "/version", self._short)), "version")
 
     async def tokens(self) -> float:
-        """Return the number of prompt and response tokens since the server started.
-
-        Raises:
-            UserError: the server does not count tokens.
-        """
+        """Return the number of prompt and response tokens since the server started. Raises UserError if the server
+        does not count tokens."""
         content = await self._call("GET", "/metrics", self._short)
         counts = [line.rpartition(b" ")[2] for line in content.splitlines() if line.startswith(_COUNTERS)]
         if not counts:
@@ -96,12 +92,8 @@ class ServerClient:
     async def generate(self, requests: Sequence[Request], seed: int, label: str, version: int) -> list[Sample]:
         """Return samples of siblings by the weights `label`, those after `version` steps. Waits without a deadline.
 
-        Args:
-            seed: seed of the first sample.
-
-        Raises:
-            StaleAnswer: other weights made part of the answer.
-            UserError: the server rejects the request, as any other server would.
+        `seed` is the first sample's. Raises StaleAnswer if other weights made part of the answer, and UserError if the
+        server rejects the request, as any other server would.
         """
         first, n = requests[0], copies_of(requests)
         ask = self._ask
@@ -178,7 +170,6 @@ def samples_of(content: bytes, requests: Sequence[Request], vocab_size: int, lab
 
 
 def _sample(choice: dict[str, Any], request: Request, vocab_size: int, version: int) -> tuple[Sample, set[str]]:
-    """Return a sample, and the labels of the weights that made it."""
     max_tokens = request.params.max_tokens
     token_ids, reason = choice.get("token_ids"), choice.get("finish_reason")
     if not isinstance(token_ids, list) or not all(_is_int(token) and 0 <= token < vocab_size for token in token_ids):
@@ -232,7 +223,6 @@ def _text(parsed: dict[str, Any], key: str) -> str:
 
 
 def _fault(content: bytes) -> str | None:
-    """Return vLLM's message about a rejected request."""
     try:
         error = _parsed(content).get("error")
     except ServerFailure:

@@ -34,12 +34,10 @@ class ServerControl:
         self._headers = secret.headers
 
     def post(self, url: str, path: str, body: dict[str, Any] | None = None) -> None:
-        """Send a POST request, and ignore the answer's content."""
         headers = {**self._headers, "Content-Type": "application/json"}
         self._call(path, urllib.request.Request(url + path, json.dumps(body or {}).encode(), headers))
 
     def get(self, url: str, path: str) -> Any:
-        """Return the JSON of a GET request."""
         answer = self._call(path, urllib.request.Request(url + path, headers=self._headers))
         try:
             return json.loads(answer)

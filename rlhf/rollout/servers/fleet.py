@@ -48,7 +48,6 @@ class Fleet:
         return self._call(run())
 
     def close(self) -> None:
-        """End the thread and the servers that it started."""
         self._fleet_loop.closing = True
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():

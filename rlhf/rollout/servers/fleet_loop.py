@@ -65,7 +65,6 @@ class _Generation:
 
     @property
     def total(self) -> int:
-        """Number of samples in all groups."""
         return sum(map(len, self.groups))
 
 
@@ -143,9 +142,7 @@ class FleetLoop:
 
     def want(self, label: str, version: int) -> list[str]:
         """Return the servers that need the weights `label`, those after `version` steps; no other weights serve now.
-
-        These servers get no other calls until `pushed`.
-        """
+        These servers get no other calls until `pushed`."""
         self._label, self._version = label, version
         for member in self._members:
             member.health.want(label)

@@ -38,8 +38,9 @@ class Budget:
 class ServerHealth:
     """Health of one server. `ours`: we start and restart it; another server must recover by itself.
 
-    After the first failure in a row, a process of ours is probed again once the back-off has passed. After the next
-    failure, or if the process is `gone` (ended, hung), it is restarted.
+    The caller reports events by methods such as `started` or `asked`, and does what `due` and `overdue` return. After
+    the first failure in a row, a process of ours is probed again once the back-off has passed. After the next failure,
+    or if the process is `gone` (ended, hung), it is restarted.
     """
 
     def __init__(self, settings: ServersConfig, budget: Budget, *, ours: bool, now: float) -> None:
@@ -94,11 +95,9 @@ class ServerHealth:
         return None
 
     def started(self, now: float) -> None:
-        """Record that the process was started."""
         self._become_starting(now, self._settings.start_timeout_s)
 
     def probing(self, now: float) -> None:
-        """Record that a probe has started."""
         if self._state == "dead":
             # A process of ours that still runs needs no time to start.
             s = self._settings
@@ -117,7 +116,6 @@ class ServerHealth:
             self._become("serving" if current else "stale", now)
 
     def counting(self, now: float) -> None:
-        """Record that a token count was requested."""
         self._next_count = now + min(WATCH_EVERY_S, self._settings.answer_timeout_s / 4)
 
     def counted(self, now: float, tokens: float) -> None:
@@ -143,14 +141,12 @@ class ServerHealth:
             self._become("serving", now)
 
     def asked(self, now: float) -> None:
-        """Record that a request was sent."""
         if not self.in_flight:
             # The next count is compared with the first.
             self._last_progress = self._next_count = now
         self.in_flight += 1
 
     def finished(self, now: float) -> None:
-        """Record that a request succeeded."""
         self.in_flight -= 1
         self._last_progress, self.failures = now, 0
         self._budget.finished()
@@ -173,7 +169,6 @@ class ServerHealth:
 
     @property
     def backoff_s(self) -> float:
-        """Return the back-off in seconds after the last failure."""
         s = self._settings
         return min(s.backoff_max_s, s.backoff_s * 2 ** min(max(self.failures - 1, 0), 30))
 

@@ -28,16 +28,12 @@ class Secret:
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers that send the secret."""
         return {"Authorization": f"Bearer {self.value}"}
 
 
 def run_secret(file: Path) -> Secret:
-    """Return the run's secret from RLHF_ROLLOUT_SECRET, else from `file`, which is created if missing.
-
-    Raises:
-        UserError: other users may read the file, or its content is no valid secret.
-    """
+    """Return the run's secret from RLHF_ROLLOUT_SECRET, else from `file`, which is created if missing. Raises UserError
+    if other users may read the file, or if its content is no valid secret."""
     if secret := environment_secret(os.environ):
         return secret
     if not file.exists():

@@ -64,11 +64,8 @@ class ServerEngine:
         self._push(version)
 
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
-        """Return the sample of each of this rank's requests, in order.
-
-        Raises:
-            ServersFailed: the servers failed too often (rollout.servers.max_failures).
-        """
+        """Return the sample of each of this rank's requests, in order. Raises ServersFailed after too many failures
+        (rollout.servers.max_failures)."""
         self.begin(requests, seed=seed, step=step)
         return self.finish(self._version)
 
@@ -150,7 +147,6 @@ class ServerEngine:
         self._lead(lambda fleet: fleet.do(lambda loop: loop.pushed(label, errors)))
 
     def _parted(self, samples: list[Sample]) -> list[list[Sample]]:
-        """Return the samples of all requests, by rank."""
         left = iter(samples)
         return [list(islice(left, size)) for size in self._sizes]
 
@@ -212,9 +208,7 @@ def build_server_engine(
 
 def server_gpus(config: RolloutConfig, device: torch.device, world_size: int) -> list[list[str]]:
     """Return the GPUs of each server that we start, as in CUDA_VISIBLE_DEVICES: after those of this machine's ranks.
-
-    Raises UserError for too few GPUs.
-    """
+    Raises UserError for too few GPUs."""
     count, size = config.servers.count, config.tensor_model_parallel_size
     if device.type != "cuda":
         return [[] for _ in range(count)]

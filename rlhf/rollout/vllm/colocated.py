@@ -246,7 +246,6 @@ class VllmEngine:
         ]
 
     def _lora_request(self) -> Any:
-        """Return the adapters for vLLM to apply, or None."""
         return None
 
     def _sample(self, request: Request, completion: Any) -> Sample:

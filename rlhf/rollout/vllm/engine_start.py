@@ -44,15 +44,8 @@ def build_vllm_engine(
     seed: int,
     kind: Callable[..., VllmEngine] = VllmEngine,
 ) -> VllmEngine:
-    """Build an engine on this rank's device, asleep if possible. Collective; needs the ranks' process group.
-
-    Args:
-        seed: vLLM's own seed; each request has its own.
-        kind: the engine's class.
-
-    Raises:
-        UserError: vLLM rejects the model or the arguments.
-    """
+    """Build an engine of class `kind` on this rank's device, asleep if possible. Collective; needs the ranks' process
+    group. `seed` is vLLM's own; each request has its own. Raises UserError if vLLM rejects the model or arguments."""
     if device.type != "cuda":
         config = replace(config, sleep_level=0)
     tensor_parallel = config.tensor_model_parallel_size
@@ -114,10 +107,8 @@ def _start(arguments: dict[str, Any], shared: str, device: torch.device) -> Any:
 
 @contextmanager
 def _own_groups(shared: str) -> Iterator[None]:
-    """Start the names of the shared memory that connects a group's ranks on a CPU with `shared`.
-
-    vLLM uses the same name in all runs, and a killed run does not remove the memory.
-    """
+    """Start the names of the shared memory that connects a group's ranks on a CPU with `shared`. vLLM uses the same
+    name in all runs, and a killed run does not remove the memory."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     name = Shared.make_group_name

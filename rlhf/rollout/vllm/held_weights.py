@@ -23,10 +23,8 @@ def weight_check(model: nn.Module, *, exact: bool) -> WeightCheck:
 
 
 def record_packing(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let linear layers and heads on a CPU record the digest, in `dtype`, of each weight that they pack.
-
-    On a CPU vLLM computes with the packed copy, which cannot be read, and drops the weight of a linear layer.
-    """
+    """Let linear layers and heads on a CPU record the digest, in `dtype`, of each weight that they pack. On a CPU vLLM
+    computes with the packed copy, which cannot be read, and drops the weight of a linear layer."""
     for module in model.modules():
         method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
         if method is None or not isinstance(weight, Tensor) or weight.device.type != "cpu" or hasattr(module, _PACKED):
@@ -44,10 +42,8 @@ def _recording(process: Any, dtype: torch.dtype) -> Any:
 
 
 def held_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
-    """Return digests in `dtype` of this device's parameters or slices, and of its adapter's factors (`FACTORS`).
-
-    The first of several devices counts replicated key and value heads.
-    """
+    """Return digests in `dtype` of this device's parameters or slices, and of its adapter's factors (`FACTORS`). The
+    first of several devices counts replicated key and value heads."""
     found: dict[str, Tensor] = {}
     names: dict[int, str] = {}
     for path, module in model.named_modules():

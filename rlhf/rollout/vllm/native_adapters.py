@@ -117,13 +117,8 @@ def build_adapter_engine(
     *,
     seed: int,
 ) -> AdapterVllmEngine:
-    """Build an `AdapterVllmEngine` like `build_vllm_engine`. Collective.
-
-    The engine keeps its weights while it sleeps, since the base is not sent again.
-
-    Raises:
-        UserError: vLLM rejects the model or the arguments.
-    """
+    """Build an `AdapterVllmEngine` as `build_vllm_engine` does. Collective. The engine keeps its weights while it
+    sleeps, since the base is not sent again. Raises UserError if vLLM rejects the model or the arguments."""
     rank = next(allowed for allowed in RANKS if lora.rank <= allowed)
     ours = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
     of_vllm = replace(config.engine_kwargs, vllm=ours | config.engine_kwargs.vllm)

@@ -35,10 +35,8 @@ class NcclGroup:
         """The servers' label of the weights of the last update."""
 
     def join(self, urls: Sequence[str]) -> bool:
-        """Join a group with exactly these servers; return False on failure, without a second try for equal servers.
-
-        A server that was restarted at its old address lacks the label of the last update, and is detected by this.
-        """
+        """Join a group with exactly these servers; return False on failure, without a second try for equal servers. A
+        server that was restarted at its old address lacks the label of the last update, and is detected by this."""
         if self._communicator is not None:
             try:
                 known = {self._control.get(url, "/weight_info")["weight_version"] for url in urls}
@@ -117,9 +115,7 @@ class NcclGroup:
         self, ours: Callable[[], Any], theirs: Callable[[str], None], urls: Sequence[str]
     ) -> tuple[Any, dict[str, str]]:
         """Run `ours` while each server runs `theirs`; return its result (None: failed or interrupted) and the errors.
-
-        `ours` may hang in NCCL if a peer is missing, so it runs in a thread that can be abandoned.
-        """
+        `ours` may hang in NCCL if a peer is missing, so it runs in a thread that can be abandoned."""
         results: list[Any] = []
         ended, refused = threading.Event(), threading.Event()
 

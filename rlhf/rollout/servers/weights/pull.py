@@ -67,7 +67,6 @@ class Lender:
             del self._lent[path]
 
     def close(self) -> None:
-        """Stop the HTTP server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -83,11 +82,8 @@ def address_towards(url: str) -> str:
 
 
 def fetch(url: str, size: int, xxh3_128: str, timeout_s: float, secret: str | None) -> bytes:
-    """Return the `size` bytes at `url` from a trainer with `secret`; None accepts any trainer.
-
-    Raises:
-        OSError: bytes are missing, late (`timeout_s`), do not match the hash, or the trainer lacks the secret.
-    """
+    """Return the `size` bytes at `url` from a trainer with `secret`; None accepts any trainer. Raises OSError if bytes
+    are missing, late (`timeout_s`), do not match the hash, or if the trainer lacks the secret."""
     deadline = time.monotonic() + timeout_s
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     data, digest = bytearray(), xxhash.xxh3_128()

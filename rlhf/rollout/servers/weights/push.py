@@ -57,9 +57,7 @@ class WeightPush:
         """Send `tensors` to the servers at `urls`, which abort their requests and continue with the new weights.
 
         Iterates `tensors` to the end after any failure, since other ranks take part in it; its own errors propagate.
-
-        Args:
-            label: the servers' new label of the weights (vLLM's weight version).
+        The servers store `label` as vLLM's weight version.
 
         Returns:
             For each URL None, or why the server lacks the weights: an error, or digests that differ from those sent.
@@ -155,10 +153,8 @@ class HttpRoute:
 def buckets(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device, limit: int
 ) -> Iterator[Bucket]:
-    """Yield copies of `tensors` on `device`, floating-point tensors in `dtype`, in groups of at most `limit` bytes.
-
-    A larger tensor is a group of its own.
-    """
+    """Yield copies of `tensors` on `device`, floating-point tensors in `dtype`, in groups of at most `limit` bytes. A
+    larger tensor is a group of its own."""
     bucket: Bucket = {}
     size = 0
     for name, tensor in tensors:

@@ -43,10 +43,8 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         super().start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one bucket: download {url, size, xxh3_128, timeout_s}; leave anything else to NCCL.
-
-        The last call has {digests, dtype, label}: the digests of all weights sent.
-        """
+        """Load one bucket: download {url, size, xxh3_128, timeout_s}; leave anything else to NCCL. The last call has
+        {digests, dtype, label}: the digests of all weights sent."""
         if "digests" in update_info:
             self._sent = update_info
             return
@@ -82,7 +80,6 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         self._check.check(sent, self._of_group(held_digests(self.model, dtype)), self._sent["label"])
 
     def _of_group(self, held: dict[str, Digest]) -> list[dict[str, Digest]]:
-        """Return the digests of each device of this server."""
         group = get_tp_group()
         ranks = [held] * group.world_size
         if group.world_size > 1:
