@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl is the truth, wandb and TensorBoard are rebuilt from it, a report sums it up."""
+"""Records a run's metrics: metrics.jsonl is the source of truth; wandb, TensorBoard and reports derive from it."""
 
 from rlhf.tracking.history import History, Record
 from rlhf.tracking.report import read_report, write_report

@@ -1,4 +1,4 @@
-"""Headline of evaluations: the one figure that people are shown."""
+"""Chooses the metric of an evaluation that progress lines and reports show."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ _REWARD_IS_MAIN = re.compile(r"val-core/.*/reward/mean@\d+")
 
 @dataclass(frozen=True)
 class Headline:
-    """A metric with its label, its name in report.json, and how its values are written."""
+    """A metric with its label, its name in report.json, and the format of its values."""
 
     metric: str
     label: str
@@ -22,5 +22,5 @@ REWARD = Headline("val/reward", "held-out reward", "val_reward", ".3f")
 
 
 def headline(record: Mapping[str, float]) -> Headline:
-    """The reward where a source of the evaluation has no accuracy, which scores that are not 0 or 1 do not give."""
+    """Return REWARD if a data source has no accuracy because its scores are not only 0 and 1, else ACCURACY."""
     return REWARD if any(map(_REWARD_IS_MAIN.fullmatch, record)) else ACCURACY

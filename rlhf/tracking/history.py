@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per step, on disk before the call returns. Every other tracker is derived from it."""
+"""Writes and reads metrics.jsonl, one JSON object per step. All other trackers derive from metrics.jsonl."""
 
 import json
 from collections.abc import Iterator
@@ -11,69 +11,67 @@ from rlhf.storage.files import append_durably, make_dir, truncate
 from rlhf.storage.history_file import DamagedHistory, HistoryMark, end_of_step, lines, parsed
 
 Record = dict[str, Any]
-"""`{"step": n, "reward/mean": 0.5, ...}`: an int and then floats or ints by metric name."""
+"""`{"step": n, "reward/mean": 0.5, ...}`: an int, then floats or ints by metric name."""
 OF_THE_MACHINE = ("perf/", "timing_s/")
-"""Beginnings of the metrics that depend on the clock or the machine; all others are equal in runs that are equal bit
-for bit."""
+"""Prefixes of metrics that depend on the clock or the machine. All other metrics are bit-identical in equal runs."""
 
 
 def _line(record: Record) -> bytes:
-    # json writes repr(float), which reads back as the same 64 bits; NaN and infinities become the tokens NaN, Infinity
-    # and -Infinity, which Python, pandas and JavaScript's JSON5 read although strict JSON lacks them.
+    # json writes repr(float), which round-trips all 64 bits. NaN and infinities become NaN, Infinity and -Infinity,
+    # which strict JSON lacks but Python, pandas and JSON5 read.
     return json.dumps(record).encode() + b"\n"
 
 
 class History:
-    """The records of one run in a file; one process writes it at a time. Nothing reads more than a line at once."""
+    """Stores the records of a run in a file, read line by line. One process writes the file at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, record: Record) -> None:
-        """Add one record, flushed and fsynced.
+        """Append one record and fsync the file.
 
         Raises:
-            TypeError: a value that JSON lacks (a tensor, say); nothing is written.
+            TypeError: JSON has no type for a value, for example a tensor. The file is unchanged.
             OSError: the disk is full, or the file can't be written.
         """
         append_durably(self.path, [_line(record)])
 
     def mark(self) -> HistoryMark:
-        """The present end, for a checkpoint."""
+        """Return the present end of the file, for a checkpoint."""
         return HistoryMark.at_end(self.path)
 
     def has(self, mark: HistoryMark) -> bool:
-        """Whether all that was there when `mark` was taken still is."""
+        """Return whether the file still begins with the records up to `mark`."""
         return mark.fits(self.path)
 
     def cut_after(self, step: int, mark: HistoryMark | None = None) -> None:
         """Drop the records after `step`, and a torn last line.
 
-        Args:
-            mark: the end of the history when `step` was saved. Where it fits, nothing before it is read.
+        `mark` is the end of the history when `step` was saved. If `mark` fits, the records before it are not read.
 
         Raises:
-            UserError: there is no `mark` that fits, and a line up to there is no record.
+            UserError: without a fitting `mark`, a line up to `step` is not a record.
         """
         make_dir(self.path.parent)
         with _told():
             # Promise 17.
             size = end_of_step(self.path, step, mark)
-        # Not synced: records that a power cut brings back are cut off again by the resume after it.
+        # Not synced: if a power cut restores dropped records, the next resume drops them again.
         if self.path.exists() and self.path.stat().st_size > size:
             truncate(self.path, size)
 
     def steps(self) -> Iterator[int]:
-        """The steps of all whole records, in the file's order; none if there is no file."""
+        """Yield the steps of all complete records, in the file's order."""
         with _told():
             for step, _ in lines(self.path):
                 yield step
 
     def records(self, first: int = 0) -> Iterator[Record]:
-        """The whole records from the step `first` on, in the file's order; none if there is no file.
+        """Yield the complete records from the step `first` on, in the file's order.
 
         Raises:
-            UserError: a line before the last is no record, which no kill can cause.
+            UserError: a line before the last is not a record, which no kill can cause.
         """
         with _told():
             for number, (step, line) in enumerate(lines(self.path), start=1):

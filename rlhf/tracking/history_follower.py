@@ -1,4 +1,4 @@
-"""Follower of metrics.jsonl in another process than the one that writes it: records as they come, cuts noticed."""
+"""Follows metrics.jsonl while another process writes the file, and detects when a resume cuts it."""
 
 import json
 import os
@@ -10,26 +10,26 @@ import xxhash
 from rlhf.tracking.history import Record
 
 REMEMBERED = 10_000
-"""Lines up to which a cut is traced back; a resume goes back to the newest checkpoint, a few dozen steps."""
+"""Lines that a cut can be traced back. A resume cuts the steps since the newest checkpoint, usually a few dozen."""
 TAIL_BYTES = 1 << 20
 
 
 class HistoryFollower:
-    """Gives each record that is appended after it was made.
+    """Returns each record that is appended after the follower's creation.
 
-    A resume or a roll-back cuts the file and writes the steps after the cut again; these are given again. What it has
-    read is remembered by position and hash, since the file may have grown past its old end between two looks.
+    A resume or a roll-back cuts the file and repeats steps; the follower returns repeated steps again. It compares the
+    position and hash of each line read, since the file may outgrow its old end between two calls.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._known: deque[tuple[int, int, int]] = deque(maxlen=REMEMBERED)
-        """Start, end and hash of each line that was read."""
+        """Start, end and hash of each line read."""
         self._base = self._end = self._tail()
         self.new()
 
     def _tail(self) -> int:
-        """Where the first of the last lines begins."""
+        """Return the position of the first line within the last TAIL_BYTES."""
         if not self._path.exists():
             return 0
         with self._path.open("rb") as file:
@@ -40,7 +40,7 @@ class HistoryFollower:
             return start + len(file.readline())
 
     def new(self) -> list[Record]:
-        """The whole records since the last call, in the file's order."""
+        """Return the complete records since the last call, in the file's order."""
         if not self._path.exists():
             self._known.clear()
             self._base = self._end = 0

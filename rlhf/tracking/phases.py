@@ -1,4 +1,4 @@
-"""Phases of a rank for people, from what its parts announce and report."""
+"""Shows users a rank's current phase, derived from announced events and reports."""
 
 import threading
 import time
@@ -20,12 +20,12 @@ NAMES = {
     "rollback.before": "rolling back",
     "end.before": "finishing",
 }
-"""The phase that begins with an event of the loop."""
+"""The phase that each event of the loop begins."""
 INTERVAL_S = 0.1
 
 
 class Phases:
-    """Tells `shown` of the phases of the thread that makes it; what runs behind it counts where it is waited for."""
+    """Sends the phases of the thread that creates it to `shown`. Background work counts while that thread waits."""
 
     def __init__(self, shown: ShowsProgress, rank: int) -> None:
         self._shown, self._rank = shown, rank
@@ -35,7 +35,7 @@ class Phases:
         self._told_at = 0.0
 
     def event(self, step: int, event: str) -> None:
-        """Take note of an event of `rlhf.events`, with the step under way."""
+        """Handle an event of `rlhf.events` in `step`."""
         if event == SCORED and self._name == REWARD:
             self.report(REWARD, min(self._done + 1, self._total), self._total)
         if threading.get_ident() != self._thread:
@@ -52,7 +52,7 @@ class Phases:
         self._enter(name)
 
     def report(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Take note of a report of `rlhf.events`."""
+        """Handle a report of `rlhf.events`."""
         if name != self._name:
             if threading.get_ident() != self._thread:
                 return

@@ -1,4 +1,4 @@
-"""Progress of a run for people: lines every few seconds, and a bar that fits the terminal."""
+"""Shows users the progress of a run: a line every few seconds, and a bar that fits the terminal."""
 
 import math
 import time
@@ -13,27 +13,27 @@ from rlhf.ranks.progress_pipe import ShowsProgress
 from rlhf.tracking.headline import ACCURACY, REWARD
 
 LINE_INTERVAL_S = 5.0
-"""Between two lines of steps."""
+"""Shortest time between two lines of steps."""
 PHASE_INTERVAL_S = 15.0
-"""Between two lines of phases, once the first step is over."""
-# Steps that the remaining time is estimated from.
+"""Shortest time between two lines of phases after the first step."""
+# Steps over which the ETA averages.
 RATE_WINDOW = 20
 SHOWN = (
     ("reward/mean", "reward", ".3f"),
     *((each.metric, each.label, each.format) for each in (ACCURACY, REWARD)),
     ("perf/tokens_per_second", "tokens/s", ",.0f"),
 )
-"""Metrics that are shown, each with its label and its format; of the two of evaluations one is there."""
+"""Shown metrics with labels and formats. A run has only one of the two evaluation metrics."""
 EVALUATED = {ACCURACY.metric, REWARD.metric}
 LONGEST_BAR, SHORTEST_BAR = 30, 10
 _NOTHING_AT = -math.inf
 
 
 class Progress(ShowsProgress):
-    """State of a run as its ranks report it (`ShowsProgress`): `say` is given lines, and rich renders it as a bar.
+    """Tracks the state of a run as its ranks report it, passes lines to `say`, and renders as a bar (rich).
 
-    Lines come at most every LINE_INTERVAL_S, except for the first and the last step and for evaluations; of phases each
-    one's beginning up to the first step, afterwards those that last.
+    Lines come at most every LINE_INTERVAL_S, except for the first step, the last step and evaluations. Before the first
+    step each phase has a line when it begins; afterwards only long phases have lines.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -46,23 +46,22 @@ class Progress(ShowsProgress):
         self._of_ranks: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
         self._counts: dict[int, tuple[int, int]] = {}
         self.ended = False
-        """Whether nothing follows, so that the line below the bar is not needed any more."""
+        """Whether the bar is final and needs no empty line below it."""
 
     @property
     def started(self) -> bool:
-        """Whether the run has come to its steps."""
+        """Whether the run has begun its steps."""
         return self._total > 0
 
     def start(self, step: int, total: int) -> None:
-        """Begin at `step` finished steps of `total`: 0, the resume step, or while it runs an earlier one that the run
-        goes back to."""
+        """Begin at `step` finished steps of `total`: 0, the resume step, or the target of a roll-back."""
         self._step, self._total = step, total
         self._times, self._figures, self._last_line = [(time.monotonic(), step)], {}, _NOTHING_AT
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step; step 0 is the evaluation before training."""
         now = time.monotonic()
-        # The evaluation before training is no measure of a step.
+        # Drop the times of repeated steps, and the time of the evaluation before training.
         self._times = [*(entry for entry in self._times[-RATE_WINDOW:] if entry[1] < step), (now, step)]
         self._figures |= metrics
         self._step = step
@@ -74,7 +73,7 @@ class Progress(ShowsProgress):
             self._say("  ".join(part for part in parts if part))
 
     def phase(self, rank: int, step: int, name: str, done: int = 0, total: int = 0) -> None:
-        """Show what rank 0 is at, and how far all ranks are with it."""
+        """Show the phase of rank 0, and the counts of all ranks in that phase."""
         self._of_ranks.setdefault((step, name), {})[rank] = done, total
         if rank != 0:
             if (step, name) == (self._phase_step, self._phase):
@@ -85,7 +84,7 @@ class Progress(ShowsProgress):
         if begins:
             self._phase, self._since, self._note = name, time.monotonic(), ""
             self._of_ranks = {key: counts for key, counts in self._of_ranks.items() if key[0] >= step}
-        self._counts = dict(self._of_ranks.get((step, name), {}))  # another thread draws it
+        self._counts = dict(self._of_ranks.get((step, name), {}))  # a copy: another thread draws it
         now = time.monotonic()
         starting = self._last_line == _NOTHING_AT and begins and ":" not in name
         if starting or now - max(self._last_line, self._last_phase_line) >= PHASE_INTERVAL_S:
@@ -94,7 +93,7 @@ class Progress(ShowsProgress):
             self._say("  ".join(part for part in (where, self.phase_text) if part))
 
     def note(self, text: str) -> None:
-        """Show `text`, the newest state of a line that a rank writes over and over, such as that of a download."""
+        """Show `text`, the newest state of a line that a rank overwrites, such as a download's bar."""
         self._note = text
         if self._phase and (now := time.monotonic()) - max(self._last_line, self._last_phase_line) >= PHASE_INTERVAL_S:
             self._last_phase_line = now
@@ -102,7 +101,7 @@ class Progress(ShowsProgress):
 
     @property
     def phase_text(self) -> str:
-        """The phase in words, with its counts over all ranks or the seconds that it has taken."""
+        """The phase's name with its counts over all ranks or its duration."""
         done, total = (sum(counts[i] for counts in self._counts.values()) for i in (0, 1))
         if total:
             return f"{self._phase} {done:,}/{total:,}"
@@ -120,9 +119,8 @@ class Progress(ShowsProgress):
         return f"ETA {duration((now - began) / (self._step - first) * (self._total - self._step))}"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType | Segment]:
-        """One line, and an empty one below it, where the cursor rests: whatever ends this process, the next line of
-        another begins at a line's beginning."""
-        # The last column stays free: some terminals go to the next line once it is written.
+        """Render the bar's line, and an empty line for the cursor, where the next process writes if this one dies."""
+        # Leave the last column free: some terminals wrap when it is written.
         width = options.max_width - 1
         head = self._where(self._step) if self.started else ""
         parts = self._fitting(width - cell_len(head) - (SHORTEST_BAR + 1 if head else 0))
@@ -146,7 +144,7 @@ class Progress(ShowsProgress):
             yield Segment.line()
 
     def _fitting(self, width: int) -> list[str]:
-        """What fits into `width` columns beside the bar, the most important first to find room, in order of showing."""
+        """Return the parts that fit into `width` columns beside the bar, chosen by importance, in display order."""
         phase = self.phase_text
         with_note = f"{phase} {self._note}" if self._note else phase
         if not self.started:
@@ -173,7 +171,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: 7s, 1m40s, 2h02m."""
+    """Format seconds as 7s, 1m40s or 2h02m."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"

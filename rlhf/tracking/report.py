@@ -1,4 +1,4 @@
-"""The report of a run: what it reached, as numbers, as a curve and as a few lines of text."""
+"""Writes the report of a run as numbers, a curve and a few lines of text."""
 
 import io
 import json
@@ -16,16 +16,14 @@ from rlhf.tracking.history import History, Record
 
 SMOOTHING_STEPS = 10
 POINTS = 10_000
-"""Of a curve, in report.json and in the picture."""
+"""Largest number of points of a curve in report.json and reward.png."""
 
 
 def write_report(run_dir: Path) -> str:
-    """Write `report/report.json` and `report/reward.png` from metrics.jsonl and the newest checkpoint's name.
+    """Write `report/report.json` and `report/reward.png`, and return the text to show.
 
-    Works at any time of a run, with no evaluation and with no records; the same input gives the same files.
-
-    Returns:
-        The text to show.
+    Reads metrics.jsonl and the newest checkpoint's name, at any time of a run, even without records. The same input
+    gives the same files.
     """
     report = _summarize(History(run_dir / HISTORY).records(), _newest_checkpoint(run_dir))
     folder = run_dir / "report"
@@ -36,7 +34,7 @@ def write_report(run_dir: Path) -> str:
 
 
 def read_report(run_dir: Path) -> str:
-    """The same text, with nothing written."""
+    """Return the text of `write_report` without writing files."""
     records = History(run_dir / HISTORY).records()
     return _text(_summarize(records, _newest_checkpoint(run_dir)), run_dir / "report")
 
@@ -51,7 +49,7 @@ def _newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 class _Curve:
-    """The finite values of one metric with their steps: 16 bytes for each, of a history of any length."""
+    """Stores the finite values of one metric with their steps, 16 bytes per step."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -64,11 +62,11 @@ class _Curve:
             self.values.append(value)
 
     def starts_at(self, step: int) -> bool:
-        """Whether the first value is that of `step`."""
+        """Return whether the first value belongs to `step`."""
         return bool(self._steps) and self._steps[0] == step
 
     def points(self) -> list[list[float]]:
-        """Up to POINTS of them, evenly; the first and the last are always there."""
+        """Return up to POINTS evenly spaced [step, value] pairs, always with the first and the last."""
         count = len(self._steps)
         chosen = range(count) if count <= POINTS else [i * (count - 1) // (POINTS - 1) for i in range(POINTS)]
         return [[self._steps[i], self.values[i]] for i in chosen]
@@ -88,7 +86,7 @@ def _summarize(records: Iterable[Record], checkpoint: Path | None) -> dict[str, 
     evaluated = held_out if shown == REWARD else accuracy
     return {
         "steps": last["step"],
-        "first_step": max(1, first or 1),  # after the source's, in a fork
+        "first_step": max(1, first or 1),  # a fork begins after the steps of its source
         "headline": shown.metric,
         f"{shown.key}_before": evaluated.values[0] if evaluated.starts_at(0) else None,
         f"{shown.key}_after": evaluated.values[-1] if evaluated.values else None,
@@ -108,7 +106,7 @@ def _headline(report: dict[str, Any]) -> Headline:
 
 
 def _plot(report: dict[str, Any]) -> bytes:
-    # Figure without pyplot draws with Agg, opens no window and leaves matplotlib's global state alone.
+    # Without pyplot, Figure draws with Agg, opens no window and leaves matplotlib's global state unchanged.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")

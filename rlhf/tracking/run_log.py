@@ -1,4 +1,4 @@
-"""Log of the run: tracker and progress display on the driver, nothing on other ranks."""
+"""Passes a run's metrics and samples to the tracker and the progress display on the driver; other ranks log none."""
 
 import logging
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ class Measured(Protocol):
     """The outcome of a save or a resume."""
 
     def metrics(self) -> dict[str, float]:
-        """Its figures by name."""
+        """Return the outcome's metrics by name."""
 
 
 class RunLog:
-    """Metrics and progress of a run of `total_steps` at most. `tracker` is None on every rank but the driver.
+    """Records metrics and shows progress of a run of at most `total_steps`. Only the driver has a `tracker`.
 
-    With `log_samples` the best and the worst of a step's rollouts and of its evaluation are log lines. Its state, which
-    only the driver has, is where the metric history ends: a resume and a roll-back cut it there.
+    With `log_samples` it also logs the best and the worst sample of each step's rollouts and evaluation. Its state, on
+    the driver only, is the end of the metric history, where a resume or a roll-back cuts the history.
     """
 
     def __init__(
@@ -39,27 +39,27 @@ class RunLog:
         self._saved: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The end of the history; nothing before the start, when it may hold what a resume is to cut off."""
+        """Return the end of the history; empty before `start`, when a resume may still have to cut the history."""
         return self._tracker.state_dict() if self._tracker is not None and self._started else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the end of a history; the next `start` or `rewind` cuts it there."""
+        """Set the end of the history at which the next `start` or `rewind` cuts."""
         self._saved = state
 
     def start(self, step: int, *, resumed: bool) -> None:
-        """Bring every tracker to the state after `step` steps."""
+        """Reset every tracker to the state after `step` steps."""
         if self._tracker is not None:
             self._tracker.start(step if resumed else None, self._saved)
             self._progress.start(step, self._total_steps)
         self._started = True
 
     def rewind(self, step: int) -> None:
-        """Go on after `step` again, as a resumed run would: what was said of later steps is cut off."""
+        """Drop the records of steps after `step` and continue there, like a resumed run."""
         self._pending, self._samples = {}, []
         self.start(step, resumed=True)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the step, durably, and show it; nothing is recorded for empty `metrics`."""
+        """Record the step durably and show it; do nothing if `metrics` is empty."""
         if self._tracker is None or not metrics:
             return
         announce("metrics.before")
@@ -73,13 +73,12 @@ class RunLog:
         self._progress.update(step, {name: metrics[name] for name in shown})
 
     def show(self, samples: Sequence[ShownSample]) -> None:
-        """Take samples into the next record, for people to read."""
+        """Add samples for users to the next record."""
         if self._tracker is not None:
             self._samples += samples
 
     def note(self, result: Measured | None) -> None:
-        """Take the figures of a save or a resume into the next record: this step's is durable before its checkpoint
-        is."""
+        """Add the metrics of a save or resume to the next record; a step's own record precedes its checkpoint."""
         if result is not None:
             self._pending |= result.metrics()
 
@@ -90,7 +89,7 @@ class RunLog:
 
 
 def log_samples(step: int, samples: Sequence[ShownSample]) -> None:
-    """Log the best and the worst of a step's rollouts, and of its evaluation."""
+    """Log the best and the worst sample of a step's rollouts and of its evaluation."""
     for split in (ROLLOUT, VALIDATION):
         ranked = sorted((s for s in samples if s["split"] == split), key=lambda sample: sample["score"])
         for sample in ranked[-1:] + ranked[:1] if len(ranked) > 1 else ranked:

@@ -1,4 +1,4 @@
-"""Output of a run for people: lines on the terminal, above a bar where that is one, and the run's log file."""
+"""Writes a run's output for users: lines on the terminal, above the bar if it has one, and the run's log file."""
 
 import logging
 import os
@@ -29,13 +29,13 @@ _HELD_LINES = 10_000
 
 
 class _Console(Console):
-    """A terminal whose cursor is never hidden, so that no death of this process can leave it so, whose loss is an
-    error like any other, and not the end of this process, and whose size is what the terminal itself says."""
+    """A console that asks the terminal for its size, raises OSError when the terminal is lost, and never hides the
+    cursor, because a killed process could not show it again."""
 
     @property
     def size(self) -> ConsoleDimensions:
-        # COLUMNS and LINES, which rich prefers, are as old as whoever exported them: every program that has imported
-        # readline gives its children the size of its own beginning, and a bar of that width breaks into two lines.
+        # rich prefers COLUMNS and LINES, which may be stale: a program that imported readline exports the size at its
+        # own start, and a bar of a stale width breaks into two lines.
         try:
             columns, rows = os.get_terminal_size(self.file.fileno())
         except (OSError, ValueError):  # no terminal, or a stream without a file
@@ -54,11 +54,10 @@ class _Console(Console):
 
 
 class RunOutput:
-    """Everything that a run says, made harmless (`rlhf.printable`) and free of secrets.
+    """Writes all output of a run, without control characters (`rlhf.printable`) and without secrets.
 
-    `mode` is `tracking.progress`. Lines are kept for the log file until `keep` opens it: before the run lock is held
-    nothing may be written. A terminal that is gone, a pipe that nobody reads, or a full disk, ends no run. While
-    entered.
+    `mode` is `tracking.progress`. Lines wait in memory until `keep` opens the log file, because a process without the
+    run lock must not write to the run directory. A lost terminal, an unread pipe or a full disk does not end the run.
     """
 
     def __init__(self, mode: str, redact: Redaction) -> None:
@@ -78,12 +77,12 @@ class RunOutput:
         self._pipes = PipeWriter()
         self._held: list[str] | None = []
         self._log: LogFile | None = None
-        # Lines come from several threads. Again by the same one, for what becomes of the log itself.
+        # Several threads write lines. Reentrant: a failed write to the log writes a line about the failure.
         self._lock = threading.RLock()
 
     @property
     def has_bar(self) -> bool:
-        """Whether a bar is shown, so that lines of steps are for the log file only."""
+        """Whether there is a bar, so that step lines go to the log file only."""
         return self._live is not None
 
     def __enter__(self) -> Self:
@@ -93,7 +92,7 @@ class RunOutput:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.end_bar()
-        if error is not None:  # told on stderr by the command itself
+        if error is not None:  # for the log only: the command prints the error to stderr
             text = [str(error)] if isinstance(error, UserError) else traceback.format_exception(error)
             self._write([self._harmless("".join(text))])
         with self._lock:
@@ -102,12 +101,12 @@ class RunOutput:
                 self._log = None
 
     def begin_bar(self) -> None:
-        """Show the bar, if this is a terminal, up to `end_bar`."""
+        """Show the bar, if there is one, until `end_bar`."""
         if self._live is not None:
             self._live.start(refresh=True)
 
     def end_bar(self) -> None:
-        """Leave the bar where it is, or take it away if the run has not come to its steps."""
+        """Stop the bar, and erase it if the run has not begun its steps."""
         if (live := self._live) is not None:
             self.progress.ended = True
             live.transient = not self.progress.started
@@ -116,7 +115,7 @@ class RunOutput:
             self._live = None
 
     def keep(self, path: Path) -> None:
-        """Append all lines to the log file `path` from now on, those so far included."""
+        """Append all earlier and later lines to the log file `path`."""
         with self._lock:
             held, self._held = self._held or [], None
             try:
@@ -126,17 +125,17 @@ class RunOutput:
             self._write(held)
 
     def line(self, text: str, stream: TextIO | None = None) -> None:
-        """Say one or more whole lines, on `stream` (stderr unless given) and in the log."""
+        """Write one or more whole lines to `stream` (default: stderr) and to the log."""
         text = self._harmless(text)
         self._show(text, stream)
         self._write([text])
 
     def only_log(self, text: str) -> None:
-        """Add lines to the log that were said already."""
+        """Write lines to the log that the terminal already shows."""
         self._write([self._harmless(text)])
 
     def note(self, text: str) -> None:
-        """Show the newest state of a line that is written over and over."""
+        """Show the newest state of a line that a rank overwrites."""
         self.progress.note(self._harmless(text))
 
     def _step_line(self, text: str) -> None:
@@ -146,7 +145,7 @@ class RunOutput:
         self._write([text])
 
     def _harmless(self, text: str) -> str:
-        # In this order: a colour in the middle of a secret would hide it, and be taken away.
+        # Strip before redacting: a colour code inside a secret would hide the secret from the redaction.
         return self._redact(printable_output(text))
 
     def _show(self, text: str, stream: TextIO | None) -> None:
@@ -189,14 +188,14 @@ class RunOutput:
 
 
 class OutputHandler(logging.Handler):
-    """Log handler that hands its lines to `output`."""
+    """Logging handler that writes to `output`."""
 
     def __init__(self, output: RunOutput) -> None:
         super().__init__()
         self._output = output
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Say the record."""
+        """Write the formatted record."""
         self._output.line(self.format(record))
 
 
@@ -209,7 +208,7 @@ def _number(stream: TextIO) -> int | None:
 
 @contextmanager
 def _surviving(stream: TextIO) -> Iterator[None]:
-    """Go on without a stream that is gone, as by a hang-up or a pager that has ended."""
+    """Redirect `stream` to /dev/null if it is lost, for example after a hang-up or the end of a pager."""
     try:
         yield
     except OSError:

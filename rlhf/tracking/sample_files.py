@@ -1,4 +1,4 @@
-"""Samples of a run for people to read: a file of each step, with some of its rollouts and all of its evaluation."""
+"""Writes a file of samples per step for users to read: some of its rollouts and all samples of its evaluation."""
 
 import json
 import re
@@ -16,47 +16,47 @@ from rlhf.storage.layout import SAMPLES
 
 ROLLOUT, VALIDATION = "rollout", "validation"
 GENERATIONS = "val/generations"
-"""Name of the table in trackers, as verl's."""
+"""Name of the table in trackers, the same as verl's."""
 _NAME = re.compile(r"step_(\d+)\.jsonl")
 
 ShownSample = Mapping[str, Any]
-"""One sample: `split` (`rollout` or `validation`), `uid` and `sample` (its prompt's place and its own number),
-`data_source`, `prompt` and `response` (texts), `ground_truth`, `score` (the whole reward), `rewards` (each function's
-own), `extra` (what else they said: numbers, texts, lists), `advantage` (mean over the tokens that the policy wrote;
-null in a validation), `length` (tokens of the response), `observations` (spans [start, end) of them that the policy did
-not write), `finish_reason`, `version` (steps that the policy had done)."""
+"""One sample: `split` (`rollout` or `validation`), `uid` (the prompt's position) and `sample` (number within the
+prompt), `data_source`, `prompt` and `response` (texts), `ground_truth`, `score` (whole reward), `rewards` (per reward
+function), `extra` (the functions' further numbers, texts, lists), `advantage` (mean over the policy's tokens; null in a
+validation), `length` (response tokens), `observations` (spans [start, end) of response tokens that the policy did not
+write), `finish_reason`, `version` (the policy's optimizer steps)."""
 
 
 class SampleFiles:
-    """`samples/step_N.jsonl` of a run directory."""
+    """Writes and reads `samples/step_N.jsonl` of a run directory."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / SAMPLES
 
     def write(self, step: int, samples: Sequence[ShownSample]) -> None:
-        """Make the file of `step`, whole or not at all; no samples are no file."""
+        """Write the file of `step` atomically; write no file without samples."""
         if not samples:
             return
         make_dir(self._folder)
         lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
         content = "".join(f"{line}\n" for line in lines)
-        # Ground truths come from files of the user's and may hold half a character.
+        # Ground truths come from users' files and may contain lone surrogates.
         replace_durably(self._folder / f"step_{step}.jsonl", content.encode(errors="surrogatepass"))
 
     def cut_after(self, step: int) -> None:
-        """Remove what a course of the run that is given up has left of later steps."""
+        """Remove the files of steps after `step`, which a resume or roll-back will repeat."""
         for later in [each for each in self.steps() if each > step]:
             remove_file(self._folder / f"step_{later}.jsonl", missing_ok=True)
 
     def steps(self) -> list[int]:
-        """The steps that have a file, in order."""
+        """Return the steps that have a file, ascending."""
         if not self._folder.is_dir():
             return []
         found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
     def read(self, step: int) -> Iterator[ShownSample]:
-        """The samples of `step`; none when it has no file. Raises UserError for a line that is no sample."""
+        """Yield the samples of `step`, if it has a file. Raises UserError for a line that is not a sample."""
         path = self._folder / f"step_{step}.jsonl"
         if not path.is_file():
             return
@@ -72,7 +72,7 @@ class SampleFiles:
 
 
 def _is_sample(value: Any) -> TypeGuard[ShownSample]:
-    """Whether a line has what is shown and sorted by."""
+    """Return whether a line has the fields that are shown and sorted by."""
     if not isinstance(value, dict) or not isinstance(value.get("response"), str):
         return False
     numbers = value.get("score"), value.get("advantage") or 0.0
@@ -82,7 +82,7 @@ def _is_sample(value: Any) -> TypeGuard[ShownSample]:
 
 @dataclass(frozen=True)
 class GenerationsTable:
-    """Table of an evaluation's samples for trackers, of at most `rows` of them."""
+    """Builds the table of an evaluation's samples for trackers, with at most `rows` rows."""
 
     files: SampleFiles
     rows: int
@@ -90,18 +90,18 @@ class GenerationsTable:
     COLUMNS = ("prompt", "response", "ground_truth", "score", "length", "finish_reason")
 
     def of(self, step: int) -> list[list[Any]]:
-        """The rows of the evaluation after `step`; none where there was none."""
+        """Return the rows of the evaluation after `step`, if there was one."""
         answers = (sample for sample in self.files.read(step) if sample.get("split") == VALIDATION)
         return [[_cell(sample.get(name)) for name in self.COLUMNS] for sample in islice(answers, self.rows)]
 
 
 def _cell(value: object) -> object:
-    """A text or a number; trackers know no other types in a column."""
+    """Convert to a number or a text, the only types that trackers allow in a column."""
     return value if isinstance(value, int | float) else "" if value is None else str(value)
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in HTML, with what its cells say as text."""
+    """Return a table in HTML with escaped cells."""
 
     def line(cells: Sequence[object], tag: str) -> str:
         style = "white-space: pre-wrap; vertical-align: top; text-align: left"
@@ -112,7 +112,7 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown, with what its cells say as text."""
+    """Return a table in Markdown with escaped cells."""
 
     def line(cells: Sequence[object]) -> str:
         texts = (escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>") for cell in cells)
@@ -122,7 +122,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> 
 
 
 def as_text(sample: ShownSample) -> str:
-    """A sample for a terminal, on which nothing that the policy wrote has an effect."""
+    """Format a sample for a terminal, without control characters."""
     numbers = [f"score {sample['score']:.4g}"]
     if sample.get("advantage") is not None:
         numbers.append(f"advantage {sample['advantage']:+.4g}")

@@ -1,4 +1,4 @@
-"""TensorBoard event files that show every step once and in order, whatever was killed while they were written."""
+"""Writes TensorBoard event files that show each step once and in order, even after kills."""
 
 from pathlib import Path
 from typing import Any
@@ -8,14 +8,14 @@ from rlhf.tracking.sample_files import GENERATIONS, GenerationsTable, markdown_t
 
 
 class TensorBoard:
-    """Writes `<run_dir>/tensorboard`; one event holds all metrics of a step, so that no step is half there."""
+    """Writes `<run_dir>/tensorboard`, with all metrics of a step in one event, so that no step is incomplete."""
 
     def __init__(self, log_dir: Path, table: GenerationsTable) -> None:
         self._log_dir, self._table = log_dir, table
         self._writer: Any = None
 
     def start(self, history: History) -> None:
-        """Purge from the first step that the event files lack, or else the one after the history, and refill."""
+        """Purge the event files from the first missing step on, and write these steps again from `history`."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.finish()
@@ -32,7 +32,7 @@ class TensorBoard:
         self._writer.flush()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one step through to the file: what stays in the writer's queue dies with the process."""
+        """Write one step and flush, because a kill loses the writer's queue."""
         self._write(step, metrics)
         self._writer.flush()
 
@@ -50,13 +50,13 @@ class TensorBoard:
             self._writer.add_text(GENERATIONS, markdown_table(self._table.COLUMNS, rows), step)
 
     def _shown_steps(self) -> bytearray:
-        """1 at each step that the event files show, 0 elsewhere."""
+        """Return 1 at the index of each step that the event files show, else 0."""
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         shown = bytearray()
         for path in sorted(self._log_dir.glob("events.out.tfevents.*")):
-            # One event at a time: an EventAccumulator holds the values of all.
+            # One event at a time: an EventAccumulator keeps all values in memory.
             for event in LegacyEventFileLoader(str(path)).Load():
                 if event.session_log.status == SessionLog.START:
                     del shown[event.step :]

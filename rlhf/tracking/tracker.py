@@ -1,4 +1,4 @@
-"""Tracker: fans the metrics of a step out to metrics.jsonl and to the trackers that `trainer.logger` names."""
+"""Sends each step's metrics to metrics.jsonl and to the trackers in `trainer.logger`."""
 
 import importlib.util
 import logging
@@ -19,33 +19,32 @@ from rlhf.tracking.wandb_login import check_login
 
 logger = logging.getLogger(__name__)
 
-# "console" and "jsonl" are verl's names for what is always on here.
+# verl's names for the progress display and metrics.jsonl, which cannot be switched off.
 ALWAYS_ON = ("console", "jsonl")
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}
 
 
 class Sink(Protocol):
-    """A tracker beside metrics.jsonl. Whatever it raises switches it off."""
+    """A tracker beside metrics.jsonl. Any exception switches the tracker off."""
 
     def start(self, history: History) -> None:
-        """Begin to write after the last record of `history`; show what is missing of it.
+        """Write the records of `history` that the tracker lacks, and get ready for the next step.
 
-        Called again when the history was cut: closes what is open and goes on as a new process would.
+        After a cut of the history a second call closes the tracker and continues like a new process.
         """
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Show one step; steps come in ascending order."""
+        """Write one step. Steps ascend."""
 
     def finish(self) -> None:
-        """Write what is buffered and close, in bounded time."""
+        """Flush and close in bounded time."""
 
 
 def check_trackers(names: Sequence[str], wandb: WandbConfig) -> None:
-    """Refuse a tracker of `trainer.logger` whose package is not installed, and wandb without a login; imports
-    neither.
+    """Check that the packages of `trainer.logger` are installed and wandb has a login, without importing them.
 
     Raises:
-        UserError: naming `trainer.logger`, and the package and how to install it, or the ways to log in.
+        UserError: a package or the login is missing.
     """
     for name in names:
         if name in PACKAGES:
@@ -61,11 +60,7 @@ def check_trackers(names: Sequence[str], wandb: WandbConfig) -> None:
 
 
 class Tracker:
-    """The metrics of one run. Only the driver has one.
-
-    Args:
-        settings: every setting of the run, for trackers that show them.
-    """
+    """Records the metrics of a run; only the driver has a tracker. Trackers may show the run's `settings`."""
 
     def __init__(
         self,
@@ -87,17 +82,17 @@ class Tracker:
         self._last_step = -1
 
     def start(self, resume_step: int | None, saved: Mapping[str, Any] | None = None) -> None:
-        """Bring the history back to `resume_step` (None: a fresh run, empty) and the trackers to the history.
+        """Cut the history after `resume_step` (None: a new run, empty) and sync the trackers with the history.
 
-        Called again, it goes on as a new process would, except that a tracker which is off stays off.
+        A second call continues like a new process, but a tracker that is off stays off.
 
         Args:
-            saved: `state_dict` at the end of `resume_step`. Where it is of this history, nothing before is read; empty
-                for a checkpoint that has none, as one of another tool's.
+            saved: `state_dict` at the end of `resume_step`, empty for checkpoints without one, such as another tool's.
+                If it fits this history, earlier records are not read.
 
         Raises:
             UserError: metrics.jsonl is damaged.
-            OSError: it can't be written.
+            OSError: metrics.jsonl can't be written.
         """
         self._last_step = -1 if resume_step is None else resume_step
         forked, mark = False, None
@@ -114,7 +109,7 @@ class Tracker:
         self._each("start", lambda sink: sink.start(self.history))
 
     def state_dict(self) -> dict[str, Any]:
-        """The end of the history, and the run that it is of."""
+        """Return the end of the history and the run's id."""
         return {"run_id": self._run_id, "mark": asdict(self.history.mark())}
 
     def _warn_of_gaps(self) -> None:
@@ -132,11 +127,10 @@ class Tracker:
             )
 
     def log(self, step: int, metrics: dict[str, float], samples: Sequence[ShownSample] = ()) -> None:
-        """Record one step: first its samples and in metrics.jsonl, where errors propagate, then in the trackers, where
-        they don't.
+        """Record one step: first samples and metrics.jsonl, whose errors propagate, then the trackers.
 
         Raises:
-            ValueError: the step is not after the last one; there is one record for each step.
+            ValueError: `step` is not after the last step.
         """
         if step <= self._last_step:
             raise ValueError(f"step {step} is logged after step {self._last_step}")
@@ -146,7 +140,7 @@ class Tracker:
         self._each("log", lambda sink: sink.log(step, metrics))
 
     def finish(self) -> None:
-        """Close the trackers; the history needs none of it."""
+        """Close the trackers. The history needs no closing."""
         self._each("finish", lambda sink: sink.finish())
         self._sinks.clear()
 
@@ -154,7 +148,7 @@ class Tracker:
         for name, sink in list(self._sinks.items()):
             try:
                 call(sink)
-            except Exception as error:  # any failure of a tracker, of whatever kind, must leave the training alone
+            except Exception as error:  # no failure of a tracker may stop the training
                 del self._sinks[name]
                 kind = type(error).__name__
                 logger.error("%s failed to %s and is off, training goes on: %s: %s", name, action, kind, error)

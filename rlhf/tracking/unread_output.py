@@ -1,4 +1,4 @@
-"""Writer of lines to pipes that nobody may read, such as that of a pager that waits for a key."""
+"""Writes lines to pipes whose reader may be stuck, such as a pager that waits for a key."""
 
 import os
 import select
@@ -7,17 +7,17 @@ import threading
 import time
 
 PATIENCE_S = 10.0
-"""Longest wait for a reader, once; while it does not read, further lines are dropped."""
+"""Longest wait for a reader. After one such wait lines are dropped until the reader reads again."""
 
 
 class UnreadPipe(Exception):
-    """A pipe begins to drop lines."""
+    """The writer begins to drop lines of a pipe."""
 
 
 class PipeWriter:
-    """Writes whole lines to any pipes, without waiting for their readers for longer than PATIENCE_S.
+    """Writes whole lines to pipes and waits at most PATIENCE_S for a reader.
 
-    Once a reader reads again it is told how many lines it has missed.
+    A reader that reads again first receives the number of missed lines.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class PipeWriter:
         self._missed: dict[int, tuple[int, bytes]] = {}
 
     def write(self, fd: int, line: bytes) -> None:
-        """Write `line` to the pipe `fd`, or drop it; raises UnreadPipe for the first one that is dropped."""
+        """Write `line` to the pipe `fd`, or drop the line. Raises UnreadPipe for the first dropped line."""
         with self._lock:
             missed, line_end = self._missed.get(fd, (0, b""))
             told = f"(nobody read, so these lines are in the log of the run only: {missed:,})\n" if missed else ""
@@ -34,27 +34,27 @@ class PipeWriter:
             if written == len(data):
                 self._missed.pop(fd, None)
                 return
-            # What was begun is ended before anything else.
+            # End a partly written line before the next line.
             self._missed[fd] = missed + 1, b"\n" if written else line_end
         if not missed:
             raise UnreadPipe
 
 
 def is_pipe(fd: int) -> bool:
-    """Whether `fd` is a pipe or a socket."""
+    """Return whether `fd` is a pipe or a socket."""
     mode = os.fstat(fd).st_mode
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def has_room(fd: int, wait_s: float) -> bool:
-    """Whether `fd` takes select.PIPE_BUF bytes without waiting, within `wait_s` seconds; also if it is broken."""
+    """Wait up to `wait_s` seconds until `fd` accepts select.PIPE_BUF bytes or is broken; return whether it does."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     return bool(poll.poll(1000 * wait_s))
 
 
 def _write(fd: int, data: bytes, patience_s: float) -> int:
-    """Bytes for which there was room in time."""
+    """Write `data` as far as the pipe accepts bytes in time, and return the number of bytes written."""
     end = time.monotonic() + patience_s
     written = 0
     while written < len(data) and has_room(fd, max(0.0, end - time.monotonic())):

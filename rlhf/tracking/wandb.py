@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline: one run across all restarts, with every step once and in order."""
+"""Logs to Weights & Biases, online or offline: one wandb run across all restarts, each step once and in order."""
 
 import logging
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ from rlhf.tracking.wandb_login import NO_LOGIN, mode_of
 logger = logging.getLogger(__name__)
 
 INIT_TIMEOUT_S = 30.0
-# Also holds for wandb's own atexit hook, so that an unreachable server can't keep a finished run alive.
+# Also bounds wandb's own atexit hook, so that an unreachable server can't keep a finished run alive.
 FINISH_TIMEOUT_S = 60.0
 
 
 @dataclass
 class Wandb:
-    """The wandb run `run_id`, in `<run_dir>/wandb`."""
+    """Writes the wandb run `run_id` in `<run_dir>/wandb`."""
 
     trainer: TrainerConfig
     config: WandbConfig
@@ -34,15 +34,15 @@ class Wandb:
     _next_step: int = field(default=0, init=False)
 
     def start(self, history: History) -> None:
-        """Open the run and log what it lacks of the history.
+        """Open the wandb run and log the steps of the history that it lacks.
 
-        Online the server knows how far it got. It may be behind the history (a kill loses wandb's buffer) or ahead of
-        it (steps that are now repeated): steps before the server's next one are never sent again. Offline each start
-        begins a new file, so the earlier ones are set aside and the new one gets the whole history. A start in the
-        middle of a run, after a roll-back, ends what is open first.
+        Online the server returns its next step. The server may be behind the history (a kill loses wandb's buffer) or
+        ahead (the run repeats steps); steps before the server's next step are never sent again. Offline each start
+        begins a new file with the whole history and sets earlier files aside. After a roll-back a start first finishes
+        the open run.
 
         Raises:
-            RuntimeError: nobody is logged in to wandb.
+            RuntimeError: no wandb login was found.
             wandb.errors.Error: wandb doesn't start, or the server doesn't answer within INIT_TIMEOUT_S.
         """
         import wandb
@@ -65,7 +65,7 @@ class Wandb:
         self._set_offline_segments_aside()
         self._run = wandb.init(
             id=self.run_id,
-            # Not "must": a run whose first start didn't reach the server is created now and filled from the history.
+            # Not "must": wandb creates a run now if its first start didn't reach the server.
             resume="allow",
             project=self.trainer.project_name,
             name=self.trainer.experiment_name,
@@ -79,20 +79,20 @@ class Wandb:
             self.log(record["step"], {name: value for name, value in record.items() if name != "step"})
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log one step, unless the server has it."""
+        """Log one step unless the server already has the step."""
         if step >= self._next_step:
             import wandb
 
             rows = self.table.of(step)
-            # Not a wandb.Table: that is an artifact, for which the server is asked in the middle of the training.
+            # Not a wandb.Table: a Table is an artifact, which needs requests to the server during the training.
             table = {GENERATIONS: wandb.Html(html_table(self.table.COLUMNS, rows))} if rows else {}
             self._run.log(metrics | table, step=step, commit=True)
 
     def finish(self) -> None:
-        """Upload what is left.
+        """Upload the remaining data.
 
         Raises:
-            TimeoutError: it took longer than FINISH_TIMEOUT_S; `wandb sync` can upload the rest from the run directory.
+            TimeoutError: the upload took over FINISH_TIMEOUT_S; `wandb sync` uploads the rest from the run directory.
         """
         if self._run is not None:
             self._run.finish()
@@ -102,13 +102,13 @@ class Wandb:
         superseded = self.run_dir / "wandb" / "superseded"
         for segment in sorted((self.run_dir / "wandb").glob(f"offline-run-*-{self.run_id}")):
             make_dir(superseded)
-            # Segments are named by the second they began in, and a roll-back can follow within it.
+            # wandb names a segment by the second of its start, and a roll-back can follow within the same second.
             names = (superseded / f"{segment.name}.{n}" for n in count(1))
             rename(segment, next(name for name in names if not name.exists()))
 
     @staticmethod
     def _on_stop_button() -> None:
-        # wandb would raise KeyboardInterrupt in the main thread, which looks like a crash and is restarted.
+        # wandb would raise KeyboardInterrupt in the main thread, which the supervisor restarts like a crash.
         logger.warning(
             "stop was pressed on the wandb page; to stop the run, send SIGTERM to the command that started it"
         )

@@ -1,4 +1,4 @@
-"""Login of wandb, looked for where wandb looks: a run that is to be shown there without one is refused at its start."""
+"""Checks for a wandb login, in the places where wandb looks, so that a run without login fails at its start."""
 
 import netrc
 import os
@@ -19,13 +19,12 @@ _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def mode_of(config: WandbConfig, environ: Mapping[str, str] = os.environ) -> str:
-    """`online` or `offline`: the setting, unless WANDB_MODE in the environment asks for offline."""
+    """Return `tracking.wandb.mode`, or `offline` if WANDB_MODE in the environment asks for offline."""
     return "offline" if environ.get("WANDB_MODE", "").lower() in OFFLINE else config.mode
 
 
 def check_login(config: WandbConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError when the run is to be shown online and there is no key for it anywhere, and for a WANDB_MODE that
-    is none of a run's. Imports no wandb."""
+    """Raise UserError if WANDB_MODE is invalid, or if an online run finds no key. Does not import wandb."""
     mode = environ.get("WANDB_MODE", "")
     if mode and mode.lower() not in (*ONLINE, *OFFLINE):
         raise UserError(
@@ -41,7 +40,7 @@ def _has_key(environ: Mapping[str, str]) -> bool:
         return True
     home = Path(environ.get("HOME", "~")).expanduser()
     settings = Path(environ.get("WANDB_CONFIG_DIR") or home / ".config" / "wandb", "settings")
-    # A settings file may hold a key, or name another server: wandb itself has to judge.
+    # A settings file may contain a key or another server's URL, which only wandb can check.
     if any(_mentions(path, ("api_key", "base_url")) for path in (settings, Path("wandb", "settings"))):
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL") or _DEFAULT_URL).netloc
@@ -58,7 +57,7 @@ def _mentions(path: Path, words: tuple[str, ...]) -> bool:
 
 
 def _has_entry(path: Path, host: str) -> bool:
-    """Whether a netrc file has a key for `host`; one that cannot be read is left to wandb to complain of."""
+    """Return whether a netrc file has a key for `host`; True for an unreadable file, on which wandb itself fails."""
     try:
         return netrc.netrc(path).authenticators(host) is not None
     except FileNotFoundError:
