@@ -1,4 +1,4 @@
-"""One attempt: waits until all ranks have ended, and ends ranks that would wait for failed peers."""
+"""Waits until all ranks of one attempt have ended, and kills ranks that would wait for failed peers."""
 
 import logging
 import time
@@ -11,10 +11,9 @@ from rlhf.launch.hangs import HangDetector
 from rlhf.launch.interface import RankExit, Ranks
 from rlhf.launch.stop_request import StopRequest
 
-# Long enough for the peers of a dead rank to notice, and to write their errors to their status files. Peers in an NCCL
-# collective never notice by themselves.
+# Enough for the peers of a dead rank to notice and to write their errors. Peers in an NCCL collective never notice.
 PEER_GRACE_S = 5.0
-# A process that SIGKILL does not end is stuck in the kernel (a wedged GPU or disk). The attempt then ends without it.
+# A process that survives SIGKILL is stuck in the kernel (a wedged GPU or disk). The attempt then ends without it.
 _KILL_PATIENCE_S = 10.0
 _LOOK_S = 0.1
 
@@ -22,12 +21,12 @@ log = logging.getLogger(__name__)
 
 
 class Attempt:
-    """Waits for the ranks, and kills the remaining ranks when others have failed.
+    """Waits for the ranks, and kills the remaining ranks after a failure.
 
-    After a crash or a user error of one rank its peers have `PEER_GRACE_S` seconds to end. After a stop request, or
-    when a rank leaves to be requeued, they have `grace_s` seconds. Ranks that are alive after that are killed. A second
-    signal, or a hang that `detector` finds, kills them at once. So does a stop request before any rank has reached a
-    step, because there is nothing to save.
+    After a crash or a user error of one rank, its peers have `PEER_GRACE_S` seconds to end. After a stop request, or
+    after a rank left to be requeued, the ranks have `grace_s` seconds. The attempt then kills the ranks that are alive.
+    It kills them at once after a second signal, in a hang that `detector` finds, and if a stop is requested before any
+    rank has reached a step: then there is nothing to save.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Banner of a run: the model, the data, the devices and the run directory. Imports no torch."""
+"""Writes the banner of a run: the model, the data, the devices and the run directory. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,10 +18,7 @@ _COUNTED_BYTES = 32 << 20
 
 
 def banner(config: Config, recipes: Sequence[str]) -> str:
-    """Return the banner, a few lines of text.
-
-    Facts that only the ranks know, such as the number of prompts in a Hub data set, are logged by them later.
-    """
+    """Return the banner. The ranks log later what only they can count, such as the prompts of a Hub data set."""
     t = config.trainer
     rows = [
         ("model", _model(config)),
@@ -68,13 +65,12 @@ def _files(files: str | Sequence[str]) -> str:
     names = [files] if isinstance(files, str) else list(files)
     count = _lines(names)
     shown = ", ".join(map(_near, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    # The ranks log later how many of the prompts are short enough.
     where = "the file" if len(names) == 1 else "the files"
     return shown if count is None else f"{shown} ({count:,} in {where})"
 
 
 def _lines(names: Sequence[str]) -> int | None:
-    """Return the number of lines of JSONL files; None for other files, and for files too large to read here."""
+    """Return the number of lines of JSONL files; None for other files, and for files over _COUNTED_BYTES."""
     paths = [Path(name).expanduser() for name in names]
     if not all(path.suffix == ".jsonl" and path.is_file() for path in paths):
         return None
@@ -105,7 +101,6 @@ def _length(config: Config) -> str:
 
 
 def _device(config: Config) -> str:
-    """Return the devices, and the backend, precision and rollout engine on them."""
     t, machine, count = config.trainer, Machine.here(), number_of_ranks(config)[0]
     ranks, device = "1 rank" if count == 1 else f"{count:,} ranks", t.device
     if not machine.is_cuda(t.device):
@@ -121,14 +116,12 @@ def _device(config: Config) -> str:
 
 
 def _memory(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the row of the memory plan, if the models' files suffice to make it."""
     if (found := plan_of(config)) is not None:
         yield "memory", line(found[1])
 
 
 def _adapters(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield a row about the adapters if any are trained, with a better learning rate if the rate is one for whole
-    models."""
+    """Yield a row about the adapters, with a better learning rate if the rate is one for whole models."""
     lora = config.model.lora
     if not lora.enabled:
         return
@@ -148,13 +141,13 @@ def _idle(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _near(path: str | Path) -> str:
-    """Return a path relative to the working directory if it lies inside; other names unchanged."""
+    """Return a path relative to the working directory if the path is inside, otherwise unchanged."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
 
 
 def _beginning(config: Config) -> str:
-    """How the run begins, as far as names tell; which checkpoint is intact is found out later."""
+    """Return how the run begins, from the names of checkpoints alone. The ranks verify the checkpoint later."""
     t, found = config.trainer, next(iter(scan(config.run_dir)), None)
     if t.overwrite:
         return "new" if found is None else "new: what is there is deleted"

@@ -1,4 +1,4 @@
-"""Calls functions of the user's in the supervisor's process, with the metrics of each new step."""
+"""Calls the user's functions in the supervisor's process, with the metrics of each new step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,24 +11,20 @@ Callback = Callable[[int, Mapping[str, float]], object]
 
 
 class Callbacks:
-    """Calls `functions`, in order, for each record of the metric history.
-
-    If a function raises, no function is called again, and the run is asked to stop.
-    """
+    """Calls `functions`, in order, for each new record of the metric history, until one of them raises."""
 
     def __init__(self, functions: Sequence[Callback] = ()) -> None:
         self._functions = functions
         self._follower: HistoryFollower | None = None
         self.error: BaseException | None = None
-        """The exception that a function raised."""
 
     def follow(self, history: Path) -> None:
-        """Call the functions for the records that will be appended to `history`, not for those already in it."""
+        """Call the functions for records that are appended to `history` from now on."""
         if self._functions:
             self._follower = HistoryFollower(history)
 
     def look(self, stop: StopRequest) -> None:
-        """Call the functions for the new records. Never raises: an exception goes to `error`, and `stop` is asked."""
+        """Call the functions for the new records. If a function raises, store the exception and request a stop."""
         if self._follower is None or self.error is not None:
             return
         try:

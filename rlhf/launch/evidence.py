@@ -1,4 +1,4 @@
-"""Evidence of how an attempt ended: classifies it, and describes it in the log."""
+"""Classifies how an attempt ended, and describes the evidence in the log."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -16,28 +16,28 @@ class Hang:
     """A hang that the watchdog found."""
 
     rank: int
-    """The rank that the others wait for."""
+    """The rank that its peers wait for."""
     what: str
-    """In words: the phase in which the rank hangs, for how long, and the deadline."""
+    """Text with the phase in which the rank hangs, for how long, and the deadline."""
     where: dict[int, list[str]]
-    """Rank -> its innermost stack frames, or a line on why it did not answer."""
+    """Rank -> its innermost stack frames, or the reason why it wrote none."""
     dumps: list[Path]
-    """Files with the stacks of all threads, one file per rank."""
+    """Files with the stacks of all threads, one per rank."""
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """Ends of the ranks of an attempt."""
+    """How the ranks of an attempt ended."""
 
     exits: dict[int, RankExit]
-    """By rank, in the order in which they ended. A rank that SIGKILL could not end is missing."""
+    """By rank, in the order of their ends. A rank that survived SIGKILL is missing."""
     first: tuple[int, ...]
-    """The ranks that failed first: those within 0.1 s of the first one."""
+    """Ranks that failed within 0.1 s of the first failure."""
     killed: frozenset[int]
-    """Ranks that the supervisor killed, after a peer's failure, at the end of the grace or in a hang."""
+    """Ranks that the supervisor killed."""
     hang: Hang | None = None
     idle: bool = False
-    """Whether no rank had come to a step when the run was asked to stop, so that all were killed at once."""
+    """Whether a stop was requested before any rank had reached a step, so that all were killed at once."""
 
 
 class Ending(Enum):
@@ -50,10 +50,9 @@ class Ending(Enum):
 
 
 def classify(attempt: AttemptResult, nproc: int, stop_requested: bool) -> Ending:
-    """Return the outcome of an attempt of `nproc` ranks.
+    """Return the outcome of an attempt of `nproc` ranks. After a stop request a crash counts as a requeue.
 
-    If one rank reports a user error or a requeue, that is the outcome, whatever its peers died of. After a stop request
-    a crash counts as a requeue, because nothing is to be restarted.
+    One rank with a user error or a requeue decides the outcome, whatever its peers died of.
     """
     codes = [end.code for end in attempt.exits.values()]
     if EXIT_USER_ERROR in codes:
@@ -66,10 +65,10 @@ def classify(attempt: AttemptResult, nproc: int, stop_requested: bool) -> Ending
 
 
 def first_cause(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> int | None:
-    """Return the rank whose death or hang ended the others.
+    """Return the rank whose death or hang ended its peers; None if no rank failed by itself.
 
-    Of ranks that failed within 0.1 s, one killed by a signal comes first (its peers' exceptions followed from the
-    lost connection), then the earliest error on file. None when no rank failed by itself.
+    Of ranks that failed within 0.1 s, blame a rank that a signal killed: its peers' exceptions follow from the lost
+    connection. Otherwise blame the rank with the earliest error in its status file.
     """
 
     def order(rank: int) -> tuple[bool, float]:
@@ -87,7 +86,7 @@ def furthest_step(statuses: dict[int, RankStatus]) -> int | None:
 
 
 def user_error(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
-    """Return the message of the rank that found a mistake in the settings, the data or the files."""
+    """Return the message of the rank that ended with a user error."""
     for rank, end in attempt.exits.items():
         status = statuses.get(rank)
         if end.code == EXIT_USER_ERROR and status and status.error:
@@ -96,7 +95,7 @@ def user_error(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
 
 
 def unsaved(statuses: dict[int, RankStatus]) -> str | None:
-    """Return the message of a rank that left as asked but could not save; None if there is no such rank."""
+    """Return the message of a rank that left without saving; None if there is no such rank."""
     return next((s.error.message for s in statuses.values() if s.error and s.error.kind == "unsaved"), None)
 
 
@@ -133,14 +132,13 @@ def _place(status: RankStatus | None) -> str:
 
 
 def describe_hang(hang: Hang, statuses: dict[int, RankStatus], checkpoint: Path | None) -> str:
-    """Return a report of a hang, without exit codes: the rank to blame, the stacks, where the next start continues."""
+    """Return a report of a hang: the rank to blame, the stacks, and where the next start continues."""
     what = f"rank {hang.rank}: {hang.what}, {_place(statuses.get(hang.rank))}"
     return "\n".join([what, *_stacks(hang), f"  {next_start(checkpoint)}"])
 
 
 def report(attempt: AttemptResult, nproc: int, statuses: dict[int, RankStatus], checkpoint: Path | None) -> str:
-    """Return a report of a crash: every rank, the first error with the end of its traceback, the checkpoint for the
-    next start."""
+    """Return a report of a crash: all ranks, the end of the first traceback, and where the next start continues."""
     cause = first_cause(attempt, statuses)
     lines = []
     for rank in range(nproc):

@@ -1,4 +1,4 @@
-"""Finds ranks that hang: passes their statuses to the watchdog, and collects the stacks in a hang."""
+"""Finds hangs: passes the ranks' statuses to the watchdog, and collects stacks if ranks are overdue."""
 
 import re
 import time
@@ -12,21 +12,18 @@ from rlhf.launch.watchdog import Overdue, Watchdog
 from rlhf.ranks.status import RankStatus
 
 LOOK_EVERY_S = 0.5
-# Number of frames that are logged of the rank that hangs, and of each rank that waits for it.
+# Number of logged frames: of the rank that hangs, and of each rank that waits for it.
 _FRAMES, _FRAMES_OF_OTHERS = 12, 6
 
 
 class OtherRanks(Protocol):
-    """The detectors of the other nodes, where each node has a detector of its own that sees the node's ranks only."""
+    """The hang detectors of the other nodes. Each detector sees the ranks of its node only."""
 
     def tell(self, *, save: bool) -> None:
-        """Report to the other detectors that a rank of this node is within its deadline.
-
-        `save` selects the saves that run behind the training loops, instead of the loops.
-        """
+        """Report to the other nodes that a rank here is within its deadline: of its loop, or of a background save."""
 
     def are_silent(self, *, save: bool) -> bool:
-        """Return whether no other detector has reported such a rank recently. `save` as in `tell`."""
+        """Return whether no other node has called `tell` recently, with the same `save`."""
 
 
 class HangDetector:
@@ -43,8 +40,8 @@ class HangDetector:
     def look(self, ranks: WatchedRanks, alive: Collection[int]) -> Hang | None:
         """Return the evidence of a hang among the ranks that are `alive`, or None.
 
-        A call within LOOK_EVERY_S seconds of the last look returns None. In a hang all ranks are asked for their
-        stacks; after that they can only be killed.
+        At most one call in LOOK_EVERY_S seconds looks; the others return None. A hang collects the stacks of all ranks,
+        after which the ranks can only be killed.
         """
         now = time.monotonic()
         if now < self._next_look:
@@ -55,7 +52,7 @@ class HangDetector:
             self._watchdog.observe(rank, status.event, status.time, now)
             save = status.save
             self._watchdog.observe_save(rank, save.event if save else None, save.time if save else 0.0, now)
-        # Loops and saves are judged separately, so that a moving one does not hide that the other hangs.
+        # Check loops and background saves separately: a moving loop must not hide a save that hangs.
         for behind in (False, True):
             overdue, moving = self._watchdog.overdue(now, alive, save=behind)
             if moving and self._others is not None:
@@ -67,7 +64,7 @@ class HangDetector:
 
 def _investigate(overdue: list[Overdue], stacks: Stacks, statuses: Mapping[int, RankStatus]) -> Hang:
     frames = {late.rank: _frames(late, stacks, statuses.get(late.rank)) for late in overdue}
-    # Blame a stopped process first, then one that works outside a collective, then the one that fell behind first.
+    # Blame a stopped process first, then a rank that works outside a collective, then the first rank to fall behind.
     culprit = min(overdue, key=lambda late: (frames[late.rank] != [], waits_for_peers(frames[late.rank])))
     where = {
         rank: shown(found, _FRAMES if rank == culprit.rank else _FRAMES_OF_OTHERS) or [stacks.silent[rank]]
@@ -90,18 +87,13 @@ def _frames(late: Overdue, stacks: Stacks, status: RankStatus | None) -> list[st
 
 
 def frames_of(dump: str, thread: int) -> list[str]:
-    """Return the frames of a thread in the newest dump, innermost first; empty if the thread is not in it.
-
-    Args:
-        dump: text of `faulthandler`, of one or more dumps.
-        thread: as `threading.get_ident` returns it.
-    """
+    """Return a thread's frames in the newest dump of `faulthandler`, innermost first; empty if it is not in `dump`."""
     blocks = re.findall(rf"hread 0x0*{thread:x}\b[^\n]*:\n((?:  [^\n]*\n?)*)", dump)
     return [line.strip() for line in blocks[-1].splitlines()] if blocks else []
 
 
 def waits_for_peers(frames: Sequence[str]) -> bool:
-    """Return whether the thread waits in a collective, so that another rank is to blame. Sees Python frames only."""
+    """Return whether a thread with these Python frames waits in a collective, so that another rank is to blame."""
     for frame in frames:
         if "/torch/distributed/" in frame or "/rlhf/ranks/" in frame:
             return True
@@ -111,5 +103,5 @@ def waits_for_peers(frames: Sequence[str]) -> bool:
 
 
 def shown(frames: Sequence[str], count: int) -> list[str]:
-    """Return at most `count` frames for the log: the innermost one, then those outside PyTorch, which has dozens."""
+    """Return at most `count` frames for the log: the innermost frame, then frames outside PyTorch, which has dozens."""
     return [frame for i, frame in enumerate(frames) if i == 0 or "/torch/" not in frame][:count]

@@ -1,7 +1,6 @@
-"""Interface between the launch policy and the ranks: start them, watch them, ask them to leave, kill them.
+"""Interface between the launch policy and the ranks: start, watch, stop and kill them by their numbers.
 
-The policy (restarts, hangs, evidence) identifies a rank by its number. Process ids, sockets, signals and the rendezvous
-address belong to an implementation, such as `rlhf.launch.local`.
+Process ids, sockets, signals and the rendezvous address belong to an implementation, such as `rlhf.launch.local`.
 """
 
 import signal
@@ -18,7 +17,7 @@ from rlhf.ranks.status import RankStatus
 class RankExit:
     """End of a rank. `code` is its exit code, or minus the number of the signal that killed it.
 
-    If the rank died because another process did, such as its launcher, `taken_by` describes that process.
+    `taken_by` describes the process whose death killed the rank, such as its launcher.
     """
 
     code: int
@@ -40,50 +39,44 @@ class Stacks:
     """Stacks of all threads of some ranks."""
 
     texts: dict[int, str] = field(default_factory=dict)
-    """Rank -> its stacks as text. A rank that did not answer has no entry."""
+    """Rank -> text of its stacks. A rank that wrote none has no entry."""
     silent: dict[int, str] = field(default_factory=dict)
-    """Rank -> a likely reason why it would not answer, in words. Every rank that was asked has an entry."""
+    """Rank -> likely reason why it would write no stacks. Every rank that was asked has an entry."""
     files: list[Path] = field(default_factory=list)
-    """Files with the texts, for users."""
+    """Files with the texts."""
 
 
 class WatchedRanks(Protocol):
-    """The part of `Ranks` that is needed to find hangs."""
+    """The part of `Ranks` that the hang detector uses."""
 
     def statuses(self) -> dict[int, RankStatus]:
-        """Return the newest status of each rank, dead ranks included. A rank that has written none yet is missing."""
+        """Return the newest status of each rank, dead ranks included. A rank without a status file is missing."""
 
     def stacks(self, ranks: Collection[int]) -> Stacks:
-        """Return the stacks of all threads of `ranks`. Takes some seconds if a rank does not answer.
-
-        After this call the ranks can only be killed.
-        """
+        """Return the stacks of all threads of `ranks`, which can only be killed afterwards. May take some seconds."""
 
 
 class Ranks(WatchedRanks, Protocol):
     """The ranks of one attempt. Requests to ranks that have ended are ignored."""
 
     def ended(self, wait_s: float) -> dict[int, RankExit]:
-        """Return the ranks that ended since the last call. Waits up to `wait_s` seconds for the first one."""
+        """Return the ranks that ended since the last call. Wait up to `wait_s` seconds for the first end."""
 
     def ask_to_leave(self, ranks: Collection[int]) -> None:
         """Ask ranks to save at the next safe point and leave with EXIT_REQUEUE."""
 
     def kill(self, ranks: Collection[int]) -> None:
-        """Kill ranks and all processes that they started. For a dead rank, kill the processes that it left."""
+        """Kill ranks, even dead ones, and the processes that they started."""
 
 
 class RankStarter(Protocol):
     """Starts the ranks of successive attempts. Each rank runs `python *command`."""
 
     def check_devices(self) -> None:
-        """Raise UserError if there are fewer devices than the ranks need.
-
-        If no ranks are expected to start, because the run seems finished, `start` makes this check instead.
-        """
+        """Raise UserError if the ranks need more devices. If the run seems finished, `start` makes this check."""
 
     def start(self, command: Sequence[str], stop: StopRequest) -> Ranks | None:
-        """Clear the statuses of the last attempt and start all ranks. None if `stop` is requested before they run."""
+        """Clear old statuses and start all ranks. Return None if `stop` is requested before the ranks run."""
 
     def show_remaining_output(self, *, last: bool) -> None:
-        """Show the output of ended ranks that was not shown yet. `last` says that no attempt follows."""
+        """Show the remaining output of ended ranks. With `last` no attempt follows."""

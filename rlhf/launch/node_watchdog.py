@@ -1,7 +1,7 @@
-"""Watchdog process of one node, for ranks that torchrun or another launcher starts and restarts.
+"""Watches the ranks of one node that torchrun or another launcher started, in a process of its own.
 
-A rank starts the watchdog (`rlhf.ranks.guardian`). In a hang it logs the evidence and kills the node's ranks. It
-restarts nothing: restarts are up to the launcher.
+A rank starts the watchdog (`rlhf.ranks.guardian`). In a hang the watchdog logs the evidence and kills the node's ranks.
+The launcher restarts them.
 """
 
 import signal
@@ -9,7 +9,7 @@ import signal
 from rlhf.ranks.stop import STOP_SIGNALS
 
 if __name__ == "__main__":
-    # Before the slow imports. SLURM asks all processes of a job to leave: the ranks save then, and are watched.
+    # Before the slow imports. SLURM signals all processes of a job, and the ranks must be watched while they save.
     for asked in STOP_SIGNALS:
         signal.signal(asked, signal.SIG_IGN)
 
@@ -41,18 +41,17 @@ if TYPE_CHECKING:
 
 TELL_EVERY_S = 2.0
 SILENCE_S = 10.0
-"""After so long without a report from another node, no rank there counts as within its deadline."""
+"""Seconds without a report from another node after which all ranks there count as overdue."""
 STORE_PATIENCE_S = 5.0
 
 log = logging.getLogger(__name__)
 
 
 class OtherNodes:
-    """`OtherRanks` of the other nodes, by counters in the store of the process group.
+    """Exchanges counters with the other nodes through the store of the process group.
 
-    A node raises its counter while one of its ranks is within its deadline, and reads the others' counters only while
-    none is. A store that does not answer counts as silence, because the rank that serves the store may be the one that
-    hangs.
+    A node raises its counter while one of its ranks is within its deadline, and otherwise reads the other counters. A
+    store that does not answer counts as silence, because the rank that serves the store may be the one that hangs.
     """
 
     def __init__(self, store: "TCPStore", node: int, nodes: int) -> None:
@@ -63,14 +62,13 @@ class OtherNodes:
         self._asking: threading.Thread | None = None
 
     def tell(self, *, save: bool) -> None:
-        """See `OtherRanks`."""
         self._heard.pop(save, None)
         if time.monotonic() - self._told.get(save, float("-inf")) >= TELL_EVERY_S:
             self._told[save] = time.monotonic()
             self._count(self._node, save, 1)
 
     def are_silent(self, *, save: bool) -> bool:
-        """See `OtherRanks`. True if no counter has changed for SILENCE_S seconds of successive calls."""
+        """Return whether no counter has changed during SILENCE_S seconds of calls."""
         counts, now = [self._count(other, save, 0) for other in self._others], time.monotonic()
         before, since = self._heard.get(save, ([], now))
         if counts != before:
@@ -79,7 +77,7 @@ class OtherNodes:
         return now - since >= SILENCE_S
 
     def _count(self, node: int, save: bool, more: int) -> int:
-        """The counter of a node with `more` added; -1 without an answer within STORE_PATIENCE_S."""
+        """Add `more` to the counter of a node and return it; -1 without an answer within STORE_PATIENCE_S."""
         if self._asking is not None and self._asking.is_alive():
             return -1
         answers: SimpleQueue[int] = SimpleQueue()
@@ -88,7 +86,7 @@ class OtherNodes:
             with suppress(RuntimeError):
                 answers.put(self._store.add(f"rlhf/watchdog/{node}/{'save' if save else 'loop'}", more))
 
-        # `add` itself waits for ever where the process of the store is stopped, whatever timeout the store has.
+        # If the process of the store is stopped, `add` waits forever, whatever the timeout of the store.
         self._asking = threading.Thread(target=ask, name="store", daemon=True)
         self._asking.start()
         self._asking.join(STORE_PATIENCE_S)
@@ -107,13 +105,9 @@ def _other_nodes(node: int, nodes: int) -> OtherNodes | None:
 
 
 def watch(run_dir: Path, pids: Mapping[int, int], others: OtherNodes | None) -> None:
-    """Watch the ranks of this node until they have ended or were killed in a hang.
+    """Watch the ranks of this node (`pids`, by rank) until all have ended, or kill them in a hang.
 
-    The lowest rank is the other end of this process's stdin. When it closes its end, it is not watched any more.
-
-    Args:
-        pids: rank -> process id, of this node.
-        others: the other nodes' watchdogs; None if there is one node.
+    The lowest rank has the other end of this process's stdin. When that rank closes its end, its watch is over.
     """
     config = load(run_dir / RESOLVED)
     ranks, births = RankProcesses(pids, run_dir), {rank: birth_of(pid) for rank, pid in pids.items()}

@@ -1,4 +1,4 @@
-"""Preflight import: imports the user's files in a separate process, to report their errors before the ranks start.
+"""Imports the user's files in a separate process, to report their errors before the ranks start.
 
 `python -m rlhf.launch.preflight_import SETTING=FILE.py:NAME ...` writes the first UserError, if any, to its stdout.
 """
@@ -18,18 +18,15 @@ from rlhf.errors import UserError
 from rlhf.ranks.parent import PARENT_PID, die_with_parent
 
 DEADLINE_S = 60.0
-"""Seconds after which the run starts without the result of the import. The ranks import the files themselves."""
+"""Seconds after which the run starts without the result; the ranks import the files anyway."""
 _LAST_WORDS = 2000
 _PATIENCE_S = 2.0
-"""Seconds to wait for the rest of the output of a process that has ended."""
+"""Seconds to wait for the last output of a process that has ended."""
 
 
 @contextlib.contextmanager
 def preflight_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
-    """Import the functions in another process while the body runs.
-
-    Args:
-        functions: pairs of a setting and its value `FILE.py:NAME`.
+    """Import `functions`, pairs of a setting and its value `FILE.py:NAME`, in another process while the body runs.
 
     Raises:
         UserError: after the body, if a file cannot be imported or its import ends the process.
@@ -68,9 +65,9 @@ def preflight_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
 
 
 class _Words:
-    """Reads a pipe in a thread and keeps the last 64 reads of it.
+    """Reads a pipe in a thread and stores the last 64 reads.
 
-    A process that the imported file started may hold the pipe open forever, so nobody waits for the end of the pipe.
+    Waits for no end of the pipe: a process that the imported file started may keep the pipe open forever.
     """
 
     def __init__(self, pipe: IO[bytes]) -> None:
@@ -89,10 +86,10 @@ class _Words:
 
 
 def main(named: Sequence[str]) -> None:
-    """Import each `SETTING=FILE.py:NAME` of `named`, in order, and write the first UserError to stdout."""
+    """Import each `SETTING=FILE.py:NAME` in order, and write the first UserError to stdout."""
     die_with_parent()  # an import may never end
     told = os.dup(1)
-    os.dup2(2, 1)  # output of the files goes to stderr, so that stdout has the UserError alone
+    os.dup2(2, 1)  # the files print to stderr, so that stdout has the UserError alone
     for each in named:
         setting, _, spec = each.partition("=")
         try:

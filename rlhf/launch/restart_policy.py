@@ -1,4 +1,4 @@
-"""Restart policy: decides after a crash whether to restart or to give up. Uses no processes and no clock."""
+"""Decides after a crash whether to restart or to give up. Uses no processes and no clock."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from rlhf.config.schema.trainer import TrainerConfig
 
 @dataclass(frozen=True)
 class Restart:
-    """Decision to restart the ranks after `wait_s` seconds. It uses up the `number`th restart of the budget."""
+    """Decision to restart the ranks after `wait_s` seconds, as the `number`th restart of the budget."""
 
     number: int
     wait_s: float
@@ -15,7 +15,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Decision to end the run. `reason` names the setting whose limit is reached."""
+    """Decision to end the run. `reason` names the setting that limits the restarts."""
 
     reason: str
 
@@ -23,8 +23,8 @@ class GiveUp:
 class RestartPolicy:
     """Waits ten times longer before each restart, and limits the restarts.
 
-    The budget `trainer.max_restarts` is renewed when a crash comes at a later step than all before. Several crashes in
-    a row at the same step (`trainer.max_failures_per_step`) end the run.
+    A crash at a later step than all earlier crashes renews the budget `trainer.max_restarts`. After
+    `trainer.max_failures_per_step` crashes in a row at the same step, the run ends.
     """
 
     def __init__(self, settings: TrainerConfig) -> None:
@@ -35,7 +35,7 @@ class RestartPolicy:
         self._failures_in_a_row = 0
 
     def crashed(self, step: int | None) -> Restart | GiveUp:
-        """Return the decision after a crash at `step`; `step` is None if no rank reached one."""
+        """Return the decision after a crash at `step`, or before the first step if `step` is None."""
         s = self._settings
         at = -1 if step is None else step
         self._failures_in_a_row = self._failures_in_a_row + 1 if at == self._last else 1

@@ -1,4 +1,4 @@
-"""A request to stop the run, as the supervisor receives it. `rlhf.ranks.stop` says which signals are such requests."""
+"""Receives requests to stop the run in the supervisor: a signal (`rlhf.ranks.stop`) or a failed callback."""
 
 import signal
 import threading
@@ -10,20 +10,20 @@ from typing import Self
 
 from rlhf.ranks.stop import STOP_SIGNALS
 
-# Some senders signal both the process and its group (GNU timeout does). A repetition this soon is the same request.
+# GNU timeout signals both the process and its group. A repetition within this time is the same request.
 _REPEAT_S = 1.0
 
 
 class StopRequest:
     """Handles stop signals while entered: the first sets `signal_name`, a second SIGTERM or SIGINT sets `kill`.
 
-    Python handles signals in the main thread only. Entered in another thread, it reacts to `ask` alone.
+    Outside the main thread, where Python handles no signals, only `ask` requests a stop.
     """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
         self.at = 0.0
-        """Time of the request, in seconds of the monotonic clock."""
+        """Time of the request on the monotonic clock, in seconds."""
         self.kill = False
         self._urgent_at: float | None = None
         self._interrupts = False
@@ -48,7 +48,7 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         self.ask(signal.Signals(number).name)
-        # SLURM warns with SIGUSR1 and later sends one SIGTERM. Both together are one request to save and leave.
+        # SLURM warns with SIGUSR1 and later sends one SIGTERM. Both are one request to save and leave.
         if number in (signal.SIGTERM, signal.SIGINT):
             if self._urgent_at is None:
                 self._urgent_at = now
@@ -59,7 +59,7 @@ class StopRequest:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt in the body when `kill` is set. For code of the user's, which may never return."""
+        """Raise KeyboardInterrupt in the body when `kill` is set: the user's code may never return."""
         self._interrupts = True
         try:
             yield

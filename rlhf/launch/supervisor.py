@@ -1,6 +1,6 @@
-"""Supervisor of a run: locks the run directory, starts and restarts the ranks. If it dies, the ranks die with it.
+"""Supervises a run: locks the run directory, starts and restarts the ranks.
 
-It has no training state, so a kill of the supervisor loses nothing. `rlhf.launch.stop_request` handles signals.
+If the supervisor dies, the ranks die with it. It has no training state, so its death loses nothing.
 """
 
 import logging
@@ -41,13 +41,11 @@ def supervise(config: Config, check: Callable[[], None], banner: str = "", callb
     """Train to the end of the run and return an exit code of `rlhf.errors`.
 
     Args:
-        check: raises UserError for mistakes in the configuration. The launcher imports the ranks' modules meanwhile.
-        banner: printed first.
-        callbacks: called with the metrics of each step.
+        check: raises UserError for mistakes in the configuration. Meanwhile the launcher imports the ranks' modules.
 
     Raises:
-        UserError: from `check`; or the run directory is in use, cannot be written or belongs to another run, or there
-            are too few devices. No rank has started then.
+        UserError: `check` raised, or the run directory is in use, not writable or another run's, or there are too few
+            devices. No rank has started then.
     """
     with RunOutput(config.tracking.progress, Redaction(os.environ)) as output:
         configure_logging(handler=OutputHandler(output))
@@ -98,10 +96,10 @@ def _usable(run_dir: Path) -> Iterator[None]:
 
 
 def _seems_finished(config: Config) -> bool:
-    """Return whether the newest checkpoint, by its name, is that of the last step. Does not verify the checkpoint."""
+    """Return whether the newest checkpoint is the last step's, by its name alone."""
     try:
         newest = next(iter(scan(config.run_dir)), None)
-    except OSError:  # reported when the directory is compared
+    except OSError:  # `refuse_another_run` reports the error
         return False
     t = config.trainer
     return newest is not None and not t.overwrite and step_of(newest) == t.total_training_steps

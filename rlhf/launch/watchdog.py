@@ -1,7 +1,7 @@
-"""Watchdog: finds ranks that make no progress, from their events. Uses no processes, files or clocks.
+"""Finds ranks that make no progress, from their events. Uses no processes, files or clocks.
 
-A phase is the time from one event of the training loop to the next; the phase after `rollout.before` is the generation.
-The deadline of a phase is a setting, or is learned from the longest time that any rank has spent in the phase.
+A phase is the time from one event of a rank to the next; the phase after `rollout.before` is the generation. The
+deadline of a phase is a setting, or is learned from the longest time that any rank has spent in the phase.
 """
 
 from collections import Counter
@@ -14,19 +14,18 @@ from rlhf.ranks.status import STARTING
 LEARN_AFTER = 3
 FACTOR = 5.0
 SHORTEST_S = 300.0
-# At most this much time counts between two looks. After a longer gap the supervisor was stopped (Ctrl-Z, a paused
-# machine), and so were the ranks.
+# Longest time that counts between two looks. In a longer gap the whole run was paused (Ctrl-Z, a suspended machine).
 LONGEST_LOOK_S = 5.0
 SAVES = ("commit.", "rollback.")
-"""Events of saves and loads, whose deadline is `checkpoint.timeout_s`."""
+"""Prefixes of the events of saves and loads, whose deadline is `checkpoint.timeout_s`."""
 
 
 @dataclass(frozen=True)
 class Overdue:
-    """A rank that has been in `phase` for `seconds`, which is longer than `deadline_s`.
+    """A rank that has been in `phase` for `seconds`, longer than `deadline_s`.
 
-    `origin` says where the deadline comes from: a setting, or how it was learned. With `save` the phase is one of the
-    save that runs behind the rank's training loop.
+    `origin` is the source of the deadline: a setting, or the time from which it was learned. With `save` the phase
+    belongs to a background save, otherwise to the training loop.
     """
 
     rank: int
@@ -45,9 +44,9 @@ class _Place:
 
 
 class Watchdog:
-    """Follows every rank through the phases of its training loop, and of a save that runs behind the loop.
+    """Follows every rank through the phases of its training loop and of its background saves.
 
-    Learned deadlines are kept over restarts. All times are seconds of one monotonic clock, which the caller reads.
+    Restarts keep the learned deadlines. All times are seconds of one monotonic clock, which the caller reads.
     """
 
     def __init__(self, trainer: TrainerConfig, save_timeout_s: float) -> None:
@@ -60,16 +59,13 @@ class Watchdog:
         self._last_look: float | None = None
 
     def start(self, ranks: Collection[int]) -> None:
-        """Begin a new attempt, in which `ranks` start now."""
+        """Begin a new attempt of `ranks`."""
         self._last_look = None
         self._loops = {rank: _Place(STARTING, 0.0, self._watched) for rank in ranks}
         self._saves = {}
 
     def observe(self, rank: int, event: str, stamp: float, now: float) -> None:
-        """Record the newest event of a rank's loop.
-
-        `stamp` is the rank's own time of the event, and distinguishes it from an earlier event of the same name.
-        """
+        """Record the newest event of a rank's loop. `stamp`, the rank's own time, distinguishes equal events."""
         self._advance(now)
         place = self._loops[rank]
         if (event, stamp) == (place.event, place.stamp):
@@ -79,7 +75,7 @@ class Watchdog:
         self._loops[rank] = _Place(event, stamp, self._watched)
 
     def observe_save(self, rank: int, event: str | None, stamp: float, now: float) -> None:
-        """Record the newest event of the save behind a rank's loop; `event` is None if no save runs."""
+        """Record the newest event of a rank's background save; `event` is None if no save runs."""
         self._advance(now)
         place = self._saves.get(rank)
         if event is None:
@@ -88,11 +84,10 @@ class Watchdog:
             self._saves[rank] = _Place(event, stamp, self._watched)
 
     def overdue(self, now: float, alive: Collection[int], *, save: bool) -> tuple[list[Overdue], bool]:
-        """Return the overdue phases, the one entered first at the head, and whether any rank is within its deadline.
+        """Return the overdue phases of the background saves or of the loops, and whether any rank is in time.
 
-        With `save` these are the phases of the saves, otherwise those of the loops. A rank that hangs makes the others
-        wait until they are overdue as well. So there is a hang only if no rank is within its deadline: until then an
-        overdue rank may wait for a peer whose phase is allowed to take longer.
+        The phase that was entered first comes first. There is a hang only if no rank is within its deadline: until then
+        an overdue rank may wait for a peer whose phase may take longer.
         """
         self._advance(now)
         here = {rank: place for rank, place in (self._saves if save else self._loops).items() if rank in alive}

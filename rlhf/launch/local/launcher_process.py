@@ -1,4 +1,4 @@
-"""The supervisor's side of the launcher, and of the ranks that the launcher forks."""
+"""Starts the launcher from the supervisor, and follows the ranks that the launcher forks."""
 
 import signal
 import subprocess
@@ -21,12 +21,11 @@ Message = Forked | Devices | RankEnded
 def start_launcher(
     fd: int, modules: Sequence[str], variables: Mapping[str, str], output: RankOutput | None
 ) -> "subprocess.Popen[bytes]":
-    """Start `rlhf.ranks.launcher` in a new process; see `start_process`."""
     return start_process(["-m", "rlhf.ranks.launcher", str(fd), *modules], [fd], variables, output)
 
 
 class LauncherProcess:
-    """A running launcher. The constructor starts it, and it begins to import `modules`. Call `close` in the end."""
+    """A running launcher. The constructor starts the launcher, which imports `modules`. Call `close` in the end."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str], output: RankOutput | None = None) -> None:
         self._connection, theirs = Pipe()
@@ -34,17 +33,17 @@ class LauncherProcess:
             self._popen = start_launcher(theirs.fileno(), modules, variables, output)
         self.pid = self._popen.pid
         self.exit: int | None = None
-        """The launcher's exit code, negative for a signal; None while it runs. The kernel kills its ranks with it."""
+        """The exit code, negative for a signal; None while the launcher runs. The kernel kills its ranks with it."""
 
     def ask(self, request: Fork | CountDevices) -> None:
-        """Send a request. `receive` returns the answer; there is none if the launcher ends."""
+        """Send a request. `receive` returns the answer, unless the launcher ends."""
         try:
             self._connection.send(request)
         except OSError:
             self._lost()
 
     def receive(self, wait_s: float) -> Message | None:
-        """Return the next message; None if none comes within `wait_s` seconds, or the launcher has ended."""
+        """Return the next message; None if no message arrives within `wait_s` seconds or the launcher has ended."""
         if self.exit is not None:
             return None
         try:
@@ -54,13 +53,13 @@ class LauncherProcess:
             return None
 
     def _lost(self) -> None:
-        """Handle a closed connection: wait a moment for the launcher's own exit code, then close."""
+        """Wait for the exit code of a launcher that closed its connection, then close."""
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(_LAST_MOMENTS_S)
         self.close()
 
     def close(self) -> None:
-        """Kill the launcher, and with it all its ranks."""
+        """Kill the launcher and thereby its ranks."""
         if self.exit is None:
             self._popen.kill()
             self.exit = self._popen.wait()
@@ -68,7 +67,7 @@ class LauncherProcess:
 
 
 class ForkedRanks(RankProcesses):
-    """`Ranks` that a launcher forked. If the launcher dies, the kernel kills them."""
+    """`Ranks` that a launcher forked. If the launcher dies, the kernel kills the ranks."""
 
     def __init__(self, launcher: LauncherProcess, nproc: int, pids: Mapping[int, int], run_dir: Path) -> None:
         super().__init__(pids, run_dir)
@@ -76,7 +75,6 @@ class ForkedRanks(RankProcesses):
         self._running = set(range(nproc))
 
     def ended(self, wait_s: float) -> dict[int, RankExit]:
-        """See `Ranks`."""
         exits: dict[int, RankExit] = {}
         while (message := self._launcher.receive(0.0 if exits else wait_s)) is not None:
             assert isinstance(message, RankEnded)

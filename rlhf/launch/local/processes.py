@@ -1,4 +1,4 @@
-"""Ranks as processes: sends them signals, and collects the stacks that a process writes even if it hangs."""
+"""Starts ranks as processes, signals them, and collects the stacks that a process writes even if it hangs."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from rlhf.ranks.parent import PARENT_PID
 from rlhf.ranks.status import STACKS_SIGNAL, RankStatus, keep_stacks, read_statuses, stacks_file
 from rlhf.ranks.world import listening_socket, rank_variables
 
-# A dump takes milliseconds. A process without a dump by then is stopped, stuck in the kernel, or still starting.
+# Seconds to wait for a dump, which takes milliseconds unless the process is stopped, stuck in the kernel or starting.
 PATIENCE_S = 3.0
 _SETTLED_S = 0.2
 
@@ -23,9 +23,11 @@ _SETTLED_S = 0.2
 def start_process(
     command: Sequence[str], fds: Sequence[int], variables: Mapping[str, str], output: RankOutput | None
 ) -> "subprocess.Popen[bytes]":
-    """Start `python *command`, which inherits `fds`, with `variables` in its environment; what it and its children
-    print goes to `output`, or where this process's goes."""
-    # A session of its own: Ctrl-C is the supervisor's to handle.
+    """Start `python *command`, which inherits `fds`, with `variables` added to the environment.
+
+    `output` receives what the process and its children print; None leaves them this process's stdout and stderr.
+    """
+    # In a session of its own, so that only the supervisor receives the terminal's Ctrl-C.
     return subprocess.Popen(
         [sys.executable, *command],
         env=os.environ | variables | (output.variables if output else {}) | {PARENT_PID: str(os.getpid())},
@@ -43,15 +45,13 @@ class RankProcesses:
         self._pids, self._run_dir = dict(pids), run_dir
 
     def statuses(self) -> dict[int, RankStatus]:
-        """See `Ranks`."""
         return read_statuses(self._run_dir)
 
     def ask_to_leave(self, ranks: Collection[int]) -> None:
-        """See `Ranks`."""
         self._signal(ranks, signal.SIGUSR1)
 
     def stacks(self, ranks: Collection[int]) -> Stacks:
-        """See `Ranks`. On STACKS_SIGNAL a process writes its stacks in C code, so a held GIL does not prevent it."""
+        """See `Ranks`. A process writes its stacks in C code, so a held GIL does not prevent the dump."""
         files = {rank: stacks_file(self._run_dir, rank) for rank in ranks}
         before = {rank: _size(path) for rank, path in files.items()}
         self._signal(ranks, STACKS_SIGNAL)
@@ -61,7 +61,7 @@ class RankProcesses:
         return Stacks(texts, silent, keep_stacks(self._run_dir))
 
     def kill(self, ranks: Collection[int]) -> None:
-        """See `Ranks`. Kills the rank and its process group: just after a fork a rank does not lead its group yet."""
+        """See `Ranks`. Kill the process as well as its group: just after a fork a rank does not lead its group yet."""
         for rank in ranks:
             for kill in (os.kill, os.killpg):
                 with suppress(ProcessLookupError, KeyError):
@@ -92,7 +92,6 @@ class PlainRanks(RankProcesses):
         super().__init__({rank: process.pid for rank, process in self._running.items()}, run_dir)
 
     def ended(self, wait_s: float) -> dict[int, RankExit]:
-        """See `Ranks`."""
         end = time.monotonic() + wait_s
         while True:
             codes = {rank: code for rank, process in self._running.items() if (code := process.poll()) is not None}
@@ -105,7 +104,7 @@ class PlainRanks(RankProcesses):
 
 
 def _wait_until_written(files: Mapping[int, Path], before: Mapping[int, int]) -> None:
-    """Return when every file is longer than `before` and none grows any more, or after PATIENCE_S."""
+    """Wait until every file is longer than `before` and no file grows, at most PATIENCE_S."""
     end, last, quiet_since = time.monotonic() + PATIENCE_S, before, time.monotonic()
     while (now := time.monotonic()) < end:
         sizes = {rank: _size(path) for rank, path in files.items()}

@@ -1,4 +1,4 @@
-"""Passes the ranks' output through the supervisor: what they print, and their progress."""
+"""Passes what the ranks print, and their progress, through the supervisor."""
 
 import os
 import selectors
@@ -13,15 +13,14 @@ from rlhf.tracking.run_output import RunOutput
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 16
 _STOP = b"stop"
-# More than pipes can hold. The bound is for orphans of dead ranks that go on printing.
+# More than pipes can store. The bound is for orphans of dead ranks that go on printing.
 _DRAIN_READS = 64
 
 
 class RankOutput:
-    """Pipes for the ranks' stdout, stderr and progress, which a thread reads while entered.
+    """Reads the ranks' stdout, stderr and progress from pipes, in a thread, while entered.
 
-    So the terminal has a single writer: no line ends in the middle of a progress bar, and no raw control characters
-    reach the terminal.
+    So the terminal has one writer: no line ends inside a progress bar, and no control characters reach the terminal.
     """
 
     def __init__(self, output: RunOutput) -> None:
@@ -40,7 +39,7 @@ class RankOutput:
     def variables(self) -> dict[str, str]:
         """Environment variables for the ranks: the pipe for their progress, and whether to show download bars."""
         variables = {PROGRESS_FD: str(self.progress_fd)}
-        # Libraries write no download bars to a pipe unless this variable asks for them.
+        # Without TQDM_POSITION, libraries write no download bars to a pipe.
         return variables | {"TQDM_POSITION": "-1"} if self._output.has_bar else variables
 
     def __enter__(self) -> Self:
@@ -57,7 +56,7 @@ class RankOutput:
             os.close(fd)
 
     def drain(self) -> None:
-        """Show all that the ranks have written so far, including an unfinished line. Call it when they have ended."""
+        """Show all output of ranks that have ended, including an unfinished line."""
         with self._lock:
             for _ in range(_DRAIN_READS):
                 if not self._pump():
@@ -67,12 +66,11 @@ class RankOutput:
                     self._say(fd, rest)
 
     def phase(self, name: str) -> None:
-        """Show a phase in which no rank runs that could report it."""
+        """Show a phase in which no rank runs."""
         with self._lock:
             self._output.progress.phase(0, 0, name)
 
     def end_bar(self) -> None:
-        """See `RunOutput.end_bar`."""
         self._output.end_bar()
 
     def _run(self) -> None:
@@ -87,7 +85,7 @@ class RankOutput:
                     return
 
     def _pump(self) -> bool:
-        """Pass on what the pipes contain. Return whether there was anything."""
+        """Show what the pipes contain. Return whether they contained anything."""
         anything = False
         for fd in (self._progress, self._of_stdout, self._of_stderr):
             if data := _read(fd):
@@ -98,7 +96,7 @@ class RankOutput:
                 if len(rest) > _LONGEST_LINE:
                     self._say(fd, rest)
                     rest = b""
-                # A line that is rewritten in place (a download bar): keep its newest state only.
+                # A download bar rewrites its line in place: keep the newest state only.
                 states = rest.split(b"\r")[-2:]
                 if len(states) == 2:
                     self._output.note(_text(states[1] or states[0]))
@@ -107,7 +105,7 @@ class RankOutput:
 
     def _say(self, fd: int, line: bytes) -> None:
         if fd == self._progress:
-            with suppress(ValueError):  # code of the user's may write anything to the pipe: this thread must go on
+            with suppress(ValueError):  # the user's code may write anything to the pipe: this thread must go on
                 deliver(line, self._output.progress)
             return
         text = _text(line.rstrip(b"\r").rpartition(b"\r")[2])

@@ -1,7 +1,4 @@
-"""Starts the ranks on this machine.
-
-Ranks are forked from a launcher that has done their imports. Where a fork is not safe, they are new Python processes.
-"""
+"""Starts the ranks on this machine: forks of a launcher with the imports done, or new processes if forks are unsafe."""
 
 import logging
 import os
@@ -41,25 +38,24 @@ class RankNeeds:
     modules: Sequence[str]
     """Modules that the launcher imports, for the ranks that it forks."""
     variables: Mapping[str, str]
-    """Variables for their environment."""
+    """Environment variables of the ranks."""
     why_plain: str | None
-    """The reason why they cannot be forked; None if they can."""
+    """The reason why ranks cannot be forked; None if they can."""
 
     @classmethod
     def of(
         cls, trainer: TrainerConfig, data: DataConfig, backend: BackendConfig, rollout: RolloutConfig
     ) -> "RankNeeds":
-        """From the run's settings."""
         return cls(_modules(trainer, data, backend), _variables(trainer, backend), _why_plain(trainer, rollout))
 
 
 class LocalStarter:
-    """A `RankStarter` of processes on this machine. While entered, it runs a launcher if the ranks may be forked.
+    """A `RankStarter` of processes on this machine. While entered, runs a launcher if the ranks may be forked.
 
     If a launcher ends, its ranks die with it, and the next start makes a new launcher.
 
     Args:
-        output: receives what the ranks print. None leaves them this process's stdout and stderr.
+        output: receives what the ranks print; None leaves them this process's stdout and stderr.
         expected: whether ranks will probably start. If not, the launcher starts with the first attempt.
     """
 
@@ -78,8 +74,7 @@ class LocalStarter:
         self._ignored_ends = False
 
     def __enter__(self) -> Self:
-        # A parent that ignores SIGCHLD passes that on to this process. Then every exit code is lost, and a crash looks
-        # like a success.
+        # A process inherits an ignored SIGCHLD. Then every exit code is lost, and a crash looks like a success.
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
             if threading.current_thread() is not threading.main_thread():
                 raise UserError(
@@ -103,14 +98,12 @@ class LocalStarter:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def show_remaining_output(self, *, last: bool) -> None:
-        """See `RankStarter`; with `last` the bar ends."""
         if self._output is not None:
             self._output.drain()
             if last:
                 self._output.end_bar()
 
     def start(self, command: Sequence[str], stop: StopRequest) -> Ranks | None:
-        """See `RankStarter`: `trainer.nproc` ranks."""
         if not self._expected:
             self._expected = True
             self.check_devices()
@@ -138,7 +131,7 @@ class LocalStarter:
     def _answer(
         self, launcher: LauncherProcess, request: Fork | CountDevices, kind: type[A], stopped: Callable[[], bool]
     ) -> A | None:
-        """Return the launcher's answer; None if it ends, is `stopped` before, or does not answer and is given up."""
+        """Return the launcher's answer; None if the launcher ends, is too slow, or `stopped` returns True."""
         launcher.ask(request)
         patience_s = self._trainer.watchdog_first_timeout_s
         end = time.monotonic() + patience_s
@@ -150,13 +143,13 @@ class LocalStarter:
         return None
 
     def _give_up(self, launcher: LauncherProcess, problem: str) -> None:
-        """Use no launcher from now on, because of its `problem`."""
+        """Use no launcher from now on."""
         self._why_plain = f"the launcher must not fork them, because {problem}"
         launcher.close()
         self._launcher = None
 
     def check_devices(self) -> None:
-        """See `RankStarter`: each of `trainer.nproc` ranks needs a CUDA device of its own, unless the device is cpu."""
+        """See `RankStarter`. Each rank needs a CUDA device of its own unless trainer.device is cpu."""
         t = self._trainer
         if t.device == "cpu" or not self._expected:
             return
@@ -193,7 +186,6 @@ class LocalStarter:
 
 
 def _why_plain(trainer: TrainerConfig, rollout: RolloutConfig) -> str | None:
-    """Return the reason why ranks of these settings cannot be forked; None if they can."""
     if not trainer.warm_start:
         return "trainer.warm_start=false"
     if sys.platform != "linux":
@@ -204,7 +196,7 @@ def _why_plain(trainer: TrainerConfig, rollout: RolloutConfig) -> str | None:
 
 
 def _modules(trainer: TrainerConfig, data: DataConfig, backend: BackendConfig) -> list[str]:
-    """Return the modules that ranks of these settings import and that are slow to import but start no threads."""
+    """Return the modules of the ranks that are slow to import and start no threads."""
     modules = ["rlhf.worker"]
     if data.train_files is None:
         modules.append("reasoning_gym")
@@ -221,7 +213,7 @@ def _variables(t: TrainerConfig, backend: BackendConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": str(
             t.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // t.ranks)
         ),
-        # libgomp's default is threads that spin at barriers. They are very slow once another process needs their core.
+        # By default libgomp's threads spin at barriers, which is very slow once another process needs their core.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         # NumPy's OpenBLAS starts its threads on import, and the launcher must have no threads when it forks.
         "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1"),
