@@ -27,7 +27,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How the ranks of an attempt ended."""
+    """End of each rank of an attempt."""
 
     exits: dict[int, RankExit]
     """By rank, in the order of their ends. A rank that survived SIGKILL is missing."""

@@ -1,1 +1,1 @@
-"""Ranks of a run: what each needs of the others and of the parent process."""
+"""Code that every rank uses: process groups, coordination, locks and status files; and the launcher of the ranks."""

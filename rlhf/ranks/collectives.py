@@ -1,4 +1,4 @@
-"""Sets up a rank's process group, device and threads, and has the few tensor collectives that the trainer needs."""
+"""Sets up a rank's process group, device and threads, and wraps the tensor collectives that the trainer uses."""
 
 import os
 import time
@@ -23,15 +23,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def start(config: TrainerConfig) -> torch.device:
-    """Join the process group (gloo for CPU tensors, NCCL for CUDA tensors) and return this rank's device.
-
-    Also set deterministic algorithms, TF32 and the number of threads as the settings say.
-    """
+    """Join the process group (gloo on CPU, NCCL on CUDA), apply the settings of determinism, and return the device."""
     device = pick_device(config.device)
     deterministic = config.deterministic if config.deterministic is not None else device.type == "cpu"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # cuBLAS picks its workspace at the first call; without this deterministic mode raises.
+        # Deterministic mode raises without this variable, which cuBLAS reads at its first call.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     torch.use_deterministic_algorithms(deterministic)
@@ -51,7 +48,7 @@ def start(config: TrainerConfig) -> torch.device:
 
 
 def _open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return the store through which the ranks find each other, this process's rank, and the world size."""
+    """Return the rendezvous store, this process's rank, and the world size."""
     fd = os.environ.pop(STORE_FD, None)
     if fd is None:
         return next(dist.rendezvous("env://", timeout=timeout))
@@ -67,12 +64,11 @@ def connect_to_store(timeout: timedelta) -> dist.TCPStore:
 
 
 def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return a name for this start of the ranks that no earlier start had. Raises DistStoreError after `timeout`.
+    """Return a name for this start of the ranks that no earlier start had. Raise DistStoreError after `timeout`.
 
-    torchrun keeps one store over its restarts. The store then has the addresses of dead ranks, to which new ranks would
-    connect. torchrun's restart count does not distinguish the starts, because each node counts by itself. So each rank
-    asks rank 0 under a random name, and rank 0's answer under that name cannot be an old one. The rank then confirms
-    that it has the answer.
+    torchrun keeps one store over its restarts, in which new ranks would find the addresses of dead ranks. torchrun's
+    restart count does not distinguish the starts, because each node counts by itself. So each rank asks rank 0 under a
+    random name, where no old answer can be, and confirms the answer.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank > 0:
@@ -84,7 +80,7 @@ def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: ti
     while waiting:
         for peer in waiting:
             if store.check([f"asks/{peer}"]):
-                # The question may be a dead rank's. Then its successor's question follows.
+                # The question may be a dead rank's. The question of its successor then follows.
                 store.set(f"answer/{store.get(f'asks/{peer}').decode()}", own)
         waiting = {peer for peer in waiting if not store.check([f"knows/{own}/{peer}"])}
         if time.monotonic() > deadline:
@@ -94,7 +90,6 @@ def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: ti
 
 
 def stop() -> None:
-    """Leave the process group."""
     dist.destroy_process_group()
 
 
@@ -111,10 +106,7 @@ def all_max(tensor: Tensor) -> Tensor:
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Return the data-parallel ranks' tensors, concatenated along dimension 0 in the order of ranks. Collective.
-
-    All ranks must pass the same shape.
-    """
+    """Return the data-parallel ranks' tensors, of one shape, concatenated along dimension 0. Collective."""
     return gather_from(dims.data(), tensor).flatten(0, 1)
 
 
@@ -131,7 +123,7 @@ def broadcast(tensor: Tensor, source: int) -> None:
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Return whether `flag` is set on any rank, the same on all ranks. Collective."""
+    """Return whether `flag` is set on any rank. Collective."""
     found = torch.tensor(float(flag), device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=dims.everyone().group)
     return bool(found.item())
@@ -141,12 +133,11 @@ def all_to_all(flat: Tensor, sent: Sequence[int], came: Sequence[int]) -> Tensor
     """Exchange entries of 1-D tensors between the data-parallel ranks, bit for bit. Collective.
 
     Args:
-        flat: the first `sent[0]` entries go to rank 0, the next `sent[1]` to rank 1, and so on.
-        sent: number of entries to each rank.
+        flat: `sent[0]` entries for rank 0, then `sent[1]` entries for rank 1, and so on.
         came: number of entries from each rank.
 
     Returns:
-        The received entries, concatenated in the order of ranks: [sum(came)].
+        The received entries, [sum(came)], in the order of ranks.
     """
     result = flat.new_empty(sum(came))
     dist.all_to_all_single(result, flat, list(came), list(sent), group=dims.data().group)

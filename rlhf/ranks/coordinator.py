@@ -1,7 +1,7 @@
-"""Coordinator of the ranks' work on the run directory: one leader acts, and its outcome, good or bad, is everyone's.
+"""Lets one rank, the leader, act on the run directory, and returns its result or raises its error on every rank.
 
-Where nodes have disks of their own, there is one such leader for each storage domain. A `Transport` carries the objects
-from rank to rank. Imports no torch.
+If nodes have disks of their own, each storage domain has a leader. A `Transport` sends the objects between ranks.
+Imports no torch.
 """
 
 import pickle
@@ -19,13 +19,13 @@ U = TypeVar("U")
 
 
 class PeerError(RuntimeError):
-    """An error that happened on other ranks; the text names them."""
+    """Names the rank on which an error happened."""
 
 
 def _sendable(error: Exception) -> Exception:
-    """`error` itself if it survives the way to another process and back, else its text."""
+    """Return `error` if another process can unpickle it, otherwise its text."""
     try:
-        # Both ways: many classes that pickle (own arguments of __init__) fail when the receiver rebuilds them.
+        # Also unpickle: many classes with arguments of __init__ pickle, but the receiver cannot rebuild them.
         pickle.loads(pickle.dumps(error))  # noqa: S301
         return error
     except Exception:
@@ -33,11 +33,10 @@ def _sendable(error: Exception) -> Exception:
 
 
 class Coordinator:
-    """Collective calls over Python objects; every rank must make the same ones in the same order.
+    """Collective calls over Python objects. Every rank must make the same calls in the same order.
 
-    `domains` has each rank's storage domain, which is named by its leader, the lowest rank that sees the same run
-    directory. By default all ranks share one. A call raises LostPeer when a rank is
-    gone, or does not answer in time.
+    If a function raises on a rank, the call raises on every rank. Every call raises LostPeer if a rank is dead or does
+    not answer in time. `domains` is each rank's storage domain: the lowest rank that sees the same run directory.
     """
 
     def __init__(self, transport: Transport, domains: Sequence[int] | None = None) -> None:
@@ -46,23 +45,21 @@ class Coordinator:
         self.domains = list(domains or [0] * self.world_size)
 
     def another(self, timeout: timedelta) -> "Coordinator":
-        """A further coordinator of the same ranks, for another thread of each; a call of it may take `timeout`.
-        Collective."""
+        """Return a coordinator of the same ranks for another thread, with a `timeout` of its own. Collective."""
         return Coordinator(self._transport.another(timeout), self.domains)
 
     @property
     def is_leader(self) -> bool:
-        """The leader is the driver, global rank 0."""
+        """Whether this rank is the leader, global rank 0."""
         return self.rank == 0
 
     @property
     def domain(self) -> int:
-        """This rank's storage domain."""
         return self.domains[self.rank]
 
     @property
     def domain_leaders(self) -> list[int]:
-        """The storage domains in ascending order; the first one is the driver's."""
+        """The storage domains in ascending order; the first is the leader's."""
         return sorted(set(self.domains))
 
     @property
@@ -71,20 +68,19 @@ class Coordinator:
         return self.domain == self.rank
 
     def gather(self, value: T) -> list[T]:
-        """`value` of every rank, in rank order, on every rank."""
+        """Return every rank's `value`, in rank order, on every rank."""
         return self._transport.gather(value)
 
     def broadcast(self, value: T | None, source: int = 0) -> T:
-        """The `value` of the rank `source`, by default the leader, on every rank."""
+        """Return the `value` of the rank `source` on every rank."""
         return self._transport.broadcast(value, source)
 
     def on_leader(self, action: Callable[[], T]) -> T:
-        """Run `action` on the leader only; every rank gets its result, or raises when it raised. No rank is left
-        waiting."""
+        """Run `action` on the leader, and return its result on every rank."""
         return self.on_rank(0, action)
 
     def on_rank(self, rank: int, action: Callable[[], T]) -> T:
-        """The same on any rank."""
+        """Run `action` on the rank `rank`, and return its result on every rank."""
         error: Exception | None = None
         result: Any = None
         if self.rank == rank:
@@ -99,20 +95,18 @@ class Coordinator:
         return result
 
     def on_domain_leaders(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on the leader of each storage domain; every rank gets all results, in the order of
-        `domain_leaders`, or raises."""
+        """Run `action` on each domain's leader, and return all results, as `domain_leaders`, on every rank."""
         if len(self.domain_leaders) == 1:
             return [self.on_leader(action)]
         outcomes: list[Any] = self.everywhere(lambda: action() if self.leads_domain else None)
         return [outcomes[leader] for leader in self.domain_leaders]
 
     def union(self, bits: bytes) -> bytes:
-        """The bits that are set on any rank; on every rank."""
+        """Return the bits that are set on any rank, on every rank."""
         return self._transport.union(bits)
 
     def for_domain_leaders(self, action: Callable[[], T]) -> T | None:
-        """Run `action` on the leader; its result goes to the leader of each storage domain, None to all other ranks.
-        Every rank raises when it raised."""
+        """Run `action` on the leader, and return its result on each domain's leader, None on the other ranks."""
         results: list[T] = []
         self.on_leader(lambda: results.append(action()))
         if len(self.domain_leaders) > 1:
@@ -120,8 +114,7 @@ class Coordinator:
         return results[0] if results else None
 
     def hand_out(self, action: Callable[[], Sequence[T]]) -> T:
-        """Run `action` on the leader; every rank gets its own entry of the result, in rank order. Every rank raises
-        when it raised."""
+        """Run `action` on the leader, and return on each rank the entry of the result with the rank's number."""
         results: list[Sequence[T]] = []
         self.on_leader(lambda: results.append(action()))
         own: list[T] = [results[0][0]] if results else []
@@ -132,26 +125,22 @@ class Coordinator:
         return own[0]
 
     def send(self, block: "Tensor", to: int) -> None:
-        """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two
-        take part."""
+        """Send `block`, bytes in CPU memory, to a rank that calls `receive` with as many bytes. Not collective."""
         self._transport.send(block, to)
 
     def receive(self, block: "Tensor", source: int) -> None:
-        """Fill `block` with what the rank `source` sends."""
+        """Fill `block` with the bytes that the rank `source` sends."""
         self._transport.receive(block, source)
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank and return all results; when it raises anywhere, every rank raises.
-
-        Every rank gets the results of all: for small ones only."""
+        """Run `action` on every rank, and return all results on every rank. For small results only."""
         result, error = _tried(action)
         outcomes = self.gather((result, error and _sendable(error)))
         _raise_first(error, {rank: remote for rank, (_, remote) in enumerate(outcomes) if remote is not None})
         return [value for value, _ in outcomes]
 
     def collect(self, action: Callable[[], T]) -> list[T] | None:
-        """Run `action` on every rank; the leader gets all results, other ranks None. When it raises anywhere, every
-        rank raises."""
+        """Run `action` on every rank, and return all results on the leader, None on the other ranks."""
         result, error = _tried(action)
         outcomes = self._transport.collect((result, error and _sendable(error)), 0)
         failed = {rank: remote for rank, (_, remote) in enumerate(outcomes or []) if remote is not None}
@@ -159,7 +148,7 @@ class Coordinator:
         return None if outcomes is None else [value for value, _ in outcomes]
 
     def combine(self, action: Callable[[], T], how: Callable[[list[T]], U]) -> U:
-        """Run `action` on every rank; every rank gets what `how` makes of all results, or raises when either raised."""
+        """Run `action` on every rank and `how` on the leader with all results. Return its result on every rank."""
         found = self.collect(action)
         return self.on_leader(lambda: how(found or []))
 

@@ -1,9 +1,8 @@
-"""Dimensions of parallelism: the ranks form a grid, and each caller asks for the group of ranks that it needs.
+"""Arranges the ranks in a grid, and returns the group of ranks that a caller needs.
 
-The grid is [replicate, shard]. The ranks along `shard` are consecutive and shard one copy of the model; the copies are
-replicas. All ranks of this grid train on different samples. A dimension whose ranks work on the same samples (tensor,
-context, expert) will be a further axis inside `shard`. Then `model` includes the new axis, `data` excludes it, and the
-callers do not change.
+The grid is [replicate, shard]. Consecutive ranks along `shard` shard one replica of the model. All ranks train on
+different samples. A dimension whose ranks share samples (tensor, context, expert) will be a further axis inside
+`shard`: `model` will include that axis and `data` exclude it, and the callers do not change.
 
 Only `rlhf.ranks` asks torch.distributed for ranks and groups.
 """
@@ -25,10 +24,9 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A group of ranks that make collective calls together, seen from one of its members.
+    """A group of ranks that make collective calls together.
 
-    `members` are the global ranks of the group, in order. `rank` is this rank's index in `members`. `group` is the
-    process group; None in a single process without torch.distributed.
+    `members` are global ranks, and `rank` is this rank's index in `members`. `group` is None without torch.distributed.
     """
 
     rank: int
@@ -37,7 +35,6 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """Number of ranks in the group."""
         return len(self.members)
 
     def of(self, values: Sequence[T]) -> list[T]:
@@ -46,22 +43,19 @@ class RankGroup:
 
 
 def everyone() -> RankGroup:
-    """Return the group of all ranks: for the coordinator, files, and agreements to stop."""
+    """Return the group of all ranks, for the coordinator, files, and agreements to stop."""
     if not dist.is_initialized():
         return RankGroup(0, range(1), None)
     return RankGroup(dist.get_rank(), range(dist.get_world_size()), dist.group.WORLD)
 
 
 def data() -> RankGroup:
-    """Return this rank's data-parallel group: the ranks with different samples. For prompts, balance, sums over tokens.
-
-    These are all ranks, because every rank along `replicate` and `shard` has samples of its own.
-    """
+    """Return this rank's data-parallel group, the ranks with different samples: so far all ranks."""
     return everyone()
 
 
 def model(device: torch.device, replicas: int = 1) -> RankGroup:
-    """Return the ranks that shard one copy of the model with this rank, for gathers. Collective with `replicas` > 1."""
+    """Return the ranks that shard a replica of the model with this rank. Collective with `replicas` > 1."""
     if replicas == 1:
         return everyone()
     group = mesh(device, replicas).get_group(SHARD)
@@ -69,11 +63,10 @@ def model(device: torch.device, replicas: int = 1) -> RankGroup:
 
 
 def mesh(device: torch.device, replicas: int) -> DeviceMesh:
-    """Return the device mesh of all ranks for FSDP2. Collective.
+    """Return the device mesh of all ranks for FSDP2, which all models share. Collective.
 
-    With one replica the mesh has one dimension. With more it is HSDP's [replicas, ranks / replicas]. Consecutive ranks
-    are in one replica, so weights are gathered within a machine if a replica fits on one. All models share one set of
-    process groups.
+    The mesh has one dimension with one replica, otherwise HSDP's [replicas, ranks / replicas]. Consecutive ranks are in
+    one replica, so gathers stay within a machine if a replica fits on one.
     """
     if replicas == 1:
         return init_device_mesh(device.type, (dist.get_world_size(),))

@@ -1,4 +1,4 @@
-"""Figures of one rank: a clock of the phases of a step, without waiting for the device in between, and its memory."""
+"""Measures the time of each phase of a step on one rank, without waiting for the device, and the rank's memory."""
 
 import os
 import time
@@ -15,12 +15,10 @@ STATM = Path("/proc/self/statm")
 
 
 class PhaseClock:
-    """Seconds that this rank spent in each phase of a step: `share`, `ref`, `old_log_prob`, `values`, `adv`,
-    `update_critic`, `update_actor`.
+    """Measures the seconds that this rank spends in each phase of a step.
 
-    On CUDA the host runs ahead of the device, and its own time would count the work of one phase to the next phase
-    that looks at a number. There the device's clock counts: events in its queue, which cost it nothing, are read once
-    in a step by `take`.
+    On CUDA the host runs ahead of the device, and the host's time would count the kernels of one phase to the next
+    phase that reads a number. So CUDA events in the device's queue measure the time, and `take` reads them once a step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,15 +27,15 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time of the block to the phase `name`."""
+        """Add the time of the block to the phase `name`."""
         began = _Mark(self._device)
         yield
         self._spans.append((name, began, _Mark(self._device)))
 
     def take(self) -> dict[str, float]:
-        """`timing_s/NAME` of each phase since the last call, in seconds.
+        """Return `timing_s/NAME` of each phase since the last call, in seconds.
 
-        On CUDA it waits for the last phase to end on the device, as the next use of the weights would.
+        On CUDA, wait for the device to end the last phase, as the next use of the weights would.
         """
         seconds: dict[str, float] = {}
         for name, began, ended in self._spans:
@@ -47,7 +45,7 @@ class PhaseClock:
 
 
 class _Mark:
-    """A moment in a device's queue of work."""
+    """A point in a device's queue of kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._host = time.monotonic()
@@ -64,8 +62,7 @@ class _Mark:
 
 
 def memory_use(device: torch.device, statm: Path = STATM) -> dict[str, float]:
-    """GiB of this process: resident on the host now (where the system says so) and, on CUDA, the most that tensors
-    took of the device (`allocated`) and that PyTorch kept of it for them (`reserved`), since its start."""
+    """Return the GiB of this process: resident on the host now (Linux), and the peaks on the CUDA device."""
     used = {}
     if statm.exists():
         used["perf/host_rss_gb"] = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / GIB
@@ -76,7 +73,7 @@ def memory_use(device: torch.device, statm: Path = STATM) -> dict[str, float]:
 
 
 def largest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The largest value of each name."""
+    """Return the largest value of each name over all ranks."""
     return {
         name: max(used[name] for used in of_ranks if name in used)
         for name in sorted({name for used in of_ranks for name in used})

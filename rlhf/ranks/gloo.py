@@ -1,4 +1,4 @@
-"""Gloo as the transport between the ranks of a run."""
+"""Sends pickled objects and bytes between ranks over gloo."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,14 +21,9 @@ def _collective() -> Iterator[None]:
 
 
 class GlooTransport(Transport):
-    """Transport between the ranks of a run, over a gloo group of its own; a world of one where torch.distributed is not
-    initialised.
+    """`Transport` over a gloo group of its own; a world of one rank if torch.distributed is not initialised.
 
-    Args:
-        timeout: longest a call may take; None for that of the training's group.
-
-    Raises:
-        LostPeer: of every call, when a rank is gone or does not answer in time.
+    `timeout` is for each call; None is the timeout of the training's group.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
@@ -36,8 +31,7 @@ class GlooTransport(Transport):
         if dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if self.world_size > 1:
-                # A group of its own: object collectives on the training group would order themselves between its
-                # tensors.
+                # On the training group, object collectives would have to keep an order with its tensors.
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def another(self, timeout: timedelta) -> "GlooTransport":

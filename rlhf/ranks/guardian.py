@@ -1,6 +1,6 @@
-"""Starts a watchdog process on each node if no supervisor of ours watches the ranks: under torchrun, srun and the like.
+"""Starts a watchdog process on each node if no supervisor of the trainer watches the ranks, as under torchrun or srun.
 
-The watchdog (`python -m rlhf.launch.node_watchdog`) is a separate process, because a rank that hangs may hold the GIL.
+The watchdog (`rlhf.launch.node_watchdog`) is a process of its own, because a rank that hangs may hold the GIL.
 """
 
 import json
@@ -20,11 +20,10 @@ MODULE = "rlhf.launch.node_watchdog"
 
 @contextmanager
 def watched(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinator) -> Iterator[None]:
-    """Run a watchdog for the ranks of each node while entered. Collective.
+    """Run a watchdog for the ranks of each node, on Linux and unless `trainer.watchdog=false`. Collective.
 
-    Does nothing with `trainer.watchdog=false`, or outside Linux. A node is a machine with one run directory. The lowest
-    rank of a node starts the watchdog, which watches that rank until it leaves the `with` block, and the node's other
-    ranks until they end.
+    A node is a machine with one run directory. Its lowest rank starts the watchdog, which watches that rank until it
+    leaves the `with` block, and the node's other ranks until they end.
     """
     if not trainer.watchdog or sys.platform != "linux":
         yield

@@ -17,14 +17,12 @@ WORKING, FAILED = 1, 2
 def with_keep_alive(
     action: Callable[[], T], failed: Callable[[T], bool], stop: Callable[[], None], coordinator: Coordinator
 ) -> T:
-    """Run `action` on every rank, and return this rank's result when all have ended. Collective.
-
-    `action` may take longer than the timeout of a collective call.
+    """Run `action` on every rank, and return this rank's result when `action` has ended on all ranks. Collective.
 
     Args:
-        action: runs in a thread. It has deadlines of its own and raises nothing.
+        action: runs in a thread, longer than the timeout of a collective call if need be. It raises nothing.
         failed: returns whether a result is a failure.
-        stop: called when the action of another rank has failed; it should make this rank's `action` end.
+        stop: makes this rank's `action` end; called if `action` has failed on another rank.
     """
     ended: SimpleQueue[T] = SimpleQueue()
     threading.Thread(target=lambda: ended.put(action()), name="long work", daemon=True).start()

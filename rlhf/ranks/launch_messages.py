@@ -1,12 +1,11 @@
-"""Messages between the supervisor and its launcher, pickled over a socket that only these two have."""
+"""Messages between the supervisor and its launcher, pickled over a private socket."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Fork:
-    """Request to the launcher: fork ranks 0 to `nproc` - 1, each to run `python *command` with `variables` in its
-    environment."""
+    """Request to fork `nproc` ranks that run `python *command` with `variables` in their environment."""
 
     command: tuple[str, ...]
     nproc: int
@@ -15,7 +14,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class Forked:
-    """Answer to `Fork`, once the launcher's imports are done: the process ids by rank, or why it must not fork."""
+    """Answer to `Fork` after the launcher's imports: process ids by rank, or why the launcher must not fork."""
 
     pids: dict[int, int]
     problem: str | None = None
@@ -23,7 +22,7 @@ class Forked:
 
 @dataclass(frozen=True)
 class RankEnded:
-    """Notice from the launcher: a rank has ended, with an exit code that is negative for a signal."""
+    """Notice that a rank has ended. `code` is its exit code, negative for a signal."""
 
     rank: int
     code: int
@@ -31,12 +30,12 @@ class RankEnded:
 
 @dataclass(frozen=True)
 class CountDevices:
-    """Question to the launcher: how many CUDA devices are visible?"""
+    """Request to count the visible CUDA devices."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Answer to `CountDevices`, or why the launcher can't tell."""
+    """Answer to `CountDevices`: the count, or why the launcher cannot count."""
 
     count: int
     problem: str | None = None

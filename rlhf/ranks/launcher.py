@@ -1,9 +1,9 @@
-"""Launcher: a process that imports once what ranks need, and forks the ranks of every attempt.
+"""Imports the ranks' modules once, and forks the ranks of every attempt.
 
-The supervisor starts it as `python -m rlhf.ranks.launcher FD MODULE ...` and talks to it over the socket FD. A fork
-copies one thread only, and breaks CUDA contexts and connections. So the launcher checks before each fork that it has
-neither other threads nor CUDA. A forked rank runs as `python *command` would: as `__main__`, with its own session,
-signals and environment.
+The supervisor starts `python -m rlhf.ranks.launcher FD MODULE ...` and sends requests over the socket FD. A fork copies
+one thread only, and breaks CUDA contexts and connections. So the launcher checks before each fork that it has neither
+other threads nor CUDA. A forked rank runs as `python *command` would: as `__main__`, with its own session, signals and
+environment.
 """
 
 import gc
@@ -29,7 +29,7 @@ _HANDLED = (*STOP_SIGNALS, signal.SIGCHLD)
 
 
 def why_not_fork() -> str | None:
-    """The reason against a fork: what a child would lack or share by mistake; None when there is nothing."""
+    """Return the reason why a fork of this process would break; None if a fork is safe."""
     torch = sys.modules.get("torch")
     if (torch is not None and torch.cuda.is_initialized()) or _has_cuda_open():
         return "CUDA is initialised in it"
@@ -42,7 +42,6 @@ def why_not_fork() -> str | None:
 
 
 def _threads() -> list[str]:
-    """The names of this process's threads."""
     names = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
@@ -51,20 +50,18 @@ def _threads() -> list[str]:
 
 
 def _has_cuda_open() -> bool:
-    """Whether the CUDA driver runs in this process, whoever has started it; it keeps this device open, which NVML does
-    not."""
+    """Return whether the CUDA driver runs in this process. The driver opens `nvidia-uvm`; NVML does not."""
     for fd in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the listing's own
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             if fd.readlink().name == "nvidia-uvm":
                 return True
     return False
 
 
 class Launcher:
-    """Answers the supervisor's requests at `connection`, and reports each rank that ends.
+    """Answers the supervisor's requests, and reports each rank that ends.
 
-    Ranks that have ended stay zombies until the next fork, so that the supervisor never signals a process id that
-    belongs to another process by now.
+    Dead ranks stay zombies until the next fork, so that the supervisor never signals a reused process id.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -74,8 +71,8 @@ class Launcher:
         self._ended: list[int] = []
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
-        # A signal to all processes of a job is for the supervisor and the ranks, not for this process. Ignored signals
-        # stay ignored, in the ranks as well.
+        # A scheduler may signal all processes of a job; the launcher must survive. Ignored signals stay ignored, in the
+        # ranks as well.
         self._handlers = {
             number: signal.signal(number, lambda *_: None)
             for number in _HANDLED
@@ -84,18 +81,17 @@ class Launcher:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
 
     def load(self, modules: Sequence[str]) -> None:
-        """Import `modules`, so that forked ranks have them."""
         try:
             for module in modules:
                 importlib.import_module(module)
-        except Exception as error:  # a rank that is started plainly fails likewise, and reports it with all evidence
+        except Exception as error:  # a rank in a new process fails likewise, and reports the traceback
             self._problem = f"it cannot import {module} ({type(error).__name__}: {error})"
-        # Freeze the objects: the garbage collector's marks would copy every page that ranks share with this process.
+        # The garbage collector's marks would copy every page that ranks share with this process.
         gc.collect()
         gc.freeze()
 
     def serve(self) -> tuple[str, ...]:
-        """Answer requests; exit when the supervisor is gone. Returns only in a forked rank, with the rank's command."""
+        """Answer requests, and exit when the supervisor is dead. Return only in a forked rank, with its command."""
         while True:
             ready = wait([self._connection, self._woken])
             if self._woken in ready:
@@ -128,7 +124,7 @@ class Launcher:
         os._exit(0)
 
     def _fork(self, request: Fork) -> bool:
-        """Fork the ranks and answer; True in each of them."""
+        """Fork the ranks and answer. Return True in each forked rank."""
         while self._ended:
             os.waitpid(self._ended.pop(), 0)
         problem = self._problem or why_not_fork()
@@ -157,7 +153,7 @@ class Launcher:
         os.environ.update(rank_variables(rank, request.nproc, listener))
         os.environ[PARENT_PID] = str(launcher)
         if rank == 0:
-            listener.detach()  # from now on a number in the environment
+            listener.detach()  # the environment has the file descriptor
         self._connection.close()
         signal.set_wakeup_fd(-1)
         os.close(self._wake)
@@ -170,7 +166,7 @@ class Launcher:
         if problem is not None:
             return Devices(0, problem)
         pid = os.fork()
-        if pid == 0:  # in a process of its own, because counting initialises CUDA
+        if pid == 0:  # counting initialises CUDA, so it needs a process of its own
             _exit_with_device_count()
         count = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return (
@@ -192,7 +188,7 @@ def run(command: Sequence[str]) -> None:
     """Run `python *command` in this process: `-m MODULE` or a file, with its arguments."""
     if command[0] == "-m":
         sys.argv = list(command[1:])
-        # The launcher imported the module for its imports. It now runs again, as __main__.
+        # The launcher has imported the module, which now runs again as __main__.
         sys.modules.pop(command[1], None)
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
@@ -201,7 +197,7 @@ def run(command: Sequence[str]) -> None:
 
 
 def main(fd: int, modules: Sequence[str]) -> None:
-    """Run the launcher, and, in each forked process, the rank."""
+    """Run the launcher and, in each forked process, the rank."""
     die_with_parent()
     launcher = Launcher(Connection(fd))
     launcher.load(modules)

@@ -1,7 +1,6 @@
-"""Locks of the run directory: one supervisor writes into it, and no rank of an earlier one is left when ranks start.
+"""Locks the run directory, so that only one run writes there, and ranks start only after earlier ranks have ended.
 
-Both are `flock`s: the kernel lets go of them when their process ends, however it ends, so there is never a stale lock
-to clean.
+The locks are `flock`s, which the kernel releases when a process ends: there are no stale locks.
 """
 
 import errno
@@ -30,8 +29,10 @@ log = logging.getLogger(__name__)
 
 
 def _lock(path: Path, operation: int, setting: str = "trainer.default_local_dir", fd: int | None = None) -> int | None:
-    """The locked file descriptor (not inherited by children that exec), or None when another process holds the lock.
-    `fd` has another kind of lock so far, which it loses in any case."""
+    """Return a locked file descriptor, which is closed on exec; None if another process has the lock.
+
+    `fd` already has another kind of lock, which is lost in any case.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if fd is None else fd
     try:
         fcntl.flock(fd, operation)
@@ -50,9 +51,9 @@ def _lock(path: Path, operation: int, setting: str = "trainer.default_local_dir"
 
 @contextmanager
 def lock_if_free(path: Path, setting: str) -> Iterator[bool]:
-    """Hold the file `path` alone, unless another process does; yields whether it is held.
+    """Lock the file `path` unless another process has the lock. Yield whether the file is locked.
 
-    Raises UserError, naming the `setting` that `path` follows from, where there are no locks.
+    Raise UserError, naming the `setting` that decides `path`, if the file system has no locks.
     """
     fd = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB, setting)
     try:
@@ -64,7 +65,7 @@ def lock_if_free(path: Path, setting: str) -> Iterator[bool]:
 
 @contextmanager
 def run_lock(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> Iterator[None]:
-    """Hold the run directory alone; raises UserError at once, with `remedy`, when another run holds it."""
+    """Lock the run directory. Raise UserError with `remedy` if another run has the lock."""
     # Promise 12.
     fd = _take(run_dir)
     if fd is None:
@@ -77,13 +78,13 @@ def run_lock(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> Iterator[None]:
 
 @contextmanager
 def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]:
-    """Hold the run directory, or each of them where nodes have disks of their own, for all ranks of one launch.
-    Collective.
+    """Lock the run directory, on each node's disk if there are several, for all ranks of one launch. Collective.
 
-    Of the ranks that see one directory the first to come takes its lock; the others find in it that it is one of them,
-    and share it then: it is free when the last of them has left or died.
+    The first rank to lock a directory writes the launch into the lock file. The other ranks then share the lock, which
+    is free when the last rank has left or died.
 
-    Raises UserError on every rank, with nothing written but the lock's own file, when another run holds one.
+    Raises:
+        UserError: on every rank, if another run has a lock. Nothing is written but the lock file.
     """
     if coordinator.world_size == 1:
         with run_lock(run_dir):
@@ -119,7 +120,7 @@ def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]
 
 
 def _take(run_dir: Path, launch: str = "") -> int | None:
-    """The descriptor of the run lock, which tells who holds it, or None when somebody else does."""
+    """Return the descriptor of the run lock, with this process in its file; None if another process has the lock."""
     fd = _lock(run_dir / RUN_LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if fd is None:
         return None
@@ -140,7 +141,7 @@ def _take(run_dir: Path, launch: str = "") -> int | None:
 
 
 def _is_of(launch: str, run_dir: Path) -> bool:
-    """Whether a rank of this launch holds the lock, which a network file system may show late."""
+    """Return whether a rank of this launch has the lock, which a network file system may show late."""
     for look in range(LOOKS):
         if look:
             time.sleep(LOOK_AGAIN_S)
@@ -152,7 +153,7 @@ def _is_of(launch: str, run_dir: Path) -> bool:
 def _holder(run_dir: Path) -> dict[str, Any]:
     try:
         return json.loads((run_dir / RUN_LOCK).read_text())
-    except ValueError:  # the holder has the lock but hasn't written its name yet
+    except ValueError:  # the other process has not yet written its name
         return {}
 
 
@@ -163,12 +164,12 @@ def _refusal(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> UserError:
 
 
 def hold_rank_lock(run_dir: Path) -> None:
-    """Mark this process as a live rank of the run until it ends. Call `die_with_parent` before it."""
+    """Mark this process as a live rank of the run until the process ends. Call `die_with_parent` first."""
     _lock(run_dir / RANKS_LOCK, fcntl.LOCK_SH)
 
 
 def wait_for_ranks(run_dir: Path, deadline_s: float = 60.0) -> None:
-    """Return when no rank of an earlier attempt or supervisor lives; raises UserError after `deadline_s` seconds."""
+    """Wait until all ranks of earlier starts have ended. Raise UserError after `deadline_s` seconds."""
     path = run_dir / RANKS_LOCK
     start = time.monotonic()
     told = False

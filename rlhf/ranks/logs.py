@@ -1,4 +1,4 @@
-"""One format for the log lines of the supervisor and the ranks, without the chatter of libraries."""
+"""Formats the log lines of the supervisor and the ranks, and silences the libraries."""
 
 import logging
 import os
@@ -18,7 +18,6 @@ class _Lines(logging.Formatter):
         super().__init__(f"%(asctime)s {who}: %(message)s", datefmt="%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         if record.levelno >= logging.ERROR:
             record.message = f"error: {record.message}"
         return super().formatMessage(record)
@@ -26,8 +25,7 @@ class _Lines(logging.Formatter):
 
 @contextmanager
 def logging_put_back() -> Iterator[None]:
-    """Around a `configure_logging` in a process of somebody else's: its log handlers, levels, warnings and environment
-    are afterwards as they were."""
+    """Restore the log handlers, levels, warnings and environment of a caller's process after `configure_logging`."""
     root, chatty = logging.getLogger(), [logging.getLogger(name) for name in _CHATTY]
     handlers, levels = root.handlers[:], [(each, each.level) for each in (root, *chatty)]
     shows_warnings, verbosity = warnings.showwarning, os.environ.get(_VERBOSITY)
@@ -46,8 +44,10 @@ def logging_put_back() -> Iterator[None]:
 
 
 def configure_logging(rank: int | None = None, handler: logging.Handler | None = None, who: str = "supervisor") -> None:
-    """Log to `handler`, or to stderr: INFO in rank 0, WARNING in the other ranks, which show no progress bars either,
-    and INFO in a process that is not a rank, which `who` names. Python's warnings are log lines as well."""
+    """Log to `handler`, or to stderr: WARNING in ranks above 0, INFO elsewhere. Python's warnings become log lines.
+
+    `who` names a process that is not a rank. Ranks above 0 show no progress bars.
+    """
     who = who if rank is None else f"rank {rank}"
     level = logging.WARNING if rank else logging.INFO
     handler = handler or logging.StreamHandler()
@@ -57,18 +57,20 @@ def configure_logging(rank: int | None = None, handler: logging.Handler | None =
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
     if rank is not None:
-        # Environment variables come too late: the library reads them when it is imported, which a rank has done.
+        # transformers reads the environment variable at import, which has happened in a rank.
         from transformers.utils import logging as of_transformers
 
         if _VERBOSITY not in os.environ:
             of_transformers.set_verbosity_error()
         if rank:
             of_transformers.disable_progress_bar()
-    os.environ.setdefault(_VERBOSITY, "error")  # for processes that this one starts
+    os.environ.setdefault(_VERBOSITY, "error")  # for child processes
 
 
 def write_whole_lines() -> None:
-    """Let stdout and stderr leave this process line by line, each line in one piece: several processes write into one
-    pipe, and with PYTHONUNBUFFERED=1 `print` would write the end of a line by itself, after which others may come."""
+    """Write each line to stdout and stderr in one piece, because several processes share a pipe.
+
+    With PYTHONUNBUFFERED=1 `print` writes the end of a line separately, and another process may write in between.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]

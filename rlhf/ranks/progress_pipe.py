@@ -1,4 +1,4 @@
-"""Progress of a rank on its way to the supervisor, which shows it: messages over a pipe, a line of JSON each."""
+"""Sends a rank's progress to the supervisor, as lines of JSON over a pipe."""
 
 import errno
 import json
@@ -10,29 +10,27 @@ from typing import Any
 from rlhf.printable import printable
 
 PROGRESS_FD = "RLHF_PROGRESS_FD"
-"""Names the pipe's end in a rank; without it (torchrun, a debugger) there is nobody to tell."""
+"""File descriptor of the pipe in a rank. Without this variable (torchrun, a debugger) nobody reads progress."""
 _LOST = (errno.EAGAIN, errno.EPIPE, errno.EBADF)
 _TOO_MANY = 1 << 63
-"""Nothing that is counted comes to it, and greater integers have no place among floats."""
+"""Greater than every count, and small enough for a float."""
 
 
 class ShowsProgress:
-    """Interface of what shows the progress of a run to people; by itself it shows it to nobody."""
+    """Interface of displays of a run's progress. This class shows nothing."""
 
     def start(self, step: int, total: int) -> None:
-        """The run begins at `step` finished steps, of `total`: 0, the resume step, or one that it goes back to."""
+        """Show that `step` of `total` steps are finished: at the start, after a resume or after a roll-back."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is finished; step 0 is the evaluation before training."""
+        """Show the metrics of a finished step; step 0 is the evaluation before training."""
 
     def phase(self, rank: int, step: int, name: str, done: int, total: int) -> None:
-        """A rank has `done` of `total` parts of a phase of the step under way; with a `total` of 0 they are not
-        counted."""
+        """Show that a rank has `done` of `total` parts of a phase; a `total` of 0 counts no parts."""
 
 
 class ProgressPipe(ShowsProgress):
-    """`ShowsProgress` in the process at the other end of `fd`. It never waits: what the pipe has no room for is lost,
-    and so is everything once nobody reads."""
+    """Sends progress to the process at the other end of `fd`. Never waits: a full or closed pipe loses messages."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -40,25 +38,22 @@ class ProgressPipe(ShowsProgress):
 
     @classmethod
     def of_environment(cls) -> ShowsProgress:
-        """The one that PROGRESS_FD names."""
+        """Return the pipe of PROGRESS_FD, or a display that shows nothing."""
         fd = os.environ.get(PROGRESS_FD)
         return ShowsProgress() if fd is None else cls(int(fd))
 
     def start(self, step: int, total: int) -> None:
-        """See `ShowsProgress`."""
         self._send("start", step, total)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `ShowsProgress`."""
         self._send("update", step, dict(metrics))
 
     def phase(self, rank: int, step: int, name: str, done: int, total: int) -> None:
-        """See `ShowsProgress`."""
         self._send("phase", rank, step, name, done, total)
 
     def _send(self, *message: object) -> None:
         line = json.dumps(message).encode() + b"\n"
-        if len(line) > select.PIPE_BUF:  # only shorter ones are never mixed with another rank's
+        if len(line) > select.PIPE_BUF:  # the kernel may mix longer lines with another rank's
             return
         try:
             os.write(self._fd, line)
@@ -68,7 +63,7 @@ class ProgressPipe(ShowsProgress):
 
 
 def deliver(line: bytes, to: ShowsProgress) -> None:
-    """Show a line that came through a pipe; ValueError for one that no `ProgressPipe` wrote."""
+    """Show a message from a pipe. Raise ValueError if no `ProgressPipe` wrote the line."""
     try:
         message = json.loads(line)
     except RecursionError as error:

@@ -1,7 +1,6 @@
-"""Random-number states of one process: Python, NumPy, torch CPU and every CUDA device, as plain tensors (no pickle).
+"""Saves and restores the random generators of one process (Python, NumPy, torch) as plain tensors, without pickle.
 
-Sampling needs none of this (its noise is a function of seed, step, prompt, sample and position); dropout and user code
-do.
+Dropout and the user's code need them. The noise of sampling is a function of seed, step, prompt, sample and position.
 """
 
 import logging
@@ -15,8 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def rng_state() -> dict[str, Tensor]:
-    """The state of every generator of this process. Python's is 625 words of its Mersenne twister and the pending
-    Gaussian."""
+    """Return the state of every generator. Python's is 625 words of a Mersenne twister and the pending Gaussian."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     assert version == 3
@@ -35,8 +33,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor]) -> None:
-    """Restore what `state` has; a generator that it lacks (an older checkpoint, a further CUDA device) is left alone
-    with a warning."""
+    """Restore the generators in `state`. Log a warning if generators are missing, as for a further CUDA device."""
     missing = rng_state().keys() - state.keys()
     if missing:
         log.warning("The checkpoint has no RNG state for %s; left as seeded.", ", ".join(sorted(missing)))
@@ -55,7 +52,7 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Give every generator of this process a state that follows from the run's seed and the rank."""
+    """Seed every generator of this process from the run's seed and the rank."""
     mixed = (seed * 1_000_003 + rank) % 2**32
     random.seed(mixed)
     np.random.seed(mixed)

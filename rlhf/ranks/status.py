@@ -1,4 +1,4 @@
-"""Status file of each rank, `status/rank_R.json`: where it is, and the evidence that a dead rank leaves behind."""
+"""Writes the status file of each rank, `status/rank_R.json`: its newest event, and the error that ended it."""
 
 import faulthandler
 import json
@@ -14,23 +14,25 @@ from rlhf.storage.files import make_dir, remove_file, rename
 
 STATUS_DIR = "status"
 STARTING = "start"
-"""The event of a rank that has announced none yet."""
+"""The event of a rank that has announced no event yet."""
 STACKS_SIGNAL = signal.SIGUSR2
 SAVE_BEGINS, SAVE_ENDS = "commit.before", "commit.after"
-"""A save that runs behind the loop, in a thread of its own: what that thread announces first and last."""
+"""First and last event of a background save, which runs in a thread of its own."""
 SCORED = "reward.scored"
 WAITS_FOR_SCORE = "reward.wait"
-"""A sample is scored, or waited for with a deadline; announced by a thread that the loop waits for."""
+"""Events of scoring a sample, or waiting for a score with a deadline, in a thread that the loop waits for."""
 
 _PAGE = 4096
-# Of an event that comes again and again one in this time is enough to see that the rank moves.
+# Repeated events within this time are written once, which suffices to show that the rank moves.
 _REPEAT_S = 0.1
 
 
 @dataclass(frozen=True)
 class RankError:
-    """The error that ended a rank: `user` needs a person, `crash` a restart; `unsaved`: it left as asked, or finished,
-    but what it was to save is not saved. `traceback` is the formatted text, or empty."""
+    """The error that ended a rank. `user` needs a person, `crash` a restart.
+
+    `unsaved`: the rank left as asked, or finished, but could not save. `traceback` is formatted, or empty.
+    """
 
     kind: Literal["user", "crash", "unsaved"]
     message: str
@@ -39,7 +41,7 @@ class RankError:
 
 @dataclass(frozen=True)
 class SaveStatus:
-    """The newest event of the save behind the loop, its time, and the identity of the thread that saves."""
+    """The newest event of a background save, its time, and the identity of the saving thread."""
 
     event: str
     time: float
@@ -48,8 +50,10 @@ class SaveStatus:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A rank's step, the newest event of its loop, the time of it (seconds since the epoch), the error that ended it,
-    the identity of the loop's thread, and the save that runs behind it, if one does."""
+    """A rank's step, the newest event of its loop and its time in seconds since the epoch, and the rank's error.
+
+    `thread` is the identity of the loop's thread, `save` a background save that runs.
+    """
 
     step: int | None
     event: str
@@ -60,11 +64,11 @@ class RankStatus:
 
 
 class StatusWriter:
-    """Keeps the status file of one rank, in place, in one page; SIGUSR2 adds its stacks, in a file beside it.
+    """Writes the status of one rank in place into one page. SIGUSR2 writes the rank's stacks into a file beside it.
 
-    Make it in the thread of the loop. An event costs about 20 microseconds (a rename takes a thousand on ext4), a kill
-    can't tear a write within one page, and the page is the rank's from the start, so that the error of a full disk can
-    be noted as well. Nothing is fsynced: when the power fails nobody asks which rank was first.
+    Create the writer in the thread of the loop. An event costs about 20 microseconds (a rename takes a thousand on
+    ext4). A kill cannot tear a write within one page. The page exists from the start, so that a full disk can be
+    reported. Nothing is fsynced, because after a power failure nobody asks which rank failed first.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -79,15 +83,14 @@ class StatusWriter:
         rename(new, path)
 
     def event(self, step: int | None, event: str) -> None:
-        """Note that `event` happens now, in `step` (None before the first one is known).
+        """Write that `event` happens now, in `step` (None before the first step is known).
 
-        Of other threads than the loop's only two kinds count. One that announces a save, from SAVE_BEGINS to SAVE_ENDS;
-        its steps do not, because the loop goes on meanwhile. And one that announces SCORED or WAITS_FOR_SCORE: it shows
-        that the loop's phase moves.
+        Events of other threads than the loop's count in two cases: a background save's, from SAVE_BEGINS to SAVE_ENDS,
+        without their steps; and SCORED and WAITS_FOR_SCORE, which show that the loop's phase moves.
         """
         thread, now = threading.get_ident(), time.time()
         with self._lock:
-            # A clock that is set back must not silence a rank until it has caught up: the watchdog would see a hang.
+            # If a clock that was set back silenced a rank until the clock catches up, the watchdog would see a hang.
             repeats = 0 <= now - self._status.time < _REPEAT_S
             if thread == self._status.thread:
                 if (step, event) == (self._status.step, self._status.event) and repeats:
@@ -103,12 +106,12 @@ class StatusWriter:
             self._write(self._status)
 
     def error(self, kind: Literal["user", "crash", "unsaved"], message: str, traceback: str = "") -> None:
-        """Note why the rank is about to end; step and event stay those of the last `event`.
+        """Write why the rank is about to end. Step and event stay as they are.
 
-        What doesn't fit into the page is cut off: first the traceback's beginning, then the message's end.
+        To fit into the page, the start of the traceback is cut off, then the end of the message.
         """
         with self._lock:
-            # Kept, because a save behind the loop may still announce something.
+            # Store the error, because a background save may still write the status.
             self._status = replace(self._status, time=time.time(), error=RankError(kind, message, traceback))
             while not self._write(self._status):
                 if traceback:
@@ -118,7 +121,7 @@ class StatusWriter:
                 self._status = replace(self._status, error=RankError(kind, message, traceback))
 
     def _write(self, status: RankStatus) -> bool:
-        """Write if it fits into the page, and say whether it did."""
+        """Write `status` unless it is too long for the page. Return whether it was written."""
         record = json.dumps(asdict(status)).encode()
         if len(record) > _PAGE:
             return False
@@ -127,12 +130,12 @@ class StatusWriter:
 
 
 def read_statuses(run_dir: Path) -> dict[int, RankStatus]:
-    """The statuses that the ranks have left, by rank; of live ranks one may be missing for a moment."""
+    """Return the statuses by rank. A live rank's may be missing for a moment."""
     statuses = {}
     for path in (run_dir / STATUS_DIR).glob("rank_*.json"):
         try:
             fields = json.loads(path.read_text())
-        except ValueError:  # torn: a write was under way
+        except ValueError:  # the rank was writing
             continue
         error, save = fields.pop("error"), fields.pop("save")
         statuses[int(path.stem.removeprefix("rank_"))] = RankStatus(
@@ -142,24 +145,26 @@ def read_statuses(run_dir: Path) -> dict[int, RankStatus]:
 
 
 def clear_statuses(run_dir: Path) -> None:
-    """Forget the evidence of an earlier attempt."""
+    """Delete the status files of an earlier attempt."""
     for path in (run_dir / STATUS_DIR).glob("rank_*.json"):
         remove_file(path)
 
 
 def answer_with_stacks(path: Path) -> None:
-    """Let SIGUSR2 append the stacks of all threads of this process to `path`; a deadlock or a held GIL do not keep it
-    from that."""
+    """Make SIGUSR2 append the stacks of all threads to `path`, even in a deadlock or while a thread holds the GIL."""
     faulthandler.register(STACKS_SIGNAL, file=path.open("w"), all_threads=True)
 
 
 def stacks_file(run_dir: Path, rank: int) -> Path:
-    """The file that a rank writes its stacks to when it is asked with SIGUSR2; empty until then."""
+    """Return the file for a rank's stacks, which is empty until SIGUSR2."""
     return run_dir / STATUS_DIR / f"stacks_rank_{rank}.txt"
 
 
 def keep_stacks(run_dir: Path) -> list[Path]:
-    """Give the stacks that ranks have written names that the next attempt leaves alone; returns these."""
+    """Rename the stacks that ranks have written, so that the next attempt does not delete them.
+
+    Return the new names.
+    """
     kept, number = [], 1
     folder = run_dir / STATUS_DIR
     while any(folder.glob(f"hang_{number}_*")):

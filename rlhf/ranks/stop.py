@@ -1,8 +1,8 @@
-"""A request to leave, in the supervisor and in the ranks: schedulers send SIGTERM or SIGUSR1, people press Ctrl-C.
+"""Handles requests to stop, in the supervisor and in the ranks: schedulers send SIGTERM or SIGUSR1, users press Ctrl-C.
 
-The rule, the same for every process of a run: SIGTERM, SIGUSR1, SIGINT and SIGHUP mean "save at the next safe point and
-leave with EXIT_REQUEUE". It doesn't matter whether a scheduler signals the supervisor, the ranks or all of them. Only
-SIGKILL means "die now", and it is the only signal with which the supervisor ends a rank.
+In every process of a run, SIGTERM, SIGUSR1, SIGINT and SIGHUP mean "save at the next safe point and leave with
+EXIT_REQUEUE", whether a scheduler signals the supervisor, the ranks or all of them. The supervisor kills ranks with
+SIGKILL only.
 """
 
 import os
@@ -15,41 +15,42 @@ from rlhf.errors import EXIT_REQUEUE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 IDLE = "while no rank was training"
-"""What follows a signal's name where there was nothing to save, whichever process says it."""
+"""Follows a signal's name in the log if there was nothing to save."""
 
 
 def leave_while_idle() -> None:
-    """From now on a request to stop ends this process at once, with one line and EXIT_REQUEUE: for the time in which no
-    ranks run, before, between and after them. Main thread only."""
+    """Make requests to stop end this process at once, with one line and EXIT_REQUEUE. Main thread only.
+
+    This is for the time before, between and after attempts, when no ranks run.
+    """
     for number in STOP_SIGNALS:
-        # An ignored signal stays ignored, and one that somebody handles is theirs.
+        # Leave ignored signals, and the handlers of others, alone.
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _leave)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # Over the terminal's own ^C. No stream of Python's: the signal may have come in the middle of a write.
+    # Overwrite the terminal's own ^C. Use no stream of Python's: the signal may have interrupted a write.
     start = "\r\x1b[K" if os.isatty(2) else ""
     line = f"{start}{signal.Signals(number).name} {IDLE}. The same command starts it again.\n"
-    with suppress(OSError):  # a terminal that has hung up
+    with suppress(OSError):  # the terminal may have hung up
         waits = select.poll()
         waits.register(2, select.POLLOUT)
-        if waits.poll(0):  # not a pipe that is full
+        if waits.poll(0):  # a full pipe would block
             os.write(2, line.encode())
     os._exit(EXIT_REQUEUE)
 
 
 class PreemptionFlag:
-    """The rank's side: installs the handlers (main thread only); `requested` becomes and stays true.
+    """Sets `requested` in a rank when a stop is requested. Main thread only.
 
-    One rank may see the request a step earlier than another, so the loop all-reduces the flag and all ranks leave
-    together.
+    A rank may see the request a step before its peers, so the loop all-reduces the flag and all ranks leave together.
     """
 
     def __init__(self) -> None:
         self.requested = False
         for number in STOP_SIGNALS:
-            # An ignored signal stays ignored: that is how nohup and background jobs of a shell ask for it.
+            # nohup and background jobs of a shell rely on ignored signals.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 

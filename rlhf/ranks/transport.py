@@ -1,4 +1,4 @@
-"""Transport of objects between the ranks of one group, at first of a process that acts alone. Imports no torch."""
+"""Interface for sending objects between ranks, and its single-process implementation. Imports no torch."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -9,49 +9,45 @@ if TYPE_CHECKING:
 
 
 class LostPeer(RuntimeError):
-    """A collective call failed or took too long: the ranks can agree on nothing any more."""
+    """A collective call failed or timed out, so the ranks cannot agree any more."""
 
 
 class Transport:
-    """Exchange of pickled objects between the ranks of one group; this one, of a process that acts alone, whatever
-    group it may belong to.
+    """Exchanges pickled objects between ranks. This class is the transport of a single process.
 
-    Every rank must make the same calls in the same order. Each raises LostPeer when a rank is gone, or does not answer
-    in time.
+    Every rank must make the same calls in the same order. A call raises LostPeer if a rank is dead or too slow.
     """
 
     rank, world_size = 0, 1
 
     def another(self, timeout: timedelta) -> "Transport":
-        """A further group of the same ranks with a deadline of its own, whose calls are in no order with this one's.
-        Collective."""
+        """Return a transport of the same ranks with its own timeout and its own order of calls. Collective."""
         return self
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order, on every rank."""
+        """Return every rank's `value`, in rank order, on every rank."""
         return [value]
 
     def collect(self, value: Any, to: int) -> list[Any] | None:
-        """`value` of every rank, in rank order, on the rank `to`; None on all others."""
+        """Return every rank's `value`, in rank order, on the rank `to`; None on the other ranks."""
         return [value]
 
     def union(self, bits: bytes) -> bytes:
-        """The bits that are set on any rank, of as many on each; on every rank."""
+        """Return the bits that are set on any rank, on every rank. All ranks must pass the same length."""
         return bits
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """The `value` of the rank `source` on every rank."""
+        """Return the `value` of the rank `source` on every rank."""
         return value
 
     def share(self, value: Any, source: int, to: Sequence[int]) -> Any:
-        """The `value` of the rank `source` on the ranks `to`; None on all others, which take no part."""
+        """Return the `value` of the rank `source` on the ranks `to`; None on the other ranks, at once."""
         return value
 
     def send(self, block: "Tensor", to: int) -> None:
-        """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two
-        take part."""
+        """Send `block`, bytes in CPU memory, to a rank that calls `receive` with as many bytes. Not collective."""
         raise ValueError("nobody is there to send to")
 
     def receive(self, block: "Tensor", source: int) -> None:
-        """Fill `block` with what the rank `source` sends."""
+        """Fill `block` with the bytes that the rank `source` sends."""
         raise ValueError("nobody is there to receive from")
