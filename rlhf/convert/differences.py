@@ -63,8 +63,12 @@ def documents(roles: Mapping[str, TensorSource]) -> dict[str, dict[str, Any]]:
             found["config"] = _flat(stored_sections(first.files.content(CONFIG), first.manifest.release))
         found["driver state"] = _flat(first.files.document(DRIVER_STATE))
     for role, source in roles.items():
-        said, files = source.contents.progress, source.contents.model_files
-        progress = {"step": said.step, "optimizer_steps": said.optimizer_steps, "schedule": said.schedule or {}}
+        trained, files = source.contents.progress, source.contents.model_files
+        progress = {
+            "step": trained.step,
+            "optimizer_steps": trained.optimizer_steps,
+            "schedule": trained.schedule or {},
+        }
         found[f"{role}'s progress"] = {key: value for key, value in _flat(progress).items() if value is not None}
         if files is not None and (files / MODEL_CONFIG).is_file():
             found[f"{role}'s {MODEL_CONFIG}"] = _flat(parse_model_config(read_small_files(files), files))
@@ -91,9 +95,9 @@ def compare_tensors(
     a: TensorSource | None,
     b: TensorSource | None,
     tables: tuple[Mapping[str, TensorInfo], Mapping[str, TensorInfo]],
-    told: Callable[[int], None] = lambda count: None,
+    progress: Callable[[int], None] = lambda count: None,
 ) -> Compared:
-    """Compare the tensors of `a` and `b` that `tables` list by name; `told` gets the bytes of `a` compared so far."""
+    """Compare the tensors of `a` and `b` that `tables` list by name; `progress` gets the bytes compared so far."""
     of_a, of_b = tables
     done = Compared(len(of_a.keys() | of_b.keys()))
     for name, info in of_a.items():
@@ -101,7 +105,7 @@ def compare_tensors(
             done.different.append(TensorDifference(name, "only in A", _form(info), ""))
         elif a is not None and b is not None and (found := _compare(a, b, name, info, of_b[name])) is not None:
             done.different.append(found)
-        told(info.nbytes)
+        progress(info.nbytes)
     extra = (name for name in of_b if name not in of_a)
     done.different += [TensorDifference(name, "only in B", "", _form(of_b[name])) for name in extra]
     return done

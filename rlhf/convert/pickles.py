@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from rlhf.convert.record_sum import AGAIN
+from rlhf.convert.record_sum import COPY_AGAIN
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
@@ -27,7 +27,7 @@ BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of a file that torch wrote before its files were zip archives."""
 SCANNED = 1 << 20
 """Bytes of a rejected pickle that are searched for the names that it uses."""
-OF_TENSORS = ("torch.", "collections.")
+TENSOR_PREFIXES = ("torch.", "collections.")
 """Prefixes of the names that every pickle of tensors uses."""
 
 _list_lock = threading.Lock()  # torch has one list of allowed classes per process
@@ -71,7 +71,7 @@ def read_pickle(path: Path, allowed: Allowed = ()) -> Any:
     Only tensors, plain containers and the classes and functions `allowed` are created. Raises UserError that names any
     other class in the file, DamagedCheckpoint for a truncated file or another kind of file.
     """
-    with open_archive(path), refusing(path, allowed):
+    with open_archive(path), restrict_unpickling(path, allowed):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
@@ -108,9 +108,9 @@ def _check_archive(path: Path, file: "_Part") -> dict[int, tuple[int, int]]:
         beginning = file.read(SCANNED)
         if beginning.startswith(BEFORE_1_6):
             raise UserError(f"{path} is in the format of torch before 1.6. Load it there and save it anew.") from None
-        if names := [name for name in _asked_for(beginning) if not name.startswith(OF_TENSORS)]:
-            raise _refusal(path, names) from None
-        raise _damage(path, _first_sentence(error)) from None
+        if names := [name for name in _names_in(beginning) if not name.startswith(TENSOR_PREFIXES)]:
+            raise _not_allowed(path, names) from None
+        raise _damaged(path, _first_sentence(error)) from None
 
 
 def _compare_sum(path: Path, file: "_Part", entry: zipfile.ZipInfo, start: int) -> None:
@@ -121,46 +121,48 @@ def _compare_sum(path: Path, file: "_Part", entry: zipfile.ZipInfo, start: int) 
     for at in range(0, entry.file_size, SCANNED):
         found = zlib.crc32(file.read(min(SCANNED, entry.file_size - at)), found)
     if found != entry.CRC:
-        raise _damage(path, f"{entry.filename} in it is not as it was written")
+        raise _damaged(path, f"{entry.filename} in it is not as it was written")
 
 
-def _damage(path: Path, why: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{path} is no whole file of torch.save: {why.rstrip('.')}. {AGAIN}")
+def _damaged(path: Path, why: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{path} is no whole file of torch.save: {why.rstrip('.')}. {COPY_AGAIN}")
 
 
 def _content_of(path: Path, file: "_Part", header: int) -> int:
     """Return where an entry's content begins; its local header (30 bytes, a name, extra fields) is at `header`."""
     file.seek(max(0, header))
-    said = file.read(30)
-    if header < 0 or not said.startswith(b"PK\3\4"):
+    local = file.read(30)
+    if header < 0 or not local.startswith(b"PK\3\4"):
         raise DamagedCheckpoint(f"{path} is no whole file of torch.save: it begins later")
-    return header + 30 + int.from_bytes(said[26:28], "little") + int.from_bytes(said[28:30], "little")
+    return header + 30 + int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
 
 
 @contextmanager
-def refusing(path: Path, allowed: Allowed) -> Iterator[None]:
+def restrict_unpickling(path: Path, allowed: Allowed) -> Iterator[None]:
     """Let `torch.load(..., weights_only=True)` of the file `path` create only the classes and functions `allowed`.
 
     Classes that other libraries have put on torch's list are not allowed either. Errors become those of `read_pickle`.
     """
     try:
-        with _only(allowed), warnings.catch_warnings():
+        with _allow_only(allowed), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # anything that torch cannot read raises later
             yield
     except pickle.UnpicklingError as error:
         if found := re.search(r"GLOBAL (\S+)|torch\.(?:distributed\.tensor|nested)", str(error)):
-            raise _refusal(path, [found[1] or found[0]]) from None
-        if "operand" in str(error) and (names := _asked_for(_pickled(path))):  # a protocol that torch does not read
-            raise _refusal(path, names) from None
-        raise _damage(path, _cause(error)) from None
+            raise _not_allowed(path, [found[1] or found[0]]) from None
+        if "operand" in str(error) and (
+            names := _names_in(_start_of_pickle(path))
+        ):  # a protocol that torch does not read
+            raise _not_allowed(path, names) from None
+        raise _damaged(path, _cause(error)) from None
     except (DamagedCheckpoint, UserError):
         raise
     except Exception as error:  # other files make the unpickler fail in any way
-        raise _damage(path, _first_sentence(error)) from None
+        raise _damaged(path, _first_sentence(error)) from None
 
 
 @contextmanager
-def _only(allowed: Allowed) -> Iterator[None]:
+def _allow_only(allowed: Allowed) -> Iterator[None]:
     with _list_lock:
         registered = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()
@@ -172,14 +174,14 @@ def _only(allowed: Allowed) -> Iterator[None]:
             torch.serialization.add_safe_globals(registered)
 
 
-def _refusal(path: Path, names: Sequence[str]) -> UserError:
+def _not_allowed(path: Path, names: Sequence[str]) -> UserError:
     return UserError(
         f"{path} asks for {names[0]}, which is not on the list of what a checkpoint may hold: such a file could "
         "run anything. If you trust it, save it anew with tensors and plain containers only."
     )
 
 
-def _pickled(path: Path) -> bytes:
+def _start_of_pickle(path: Path) -> bytes:
     with suppress(Exception), zipfile.ZipFile(path) as archive:
         [name] = [name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl"]
         with archive.open(name) as file:
@@ -187,7 +189,7 @@ def _pickled(path: Path) -> bytes:
     return b""
 
 
-def _asked_for(content: bytes) -> list[str]:
+def _names_in(content: bytes) -> list[str]:
     """Return the names that a pickle of any protocol uses, names outside torch and plain containers first."""
     names, texts = [], [""]
     with suppress(Exception):  # bytes after the pickle, or not a pickle at all
@@ -198,7 +200,7 @@ def _asked_for(content: bytes) -> list[str]:
                 names.append(".".join(texts[-2:]))
             elif isinstance(argument, str):
                 texts.append(argument)
-    return sorted(names, key=lambda name: name.startswith(OF_TENSORS))
+    return sorted(names, key=lambda name: name.startswith(TENSOR_PREFIXES))
 
 
 def _cause(error: Exception) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
-AGAIN = "Copy it anew from where it was saved."
+COPY_AGAIN = "Copy it anew from where it was saved."
 AHEAD_BYTES = 1 << 20
 """Bytes that are read at once for the checksum alone."""
 
@@ -35,7 +35,7 @@ class RecordSum:
     def __post_init__(self) -> None:
         self._at = self.start
 
-    def take(self, descriptor: int, position: int, view: memoryview) -> None:
+    def update(self, descriptor: int, position: int, view: memoryview) -> None:
         """Add bytes read at `position`. Raises DamagedCheckpoint when all bytes are known and the sum differs."""
         with self._lock:
             if not self.crc or self._at == self.stop:
@@ -63,5 +63,5 @@ class RecordSum:
         if self._sum != self.crc:
             raise DamagedCheckpoint(
                 f"{self.path} is not as it was written: bytes {self.start} to {self.stop} do not have the checksum "
-                f"(CRC-32) that the archive says. {AGAIN}"
+                f"(CRC-32) that the archive says. {COPY_AGAIN}"
             )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.convert.pickles import Allowed, StandIn, TensorStandIn, open_archive, refusing
+from rlhf.convert.pickles import Allowed, StandIn, TensorStandIn, open_archive, restrict_unpickling
 from rlhf.convert.record_sum import RecordSum
 from rlhf.models.hf.source import TensorInfo
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -58,7 +58,7 @@ class StoredTensor:
                         f"{self.path} ends at byte {position}, before the tensors that it says it has"
                     )
                 if self.record is not None:
-                    self.record.take(file.fileno(), position, view[:count])
+                    self.record.update(file.fileno(), position, view[:count])
                 view, position = view[count:], position + count
         return tensor
 
@@ -95,12 +95,12 @@ def joined(pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
 def open_torch_file(path: Path, allowed: Allowed = (), *, start: int = 0, size: int | None = None) -> Any:
     """Load a file of `torch.save`, or the `size` bytes from `start` on, without reading tensors. A StoredTensor
     replaces each tensor, and a StoredWrapper each TensorStandIn. Errors as in `pickles.read_pickle`."""
-    with open_archive(path, start, size) as part, refusing(path, allowed):
+    with open_archive(path, start, size) as part, restrict_unpickling(path, allowed):
         content = torch.load(part, map_location="meta", weights_only=True)
-        return _Places(path, start, part.records).of(content)
+        return _Locator(path, start, part.records).of(content)
 
 
-class _Places:
+class _Locator:
     """Replaces each tensor on the meta device by its place in a file."""
 
     def __init__(self, path: Path, start: int, records: Mapping[int, tuple[int, int]]) -> None:

@@ -64,7 +64,7 @@ class Evaluator:
         samples = [every[start : start + n] for start in range(0, len(every), n)]
         self.sampler.rest()
         scored = score_responses(self.reward, self.tokenizer, zip(mine, samples, strict=True))
-        log_timeouts(f"Evaluation after step {step}", self.reward.take_timeouts(), self.coordinator)
+        log_timeouts(f"Evaluation after step {step}", self.reward.pop_timeouts(), self.coordinator)
         self.show(shown_answers(list(zip(mine, samples, strict=True)), scored, self.tokenizer, self.coordinator))
         figures = self._figures(mine, samples, scored)
         announce("evaluation.after")

@@ -78,7 +78,7 @@ class Generation:
             group = Group(each.uid, each.prompt.token_ids, of_prompt[:n], results[:n], penalties[:n], baseline)
             stats.scores += group.scores
             groups.append(group)
-        stats.slow += self.reward.take_timeouts()
+        stats.slow += self.reward.pop_timeouts()
         stats.reward_seconds += time.monotonic() - started
         return groups
 

@@ -21,17 +21,17 @@ Failure = Callable[[BaseException], dict[str, Any]]
 
 
 class FunctionCall:
-    """Calls the function of the setting `said` with the arguments that it accepts."""
+    """Calls the function of `setting`, such as `reward.functions=f.py:score`, with the arguments that it accepts."""
 
     def __init__(
-        self, said: str, function: Callable[..., Any], kwargs: dict[str, Any], timeout_s: float, failure: Failure
+        self, setting: str, function: Callable[..., Any], kwargs: dict[str, Any], timeout_s: float, failure: Failure
     ) -> None:
-        self._said, self._function, self._timeout_s, self._failure = said, function, timeout_s, failure
+        self._setting, self._function, self._timeout_s, self._failure = setting, function, timeout_s, failure
         self.signature = signature = Signature.of(function)
         if problem := signature.problem():
-            raise UserError(f"{said}: the function {problem}")
+            raise UserError(f"{setting}: the function {problem}")
         self._convention = signature.convention
-        self._kwargs = {name: value for name, value in kwargs.items() if signature.takes(name)}
+        self._kwargs = {name: value for name, value in kwargs.items() if signature.accepts(name)}
         self._columns = set(signature.columns(kwargs))
         # One loop for all calls: clients that a file opens belong to the loop in which they were opened.
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -43,7 +43,7 @@ class FunctionCall:
             return [asdict(score) for score in self._batch(items)]
         if not self.signature.is_async:
             values = [self._finished(self._function(**self._of_sample(item))) for item in items]
-            return [asdict(as_score(value, self._said)) for value in values]
+            return [asdict(as_score(value, self._setting)) for value in values]
         self._loop = self._loop or asyncio.new_event_loop()
         return self._loop.run_until_complete(self._together(items))
 
@@ -55,7 +55,7 @@ class FunctionCall:
         try:
             async with limit:
                 value = await self._function(**self._of_sample(item))
-            return asdict(as_score(value, self._said))
+            return asdict(as_score(value, self._setting))
         except (Exception, SystemExit) as error:
             # The function's own timeouts are errors like any other.
             return asdict(Score(0.0, timed_out=True)) if limit.expired() else self._failure(error)
@@ -63,21 +63,21 @@ class FunctionCall:
     def _of_sample(self, item: RewardItem) -> dict[str, Any]:
         every = {"solution_str": item.response, "messages": item.messages}
         every |= {name: getattr(item, name) for name in FIELDS}
-        given = {name: value for name, value in every.items() if self.signature.takes(name)}
+        given = {name: value for name, value in every.items() if self.signature.accepts(name)}
         given |= {name: every[ours] for name, ours in self.signature.renamed.items()}
         columns = _columns(item)
         return given | {name: columns[name] for name in self._columns if name in columns} | self._kwargs
 
     def _batch(self, items: Sequence[RewardItem]) -> list[Score]:
-        logged = _Logged(self._said, len(items))
+        logged = _Logged(self._setting, len(items))
         given = self._of_trl(items, logged) if self._convention is Convention.TRL else self._of_batch(items)
         values = self._finished(self._function(**given))
         values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(items):
             what = f"{len(values)} scores" if isinstance(values, list | tuple) else f"{values!r}"
-            raise UserError(f"{self._said} returned {what} for {len(items)} samples. Return a list, one for each.")
+            raise UserError(f"{self._setting} returned {what} for {len(items)} samples. Return a list, one for each.")
         may_abstain = self._convention is Convention.TRL
-        return [logged.added_to(as_score(value, self._said, may_abstain), i) for i, value in enumerate(values)]
+        return [logged.added_to(as_score(value, self._setting, may_abstain), i) for i, value in enumerate(values)]
 
     def _finished(self, value: Any) -> Any:
         if not inspect.isawaitable(value):
@@ -93,7 +93,7 @@ class FunctionCall:
         every: dict[str, Any] = {"solution_strs": [item.response for item in items]}
         every |= {"messages": [item.messages for item in items]}
         every |= {f"{name}s": [getattr(item, name) for item in items] for name in FIELDS}
-        given = {name: value for name, value in every.items() if self.signature.takes(name)}
+        given = {name: value for name, value in every.items() if self.signature.accepts(name)}
         return given | self._column_lists(items, self._columns) | self._kwargs
 
     def _of_trl(self, items: Sequence[RewardItem], logged: "_Logged") -> dict[str, Any]:
@@ -104,7 +104,7 @@ class FunctionCall:
             "log_extra": logged.extra,
             "log_metric": logged.metric,
         }
-        given = {name: value for name, value in every.items() if self.signature.takes(name)}
+        given = {name: value for name, value in every.items() if self.signature.accepts(name)}
         names = set(self._columns)
         if self.signature.rest:
             names |= {name for item in items for name in item.columns} - {PROMPT, "completion", "completion_ids"}
@@ -118,20 +118,20 @@ class FunctionCall:
 class _Logged:
     """Collects what a TRL function logs beside its scores, for the samples of one call."""
 
-    def __init__(self, said: str, count: int) -> None:
-        self._said, self._count = said, count
+    def __init__(self, setting: str, count: int) -> None:
+        self._setting, self._count = setting, count
         self._notes: dict[str, list[Any]] = {}
         self._numbers: dict[str, float] = {}
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
         """`log_extra` of TRL: record a value for each sample."""
         if len(values) != self._count:
-            raise UserError(f"{self._said} logged {len(values)} values of {column!r} for {self._count} samples.")
+            raise UserError(f"{self._setting} logged {len(values)} values of {column!r} for {self._count} samples.")
         self._notes[str(column)] = list(values)
 
     def metric(self, name: str, value: float) -> None:
         """`log_metric` of TRL: record a number for all samples."""
-        self._numbers[str(name)] = _number(self._said, value, f"{name}={value!r}")
+        self._numbers[str(name)] = _number(self._setting, value, f"{name}={value!r}")
 
     def added_to(self, score: Score, i: int) -> Score:
         notes = {name: as_note(values[i]) for name, values in self._notes.items()}
@@ -149,8 +149,8 @@ def _completion(item: RewardItem) -> Any:
     return [{"role": "assistant", "content": item.response}]
 
 
-def as_score(value: Any, said: str, may_abstain: bool = False) -> Score:
-    """Parse the score of one sample from the return value of the function `said`.
+def as_score(value: Any, setting: str, may_abstain: bool = False) -> Score:
+    """Parse the score of one sample from the return value of the function of `setting`.
 
     Beside the `score` of a dict, finite numbers become metrics and other values become notes. The elements after a
     tuple's score become a note, as in verl's prime_code. None is no score, where the function `may_abstain`. Raises
@@ -161,16 +161,16 @@ def as_score(value: Any, said: str, may_abstain: bool = False) -> Score:
     if isinstance(value, tuple) and len(value) > 1:
         first, *rest = value
         return Score(
-            _number(said, first, repr(first)), notes={"metadata": as_note(rest[0] if len(rest) == 1 else rest)}
+            _number(setting, first, repr(first)), notes={"metadata": as_note(rest[0] if len(rest) == 1 else rest)}
         )
     if not isinstance(value, dict):
-        return Score(_number(said, value, repr(value)))
+        return Score(_number(setting, value, repr(value)))
     if "score" not in value:
-        raise UserError(f"{said} returned a dict without 'score': {value!r}. Add it.")
+        raise UserError(f"{setting} returned a dict without 'score': {value!r}. Add it.")
     others = {str(key): _plain(each) for key, each in value.items() if key != "score"}
-    numbers = {key: _number(said, each, f"{key}={each!r}") for key, each in others.items() if isinstance(each, Real)}
+    numbers = {key: _number(setting, each, f"{key}={each!r}") for key, each in others.items() if isinstance(each, Real)}
     notes = {key: as_note(each) for key, each in others.items() if key not in numbers}
-    return Score(_number(said, value["score"], f"score={value['score']!r}"), numbers, notes)
+    return Score(_number(setting, value["score"], f"score={value['score']!r}"), numbers, notes)
 
 
 def _plain(value: Any) -> Any:
@@ -178,12 +178,12 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
-def _number(said: str, value: Any, shown: str) -> float:
+def _number(setting: str, value: Any, shown: str) -> float:
     value = _plain(value)
     if not isinstance(value, Real) or not math.isfinite(value):
         raise UserError(
-            f"{said} returned {shown} ({type(value).__name__}). Return a finite number, or a dict with a 'score' that "
-            "is one."
+            f"{setting} returned {shown} ({type(value).__name__}). Return a finite number, or a dict with a "
+            "finite 'score'."
         )
     return float(value)
 

@@ -126,7 +126,7 @@ def _lock(folder: Path) -> int:
 
 def _set_limits(memory_gb: float | None) -> None:
     # The kernel kills this process before the trainer when memory runs out, also through mappings that no limit counts.
-    kernel.tell("/proc/self/oom_score_adj", "1000")
+    kernel.write_proc("/proc/self/oom_score_adj", "1000")
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
     _limit(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)

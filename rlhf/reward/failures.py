@@ -45,7 +45,7 @@ class FailurePolicy:
     def __init__(self, function: str, config: RewardConfig):
         self._function = function
         self._config = config
-        self._told = False
+        self._logged = False
         self._timeouts: list[Timeouts] = []
         self._lock = threading.Lock()
 
@@ -59,7 +59,7 @@ class FailurePolicy:
                 f"reward.failed_score={self._config.failed_score:g} and counts them.\n{error}"
             ) from error
         with self._lock:
-            first, self._told = not self._told, True
+            first, self._logged = not self._logged, True
         if first:
             log.warning(
                 "reward.functions: %s failed on a sample, which scores reward.failed_score=%g. Further failures are "
@@ -71,13 +71,13 @@ class FailurePolicy:
         return Score(self._config.failed_score, failed=True)
 
     def timed_out(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Return the scores of samples that exceeded `reward.timeout_s`, and record them for `take_timeouts`."""
+        """Return the scores of samples that exceeded `reward.timeout_s`, and record them for `pop_timeouts`."""
         limits = self._config.timeout_s, self._config.failed_score
         with self._lock:
             self._timeouts.append(Timeouts(self._function, *limits, len(items), str(items[0])))
         return [Score(self._config.failed_score, timed_out=True) for _ in items]
 
-    def take_timeouts(self) -> list[Timeouts]:
+    def pop_timeouts(self) -> list[Timeouts]:
         """Return the samples that timed out since the last call: one entry, or none."""
         with self._lock:
             taken, self._timeouts = self._timeouts, []

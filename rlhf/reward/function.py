@@ -31,14 +31,14 @@ def check_kwargs(config: RewardConfig) -> None:
     signatures = [signature_in_file(function) for function in config.functions if function not in NAMES]
     known = [each for each in signatures if each is not None]
     for name in config.kwargs:
-        said = f"reward.kwargs={config.kwargs}: {name}"
+        kwarg = f"reward.kwargs={config.kwargs}: {name}"
         if any(name in (*GIVEN[each.convention], *each.renamed, PROMPT) for each in known):
-            raise UserError(f"{said} is what the trainer gives to the function. Take another name.")
+            raise UserError(f"{kwarg} is what the trainer gives to the function. Take another name.")
         # The parameters of an imported function are unknown before its file runs.
-        if None not in signatures and not any(each.takes(name) for each in known):
+        if None not in signatures and not any(each.accepts(name) for each in known):
             named = [parameter for each in known for parameter in each.named]
             near = did_you_mean(nearest(name, named))
-            raise UserError(f"{said} is a parameter of none of reward.functions={config.functions}.{near} Correct it.")
+            raise UserError(f"{kwarg} is a parameter of none of reward.functions={config.functions}.{near} Correct it.")
 
 
 @dataclass(frozen=True)

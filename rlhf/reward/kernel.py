@@ -70,7 +70,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
     _checked(_libc().mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
 
 
-def tell(path: str, text: str) -> None:
+def write_proc(path: str, text: str) -> None:
     """Write to a file of /proc in one call."""
     with Path(path).open("w") as file:
         file.write(text)

@@ -35,9 +35,9 @@ def enter(folder: str, writable: Sequence[str], missing: list[str]) -> str:
         )
         return folder
     if user != 0:
-        kernel.tell("/proc/self/setgroups", "deny")
-        kernel.tell("/proc/self/uid_map", f"{user} {user} 1")
-        kernel.tell("/proc/self/gid_map", f"{group} {group} 1")
+        kernel.write_proc("/proc/self/setgroups", "deny")
+        kernel.write_proc("/proc/self/uid_map", f"{user} {user} 1")
+        kernel.write_proc("/proc/self/gid_map", f"{group} {group} 1")
     own = _mount(folder, writable, missing)
     _become_a_grandchild()
     return own

@@ -14,7 +14,7 @@ from rlhf.reward.scoring_handle import ProcessDiedError, ScoringProcess, failure
 from rlhf.reward.sending import Sending
 
 log = logging.getLogger(__name__)
-SAY_SO_S = 20.0
+ANNOUNCE_S = 20.0
 """Seconds after which a slow sample is announced."""
 
 
@@ -48,7 +48,7 @@ class ProcessPool:
         try:
             for future in futures:
                 # This loop ends: every question has its own deadline, which may exceed the watchdog's.
-                while not wait([future], SAY_SO_S).done:
+                while not wait([future], ANNOUNCE_S).done:
                     announce("reward.wait")
                 scores += future.result()
                 for _ in future.result():
@@ -72,7 +72,7 @@ class ProcessPool:
         except TimeoutError:
             return self._policy.timed_out(items)
         except ProcessDiedError as error:
-            died = RewardError(f"{self._verifier}: the reward process died twice ({error}) on {_told(items)}")
+            died = RewardError(f"{self._verifier}: the reward process died twice ({error}) on {_describe(items)}")
             # A process that was killed from outside, as when memory runs out, may succeed after a restart.
             if process.stopped or (error.killed and not self._forgive_deaths):
                 raise died from error
@@ -89,13 +89,13 @@ class ProcessPool:
         """Return the score of one item; of several items, when the entry is one error for all of them."""
         if entry.get("limit"):
             return self._policy.failed(self._out_of_memory(items), forgive=self._forgive_deaths)
-        if (wrong := failure(entry, f"\nOn {_told(items)}")) is not None:
+        if (wrong := failure(entry, f"\nOn {_describe(items)}")) is not None:
             return self._policy.failed(wrong)
         return self._policy.timed_out(items)[0] if entry["timed_out"] else Score(**entry)
 
     def _out_of_memory(self, items: Sequence[RewardItem]) -> RewardError:
         limit = f"reward.memory_gb={self._config.memory_gb:g}" if self._config.memory_gb is not None else "there is"
-        return RewardError(f"{self._verifier} asked for more memory than {limit} on {_told(items)}")
+        return RewardError(f"{self._verifier} asked for more memory than {limit} on {_describe(items)}")
 
     def _ask(self, process: ScoringProcess, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
         try:
@@ -115,5 +115,5 @@ class ProcessPool:
             process.kill()
 
 
-def _told(items: Sequence[RewardItem]) -> str:
+def _describe(items: Sequence[RewardItem]) -> str:
     return f"one sample: {items[0]}" if len(items) == 1 else f"{len(items)} samples, the first of them: {items[0]}"

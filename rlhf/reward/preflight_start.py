@@ -20,11 +20,11 @@ def preflight_start(config: RewardConfig | None) -> Iterator[None]:
     if config is None or not functions:
         yield
         return
-    words: list[str] = []
+    output: list[str] = []
     processes = []
     for function in functions:
         path, name = split_spec(SETTING, function)
-        processes.append(ScoringProcess(f"{path}:{name}", config, words))
+        processes.append(ScoringProcess(f"{path}:{name}", config, output))
     with ThreadPoolExecutor(len(processes)) as threads:
         try:
             starts = [threads.submit(process.start) for process in processes]
@@ -33,8 +33,8 @@ def preflight_start(config: RewardConfig | None) -> Iterator[None]:
                 try:
                     start.result()
                 except RewardError as error:
-                    said = f"{SETTING}={function}: {error} Correct the file.\n{''.join(words)}".rstrip()
-                    raise UserError(said) from error
+                    message = f"{SETTING}={function}: {error} Correct the file.\n{''.join(output)}".rstrip()
+                    raise UserError(message) from error
         finally:
             for process in processes:
                 process.stop()

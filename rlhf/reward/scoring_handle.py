@@ -43,7 +43,7 @@ _KINDS |= {"folder": (str,), "missing": (list,), "sending": (dict,), "notes": (d
 _ERROR, _READY = {"error", "user", "limit", "traceback"}, {"folder", "missing"}
 _ENTRIES = ({"score", "extra", "notes", "timed_out", "failed"}, _ERROR)
 _REPLIES = ({"scores"}, _ERROR, _READY | {"sending"}, _ERROR | _READY)
-_missing_told: set[str] = set()
+_missing_logged: set[str] = set()
 
 
 class ProcessDiedError(Exception):
@@ -145,7 +145,7 @@ class ScoringProcess:
         deadline = time.monotonic() + timeout_s
         self._output_left = MAX_OUTPUT_BYTES
         try:
-            if request and self._has_spoken(from_child):
+            if request and self._has_unrequested_reply(from_child):
                 raise ValueError
             while request:
                 try:
@@ -176,7 +176,7 @@ class ScoringProcess:
             how = f"signal {-status}" if status < 0 else f"exit status {status}"
             raise ProcessDiedError(how, killed=status == -signal.SIGKILL) from error
 
-    def _has_spoken(self, from_child: int) -> bool:
+    def _has_unrequested_reply(self, from_child: int) -> bool:
         """Return whether an unrequested line waits, which would pass for the answer to the next question."""
         poll = select.poll()
         poll.register(from_child, select.POLLIN)
@@ -253,7 +253,7 @@ def _kill_group(popen: subprocess.Popen[bytes]) -> None:
 
 def _parsed(line: bytes, number: str | None, count: int) -> dict[str, Any]:
     """Parse the reply. Raises ValueError for a wrong shape or number: the policy's text may have written it."""
-    reply = json.loads(line, parse_constant=_refuse)
+    reply = json.loads(line, parse_constant=_reject_constant)
     if type(reply) is not dict or reply.pop(NUMBER, None) != number:
         raise ValueError
     _check_shape(reply, _REPLIES)
@@ -274,7 +274,7 @@ def _check_shape(value: Any, shapes: tuple[set[str], ...]) -> None:
         raise ValueError
 
 
-def _refuse(constant: str) -> Any:
+def _reject_constant(constant: str) -> Any:
     raise ValueError(constant)  # NaN and infinities
 
 
@@ -286,8 +286,8 @@ def _is_finite(number: float) -> bool:
 
 
 def _report_missing(missing: list[str]) -> None:
-    new = [what for what in missing if what not in _missing_told]
-    _missing_told.update(new)
+    new = [what for what in missing if what not in _missing_logged]
+    _missing_logged.update(new)
     if new:
         log.warning(
             "Reward processes run what the policy writes, and this machine does not allow to confine them fully. "

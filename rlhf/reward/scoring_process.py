@@ -36,7 +36,7 @@ _CONFINED = (
     "(Reward processes write to HOME and TMPDIR only, and have no network and none of your environment variables: "
     "reward.writable, reward.network and reward.pass_env give a function what it needs.)"
 )
-_REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS)
+_DENIED = (errno.EPERM, errno.EACCES, errno.EROFS)
 
 Scoring = Callable[[Sequence[RewardItem]], list[dict[str, Any]]]
 """Returns an entry of the reply for each item."""
@@ -114,7 +114,7 @@ def _traceback(error: BaseException) -> str:
 def _meets_confinement(error: BaseException | None) -> bool:
     """Return whether the cause is a missing right or environment variable, also in a chain of errors."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _REFUSED:
+        if isinstance(error, OSError) and error.errno in _DENIED:
             return True
         if isinstance(error, KeyError) and error.__traceback__ is not None:
             *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
@@ -134,8 +134,8 @@ def _load(verifier: str, kwargs: dict[str, Any], timeout_s: float) -> tuple[Scor
         import reasoning_gym  # noqa: F401
 
         return _each(verifiers.reasoning_gym), Sending()
-    said = f"{SETTING}={verifier}"
-    call = FunctionCall(said, load_function(SETTING, verifier, may_be_async=True), kwargs, timeout_s, _failure)
+    setting = f"{SETTING}={verifier}"
+    call = FunctionCall(setting, load_function(SETTING, verifier, may_be_async=True), kwargs, timeout_s, _failure)
     return call, Sending.for_function(call.signature)
 
 

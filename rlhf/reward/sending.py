@@ -29,7 +29,7 @@ class Sending:
         # The prompt is the messages where the data do not have it as a text.
         trl = signature.convention is Convention.TRL
         reads = trl or not {"messages", "prompt"}.isdisjoint(signature.named)
-        return cls(parts, reads, trl and signature.takes("completion_ids"))
+        return cls(parts, reads, trl and signature.accepts("completion_ids"))
 
     def divided(self, items: Sequence[RewardItem], processes: int) -> list[Sequence[RewardItem]]:
         """Split the items, in order, into one part per question."""

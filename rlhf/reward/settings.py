@@ -12,7 +12,7 @@ from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.reward.function import NAMES, SETTING, check_function, check_kwargs
 
 # Metrics reward/<name> of every run, which no function's metric may replace.
-TAKEN = ("mean", "min", "max", "std", "frac_zero_std", "overlong", "timeouts", "failures", "kl", "kl_coef")
+RESERVED = ("mean", "min", "max", "std", "frac_zero_std", "overlong", "timeouts", "failures", "kl", "kl_coef")
 
 
 def label_of(function: str) -> str:
@@ -36,9 +36,9 @@ def check_reward(config: RewardConfig, reward_model: RewardModelConfig) -> None:
 
 def check_functions(config: RewardConfig) -> None:
     """Check the section `reward` alone, as `check_reward`."""
-    said = f"{SETTING}={config.functions}"
+    setting = f"{SETTING}={config.functions}"
     if not config.functions:
-        raise UserError(f"{said}: name at least one of {', '.join(NAMES)} or path/to/file.py:name.")
+        raise UserError(f"{setting}: name at least one of {', '.join(NAMES)} or path/to/file.py:name.")
     for function in config.functions:
         if function not in NAMES:
             _check_is_file(function)
@@ -47,10 +47,10 @@ def check_functions(config: RewardConfig) -> None:
     for i, label in enumerate(labels):
         if label in labels[:i]:
             raise UserError(
-                f"{said}: {label} stands there twice, and both would be reward/{label}. Rename or remove one."
+                f"{setting}: {label} stands there twice, and both would be reward/{label}. Rename or remove one."
             )
-        if label in TAKEN:
-            raise UserError(f"{said}: the metric reward/{label} has a meaning already. Rename the function {label}.")
+        if label in RESERVED:
+            raise UserError(f"{setting}: the metric reward/{label} has a meaning already. Rename the function {label}.")
     check_kwargs(config)
     _check_weights(config)
     _check_confinement(config)
@@ -76,13 +76,13 @@ def _check_is_file(function: str) -> None:
 
 def _check_weights(config: RewardConfig) -> None:
     weights = weights_of(config)
-    said = f"reward.weights={weights}"
+    setting = f"reward.weights={weights}"
     if len(weights) != len(config.functions):
         raise UserError(
-            f"{said}: {len(weights)} for {len(config.functions)} functions ({', '.join(config.functions)}). "
+            f"{setting}: {len(weights)} for {len(config.functions)} functions ({', '.join(config.functions)}). "
             "Give each function one, or set null."
         )
     if not all(map(math.isfinite, weights)):
-        raise UserError(f"{said}: must be finite numbers.")
+        raise UserError(f"{setting}: must be finite numbers.")
     if not any(weights):
-        raise UserError(f"{said}: every reward would be 0. Give one of the functions another weight.")
+        raise UserError(f"{setting}: every reward would be 0. Give one of the functions another weight.")

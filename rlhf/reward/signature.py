@@ -108,7 +108,7 @@ class Signature:
         is_answer = _OTHER_ANSWER in self.named and "ground_truth" not in self.named
         return {response: "solution_str"} | ({_OTHER_ANSWER: "ground_truth"} if is_answer else {})
 
-    def takes(self, name: str) -> bool:
+    def accepts(self, name: str) -> bool:
         """Return whether the function receives `name`, an argument of its convention or of `reward.kwargs`."""
         given = GIVEN[self.convention]
         return name in self.named or (self.rest and (name not in given or name in _USUAL[self.convention]))

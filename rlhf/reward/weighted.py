@@ -9,7 +9,7 @@ from rlhf.config.schema.reward import REWARD_MODEL
 from rlhf.errors import UserError
 from rlhf.reward.failures import FailurePolicy, Timeouts
 from rlhf.reward.scores import RewardError, RewardItem, RewardResult, Score, Scorer
-from rlhf.reward.settings import TAKEN
+from rlhf.reward.settings import RESERVED
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Reward:
         self._terms = terms
         self._threads = ThreadPoolExecutor(len(terms), thread_name_prefix="reward-function")
         # The meaning of each metric reward/<name>: of two with one name the metric could show only one.
-        self._meanings = dict.fromkeys(TAKEN, "a figure of every run")
+        self._meanings = dict.fromkeys(RESERVED, "a figure of every run")
         self._meanings |= {term.label: f"the score of {term.label}" for term in terms}
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
@@ -73,9 +73,9 @@ class Reward:
             failures=sum(given.failed for given in row),
         )
 
-    def take_timeouts(self) -> list[Timeouts]:
+    def pop_timeouts(self) -> list[Timeouts]:
         """Return the samples that took too long since the last call, by function."""
-        return [timeouts for term in self._terms for timeouts in term.policy.take_timeouts()]
+        return [timeouts for term in self._terms for timeouts in term.policy.pop_timeouts()]
 
     def close(self) -> None:
         for term in self._terms:

@@ -184,11 +184,11 @@ def test_a_timeout_is_scored_whatever_the_policy(reward_of, on_error):
 def test_timeouts_are_told_together_with_their_number_and_one_sample(reward_of, folder, caplog):
     reward = reward_of("FILE:length", "FILE:moody", failed_score=-2.0, timeout_s=2.0)
     reward.score(items("hang", "fine", "hang"))
-    (told,) = reward.take_timeouts()
+    (told,) = reward.pop_timeouts()
     assert told.function == f"{folder}/rewards.py:moody"
     assert "took longer than reward.timeout_s=2 on 2 samples, which score -2. The first: " in str(told)
     assert str(told).count("response='hang'") == 1
-    assert reward.take_timeouts() == caplog.messages == []
+    assert reward.pop_timeouts() == caplog.messages == []
 
 
 def test_two_functions_may_fail_on_one_sample(reward_of, folder):

@@ -24,12 +24,12 @@ from rlhf.storage.reading import read_regular
 METADATA = ".metadata"
 LARGEST = 4 << 30
 """Most bytes of a `.metadata` file; a million chunks take 140 MB."""
-OF_METADATA = [
+METADATA_CLASSES = [
     *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     *("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
 ]
-MADE: dict[str, Any] = {
-    **{f"torch.distributed.checkpoint.metadata.{name}": getattr(metadata, name) for name in OF_METADATA},
+ALLOWED: dict[str, Any] = {
+    **{f"torch.distributed.checkpoint.metadata.{name}": getattr(metadata, name) for name in METADATA_CLASSES},
     "torch.distributed.checkpoint.filesystem._StorageInfo": filesystem._StorageInfo,
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": metadata.TensorProperties,
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": metadata._MEM_FORMAT_ENCODING,
@@ -235,8 +235,8 @@ class _Listed(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         asked = f"{module}.{name}"
-        if asked in MADE:
-            return MADE[asked]
+        if asked in ALLOWED:
+            return ALLOWED[asked]
         if asked in STAND_INS:
             return STAND_INS[asked]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):

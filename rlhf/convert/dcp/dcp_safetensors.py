@@ -14,7 +14,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.reading import UnverifiedFiles, parse_json
 from rlhf.storage.safetensors_header import read_safetensors_header
 
-PLACES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Key in a file's metadata for the offsets of its tensors, and the key of one tensor's offsets."""
 FILE = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
 
@@ -68,8 +68,8 @@ class DcpSafetensors(DcpFolder):
 
     def _places(self, files: UnverifiedFiles, name: str, length: int) -> Any:
         own = parse_json(files.start(name, length)[8:], name).get("__metadata__")
-        said = own.get(PLACES) if isinstance(own, dict) else None
-        return parse_json(said.encode(), name) if isinstance(said, str) else None
+        sharding = own.get(SHARDING) if isinstance(own, dict) else None
+        return parse_json(sharding.encode(), name) if isinstance(sharding, str) else None
 
     def _laid_out(self, name: str) -> Iterator[Band]:
         for offsets, stored in self._parts[name]:

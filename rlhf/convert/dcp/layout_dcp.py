@@ -24,7 +24,7 @@ from rlhf.models.hf.source import Contents, Origin, TensorInfo, TrainedSoFar
 from rlhf.storage.hf_layout import MODEL_CONFIG
 
 NAME = "dcp"
-OF_MEGATRON = ("metadata.json", "common.pt")
+MEGATRON_FILES = ("metadata.json", "common.pt")
 """Files that only Megatron puts beside `.metadata`."""
 MODEL, OPTIMIZER = ("model", "module", "state_dict"), ("optimizer", "optim", "optimizers")
 """Keys under which programs save model and optimizer in a nested state dict."""
@@ -32,7 +32,7 @@ SCHEDULE = ("lr_scheduler", "scheduler")
 MOMENT = re.compile(r"state\.(.+)\.(exp_avg|exp_avg_sq|step)")
 WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts that torch.compile, FSDP and activation checkpointing insert into names."""
-OF_ACCELERATE = re.compile(r"pytorch_model_fsdp_(\d+)")
+ACCELERATE_MODEL = re.compile(r"pytorch_model_fsdp_(\d+)")
 
 
 def recognises(origin: Origin) -> bool:
@@ -52,14 +52,14 @@ def open_source(origin: Origin) -> "DcpSource":
 
 
 def _is_save(folder: Path) -> bool:
-    return (folder / METADATA).is_file() and not any((folder / name).exists() for name in OF_MEGATRON)
+    return (folder / METADATA).is_file() and not any((folder / name).exists() for name in MEGATRON_FILES)
 
 
 def _folders(origin: Origin) -> tuple[Path, Path | None] | None:
     """Return the model's folder and the optimizer's, if separate; None if neither exists."""
     path = origin.path
     if origin.tag is None and _is_save(path):
-        match = OF_ACCELERATE.fullmatch(path.resolve().name)
+        match = ACCELERATE_MODEL.fullmatch(path.resolve().name)
         return path, _if_save(path.resolve().parent / f"optimizer_{match[1]}") if match else None
     if origin.tag is None and is_sharded(path):
         return path, None
@@ -82,7 +82,7 @@ def _if_save(folder: Path) -> Path | None:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _FolderTensor:
     """A tensor in a folder; `head` has the rows of a head if torchtitan's row order applies, else 0."""
 
     folder: DcpFolder
@@ -118,8 +118,8 @@ class DcpSource(NamedTensors):
                 f"{model} has no tensors of a model: {', '.join(list(folders[0].tensors)[:3]) or 'nothing'}."
             )
         if EMBEDDING in weights:
-            weights, moments = _of_torchtitan(model, files, weights, moments)
-        moments = {name: held for name, held in moments.items() if name.rpartition(".")[0] in weights}
+            weights, moments = _renamed_from_torchtitan(model, files, weights, moments)
+        moments = {name: tensor for name, tensor in moments.items() if name.rpartition(".")[0] in weights}
         absent = [] if moments else ["The moments: there are none of this optimizer's under the parameters' names."]
         super().__init__(NAME, weights, moments, Contents({}, model_files=files, absent=absent))
         self._drop_tied()
@@ -142,13 +142,13 @@ class DcpSource(NamedTensors):
         return int(self.read(counts[0], 0, 1).item()) if counts else None
 
 
-def _named(folders: list[DcpFolder]) -> tuple[dict[str, _Held], dict[str, _Held]]:
+def _named(folders: list[DcpFolder]) -> tuple[dict[str, _FolderTensor], dict[str, _FolderTensor]]:
     """Return the model's tensors and the moments by parameter name, without the wrappers' parts."""
-    found: dict[str, dict[str, _Held]] = {"nested": {}, "top": {}, "moments": {}, "other": {}}
+    found: dict[str, dict[str, _FolderTensor]] = {"nested": {}, "top": {}, "moments": {}, "other": {}}
     for folder in folders:
         for key in folder.tensors:
             kind, name = _kind(folder.paths.get(key, (key,)))
-            found[kind][WRAPPERS.sub("", name)] = _Held(folder, key)
+            found[kind][WRAPPERS.sub("", name)] = _FolderTensor(folder, key)
     return found["nested"] or _unwrapped(found["top"]), found["moments"]
 
 
@@ -167,17 +167,17 @@ def _kind(path: tuple[Any, ...]) -> tuple[str, str]:
     return ("top", parts[0]) if len(parts) == 1 else ("other", ".".join(parts))
 
 
-def _unwrapped(tensors: dict[str, _Held]) -> dict[str, _Held]:
+def _unwrapped(tensors: dict[str, _FolderTensor]) -> dict[str, _FolderTensor]:
     """Remove a prefix that a wrapper has put before all names."""
     for prefix in ("module.", "model."):
         if all(name.startswith(prefix) for name in tensors) and any(n.startswith(f"{prefix}model.") for n in tensors):
-            return {name.removeprefix(prefix): held for name, held in tensors.items()}
+            return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors
 
 
-def _of_torchtitan(
-    where: Path, files: Path | None, weights: Mapping[str, _Held], moments: Mapping[str, _Held]
-) -> tuple[dict[str, _Held], dict[str, _Held]]:
+def _renamed_from_torchtitan(
+    where: Path, files: Path | None, weights: Mapping[str, _FolderTensor], moments: Mapping[str, _FolderTensor]
+) -> tuple[dict[str, _FolderTensor], dict[str, _FolderTensor]]:
     """Rename tensors to transformers' names and set the row order."""
     if files is None:
         raise UserError(
@@ -185,17 +185,17 @@ def _of_torchtitan(
             "model's config.json with --hf_model_path."
         )
     config = parse_model_config(read_small_files(files), files)
-    renamed: dict[str, _Held] = {}
-    of_moments: dict[str, _Held] = {}
-    for name, held in weights.items():
+    renamed: dict[str, _FolderTensor] = {}
+    of_moments: dict[str, _FolderTensor] = {}
+    for name, tensor in weights.items():
         if (to := to_transformers(name, config, where)) is None:
             continue
         head = rotated_rows(to, config)
-        if head and held.info.shape[0] % head:
+        if head and tensor.info.shape[0] % head:
             raise UserError(
-                f"{where}: {name} has {held.info.shape[0]} rows, which are no heads of {head} as {files} says."
+                f"{where}: {name} has {tensor.info.shape[0]} rows, which are no heads of {head} as {files} says."
             )
-        renamed[to] = replace(held, head=head)
+        renamed[to] = replace(tensor, head=head)
         for moment in ("exp_avg", "exp_avg_sq", "step"):
             if (stored := moments.get(f"{name}.{moment}")) is not None:
                 of_moments[f"{to}.{moment}"] = replace(stored, head=head if moment != "step" else 0)

@@ -71,7 +71,7 @@ def _optimizer(content: Mapping[str, Any], save: Path) -> dict[str, Any]:
 def _stage_0(states: Mapping[str, Any]) -> Assembled:
     """Assemble whole parameters; float32 copies and moments are in the optimizer's order, without names."""
     made = Assembled()
-    for name, tensor in _once(states["module"], {}):
+    for name, tensor in _unique_tensors(states["module"], {}):
         made.add_weight(name, tensor.shape, whole(tensor))
     shapes = {name: info.shape for name, (info, _) in made.tensors.items() if name not in states["buffer_names"]}
     optimizer = states.get("optimizer") or {}
@@ -88,7 +88,7 @@ def _stage_0(states: Mapping[str, Any]) -> Assembled:
         return made
     weights = [piece for tensor in (flat or (parts[0] if parts else [])) for piece in whole(tensor)]
     moments = {moment: [piece for each in state for piece in whole(each[moment])] for moment in MOMENTS}
-    _in_a_row(
+    _add_consecutive(
         made, shapes, [0] * len(shapes), weights, moments, state[0].get("step", inner["param_groups"][0].get("step"))
     )
     return made
@@ -97,7 +97,7 @@ def _stage_0(states: Mapping[str, Any]) -> Assembled:
 def _stages_1_and_2(save: Path, states: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Assembled:
     made = Assembled()
     trained = {name for shapes in states["param_shapes"] for name in shapes}
-    for name, tensor in _once(states["module"], states.get("shared_params") or {}):
+    for name, tensor in _unique_tensors(states["module"], states.get("shared_params") or {}):
         if name not in trained:
             made.add_weight(name, tensor.shape, whole(tensor))
     for group, shapes in enumerate(states["param_shapes"]):
@@ -107,10 +107,10 @@ def _stages_1_and_2(save: Path, states: Mapping[str, Any], ranks: Sequence[Mappi
         needed, held = sum(map(math.prod, shapes.values())) + sum(gaps), size_of(weights)
         # The end is padded; the padding depends on the version, at most to a multiple of twice the ranks.
         if not needed <= held < needed + 2 * len(ranks) or len(gaps) != len(shapes):
-            raise DamagedCheckpoint(_unfit(save, group, held, needed))
+            raise DamagedCheckpoint(_wrong_size(save, group, held, needed))
         moments, step = _moments(ranks, group)
-        _in_a_row(made, shapes, gaps, weights, moments, step)
-    return _said(made, trained)
+        _add_consecutive(made, shapes, gaps, weights, moments, step)
+    return _without_partial_moments(made, trained)
 
 
 def _check_order(save: Path, groups: Sequence[Shapes], ranks: Sequence[Mapping[str, Any]], config: Any) -> None:
@@ -154,7 +154,7 @@ def _stage_3(save: Path, states: Mapping[str, Any], ranks: Sequence[Mapping[str,
     at, needed = 0, sum(-(-math.prod(shape) // len(ranks)) for shape in shapes.values())
     for number, flat in enumerate(weights):
         if size_of(flat) != needed:
-            raise DamagedCheckpoint(_unfit(save, number, size_of(flat), needed))
+            raise DamagedCheckpoint(_wrong_size(save, number, size_of(flat), needed))
     moments = {
         moment: [
             [piece for group in groups for piece in found[rank * len(groups) + group][0][moment]]
@@ -165,21 +165,21 @@ def _stage_3(save: Path, states: Mapping[str, Any], ranks: Sequence[Mapping[str,
     for name, shape in shapes.items():
         numel = math.prod(shape)
         here = at, at + -(-numel // len(ranks))
-        made.add_weight(name, shape, _of_ranks(weights, here, numel))
+        made.add_weight(name, shape, _cut_ranks(weights, here, numel))
         if complete:
             made.add_moments(
-                name, shape, {key: _of_ranks(flat, here, numel) for key, flat in moments.items()}, found[0][1]
+                name, shape, {key: _cut_ranks(flat, here, numel) for key, flat in moments.items()}, found[0][1]
             )
         at = here[1]
-    return _said(made, shapes)
+    return _without_partial_moments(made, shapes)
 
 
-def _of_ranks(flats: Sequence[list[Piece]], here: tuple[int, int], numel: int) -> list[Piece]:
+def _cut_ranks(flats: Sequence[list[Piece]], here: tuple[int, int], numel: int) -> list[Piece]:
     """Return the first `numel` elements of the ranks' ranges `here`, concatenated."""
     return cut([piece for flat in flats for piece in cut(flat, *here)], 0, numel)
 
 
-def _in_a_row(
+def _add_consecutive(
     made: Assembled,
     shapes: Shapes,
     gaps: Sequence[int],
@@ -222,7 +222,9 @@ def _check_steps(states: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _once(module: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> Iterator[tuple[str, StoredTensor]]:
+def _unique_tensors(
+    module: Mapping[str, StoredTensor], shared: Mapping[str, str]
+) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensors of a module, tensors at the same place in the file once."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     for name, tensor in module.items():
@@ -232,7 +234,7 @@ def _once(module: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> Iter
             yield name, tensor
 
 
-def _said(made: Assembled, trained: Shapes | set[str]) -> Assembled:
+def _without_partial_moments(made: Assembled, trained: Shapes | set[str]) -> Assembled:
     if any(name not in made.steps for name in trained):
         made.moments, made.steps = {}, {}
         made.absent.append(NO_MOMENTS)
@@ -244,7 +246,7 @@ def _scalar(step: Any) -> Tensor:
     return value.float()
 
 
-def _unfit(save: Path, number: int, held: int, needed: int) -> str:
+def _wrong_size(save: Path, number: int, held: int, needed: int) -> str:
     return (
         f"{save}: flat partition {number} has {held} numbers and its parameters have {needed}: the files are not all "
         "of one save. Take another tag."

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf.convert.fsdp.fsdp_files import OPTIMIZER, missing_among, open_mapping, paths_of
-from rlhf.convert.fsdp.fsdp_tensors import put_together
+from rlhf.convert.fsdp.fsdp_tensors import assemble
 from rlhf.convert.named_tensors import MOMENTS, Unmapped
 from rlhf.convert.stored_tensor import Piece, StoredWrapper, joined, size_of, whole
 from rlhf.models.hf.source import ReadableTensor, TensorInfo, cut
@@ -90,7 +90,7 @@ def _of_shards(named: Named, entries: Sequence[dict[int, dict[str, Any]]]) -> di
         if index not in entries[0]:  # never updated
             continue
         for moment in MOMENTS:
-            tensor = put_together(f"{name}.{moment}", [entry[index][moment] for entry in entries])
+            tensor = assemble(f"{name}.{moment}", [entry[index][moment] for entry in entries])
             if tensor.info.shape != shape:
                 raise Unmapped(f"entry {index} of the optimizer is {tensor.info.shape}, {name} is {shape}")
             found[f"{name}.{moment}"] = tensor

@@ -69,7 +69,7 @@ class ReplicatedTensor:
         return result
 
 
-def put_together(name: str, of_ranks: Sequence[Any]) -> SpreadTensor | ReplicatedTensor:
+def assemble(name: str, of_ranks: Sequence[Any]) -> SpreadTensor | ReplicatedTensor:
     """Assemble the tensor `name` from the parts of all ranks, in order: DTensors, ShardedTensors, or plain tensors.
     Raises DamagedCheckpoint when parts are missing or overlap, UserError for a split that FSDP does not make."""
     kinds = {part.kind if isinstance(part, StoredWrapper) else type(part).__name__ for part in of_ranks}

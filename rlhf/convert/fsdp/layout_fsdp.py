@@ -22,7 +22,7 @@ from rlhf.convert.fsdp.fsdp_files import (
     world_size_of,
 )
 from rlhf.convert.fsdp.fsdp_moments import read_moments
-from rlhf.convert.fsdp.fsdp_tensors import DTensorPart, ReplicatedTensor, put_together
+from rlhf.convert.fsdp.fsdp_tensors import DTensorPart, ReplicatedTensor, assemble
 from rlhf.convert.huggingface import layout_huggingface
 from rlhf.convert.named_tensors import NamedTensors, Unmapped
 from rlhf.convert.stored_tensor import StoredTensor, StoredWrapper
@@ -81,7 +81,7 @@ def _tensors(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Read
     for number, rank in enumerate(ranks):
         if odd := next(iter(sorted(map(str, rank.keys() ^ ranks[0].keys()))), None):
             raise DamagedCheckpoint(f"{folder}: {odd} is in the file of only one of rank 0 and rank {number}")
-    return {name: put_together(name, [rank[name] for rank in ranks]) for name in ranks[0]}
+    return {name: assemble(name, [rank[name] for rank in ranks]) for name in ranks[0]}
 
 
 def _tied(rank: Mapping[str, Any], model_files: Path | None) -> set[str]:

@@ -27,7 +27,7 @@ WAITS_S = (1.0, 5.0, 20.0)
 """Waits before the retries of errors that may pass; the client retries within each try."""
 FILES_AT_A_TIME = 4
 """Files of weights in a group; a kill may cost the upload of one group."""
-PASSING = {408, 409, 412, 429, 500, 502, 503, 504}
+TRANSIENT = {408, 409, 412, 429, 500, 502, 503, 504}
 """Status codes that deserve a retry: the server is busy, or another commit came between."""
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Files of a model that an upload replaces: the repository must not keep those of an older model."""
@@ -41,14 +41,14 @@ def prepare_repository(repo_id: str, *, private: bool = False, revision: str | N
     """
     with _client(repo_id) as api:
         # None without `private`: an organization may have its own default.
-        url = _patiently(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True))
-        if private and not _patiently(lambda: api.repo_info(url.repo_id)).private:
+        url = _with_retries(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True))
+        if private and not _with_retries(lambda: api.repo_info(url.repo_id)).private:
             raise UserError(
                 f"--private: {repo_id} exists on the Hub and is public, and nothing was sent. Make it private in its "
                 "settings there, give another name, or leave --private out."
             )
         if revision is not None and not revision.startswith("refs/"):
-            _patiently(lambda: api.create_branch(url.repo_id, branch=revision, exist_ok=True))
+            _with_retries(lambda: api.create_branch(url.repo_id, branch=revision, exist_ok=True))
         return url.repo_id
 
 
@@ -72,14 +72,14 @@ def upload_folder(
     repo_id = prepare_repository(repo_id, private=private, revision=revision)
     message = message or f"Upload {folder.name}"
     with _client(repo_id) as api:
-        return _patiently(lambda: _send(api, files, repo_id, revision, message, card))
+        return _with_retries(lambda: _send(api, files, repo_id, revision, message, card))
 
 
 def known_model(repo_id: str) -> tuple[str | None, str | None]:
     """Return a model's name and license, None where unknown. Raises UserError as `prepare_repository`."""
     with _client(repo_id) as api:
         try:
-            info = _patiently(lambda: api.model_info(repo_id))
+            info = _with_retries(lambda: api.model_info(repo_id))
         except OSError as error:
             if _status(error) in (401, 403, 404):
                 return None, None
@@ -145,15 +145,15 @@ def _send_weights(api: "HfApi", additions: "Sequence[CommitOperationAdd]", repo_
         log.info("%d of %d files of weights are on the Hub.", sent, len(additions))
 
 
-def _patiently(action: Callable[[], T]) -> T:
+def _with_retries(action: Callable[[], T]) -> T:
     """Return the result of `action`; retry errors that may pass."""
     for wait_s in WAITS_S:
         try:
             return action()
         except Exception as error:
-            if not _may_pass(_root(error)):
+            if not _is_transient(_root(error)):
                 raise
-            log.warning("The Hub: %s. Next try in %g s.", _told(_root(error)), wait_s)
+            log.warning("The Hub: %s. Next try in %g s.", _describe(_root(error)), wait_s)
             time.sleep(wait_s)
     return action()
 
@@ -186,7 +186,7 @@ def _client(repo_id: str) -> "Iterator[HfApi]":
             "HF_ENDPOINT; a proxy or a page to log in to a network may answer in its place."
         ) from None
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{repo_id}: {_told(_root(error))}. {_remedy(_root(error))}") from None
+        raise UserError(f"{repo_id}: {_describe(_root(error))}. {_remedy(_root(error))}") from None
     finally:
         huggingface_hub.set_client_factory(_default_client)
         hub_logging.set_verbosity(verbosity)
@@ -215,24 +215,24 @@ def _status(error: BaseException) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
-def _may_pass(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
     if (status := _status(error)) is not None:
-        return status in PASSING
+        return status in TRANSIENT
     return isinstance(error, (HTTPError, ConnectionError)) and not isinstance(error, OfflineModeIsEnabled)
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """Describe the error in one line without the token."""
     from huggingface_hub import get_token
 
-    status, said = _status(error), getattr(error, "server_message", None)
-    text = str(said or (error if status is None else "") or type(error).__name__)
+    status, answer = _status(error), getattr(error, "server_message", None)
+    text = str(answer or (error if status is None else "") or type(error).__name__)
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__).rstrip(".")
     line = line.replace(get_token() or "\0", "(the token)")
     if status is not None:
-        return f"the Hub answered {status}" + (f" ({line})" if said else "")
+        return f"the Hub answered {status}" + (f" ({line})" if answer else "")
     return f"{line} ({type(error).__name__})"
 
 

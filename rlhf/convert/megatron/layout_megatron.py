@@ -10,11 +10,11 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
-from rlhf.convert.excerpts import ExcerptSource
 from rlhf.convert.megatron.megatron_model import EMBEDDING, LAYERS, NORM
-from rlhf.convert.megatron.megatron_names import Held, as_transformers, find_model, holds_values
-from rlhf.convert.megatron.megatron_places import find_folder
+from rlhf.convert.megatron.megatron_names import RankPart, as_transformers, find_model, has_value_head
+from rlhf.convert.megatron.megatron_paths import find_folder
 from rlhf.convert.pickles import stand_in
+from rlhf.convert.slices import SlicedSource
 from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
 from rlhf.errors import UserError
 from rlhf.models.hf.source import Origin
@@ -48,7 +48,7 @@ UNREAD = (
 """Classes that Megatron-LM saves beside the weights (arguments, random states); a StandIn replaces each object."""
 ALLOWED = [stand_in(name) for name in UNREAD]
 
-Chunk = dict[str, list[Held]]
+Chunk = dict[str, list[RankPart]]
 """Tensors of one (virtual) pipeline stage by name, one per tensor parallel rank."""
 
 
@@ -57,7 +57,7 @@ def recognises(origin: Origin) -> bool:
     return find_folder(origin, _has_ranks) is not None
 
 
-def open_source(origin: Origin) -> ExcerptSource:
+def open_source(origin: Origin) -> SlicedSource:
     """Open the model of all ranks; raises UserError that names a rank without folder or file."""
     folder = find_folder(origin, _has_ranks)
     if folder is None:
@@ -71,11 +71,11 @@ def open_source(origin: Origin) -> ExcerptSource:
     # The first chunks of all stages come before the second ones.
     chunks = [stage[chunk] for chunk in range(len(stages[0])) for stage in stages]
     _check_ends(folder, chunks)
-    held = _of_whole_model(chunks)
-    model, model_files = find_model(origin, folder, values=holds_values(held))
+    parts = _of_whole_model(chunks)
+    model, model_files = find_model(origin, folder, values=has_value_head(parts))
     remedy = "Set --hf_model_path to the folder of the model that was trained, or restore the ranks that are missing."
     model.check_tensor_ranks(1 + max(rank for rank, _ in files), f"{folder}: tensor parallel ranks", remedy)
-    return as_transformers(model, held, folder, model_files)
+    return as_transformers(model, parts, folder, model_files)
 
 
 def _has_ranks(folder: Path) -> bool:
@@ -101,11 +101,13 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _check_iterations(contents: Mapping[Path, Any]) -> None:
-    said = {path: content.get("iteration") for path, content in contents.items() if isinstance(content, dict)}
-    first = next(iter(said), None)
-    for path, iteration in said.items():
-        if first is not None and iteration != said[first]:
-            raise UserError(f"{path} is of iteration {iteration}, {first} of {said[first]}. Copy all of one save.")
+    iterations = {path: content.get("iteration") for path, content in contents.items() if isinstance(content, dict)}
+    first = next(iter(iterations), None)
+    for path, iteration in iterations.items():
+        if first is not None and iteration != iterations[first]:
+            raise UserError(
+                f"{path} is of iteration {iteration}, {first} of {iterations[first]}. Copy all of one save."
+            )
 
 
 def _stage(files: Mapping[tuple[int, int], Path], contents: Mapping[Path, Any], stage: int) -> list[Chunk]:
@@ -118,7 +120,7 @@ def _stage(files: Mapping[tuple[int, int], Path], contents: Mapping[Path, Any], 
             if len(chunks) != len(ranks[0]) or chunks[number].keys() != first.keys():
                 raise UserError(f"{path} does not hold the tensors that {paths[0]} holds. Restore both of one save.")
             for name, tensor in chunks[number].items():
-                result[-1][name].append(Held(tensor, tensor.shape))
+                result[-1][name].append(RankPart(tensor, tensor.shape))
     return result
 
 
@@ -153,7 +155,7 @@ def _check_ends(folder: Path, chunks: list[Chunk]) -> None:
 
 def _of_whole_model(chunks: list[Chunk]) -> Chunk:
     """Merge the tensors of all chunks, with layer numbers of the whole model."""
-    held: Chunk = {}
+    parts: Chunk = {}
     before = 0
     for chunk in chunks:
         layers = 0
@@ -162,6 +164,6 @@ def _of_whole_model(chunks: list[Chunk]) -> Chunk:
                 layers = max(layers, 1 + int(match[1]))
                 name = f"{LAYERS}{before + int(match[1])}.{match[2]}"
             # If several stages have a tensor (tied embeddings), the first stage's is used.
-            held.setdefault(name, tensors)
+            parts.setdefault(name, tensors)
         before += layers
-    return held
+    return parts

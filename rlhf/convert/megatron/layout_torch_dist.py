@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rlhf.convert.dcp.dcp_files import LARGEST, METADATA, DcpFolder
-from rlhf.convert.excerpts import Excerpt, ExcerptSource
 from rlhf.convert.megatron.megatron_model import LAYERS
-from rlhf.convert.megatron.megatron_names import Held, as_transformers, find_model, holds_values
-from rlhf.convert.megatron.megatron_places import find_folder
+from rlhf.convert.megatron.megatron_names import RankPart, as_transformers, find_model, has_value_head
+from rlhf.convert.megatron.megatron_paths import find_folder
+from rlhf.convert.slices import SlicedSource, TensorSlice
 from rlhf.errors import UserError
 from rlhf.models.hf.source import Origin, SourceTensor
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -25,14 +25,14 @@ from rlhf.storage.reading import read_regular
 NAME = "megatron"
 CONFIG = "metadata.json"
 FORMAT = "torch_dist"
-NOT_OF_THE_MODEL = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
+NOT_MODEL = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
 """Prefixes of the names of everything that a run saves beside its model."""
 GATE, UP = "_w", "_v"
 """Suffixes of the two halves of `linear_fc1`, where they are separate tensors."""
 
 
 @dataclass(frozen=True)
-class OfDcpFolder:
+class DcpTensor:
     """A `Readable` tensor of a folder, from its element `first` on."""
 
     folder: DcpFolder
@@ -52,7 +52,7 @@ def recognises(origin: Origin) -> bool:
     return find_folder(origin, _is_distributed) is not None
 
 
-def open_source(origin: Origin) -> ExcerptSource:
+def open_source(origin: Origin) -> SlicedSource:
     """Open the model; raises UserError for a missing file, or a format other than `torch_dist`."""
     path = find_folder(origin, _is_distributed)
     if path is None:
@@ -60,11 +60,11 @@ def open_source(origin: Origin) -> ExcerptSource:
     if (backend := _config(path)["sharded_backend"]) != FORMAT:
         raise UserError(f"{path} is in Megatron's format {backend}. Save it with --dist-ckpt-format {FORMAT}.")
     folder = DcpFolder(path)
-    held = _held(folder)
-    if not held:
+    parts = _model_tensors(folder)
+    if not parts:
         raise UserError(f"{path} holds no model, as {METADATA} says. It was saved without (checkpoint.contents).")
-    model, model_files = find_model(origin, path, values=holds_values(held))
-    return as_transformers(model, held, path, model_files)
+    model, model_files = find_model(origin, path, values=has_value_head(parts))
+    return as_transformers(model, parts, path, model_files)
 
 
 def _is_distributed(folder: Path) -> bool:
@@ -79,27 +79,27 @@ def _config(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _held(folder: DcpFolder) -> dict[str, list[Held]]:
-    held: dict[str, list[Held]] = {}
+def _model_tensors(folder: DcpFolder) -> dict[str, list[RankPart]]:
+    parts: dict[str, list[RankPart]] = {}
     for name, info in folder.tensors.items():
         rest = name.removeprefix(LAYERS)
-        if name.startswith(NOT_OF_THE_MODEL):
+        if name.startswith(NOT_MODEL):
             continue
         if rest == name or rest.partition(".")[0].isdigit():
-            held[name] = [Held(OfDcpFolder(folder, name), info.shape)]
+            parts[name] = [RankPart(DcpTensor(folder, name), info.shape)]
             continue
         layers, *shape = info.shape
         size = torch.Size(shape).numel()
         for layer in range(layers):
-            held[f"{LAYERS}{layer}.{rest}"] = [Held(OfDcpFolder(folder, name, layer * size), tuple(shape))]
-    for name in [name for name in held if name.endswith(GATE) and name.removesuffix(GATE) + UP in held]:
-        _join_halves(held, name.removesuffix(GATE))
-    return held
+            parts[f"{LAYERS}{layer}.{rest}"] = [RankPart(DcpTensor(folder, name, layer * size), tuple(shape))]
+    for name in [name for name in parts if name.endswith(GATE) and name.removesuffix(GATE) + UP in parts]:
+        _join_halves(parts, name.removesuffix(GATE))
+    return parts
 
 
-def _join_halves(held: dict[str, list[Held]], name: str) -> None:
-    halves = [held.pop(name + GATE)[0], held.pop(name + UP)[0]]
-    excerpts = [Excerpt(half.tensor, 0, torch.Size(half.shape).numel()) for half in halves]
+def _join_halves(parts: dict[str, list[RankPart]], name: str) -> None:
+    halves = [parts.pop(name + GATE)[0], parts.pop(name + UP)[0]]
+    slices = [TensorSlice(half.tensor, 0, torch.Size(half.shape).numel()) for half in halves]
     shape = (sum(half.shape[0] for half in halves), *halves[0].shape[1:])
-    both = ExcerptSource(NAME, {name: shape}, {name: excerpts})
-    held[name] = [Held(SourceTensor(both, name), shape)]
+    both = SlicedSource(NAME, {name: shape}, {name: slices})
+    parts[name] = [RankPart(SourceTensor(both, name), shape)]

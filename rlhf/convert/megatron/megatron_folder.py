@@ -5,9 +5,9 @@ from pathlib import Path
 
 from rlhf.convert.dcp.dcp_folder import AsSaved
 from rlhf.convert.dcp.dcp_writer import write_dcp
-from rlhf.convert.excerpts import ExcerptSource
 from rlhf.convert.megatron.megatron_model import EMBEDDING, LAYERS, OUTPUT, MegatronModel, read_model
-from rlhf.convert.megatron.megatron_names import Excerpts, Shapes, as_megatron
+from rlhf.convert.megatron.megatron_names import Shapes, Slices, as_megatron
+from rlhf.convert.slices import SlicedSource
 from rlhf.convert.torch_file import saved, write_torch_file
 from rlhf.errors import UserError
 from rlhf.models.hf.hf_plan import Progress
@@ -60,17 +60,17 @@ def write_megatron_folder(
 def _write_distributed(
     model: MegatronModel, source: TensorSource, folder: Path, progress: Progress
 ) -> list[WrittenFile]:
-    shapes, excerpts = as_megatron(model, source)
-    of_layers: Excerpts = {}
+    shapes, slices = as_megatron(model, source)
+    of_layers: Slices = {}
     whole: Shapes = {}
     for name, shape in shapes.items():
         if not name.startswith(LAYERS):
-            whole[name], of_layers[name] = shape, excerpts[name]
+            whole[name], of_layers[name] = shape, slices[name]
             continue
         stacked = LAYERS + name.removeprefix(LAYERS).partition(".")[2]
         whole[stacked] = (model.layers, *shape)
-        of_layers.setdefault(stacked, []).extend(excerpts[name])
-    stacked_source = ExcerptSource("megatron", whole, of_layers)
+        of_layers.setdefault(stacked, []).extend(slices[name])
+    stacked_source = SlicedSource("megatron", whole, of_layers)
     written = write_dcp(folder, stacked_source, objects=_extra_states(model), progress=progress)
     # The state shared by all ranks, such as a run's arguments, is empty.
     written.append(write_file(folder, "common.pt", saved({}, iter(()))))
@@ -110,7 +110,7 @@ def _model(source: TensorSource) -> MegatronModel:
     return read_model(contents.model_files, values="score.weight" in contents.tensors)
 
 
-def _of_stage(model: MegatronModel, shapes: Shapes, excerpts: Excerpts, stage: int, stages: int) -> ExcerptSource:
+def _of_stage(model: MegatronModel, shapes: Shapes, slices: Slices, stage: int, stages: int) -> SlicedSource:
     """Return pipeline rank `stage`'s share of a tensor parallel rank's tensors, its layers counted from zero."""
     count = model.layers // stages
     names = {}
@@ -124,7 +124,7 @@ def _of_stage(model: MegatronModel, shapes: Shapes, excerpts: Excerpts, stage: i
     if model.tied and not model.values and 0 < stage == stages - 1:
         names[OUTPUT] = EMBEDDING
     own = {name: shapes[origin] for name, origin in names.items()}
-    return ExcerptSource("megatron", own, {name: excerpts[origin] for name, origin in names.items()})
+    return SlicedSource("megatron", own, {name: slices[origin] for name, origin in names.items()})
 
 
 def _write_model_files(source: TensorSource, folder: Path) -> Iterator[WrittenFile]:

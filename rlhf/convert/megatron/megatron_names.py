@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.convert.excerpts import Beside, Excerpt, ExcerptSource, Readable, SomeColumns, Zeros
 from rlhf.convert.megatron.megatron_model import (
     LAYERS,
     OUTPUT,
@@ -16,21 +15,22 @@ from rlhf.convert.megatron.megatron_model import (
     member_name,
     read_model,
 )
-from rlhf.convert.megatron.megatron_places import step_of
+from rlhf.convert.megatron.megatron_paths import step_of
+from rlhf.convert.slices import Beside, Readable, SlicedSource, SomeColumns, TensorSlice, Zeros
 from rlhf.errors import UserError
 from rlhf.models.hf.source import Origin, SourceTensor, TensorSource, TrainedSoFar
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.hf_layout import MODEL_CONFIG
 
 Shapes = dict[str, tuple[int, ...]]
-Excerpts = dict[str, list[Excerpt]]
+Slices = dict[str, list[TensorSlice]]
 ABSENT = ("the optimizer's moments", "the learning rate schedule")
 NO_WEIGHTS = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$")
 """Names among the weights that are not weights."""
 
 
 @dataclass(frozen=True)
-class Held:
+class RankPart:
     """One rank's part of a tensor, and its shape."""
 
     tensor: Readable
@@ -48,68 +48,68 @@ def find_model(origin: Origin, folder: Path, *, values: bool) -> tuple[MegatronM
     raise UserError(f"{folder} does not say what model it holds. Set --hf_model_path to a folder with its config.json.")
 
 
-def holds_values(held: Mapping[str, Sequence[Held]]) -> bool:
+def has_value_head(parts: Mapping[str, Sequence[RankPart]]) -> bool:
     """Return whether the output layer is the head of a critic, one value per token."""
-    return OUTPUT in held and held[OUTPUT][0].shape[0] == 1
+    return OUTPUT in parts and parts[OUTPUT][0].shape[0] == 1
 
 
 def as_transformers(
-    model: MegatronModel, held: Mapping[str, Sequence[Held]], where: Path, files: Path
-) -> ExcerptSource:
-    """Return the tensors of `model` in transformers, from the parts `held` in `where` of each tensor parallel rank, by
+    model: MegatronModel, parts: Mapping[str, Sequence[RankPart]], where: Path, files: Path
+) -> SlicedSource:
+    """Return the tensors of `model` in transformers, from the `parts` in `where` of each tensor parallel rank, by
     Megatron's names. Raises UserError for a missing tensor, a wrong shape, or a tensor that the model lacks."""
     shapes: Shapes = {}
-    excerpts: Excerpts = {}
+    slices: Slices = {}
     known = {OUTPUT} if model.tied else set()
     for part in model.parts():
         for layer in range(model.layers if part.stage == "layer" else 1):
             name = layer_name(layer, part)
-            if part.alias is not None and f"{LAYERS}{layer}.{part.alias}" in held:
+            if part.alias is not None and f"{LAYERS}{layer}.{part.alias}" in parts:
                 name = f"{LAYERS}{layer}.{part.alias}"
-            if name not in held:
+            if name not in parts:
                 raise UserError(_missing(model, where, name, files))
             known.add(name)
-            _check(model, part, held[name], f"{where}: {name}", files)
-            for member, found in _excerpts(part, held[name]).items():
+            _check(model, part, parts[name], f"{where}: {name}", files)
+            for member, found in _slices(part, parts[name]).items():
                 rows = dict(part.members)[member]
-                excerpts[member_name(layer, part, member)] = found
+                slices[member_name(layer, part, member)] = found
                 shapes[member_name(layer, part, member)] = part.shape(rows)
-    if unknown := sorted(name for name in held if name not in known and not NO_WEIGHTS.search(name)):
+    if unknown := sorted(name for name in parts if name not in known and not NO_WEIGHTS.search(name)):
         raise UserError(
             f"{where} holds {unknown[0]}, which {model.model_type} of transformers has no place for. Set "
             f"--hf_model_path to the model that it was made of (config.json was read in {files})."
         )
-    source = ExcerptSource("megatron", shapes, excerpts, model_files=files, absent=ABSENT)
+    source = SlicedSource("megatron", shapes, slices, model_files=files, absent=ABSENT)
     source.contents.progress = TrainedSoFar(step_of(where))
     return source
 
 
-def _excerpts(part: MegatronTensor, tensors: Sequence[Held]) -> Excerpts:
+def _slices(part: MegatronTensor, tensors: Sequence[RankPart]) -> Slices:
     if part.split == "columns":
         ((member, rows),) = part.members
-        beside = Beside([held.tensor for held in tensors], part.width // len(tensors))
-        return {member: [Excerpt(beside, 0, rows * part.width)]}
-    found: defaultdict[str, list[tuple[int, Excerpt]]] = defaultdict(list)
-    for rank, held in enumerate(tensors if part.split == "rows" else tensors[:1]):
+        beside = Beside([own.tensor for own in tensors], part.width // len(tensors))
+        return {member: [TensorSlice(beside, 0, rows * part.width)]}
+    found: defaultdict[str, list[tuple[int, TensorSlice]]] = defaultdict(list)
+    for rank, own in enumerate(tensors if part.split == "rows" else tensors[:1]):
         runs = part.runs(rank, len(tensors))
-        for run in [part.vocabulary_run(rank, held.shape[0])] if part.is_vocabulary else runs:
-            excerpt = Excerpt(held.tensor, run.at * part.width, (run.at + run.rows) * part.width)
-            found[run.name].append((run.row, excerpt))
-    return {name: [excerpt for _, excerpt in sorted(rows, key=lambda row: row[0])] for name, rows in found.items()}
+        for run in [part.vocabulary_run(rank, own.shape[0])] if part.is_vocabulary else runs:
+            piece = TensorSlice(own.tensor, run.at * part.width, (run.at + run.rows) * part.width)
+            found[run.name].append((run.row, piece))
+    return {name: [piece for _, piece in sorted(rows, key=lambda row: row[0])] for name, rows in found.items()}
 
 
-def _check(model: MegatronModel, part: MegatronTensor, tensors: Sequence[Held], where: str, files: Path) -> None:
-    if len({held.tensor.dtype for held in tensors}) > 1:
+def _check(model: MegatronModel, part: MegatronTensor, tensors: Sequence[RankPart], where: str, files: Path) -> None:
+    if len({own.tensor.dtype for own in tensors}) > 1:
         raise DamagedCheckpoint(f"{where} is of different types on different ranks")
     ranks = len(tensors)
     rows = part.rows // (ranks if part.split == "rows" else 1)
-    for held in tensors:
+    for own in tensors:
         if part.is_vocabulary:
-            right = len(held.shape) == 2 and held.shape == tensors[0].shape and held.shape[0] * ranks >= part.rows
-            rows = held.shape[0] if right else -(-part.rows // ranks)
-        if held.shape != part.shape(rows, ranks):
+            right = len(own.shape) == 2 and own.shape == tensors[0].shape and own.shape[0] * ranks >= part.rows
+            rows = own.shape[0] if right else -(-part.rows // ranks)
+        if own.shape != part.shape(rows, ranks):
             raise UserError(
-                f"{where} has the shape {list(held.shape)} where {list(part.shape(rows, ranks))} is expected of "
+                f"{where} has the shape {list(own.shape)} where {list(part.shape(rows, ranks))} is expected of "
                 f"{ranks} tensor parallel {'rank' if ranks == 1 else 'ranks'}: another rank's folder is missing, or "
                 f"config.json ({files}) is another model's."
             )
@@ -123,11 +123,11 @@ def _missing(model: MegatronModel, where: Path, name: str, files: Path) -> str:
 
 def as_megatron(
     model: MegatronModel, source: TensorSource, *, rank: int = 0, ranks: int = 1, vocabulary: int | None = None
-) -> tuple[Shapes, Excerpts]:
+) -> tuple[Shapes, Slices]:
     """Return shapes and slices of tensor parallel rank `rank`'s tensors, by Megatron's names; `vocabulary` is the
     number of padded rows. Raises UserError when `source` lacks a tensor of the model, or has it in another shape."""
     shapes: Shapes = {}
-    excerpts: Excerpts = {}
+    slices: Slices = {}
     known = {"lm_head.weight"} if model.tied else set()
     for part in model.parts():
         for layer in range(model.layers if part.stage == "layer" else 1):
@@ -135,20 +135,20 @@ def as_megatron(
                 known.add(full := member_name(layer, part, member))
                 _check_member(source, full, part.shape(rows))
             name = layer_name(layer, part)
-            shapes[name], excerpts[name] = _rank_excerpts(part, layer, source, rank, ranks, vocabulary)
+            shapes[name], slices[name] = _rank_slices(part, layer, source, rank, ranks, vocabulary)
     if unknown := sorted(set(source.contents.tensors) - known):
         raise UserError(f"{unknown[0]} has no place in Megatron's {model.model_type}: it would be lost.")
-    return shapes, excerpts
+    return shapes, slices
 
 
-def _rank_excerpts(
+def _rank_slices(
     part: MegatronTensor, layer: int, source: TensorSource, rank: int, ranks: int, vocabulary: int | None
-) -> tuple[tuple[int, ...], list[Excerpt]]:
+) -> tuple[tuple[int, ...], list[TensorSlice]]:
     if part.split == "columns":
         columns = part.width // ranks
         whole = SourceTensor(source, member_name(layer, part, part.members[0][0]))
         chosen = SomeColumns(whole, part.width, rank * columns, columns)
-        return part.shape(part.rows, ranks), [Excerpt(chosen, 0, part.rows * columns)]
+        return part.shape(part.rows, ranks), [TensorSlice(chosen, 0, part.rows * columns)]
     rows, runs = part.rows // (ranks if part.split == "rows" else 1), list(part.runs(rank, ranks))
     if part.is_vocabulary:
         rows = (vocabulary or part.rows) // ranks
@@ -156,10 +156,10 @@ def _rank_excerpts(
     found = []
     for run in runs:
         tensor = SourceTensor(source, member_name(layer, part, run.name))
-        found.append(Excerpt(tensor, run.row * part.width, (run.row + run.rows) * part.width))
+        found.append(TensorSlice(tensor, run.row * part.width, (run.row + run.rows) * part.width))
     filled = sum(run.rows for run in runs)
     if filled < rows:
-        found.append(Excerpt(Zeros(found[0].tensor.dtype), 0, (rows - filled) * part.width))
+        found.append(TensorSlice(Zeros(found[0].tensor.dtype), 0, (rows - filled) * part.width))
     return part.shape(rows), found
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.places import local_folder
-from rlhf.convert.verbs.options import add_origin_options, add_weights_options, check_places
+from rlhf.convert.verbs.options import add_origin_options, add_weights_options, check_paths
 from rlhf.convert.verbs.outputs import report, to_hf_folder, to_native_folder, to_other_folder
 from rlhf.errors import UserError
 
@@ -82,9 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Write TARGET and, if asked, upload it."""
-    (source, *parts), target = _places(arguments)
+    (source, *parts), target = _paths(arguments)
     _check(arguments)
-    check_places([source, *parts], arguments.hf_model_path, target, arguments.overwrite)
+    check_paths([source, *parts], arguments.hf_model_path, target, arguments.overwrite)
     from rlhf.models.hf.source import Origin
 
     # The trainer trains whole models, and none of the other formats has peft adapters.
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     return report(made, arguments.json, console)
 
 
-def _places(arguments: argparse.Namespace) -> tuple[list[Path], Path]:
+def _paths(arguments: argparse.Namespace) -> tuple[list[Path], Path]:
     sources = [arguments.source] if arguments.source else arguments.local_dir or []
     target = arguments.target or arguments.target_dir
     if not sources and arguments.hf_model_path is not None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rlhf.checkpoint.verbs.places import local_folder
 from rlhf.checkpoint.verbs.shown import spelled, work_bar
 from rlhf.convert.layouts import AUTO, backends
-from rlhf.convert.verbs.options import add_model_files_option, check_places
+from rlhf.convert.verbs.options import add_model_files_option, check_paths
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
 from rlhf.printable import printable
 
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     """Return exit code 0 when everything compared is equal bit for bit, 1 otherwise."""
     if arguments.largest < 0:
         raise UserError(f"--largest {arguments.largest} is no number of lines. Give 0 for all.")
-    check_places([arguments.a, arguments.b], arguments.hf_model_path)
+    check_paths([arguments.a, arguments.b], arguments.hf_model_path)
     from rlhf.checkpoint.export.layout_native import recognises
     from rlhf.convert.differences import documents, value_differences
     from rlhf.convert.open_roles import open_roles

@@ -72,7 +72,7 @@ def add_weights_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_places(
+def check_paths(
     sources: Iterable[Path], model_files: Path | None = None, target: Path | None = None, overwrite: bool = False
 ) -> None:
     """Raise UserError for a missing folder or a protected target, before the import of torch, which takes seconds."""

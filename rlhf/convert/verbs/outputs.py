@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlhf.models.hf.hf_plan import HfOptions
     from rlhf.models.hf.source import Origin
 
-OF_NO_TOOL = (
+NEVER_IMPORTED = (
     "the generators of random numbers, which follow from trainer.seed",
     "the place in the training prompts, which begin at the first",
     "the KL controller, the guards, the metric history and the counts of tokens and samples",
@@ -104,7 +104,7 @@ def to_native_folder(origin: "Origin", backend: str, target: Path, overwrite: bo
         "contents": done.manifest.contents,
         "bytes": done.manifest.total_bytes,
         "taken": done.taken,
-        "absent": [*done.absent, *OF_NO_TOOL],
+        "absent": [*done.absent, *NEVER_IMPORTED],
         "start": [
             f"model.path={target / 'actor' / 'huggingface'}",
             *critic,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rlhf.checkpoint.verbs.places import local_folder
 from rlhf.checkpoint.verbs.shown import spelled, work_bar
-from rlhf.convert.verbs.options import add_origin_options, check_places
+from rlhf.convert.verbs.options import add_origin_options, check_paths
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
 from rlhf.printable import printable
 
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         raise UserError(f"--atol {arguments.atol} is no difference. Give a number of 0 or more.")
     if arguments.rows < 0:
         raise UserError(f"--rows {arguments.rows} is no number of rows. Give 0 for none.")
-    check_places([*arguments.local_dir, arguments.test_hf_dir], arguments.hf_model_path)
+    check_paths([*arguments.local_dir, arguments.test_hf_dir], arguments.hf_model_path)
     from rlhf.convert.layouts import open_source
     from rlhf.models.hf.source import Origin
 

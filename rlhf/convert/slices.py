@@ -25,7 +25,7 @@ class Readable(Protocol):
         ...
 
 
-class Excerpt(NamedTuple):
+class TensorSlice(NamedTuple):
     """Elements [start, stop) of a tensor."""
 
     tensor: Readable
@@ -86,24 +86,24 @@ class Zeros:
         return torch.zeros(stop - start, dtype=self.dtype)
 
 
-class ExcerptSource:
+class SlicedSource:
     """A `TensorSource` whose tensors are concatenated slices of other tensors."""
 
     def __init__(
         self,
         layout: str,
         shapes: Mapping[str, tuple[int, ...]],
-        excerpts: Mapping[str, Sequence[Excerpt]],
+        slices: Mapping[str, Sequence[TensorSlice]],
         *,
         model_files: Path | None = None,
         absent: Sequence[str] = (),
     ) -> None:
-        self.layout, self._excerpts = layout, excerpts
-        tensors = {name: TensorInfo(shape, excerpts[name][0].tensor.dtype) for name, shape in shapes.items()}
+        self.layout, self._slices = layout, slices
+        tensors = {name: TensorInfo(shape, slices[name][0].tensor.dtype) for name, shape in shapes.items()}
         self.contents = Contents(tensors, model_files=model_files, absent=list(absent))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        found = [tensor.read(first, last) for tensor, first, last in cut(self._excerpts[name], start, stop)]
+        found = [tensor.read(first, last) for tensor, first, last in cut(self._slices[name], start, stop)]
         if len(found) == 1:
             return found[0]
         return torch.cat([torch.empty(0, dtype=self.contents.tensors[name].dtype), *found])
