@@ -22,6 +22,7 @@ from tests.support.checkpoints import (
     save_steps,
 )
 from tests.support.published import publish
+from tests.support.terminal import Terminal
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_list_of_a_run(run_dir, command):
     code, out, err = command("list", run_dir)
     assert (code, err) == (0, "")
     rows = [line for line in out.splitlines() if "committed" in line]
-    assert [row.split()[1] for row in rows] == ["10", "9"]
+    assert [row.split()[0] for row in rows] == ["10", "9"]
     assert all(part in rows[0] for part in ("MiB", "fsdp2", "model, optimizer, extra, hf_model"))
     assert "latest_checkpointed_iteration.txt: 10" in out
     assert "set aside as damaged: global_step_4.damaged-1" in out
@@ -53,17 +54,16 @@ def test_list_says_why_each_is_kept(tmp_path, command):
     flip_bit(step_dir(config.run_dir, 9) / "manifest.json", 100)
 
     def column(*names: str) -> list[list[str]]:
-        heading, *rows = [
-            line.split("│" if "│" in line else "┃")
-            for line in command("list", config.run_dir)[1].splitlines()
-            if "│" in line or "step" in line
-        ]
-        places = [[cell.strip() for cell in heading].index(name) for name in names]
-        return [[row[place].strip() for place in places] for row in rows]
+        lines = command("list", config.run_dir)[1].splitlines()
+        heading, *rows = [line for line in lines if line[:4] == "step" or line[:1].isdigit()]
+        starts = sorted(heading.index(name) for name in ("step", "created", "accuracy", "kept", "state"))
+        ends = dict(zip(starts, [*starts[1:], None], strict=True))
+        places = [(heading.index(name), ends[heading.index(name)]) for name in names]
+        return [[row[start:end].strip() for start, end in places] for row in rows]
 
     # Of no start and no save are settings known: figures, but no reasons.
     figures = [["10", ""], ["9", ""], ["8", ""], ["6", "0.5000"], ["4", "0.7500"], ["2", "0.2500"]]
-    assert column("step", "val/accuracy") == figures
+    assert column("step", "accuracy") == figures
     assert column("kept") == [[""]] * 6
     (config.run_dir / "resolved.yaml").write_text(to_yaml(config))
     assert column("kept") == [["newest"], ["unreadable"], ["may go"], ["for good"], ["best"], ["may go"]]
@@ -85,7 +85,7 @@ def test_inspect_shows_the_newest_in_detail(run_dir, command):
         str(step_dir(run_dir, 10)),
         f"in {len(files_of(step_dir(run_dir, 10))) - 1} files",
         "1, fsdp2",
-        "'step': 10",
+        "step                           10",
         "weight  F32 [1000]  in 1 shard(s)",
         "weight.exp_avg  F32 [1000]  in 1 shard(s)",
         "actor/huggingface: ",
@@ -235,7 +235,22 @@ def test_a_wrong_command_is_a_usage_error(capsys):
     assert "list" in capsys.readouterr().err
 
 
-def test_driver_state_is_shown_whole(run_dir, command):
+def test_driver_state_is_shown_whole_and_without_python(run_dir, command):
     driver = json.loads((step_dir(run_dir, 10) / "driver_state.json").read_text())
     out = command("inspect", run_dir)[1]
-    assert all(f"'{key}'" in out for key in driver)
+    lines = out.partition("driver state\n")[2].splitlines()
+    assert {line.split()[0].partition(".")[0] for line in lines if line[:1] == " " and ".weight" not in line} >= set(
+        driver
+    )
+    assert "{" not in out
+    assert "'" not in out
+
+
+def test_a_narrow_terminal_breaks_no_word(run_dir):
+    terminal = Terminal(80, run_dir, "-m", "rlhf.checkpoint", "list", run_dir)
+    assert terminal.end() == 0
+    shown = terminal.text
+    assert shown.count("committed") == 2
+    assert "…" not in shown
+    for word in ("created", "optimizer,", "hf_model", "newest", "latest_checkpointed_iteration.txt:"):
+        assert word in shown.split(), shown

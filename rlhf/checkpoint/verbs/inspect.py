@@ -1,7 +1,7 @@
 """Verb `inspect`: shows one checkpoint's roles, tensors and driver state. Loads no torch."""
 
 import argparse
-import reprlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import DRIVER_STATE, INDEX
 
 HELP = "what one checkpoint holds, the newest of a run: roles, tensors, driver state"
+
+LONGEST = 200
+"""Characters of a value of the driver state that are shown."""
 
 add_arguments = add_address
 
@@ -105,7 +108,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     if origin := found["imported"]:
         facts["imported from"] = f"{origin['path']} ({origin['layout']})"
     yield from (f"{name:16} {value}" for name, value in facts.items())
-    yield f"driver state {_bounded(found['driver_state'])}"
+    yield "driver state"
+    yield from (f"  {name:30} {value}" for name, value in _flat(found["driver_state"]))
     for folder in found["folders"]:
         tensors = folder["tensors"]
         count = "" if tensors is None else f", {len(tensors)} tensors"
@@ -114,10 +118,14 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             yield f"  {tensor['name']}  {tensor['dtype']} {tensor['shape']}  in {tensor['shards']} shard(s)"
 
 
-def _bounded(state: dict[str, Any]) -> str:
-    shown = reprlib.Repr()
-    shown.maxlevel, shown.maxdict, shown.maxlist, shown.maxstring, shown.maxother = 8, 100, 100, 200, 200
-    return shown.repr(state)
+def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted names and values; long values are cut, since a state may have any size."""
+    for name, value in sorted(state.items()):
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield prefix + name, text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _folders(manifest: Manifest) -> dict[str, int]:

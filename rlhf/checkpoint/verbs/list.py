@@ -96,16 +96,34 @@ def _show(document: dict[str, Any], console: Console) -> None:
     """Print a table of a run's checkpoints: facts from the manifest, or the manifest's problem."""
     metrics = [row.get("metrics") for row in document["checkpoints"]]
     metric = ranking_metric(metrics, CheckpointConfig(**(document["rules"] or {})))
-    table = Table("step", "created (UTC)", "size", "ranks", "backend", "contents", metric, "kept", "state")
+    names = (
+        "step",
+        "created (UTC)",
+        "size",
+        "ranks",
+        "backend",
+        "contents",
+        metric.removeprefix("val/"),
+        "kept",
+        "state",
+    )
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    rows: list[tuple[str, ...]] = []
     for row in document["checkpoints"]:
         kept = "" if row["kept"] is None else ", ".join(row["kept"]) or "may go"
         if row["problem"] is not None:
             state = printable(f"{row['state']}: {row['problem']}")
-            table.add_row(str(row["step"]), "", "", "", "", "", "", kept, state)
+            rows.append((str(row["step"]), "", "", "", "", "", "", kept, state))
             continue
-        cells = (row["step"], row["created"], row["size"], row["ranks"], row["backend"], ", ".join(row["contents"]))
+        created = row["created"].replace("T", " ")[:16]
+        cells = (row["step"], created, row["size"], row["ranks"], row["backend"], ", ".join(row["contents"]))
         figure = f"{row['metrics'][metric]:.4f}" if metric in row["metrics"] else ""
-        table.add_row(*(printable(str(cell)) for cell in cells), figure, kept, "committed")
+        rows.append((*(printable(str(cell)) for cell in cells), figure, kept, "committed"))
+    for column, name in enumerate(names):
+        words = (word for row in ((name,) * len(names), *rows) for word in row[column].split())
+        table.add_column(name, min_width=min(max(map(len, words)), 16))  # rich would break words in a narrow terminal
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
     if document["pointer"] is not None:
         console.print(printable(f"{POINTER}: {document['pointer']}"))
