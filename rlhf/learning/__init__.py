@@ -1,1 +1,1 @@
-"""Learning from the samples of a step: advantages, the updates of actor and critic, the reference policy."""
+"""Learns from a step's samples: advantages, the updates of actor and critic, the reference policy."""

@@ -1,4 +1,4 @@
-"""Actor: the policy in training."""
+"""Trains the policy: its loss, its optimizer steps and their metrics."""
 
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ class Actor(Policy):
     Args:
         temperature: of the rollouts.
         scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
-        log_prob_budget: tokens of a forward pass on one rank, where no gradients are wanted.
+        log_prob_budget: most tokens of a forward pass without gradients on one rank.
         seed: of the run, for policy losses that choose tokens at random.
     """
 
@@ -66,8 +66,8 @@ class Actor(Policy):
         """
         rejected: Figures = {}
         sampled = all_sum(masked(batch.rollout_log_probs, batch.response_mask).double().sum()).item()
-        # If an engine's log-probs are not finite, its samples are worthless. Nothing later would notice: comparisons
-        # with a NaN are false, and a rejection would silently mask the tokens.
+        # Later checks would not notice log-probs that are not finite: comparisons with a NaN are false, and a rejection
+        # would silently mask the tokens.
         rejection, old = self._correction.rollout_rs, batch.old_log_probs
         if guards.allows("actor", rollout_log_probs=sampled) and rejection is not None and old is not None:
             batch, rejected = self._reject(batch, old, rejection)
@@ -114,7 +114,6 @@ class Actor(Policy):
             "rollout/kl": kl_estimate(micro.rollout_log_probs, old, "k3"),
         }
         sums = {"loss": loss, **terms} | {name: token_mean(values) for name, values in figures.items()}
-        # A micro-batch of empty responses has no maximum.
         largest = mismatch.max() if mismatch.numel() else mismatch.new_zeros(())
         return MicroBatchLoss(loss, sums, {"rollout/logprob_diff_max": largest})
 
@@ -122,7 +121,7 @@ class Actor(Policy):
     def _with_choice(self, step: int, batch: ActorBatch, plan: list[list[int]]) -> ActorBatch:
         """Return the batch with `chosen` set for the mini-batch whose rows are in `plan`, if the policy loss needs it.
 
-        Collective then. It costs one more forward pass, because the choice depends on the present policy.
+        The choice depends on the present policy, so it is collective and costs one more forward pass.
         """
         if self._choice.kind == "none":
             return batch
@@ -135,10 +134,7 @@ class Actor(Policy):
         return replace(batch, chosen=self._choice.choose(batch, mask, log_probs, step))
 
     def _bonus_follows(self, figures: Figures) -> Figures:
-        """Adapt the weight of the entropy bonus after an optimizer step. Return the weight of that step as a metric.
-
-        Returns nothing if the weight is fixed.
-        """
+        """Adapt the weight of the entropy bonus after an optimizer step, and return the step's weight as a metric."""
         if not self.entropy_control.moves:
             return {}
         weight = self.entropy_control.weight
@@ -153,9 +149,9 @@ class Actor(Policy):
         return kl if weights is None else weights * kl
 
     def _reject(self, batch: ActorBatch, old: Tensor, kind: str) -> tuple[ActorBatch, Figures]:
-        """Return the batch with a loss mask without the tokens on which old policy and rollout engine differ too much.
+        """Return the batch with a loss mask without tokens on which old policy and rollout engine differ too much.
 
-        Also return two metrics over all ranks: the share of masked tokens, and of responses with a masked token.
+        Also return the shares, over all ranks, of masked tokens and of responses with a masked token.
         """
         bounds = self._correction.rollout_rs_threshold, self._correction.rollout_rs_threshold_lower
         assert bounds[0] is not None
@@ -171,11 +167,11 @@ class Actor(Policy):
         return replace(batch, loss_mask=kept), figures
 
     def _importance_weights(self, micro: ActorBatch, old: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return importance weights of the losses and which of them are truncated, [N, R] each; None for no weights.
+        """Return importance weights of the losses and which weights are truncated, [N, R] each; None for no weights.
 
-        All samples are weighted if `rollout_is` is set, otherwise only stale samples. The clip is around the policy
-        before the update for all samples. The weights correct from the sampling policy to that policy. This is the
-        decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298).
+        The weights correct from the sampling policy to the policy before the update, around which the loss clips: the
+        decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298). Without `rollout_is`
+        only stale samples have weights.
         """
         mask, correction, level = micro.response_mask, self._correction, self._correction.rollout_is
         bounds = correction.rollout_is_threshold, correction.rollout_is_threshold_lower

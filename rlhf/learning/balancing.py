@@ -1,8 +1,7 @@
 """Sequence-length balancing: splits a step's samples over ranks and micro-batches so that the ranks finish together.
 
-The result follows from integers alone, so it is the same on every rank and after a resume. Under FSDP the ranks compute
-their micro-batches in lockstep. So all need the same number, and the k-th micro-batch takes as long as the slowest
-rank's.
+The split follows from integers alone, so it is the same on every rank and after a resume. Under FSDP the ranks compute
+the same number of micro-batches in lockstep, and the k-th takes as long as on the slowest rank.
 """
 
 import heapq
@@ -13,29 +12,26 @@ from dataclasses import dataclass
 
 LINEAR = 24576
 EXTRA = 2
-"""How many more micro-batches than the fewest are tried, because their costs may be more equal."""
+"""Micro-batches to try beyond the fewest, because their costs may be more equal."""
 
 Placed = tuple[int, int]
 """Length of a sample in tokens, and its row."""
 
 
 def cost(length: int) -> int:
-    """Return the relative time of a model pass over a sample of `length` tokens: a linear and a quadratic term.
+    """Return the relative time of a model pass over a sample of `length` tokens.
 
-    The weights are verl's (`seqlen_balancing.py`), about right for a 7B model. The quadratic term is attention.
+    The linear and the quadratic term (attention) have verl's weights (`seqlen_balancing.py`), for a 7B model.
     """
     return length * (LINEAR + length)
 
 
 def balance_samples(lengths: Sequence[int], mini_batches: int, ranks: int) -> list[int]:
-    """Return the rank that each sample is sent to, so that ranks have nearly equal costs.
-
-    Costs are balanced within each mini-batch, and over the whole step.
+    """Return the rank that trains on each sample, so that costs are about equal in each mini-batch and in the step.
 
     Args:
         lengths: tokens of prompt and response of each sample, in the order of uid and sample number.
         mini_batches: number of consecutive parts of equal size, one optimizer step each.
-        ranks: number of ranks.
     """
     owners = [0] * len(lengths)
     so_far = [0] * ranks
@@ -65,10 +61,7 @@ class SampleBalance:
 
     @classmethod
     def owned(cls, lengths: Sequence[int], owners: Sequence[int], mini_batches: int, ranks: int) -> "SampleBalance":
-        """Return the split in which each sample is on its rank in `owners`, as `balance_samples` returns them.
-
-        The rows of a rank keep the order of the samples.
-        """
+        """Return the split with each sample on its rank in `owners` (see `balance_samples`), in the same order."""
         found: list[list[list[int]]] = []
         for part in _parts(len(lengths), mini_batches):
             of_ranks: list[list[int]] = [[] for _ in range(ranks)]
@@ -79,7 +72,7 @@ class SampleBalance:
 
     @property
     def mini_batches(self) -> int:
-        """Number of mini-batches: the optimizer steps of one epoch over the step's samples."""
+        """Number of mini-batches, which are the optimizer steps of one epoch over the step's samples."""
         return len(self.lengths)
 
     def rows(self, mini_batch: int, rank: int) -> range:
@@ -90,13 +83,11 @@ class SampleBalance:
     def micro_batches(
         self, budget: int, *, padded: bool = False, mini_batch: int | None = None
     ) -> list[list[list[int]]]:
-        """Return rows by [rank][micro-batch]. Every rank has the same number of micro-batches, some perhaps empty.
-
-        Each sample is in exactly one micro-batch. The k-th micro-batches of all ranks have about the same cost.
+        """Return rows by [rank][micro-batch]. The k-th micro-batches of all ranks, perhaps empty, cost about the same.
 
         Args:
             budget: most tokens of a micro-batch. A longer sample is a micro-batch of its own.
-            padded: whether micro-batches are padded: then rows times the longest row count as tokens.
+            padded: whether rows times the longest row count as tokens.
             mini_batch: number of a mini-batch; None for the whole step.
         """
         parts = range(self.mini_batches) if mini_batch is None else (mini_batch,)
@@ -115,7 +106,7 @@ def _parts(size: int, count: int) -> list[range]:
 
 
 def _padded(ranks: list[list[Placed]], budget: int) -> list[list[list[Placed]]]:
-    """Put similar lengths into one micro-batch, so that there is little padding, longest first on every rank."""
+    """Put similar lengths into one micro-batch to save padding, longest first on every rank."""
     plan: list[list[list[Placed]]] = []
     for samples in ranks:
         micros: list[list[Placed]] = []
@@ -143,11 +134,7 @@ def _packed(ranks: list[list[Placed]], budget: int) -> list[list[list[Placed]]]:
 
 
 def lockstep_cost(costs: Sequence[Sequence[int]]) -> int:
-    """Return the time of all micro-batches: the sum over micro-batches of the largest cost over ranks.
-
-    Args:
-        costs: by [rank][micro-batch].
-    """
+    """Return the sum over micro-batches of the largest cost over ranks. `costs` are by [rank][micro-batch]."""
     return sum(map(max, zip(*costs, strict=True)))
 
 
@@ -156,8 +143,8 @@ def _in_lockstep(
 ) -> list[list[list[Placed]]]:
     """Return `count` micro-batches for each rank whose k-th costs are about equal over the ranks.
 
-    In turn, each micro-batch takes samples of up to a target cost: that of the longest sample left on any rank, or, if
-    larger, an equal part of the most cost left on a rank.
+    Each micro-batch takes samples up to a target cost: the cost of the longest sample left on any rank or, if larger,
+    an equal part of the most cost left on a rank.
     """
     waiting = [_Waiting(samples, budget) for samples in ranks]
     plan: list[list[list[Placed]]] = [[] for _ in ranks]
@@ -166,7 +153,7 @@ def _in_lockstep(
         target = max(cost(longest), -(-max(rank.cost for rank in waiting) // to_come))
         for rank, micros in zip(waiting, plan, strict=True):
             micros.append(rank.take(target))
-    # A rank with samples left over uses its fewest micro-batches instead, costliest first as on the others.
+    # A rank with samples left over uses its fewest micro-batches instead, costliest first.
     plan = [
         sorted(fewest, key=_cost, reverse=True) if rank.samples else micros
         for rank, micros, fewest in zip(waiting, plan, fewest_of_each, strict=True)
@@ -175,7 +162,7 @@ def _in_lockstep(
 
 
 class _Waiting:
-    """Samples of a rank that are in no micro-batch yet, shortest first."""
+    """A rank's samples that are in no micro-batch yet, shortest first."""
 
     def __init__(self, samples: list[Placed], budget: int) -> None:
         self.samples, self._budget = list(samples), budget
@@ -186,10 +173,7 @@ class _Waiting:
         return self.samples[-1][0] if self.samples else 0
 
     def take(self, target: int) -> list[Placed]:
-        """Return a micro-batch of up to `target` cost.
-
-        It always takes the longest sample that fits, so that short ones are left to fill later micro-batches.
-        """
+        """Return a micro-batch of up to `target` cost: the longest samples that fit, so that short samples are left."""
         taken: list[Placed] = []
         spent, room = 0, max(self._budget, self.longest)
         while at := bisect_left(self.samples, (min(room, _length(target - spent)) + 1,)):
@@ -201,7 +185,7 @@ class _Waiting:
 
 
 def _fewest(samples: list[Placed], budget: int) -> list[list[Placed]]:
-    """Return about the fewest micro-batches for the samples: longest first, each into the fullest one with room."""
+    """Return about the fewest micro-batches: put the longest sample first, each into the fullest with room."""
     micros: list[list[Placed]] = []
     rooms: list[tuple[int, int]] = []
     for sample in reversed(samples):
@@ -225,5 +209,5 @@ def _cost(samples: list[Placed]) -> int:
 
 
 def _length(most: int) -> int:
-    """Return the length of the longest sample whose cost is at most `most`; -1 if `most` is negative."""
+    """Return the length of the longest sample that costs at most `most`, or -1."""
     return math.isqrt((LINEAR // 2) ** 2 + most) - LINEAR // 2 if most >= 0 else -1

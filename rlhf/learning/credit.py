@@ -28,15 +28,15 @@ class Credit(NamedTuple):
     returns: Tensor | None
     """Targets of the critic; None without a critic."""
     mask: Tensor
-    """1 on the tokens to train on: those that the policy wrote, without truncated responses if these are masked."""
+    """1 on the tokens that the policy wrote, without truncated responses if the settings mask them."""
 
     def means(self) -> list[float]:
-        """Return the mean advantage of each response's tokens."""
+        """Return the mean advantage of each response."""
         return (self.advantages.double().sum(1) / self.mask.sum(1).clamp(min=1)).tolist()
 
 
 class Advantages:
-    """Applies the advantage estimator. Its state is the coefficient of the KL in the reward, which may be adaptive."""
+    """Applies the advantage estimator. Its state is the coefficient of the KL in the reward, fixed or adaptive."""
 
     def __init__(self, config: AlgorithmConfig, group_size: int) -> None:
         self._config, self._group_size = config, group_size
@@ -51,8 +51,8 @@ class Advantages:
     ) -> tuple[Credit, dict[str, float]]:
         """Return the credit of the tokens of `batch`, and metrics over all ranks. Collective.
 
-        With `mask_truncated_responses` truncated responses leave the mask only after the estimator: their scores still
-        count in the statistics of their group and of the batch.
+        `mask_truncated_responses` masks responses after the estimator: their scores count in the statistics of their
+        group and of the batch.
 
         Args:
             batch: has `baselines` if the estimator needs them (ReMax).
@@ -91,28 +91,24 @@ class Advantages:
         return {"kl_coef": self.kl_coef, "started_at": self._config.kl_ctrl.kl_coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the coefficient if it is adaptive and its configured start value is unchanged."""
+        """Restore the coefficient if it is adaptive and the setting of its start value is unchanged."""
         control = self._config.kl_ctrl
         if control.type == "adaptive" and control.kl_coef == state["started_at"]:
             self.kl_coef = state["kl_coef"]
 
 
 def scores_on_last_tokens(scores: Tensor, mask: Tensor) -> Tensor:
-    """Return token rewards, [N, R] float32: each score on the last token that the policy wrote in the response.
+    """Return token rewards, [N, R] float32: each score of [N] on the last token of `mask`, [N, R], zero elsewhere.
 
-    All other tokens are zero. A response without a token of the policy gets no reward.
-
-    Args:
-        scores: [N].
-        mask: [N, R], 1 on the tokens that the policy wrote.
+    A response without a token of the policy gets no reward.
     """
-    written = mask.long()  # sums of floats along rows have no deterministic kernel on CUDA
+    written = mask.long()  # CUDA has no deterministic kernel for sums of floats along rows
     last = (written == 1) & (written.cumsum(1) == written.sum(1, keepdim=True))
     return torch.where(last, scores[:, None], 0.0)
 
 
 def _without_truncated(credit: Credit, truncated: Tensor) -> tuple[Credit, dict[str, float]]:
-    """Return the credit without the responses that are `truncated`, [N] bool, and their share over all ranks.
+    """Return the credit without the `truncated` responses, [N] bool, and their share over all ranks.
 
     Source: DAPO (arXiv 2503.14476) section 3.4, overlong filtering; TRL's `mask_truncated_completions`.
     """
@@ -125,14 +121,14 @@ def _without_truncated(credit: Credit, truncated: Tensor) -> tuple[Credit, dict[
 
 
 def _advantage_figures(advantages: Tensor, mask: Tensor) -> dict[str, float]:
-    """Return mean, standard deviation, minimum and maximum of the advantages over the response tokens of all ranks.
+    """Return the mean, standard deviation and, unless all masks are empty, the extremes of the advantages.
 
-    Without any token there is no minimum and no maximum.
+    Collective.
     """
     sums = [loss_sum(values, mask, "token-mean").double() for values in (advantages, advantages.square())]
     shares = all_sum(torch.stack([*sums, mask.sum().double()]))
     extremes = all_max(torch.stack([_highest(advantages, mask), _highest(-advantages, mask)]))
-    # One transfer for all five, so that the host waits for the device once.
+    # One transfer, so that the host waits for the device once.
     total, square, tokens, high, low = torch.cat([shares, extremes]).tolist()
     mean = total / max(tokens, 1.0)
     figures = {"advantages/mean": mean, "advantages/std": max(square / max(tokens, 1.0) - mean**2, 0.0) ** 0.5}

@@ -1,4 +1,4 @@
-"""Critic: the value function with its loss and optimizer steps."""
+"""Trains the critic: the value function, its loss and its optimizer steps."""
 
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,12 +23,12 @@ CONSTANT = 1e-12
 
 
 class Critic:
-    """A model with a value head: estimates the return from each response token on, from the tokens before it.
+    """Estimates the return from each response token on, with a model that has a value head.
 
     Args:
         scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
-        budget: tokens of a forward and backward pass on one rank.
-        forward_budget: tokens of a forward pass on one rank, where no gradients are wanted.
+        budget: most tokens of a forward and backward pass on one rank.
+        forward_budget: most tokens of a forward pass without gradients on one rank.
     """
 
     def __init__(
@@ -38,31 +38,24 @@ class Critic:
         self._passes = Passes(config.ppo_epochs, budget, config.loss_agg_mode)
 
     def on_device(self) -> AbstractContextManager[None]:
-        """See `Model.on_device`; it must be entered for every pass."""
+        """See `Model.on_device`. Enter it for every pass."""
         return self.backend.on_device()
 
     @torch.no_grad()
     def all_values(self, batch: Batch, balance: SampleBalance) -> Tensor:
-        """Return the values at every response token of `batch`, [N, R] float32, zero on padding. Collective.
-
-        Args:
-            batch: this rank's samples.
-            balance: how the samples of all ranks are split over mini-batches.
-        """
+        """Return the values before every response token of `batch`, [N, R] float32, zero on padding. Collective."""
         model = self.backend.module
         return per_token(batch, balance, self._forward_budget, model, partial(response_values, model))
 
     def update(
         self, batch: CriticBatch, balance: SampleBalance, guards: Guards, shuffle: Shuffle | None = None
     ) -> Figures:
-        """Take the optimizer steps of a training step on this rank's `batch`; return `critic/...` metrics.
-        Collective."""
+        """Take the optimizer steps of a training step, and return `critic/...` metrics. Collective."""
         figures = update(self.backend, batch, balance, self._passes, self._micro_batch_loss, guards, "critic", shuffle)
         if figures:
             square, error_square = figures.pop("return_square"), figures.pop("error_square")
             variance = square - figures["return_mean"] ** 2
             unexplained = error_square - figures.pop("error_mean") ** 2
-            # If all returns are equal up to float32 rounding, there is no variance to explain.
             figures["explained_variance"] = 1 - unexplained / variance if variance > CONSTANT * square else 0.0
         return {f"critic/{name}": value for name, value in figures.items()}
 
@@ -71,7 +64,7 @@ class Critic:
         values = response_values(self.backend.module, micro)
         losses, clipped = value_loss(values, micro.values, returns, config.cliprange_value)
         loss = loss_sum(losses, mask, config.loss_agg_mode, self._scale) / counts.loss
-        # In float64, because the variance is a difference of two of these sums.
+        # In float64, because the variance is a difference of two sums.
         targets = returns.double()
         figures = {
             "vf_clipfrac": clipped,
@@ -88,7 +81,7 @@ class Critic:
 def response_values(model: nn.Module, batch: Batch) -> Tensor:
     """Return the values of `model` before each response token, [N, R] float32; zero on padding. Collective.
 
-    The logits of `model` are [N, L, 1]. Column t is read where token t is predicted: at position prompt + t - 1.
+    The logits of `model` are [N, L, 1]. Column t comes from position prompt + t - 1, which predicts token t.
     """
     tokens = PredictedTokens.of(model, batch)
     every = model(**tokens.inputs).logits[..., 0].flatten().float()

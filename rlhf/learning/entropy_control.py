@@ -1,4 +1,4 @@
-"""Control of the policy's entropy: the weight of the entropy bonus, which an adaptive controller moves."""
+"""Controls the policy's entropy by the weight of the entropy bonus, fixed or adaptive."""
 
 from typing import Any
 
@@ -6,11 +6,10 @@ from rlhf.config import ActorConfig
 
 
 class EntropyControl:
-    """Weight of the entropy bonus in each optimizer step; an adaptive one holds the entropy above a target.
+    """Computes the weight of the entropy bonus in each optimizer step, from the entropy of the step before.
 
-    With c the coefficient, e the entropy of the optimizer step before and t the target, the weight of a step is c where
-    e <= t and 0 where not (c in the first step of all). After a step with entropy e, c grows by `delta` if e < t and
-    falls by it if e > t, within its bounds.
+    With coefficient c, entropy e and target t, the weight is c if e <= t, otherwise 0; in the first step it is c. After
+    a step, c grows by `delta` if e < t and falls by `delta` if e > t, within its bounds.
 
     Source: Skywork-OR1 (arXiv 2505.22312), adaptive entropy control.
     """
@@ -27,12 +26,12 @@ class EntropyControl:
 
     @property
     def weight(self) -> float:
-        """Weight of the bonus in the optimizer step to come."""
+        """Weight of the bonus in the next optimizer step."""
         idle = self.moves and self._entropy is not None and self._entropy > self._config.target_entropy
         return 0.0 if idle else self._coefficient
 
     def observe(self, entropy: float) -> None:
-        """Take up the mean entropy per token of an optimizer step that was made."""
+        """Adapt the coefficient to the mean entropy per token of an optimizer step."""
         if not self.moves:
             return
         control, self._entropy = self._config, entropy
@@ -43,11 +42,11 @@ class EntropyControl:
         return min(max(coefficient, self._config.min_coeff), self._config.max_coeff)
 
     def state_dict(self) -> dict[str, Any]:
-        """The coefficient and the entropy that the next step goes by, and where the coefficient started."""
+        """Return the coefficient and the entropy for the next step, and the configured start value."""
         return {"coefficient": self._coefficient, "entropy": self._entropy, "started_at": self._start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state_dict`; a fixed coefficient, a changed start and the bounds are the configuration's word."""
+        """Restore the entropy and, if adaptive and with the same start value, the coefficient within its bounds."""
         self._entropy = state["entropy"]
         self._coefficient = self._start
         if self.moves and self._start == state["started_at"]:

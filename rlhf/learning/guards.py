@@ -1,4 +1,4 @@
-"""Guards: end the update of a batch before it does harm, and say whether the run goes on, goes back or ends."""
+"""Rejects batches whose metrics are out of bounds, and decides whether to skip the batch, roll back or end the run."""
 
 import logging
 import math
@@ -18,7 +18,7 @@ _BOUNDS = {"loss": "max_loss", "kl": "max_kl", "ref_kl": "max_kl", "drop": "max_
 
 @dataclass(frozen=True)
 class Event:
-    """A refused batch: its step, and the first figure that was out of bounds."""
+    """A rejected batch: its step, and the first metric that was out of bounds."""
 
     step: int
     who: str
@@ -26,7 +26,7 @@ class Event:
     figure: str
     value: float
     bound: float | None
-    """None: the value is not finite."""
+    """None if `value` is not finite."""
 
     def __str__(self) -> str:
         wrong = "is not finite" if self.bound is None else f"is beyond guards.{_BOUNDS[self.figure]}={self.bound:g}"
@@ -34,50 +34,51 @@ class Event:
 
 
 class Guards:
-    """Judges each batch by figures that are equal on all ranks, and so decides the same on each of them.
+    """Checks each batch by metrics that are equal on all ranks, so that all ranks decide the same.
 
-    The order of calls for a batch: `begin`, `allows` before each optimizer step, `settle`. When the decision is
-    `rollback`: `remember`, restore the newest checkpoint (which calls `load_state_dict`), `recall`.
+    The order of calls for a batch: `begin`, `allows` before each optimizer step, `settle`. If the decision is
+    `rollback`: `remember`, load the newest checkpoint (which calls `load_state_dict`), `recall`.
 
-    A crash between a roll-back and the next save takes the memory of it, and changes nothing: decisions follow from the
-    batch and from the state of the checkpoint, and both come again when the steps after it are repeated. So the same
-    step is refused again, and draws the same later prompts. A roll-back leaves no other trace in the trajectory than
-    those prompts, wherever the checkpoint was: the reward average is restored with it, and the figures of a step count
-    the events up to that step only.
+    A crash between a roll-back and the next save loses the memory of the roll-back, which changes nothing. Decisions
+    follow from the batch and the checkpoint's state, so the repeated step is rejected again and draws the same later
+    prompts. These prompts are the only trace of a roll-back in the trajectory, wherever the checkpoint was: the
+    checkpoint restores the reward average, and the metrics of a step count the events up to that step only.
 
-    Nor can a roll-back be endless: a row of events ends only with a step that is accepted at its first try, beyond
-    every step ever refused. Hence at most `max_events` roll-backs for each step of the run, even if repeated steps did
-    not end as before. What a crash takes of a row, the supervisor's count of restarts bounds.
+    Roll-backs end: only a step beyond all rejected steps that is accepted at its first try clears the row of events. So
+    each step of the run causes at most `max_events` roll-backs, even if repeated steps end otherwise. The supervisor's
+    limit of restarts bounds the crashes that shorten a row.
 
     Args:
-        config: the bounds and what to do beyond them.
-        quiet: log nothing, because another rank says it.
+        config: the bounds, and the action beyond them.
+        quiet: log nothing, because another rank does.
     """
 
     def __init__(self, config: GuardsConfig, *, quiet: bool = False) -> None:
         self._config, self._quiet = config, quiet
         self._step, self._reward = 0, 0.0
         self.refused: Event | None = None
-        """Why the batch at hand is refused; None as long as it is not."""
+        """Why the present batch is rejected; None if it is not."""
         self._average: float | None = None
         self._skips = 0
-        # By refused step: how often, and where in the stream it draws its prompts from.
+        # Rejected step -> number of its roll-backs, and position in the stream from which the step draws prompts.
         self._rollbacks: dict[int, tuple[int, int]] = {}
         self._row: list[Event] = []
 
     @property
     def step(self) -> int:
-        """The step of the batch at hand."""
+        """The step of the present batch."""
         return self._step
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a refused batch sends the run back to its newest checkpoint."""
+        """Whether a rejected batch rolls the run back to its newest checkpoint."""
         return self._config.action == "rollback"
 
     def begin(self, step: int, reward_mean: float) -> None:
-        """A new batch. Refuses it if its mean reward is not finite, or lies too far below the average of the accepted
-        ones before."""
+        """Begin a batch.
+
+        Reject it if its mean reward is not finite, or too far below the average of accepted batches.
+        """
         self._step, self._reward, self.refused = step, reward_mean, None
         drop = 0.0 if self._average is None else self._average - reward_mean
         if not math.isfinite(reward_mean):
@@ -86,13 +87,12 @@ class Guards:
             self.refused = Event(step, "reward", "drop", drop, self._config.max_reward_drop)
 
     def allows(self, who: str, **figures: float) -> bool:
-        """Whether the update may go on with these `figures` of a mini-batch; once it may not, the whole batch is
-        refused.
+        """Return whether the update may go on with the metrics of a mini-batch. Otherwise reject the whole batch.
 
         Args:
             who: `actor` or `critic`.
-            figures: `loss` (bound: `max_loss`, for its size), `kl` and `ref_kl` (per token; bound: `max_kl`),
-                `grad_norm`; all must be finite.
+            figures: metrics, which must be finite. `max_loss` bounds the size of `loss`, `max_kl` the `kl` and `ref_kl`
+                per token.
         """
         for name, value in figures.items():
             if self.refused is not None:
@@ -105,11 +105,11 @@ class Guards:
         return self.refused is None
 
     def settle(self, step: int, *, last: bool = False) -> Decision:
-        """The decision on the batch of `step`, the run's last one or not, once its updates are made or given up.
+        """Return the decision on the batch of `step` after its updates. `last` is whether it is the run's last step.
 
         Raises:
-            UserError: the batch is refused and `action` is `stop`, or more than `max_events` are refused in a row; or
-                the run would end with every batch refused for figures that are not finite.
+            UserError: the batch is rejected and `action` is `stop`, more than `max_events` batches in a row are
+                rejected, or the run would end with every batch rejected for metrics that are not finite.
         """
         if self.refused is None:
             old = self._reward if self._average is None else self._average
@@ -136,8 +136,7 @@ class Guards:
         return "rollback"
 
     def metrics(self) -> dict[str, float]:
-        """Events at the steps up to this one (a repeated step has the figures that it had before), and whether it is
-        one itself."""
+        """Return the number of events up to this step, equal in a repeated step, and whether this step is an event."""
         return {
             "guards/skips": self._skips,
             "guards/rollbacks": sum(times for step, (times, _) in self._rollbacks.items() if step <= self._step),
@@ -145,12 +144,10 @@ class Guards:
         }
 
     def remember(self, position: int) -> dict[str, Any]:
-        """Count the roll-back of the refused step, and return what must outlive the restoring of a checkpoint, for
-        `recall`.
+        """Count the roll-back of the rejected step, and return the state that `recall` restores after the roll-back.
 
         Args:
-            position: where the stream of prompts stands after the refused step's prompts; the step draws from there
-                when it comes again.
+            position: position in the stream after the rejected step's prompts, from which the repeated step draws.
         """
         times, _ = self._rollbacks.get(self._step, (0, 0))
         self._rollbacks[self._step] = (times + 1, position)
@@ -158,16 +155,15 @@ class Guards:
         return {name: state[name] for name in ("rollbacks", "row")}
 
     def recall(self, memory: dict[str, Any]) -> None:
-        """Know again what `remember` returned, after a checkpoint's state was loaded."""
+        """Restore the state that `remember` returned. Call this after the checkpoint is loaded."""
         self.load_state_dict(self.state_dict() | memory)
 
     def skip_for(self, step: int) -> int | None:
-        """The position in the stream of prompts that `step` must draw from, at least; None unless its data is left
-        out."""
+        """Return the least position in the stream from which `step` must draw; None if `step` was not rolled back."""
         return self._rollbacks[step][1] if step in self._rollbacks else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later decisions depend on, as plain JSON values."""
+        """Return all that later decisions depend on, as JSON values."""
         return {
             "reward_average": self._average,
             "skips": self._skips,
@@ -177,7 +173,7 @@ class Guards:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, before the next batch."""
+        """Restore `state`."""
         self.refused = None
         self._average, self._skips = state["reward_average"], state["skips"]
         self._rollbacks = {step: (times, position) for step, times, position in state["rollbacks"]}

@@ -1,4 +1,4 @@
-"""Log-probs of responses under a causal LM, for the actor and the reference."""
+"""Computes log-probs of responses under a causal LM, for the actor and the reference."""
 
 from contextlib import AbstractContextManager
 
@@ -25,24 +25,16 @@ class Policy:
         self._model, self._temperature, self._budget = model, temperature, budget
 
     def on_device(self) -> AbstractContextManager[None]:
-        """See `Model.on_device`; it must be entered for every pass."""
+        """See `Model.on_device`. Enter it for every pass."""
         return self._model.on_device()
 
     def log_probs(self, batch: Batch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs and, if asked for, entropies of the response tokens, [N, R] float32 each. Collective.
-
-        They have gradients where autograd is enabled.
-        """
+        """Return log-probs and, with `with_entropy`, entropies of the response tokens. See `response_log_probs`."""
         return response_log_probs(self._model.module, batch, self._temperature, with_entropy=with_entropy)
 
     @torch.no_grad()
     def all_log_probs(self, batch: Batch, balance: SampleBalance) -> Tensor:
-        """Return log-probs of every response token of `batch`, [N, R] float32, without gradients. Collective.
-
-        Args:
-            batch: this rank's samples.
-            balance: how the samples of all ranks are split over mini-batches.
-        """
+        """Return log-probs of every response token of `batch`, [N, R] float32, without gradients. Collective."""
 
         def log_probs(micro: Batch) -> Tensor:
             return self.log_probs(micro, with_entropy=False)[0]
@@ -53,12 +45,10 @@ class Policy:
 def response_log_probs(
     model: nn.Module, batch: Batch, temperature: float, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs of the response tokens under `model`, and entropies before each, [N, R] float32 each.
+    """Return log-probs of the response tokens, and entropies before them if wanted, [N, R] float32. Collective.
 
-    Both are zero on padding. The entropies are None unless asked for.
-
-    Args:
-        model: as `with_log_probs` returns it, or a training engine around such a model.
+    Both are zero on padding, and have gradients where autograd is enabled. `model` is from `with_log_probs`, or a
+    training engine around such a model.
     """
     tokens = PredictedTokens.of(model, batch)
     targets = Targets(tokens.positions, tokens.labels, temperature, with_entropy)

@@ -1,4 +1,4 @@
-"""Response tokens of a micro-batch and the positions at which a model predicts them, packed or padded."""
+"""Finds the response tokens of a micro-batch and the positions at which a model predicts them, packed or padded."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,22 +11,22 @@ from rlhf.models.packing import lay_out
 
 @dataclass(frozen=True)
 class PredictedTokens:
-    """M response tokens of a micro-batch of N samples, all that its mask has, in the order of its rows."""
+    """The M tokens in the response mask of a micro-batch of N samples, in the order of its rows."""
 
     inputs: dict[str, Any]
     """Arguments of the model's forward."""
     positions: Tensor
-    """[M] int64: where each is predicted, among the model's output positions counted through all rows."""
+    """[M] int64: position that predicts each token, in the model's output flattened over rows."""
     labels: Tensor
-    """[M] int64: the tokens themselves."""
+    """[M] int64: token ids."""
     mask: Tensor
-    """[N, R] float32: the mask of the micro-batch."""
+    """[N, R] float32: the response mask of the micro-batch."""
     places: tuple[Tensor, Tensor]
-    """[M] each: their rows and columns in the mask."""
+    """[M] each: rows and columns of the tokens in the mask."""
 
     @classmethod
     def of(cls, model: nn.Module, batch: Batch) -> "PredictedTokens":
-        """Those of `batch` for `model`."""
+        """Return the tokens of `batch`, laid out for `model`."""
         packed = lay_out(model, batch.input_ids, batch.prompt_lengths + batch.response_lengths)
         mask = batch.response_mask
         rows, columns = mask.nonzero(as_tuple=True)
@@ -35,5 +35,5 @@ class PredictedTokens:
         return cls(packed.inputs, packed.starts[rows] + sequence_positions - 1, labels, mask, (rows, columns))
 
     def in_rows(self, values: Tensor) -> Tensor:
-        """[N, R] from [M]: each value in its place, zero elsewhere."""
+        """Return [N, R] with the values of [M] at the tokens' places, zero elsewhere."""
         return values.new_zeros(self.mask.shape).index_put(self.places, values)

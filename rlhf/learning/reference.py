@@ -18,11 +18,11 @@ from rlhf.storage.shards import Shards
 class Reference(Policy):
     """The policy from which the KL terms measure the distance.
 
-    With `ref.update_freq` it moves every so many steps, ref = alpha * actor + (1 - alpha) * ref in float32 (TR-DPO,
-    arXiv 2404.09656, equation 4), and is then part of the run's state.
+    Every `ref.update_freq` steps, ref = alpha * actor + (1 - alpha) * ref in float32 (TR-DPO, arXiv 2404.09656,
+    equation 4). A reference that moves is part of the run's state.
 
     Args:
-        without_adapters: where `model` is the actor's, makes it the reference's while a context lasts.
+        without_adapters: disables the adapters while entered, if `model` is the actor's.
     """
 
     def __init__(
@@ -38,22 +38,24 @@ class Reference(Policy):
         self.updated_at = 0
 
     def log_probs(self, batch: Batch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """See `Policy.log_probs`."""
         with self._without_adapters():
             return super().log_probs(batch, with_entropy=with_entropy)
 
     @property
     def moves(self) -> bool:
-        """Whether it ever departs from the starting weights."""
+        """Whether the reference ever departs from the starting weights."""
         return self._config.update_freq is not None
 
     def shards(self) -> Shards:
-        """Live views of this rank's weights."""
+        """Return live views of this rank's weights."""
         return self._model.model_shards()
 
     @torch.no_grad()
     def maybe_update(self, actor: TrainingBackend, step: int) -> None:
-        """Move towards `actor` if `step` is on the cadence. Collective: the actor's tensors are gathered one by one."""
+        """Move towards `actor` if `step` is a multiple of `ref.update_freq`.
+
+        Gather the tensors one by one. Collective.
+        """
         if self._config.update_freq is None or step % self._config.update_freq:
             return
         announce("reference.update")
@@ -69,9 +71,9 @@ class Reference(Policy):
         self.updated_at = step
 
     def state_dict(self) -> dict[str, Any]:
-        """The step of its last move; the weights are stored by the checkpoint subsystem."""
+        """Return the step of the last move. The checkpointer saves the weights."""
         return {"updated_at": self.updated_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state_dict`."""
+        """Restore `state`."""
         self.updated_at = state["updated_at"]

@@ -1,4 +1,4 @@
-"""Scaling of rewards before advantages are made of them: normalisation over a batch or the run so far, and a clip."""
+"""Scales rewards before the advantages: normalises them over a batch or the run so far, and clips them."""
 
 import math
 from typing import Any
@@ -17,8 +17,8 @@ EPSILON = 1e-8
 class RewardScaling:
     """Normalises and clips the whole rewards of responses: clip((s - mean) / sqrt(var + 1e-8), low, high).
 
-    Mean and unbiased variance are of the batch over all ranks, or with `running` of all responses so far, those of the
-    batch among them. A batch that the guards refuse for its rewards leaves no trace in them.
+    Mean and unbiased variance are over the batch on all ranks, or with `running` over all responses so far, the batch
+    included. If the guards reject a batch for its rewards, later batches do not count it.
 
     Source: Zheng et al., "Secrets of RLHF in Large Language Models Part I: PPO" (arXiv 2307.04964) section 5.3.1.
     """
@@ -33,13 +33,12 @@ class RewardScaling:
         return self._kind == "running"
 
     def apply(self, batch: RolloutBatch, guards: Guards) -> tuple[Tensor, Tensor | None, dict[str, float]]:
-        """Scores and baselines of `batch`, [N] each, as advantages are to be made of them; and figures over all ranks.
-        Collective."""
+        """Return the scaled scores and baselines of `batch`, [N] each, and metrics over all ranks. Collective."""
         scores, baselines, figures = batch.scores.double(), batch.baselines, dict[str, float]()
         if self._kind is not None:
             mean, deviation = self._moments(scores, guards)
             scores = (scores - mean) / deviation
-            # Less the same mean: it falls out of the difference, but for a clip.
+            # Subtract the same mean, so that without a clip the difference does not change.
             baselines = None if baselines is None else (baselines.double() - mean) / deviation
             figures |= {"reward/norm_mean": mean, "reward/norm_std": deviation}
         if self._bounds is not None:
@@ -52,7 +51,7 @@ class RewardScaling:
         return scores.to(batch.scores.dtype), None if baselines is None else baselines.to(batch.scores.dtype), figures
 
     def _moments(self, scores: Tensor, guards: Guards) -> tuple[float, float]:
-        """Mean and deviation to normalise `scores` with, those of this rank; takes them up if it remembers."""
+        """Return mean and deviation of all ranks' `scores`. With `running`, include and update the run's."""
         total, count = all_sum(torch.stack([scores.sum(), scores.new_tensor(len(scores))])).tolist()
         mean = total / max(count, 1.0)
         squares = all_sum((scores - mean).square().sum()).item()
@@ -67,9 +66,9 @@ class RewardScaling:
         return mean, math.sqrt(squares / max(count - 1, 1.0) + EPSILON)
 
     def state_dict(self) -> dict[str, Any]:
-        """Count, mean and sum of squared deviations of the rewards so far."""
+        """Return count, mean and sum of squared deviations of the rewards so far."""
         return {"count": self._count, "mean": self._mean, "squares": self._squares}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state_dict`."""
+        """Restore `state`."""
         self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]

@@ -19,11 +19,8 @@ RANKS = OverRanks(all_sum, all_gather)
 class TokenChoice:
     """Chooses tokens by the covariance of their log-probs and advantages, as the run's policy loss needs them.
 
-    Ties and random choices are decided by a hash of (seed, step, uid, sample, position). So the choice does not depend
-    on the number of ranks, the micro-batches, or the state of a random generator.
-
-    Args:
-        seed: of the run.
+    A hash of (seed, step, uid, sample, position) decides ties and random choices. So the choice does not depend on the
+    number of ranks, the micro-batches, or the state of a random generator.
     """
 
     def __init__(self, config: ActorConfig, seed: int) -> None:
@@ -31,12 +28,11 @@ class TokenChoice:
         self.kind = POLICY_LOSSES.get(config.policy_loss.loss_mode, PolicyLossNeeds()).chosen
 
     def choose(self, batch: ActorBatch, mask: Tensor, log_probs: Tensor, step: int) -> Tensor:
-        """Return [N, R] float32, 1 on the chosen tokens. Collective.
+        """Return [N, R] float32, 1 on the chosen tokens: at least one over all ranks if there is a candidate.
 
-        At least one token over all ranks is chosen if there is a candidate.
+        Collective.
 
         Args:
-            batch: this rank's samples.
             mask: [N, R], 1 on the tokens of the mini-batch that the loss counts.
             log_probs: [N, R], by the present policy.
         """

@@ -25,8 +25,7 @@ B = TypeVar("B", bound=Batch)
 
 @dataclass(frozen=True)
 class Counts:
-    """Denominators of a mini-batch, over all ranks: `loss` for the aggregate of the loss, `tokens` for means over
-    response tokens."""
+    """Denominators of a mini-batch over all ranks: `loss` for the loss, `tokens` for means over response tokens."""
 
     loss: float
     tokens: float
@@ -36,8 +35,8 @@ class Counts:
 class MicroBatchLoss:
     """Contribution of a micro-batch to the loss and metrics of its mini-batch.
 
-    `loss` has gradients. The `sums` of all micro-batches and ranks add up to the mini-batch's metrics; they include
-    `loss` and all metrics that guards check. Of each entry of `largest` the mini-batch's metric is the maximum.
+    `loss` has gradients. The mini-batch's metrics are the sums of `sums`, with all metrics that guards check, and the
+    maxima of `largest`, over micro-batches and ranks.
     """
 
     loss: Tensor
@@ -64,8 +63,7 @@ class Around(Generic[B]):
     begins: Callable[[B, list[list[int]]], B]
     """Takes the batch and a mini-batch's rows by micro-batch. Returns the batch from which the rows are selected."""
     made: Callable[[Figures], Figures]
-    """Takes the metrics of an optimizer step and returns further ones. Not called if no rank had a token: all means are
-    0 then."""
+    """Takes the metrics of an optimizer step and returns further metrics. Not called if no rank had a token."""
 
 
 def update(
@@ -79,20 +77,19 @@ def update(
     shuffle: Shuffle | None = None,
     around: Around[B] | None = None,
 ) -> Figures:
-    """Take the optimizer steps of a training step and return the means of their figures (`lr`: the last one's).
-    Collective.
+    """Take the optimizer steps of a training step, and return the means of their metrics (`lr`: the last). Collective.
 
     The loss of a mini-batch is its aggregate over all ranks: the same number and gradient whatever the split into
-    micro-batches and ranks (up to rounding). One without a token that counts has a gradient of 0 and is an optimizer
-    step all the same, in which weights decay and momentum goes on: the schedule counts it, and verl and TRL take it.
-    `empty_mini_batches` is the share of such steps. If `guards` reject a mini-batch, the update ends: its gradient is
-    dropped, and the optimizer steps before it stay. If they have rejected the batch already, nothing is done.
+    micro-batches and ranks (up to rounding). A mini-batch without a token that counts has a gradient of 0 and is an
+    optimizer step all the same, in which weights decay and momentum goes on: the schedule counts the step, and verl and
+    TRL take it. `empty_mini_batches` is the share of such steps. If `guards` reject a mini-batch, the update ends: its
+    gradient is dropped, and the optimizer steps before it stay.
 
     Args:
         batch: this rank's samples.
         balance: how the samples of all ranks are split over mini-batches.
         micro_batch_loss: computes loss and metrics of a micro-batch, divided by the denominators of its mini-batch.
-        who: the role, `actor` or `critic`, for guards and progress.
+        who: `actor` or `critic`.
         shuffle: draws other mini-batches for each epoch after the first; None keeps them.
     """
     if guards.refused is not None:
@@ -127,7 +124,7 @@ def update(
 
 
 def _ended(backend: TrainingBackend, steps: list[Figures]) -> Figures:
-    """End the update in the backend, whose learning-rate schedule may count updates. Return the steps' mean metrics."""
+    """Return the mean metrics, after the end of the update in the backend, whose schedule may count updates."""
     backend.end_update()
     return _means(steps)
 
@@ -140,10 +137,7 @@ def _accumulate(
     micro_batch_loss: Callable[[B, Counts], MicroBatchLoss],
     tell: Callable[[], None],
 ) -> tuple[Figures, int]:
-    """Accumulate the gradient of one mini-batch. Return its metrics and its response tokens, both over all ranks.
-
-    `plan` has the rows of each micro-batch. `tell` is called after each micro-batch.
-    """
+    """Accumulate the gradient of one mini-batch. Return its metrics and its response tokens, both over all ranks."""
     mine = [row for rows in plan for row in rows]
     shares = [loss_count(batch.counted[mine], passes.loss_agg_mode), batch.response_mask[mine].sum()]
     found = all_sum(torch.stack(shares).double())

@@ -1,4 +1,4 @@
-"""Utilization of the devices by the updates (MFU)."""
+"""Computes the utilization of the devices by the updates (MFU)."""
 
 from collections.abc import Mapping
 
@@ -7,10 +7,9 @@ from rlhf.models.flops import UpdateFlops
 
 
 class Utilization:
-    """Share of the devices' peak that the updates of each role reach.
+    """Computes the share of the devices' peak that the updates of each role reach.
 
-    Args:
-        peak: operations per second of all ranks' devices together; None where they are not known.
+    `peak` is the operations per second of all ranks' devices together; None if unknown.
     """
 
     def __init__(self, peak: float | None) -> None:
@@ -18,13 +17,12 @@ class Utilization:
         self._roles: dict[str, tuple[UpdateFlops, int]] = {}
 
     def add(self, role: str, flops: UpdateFlops | None, epochs: int) -> None:
-        """Count the updates of `role`, which walks `epochs` times over a batch; not those of a model whose operations
-        are not known."""
+        """Count the updates of `role` with `epochs` over each batch. `flops` is None if the operations are unknown."""
         if flops is not None:
             self._roles[role] = flops, epochs
 
     def metrics(self, tokens: TokenCounts, timings: Mapping[str, float]) -> dict[str, float]:
-        """`perf/mfu/ROLE` of a step that trained on `tokens`, by its `timing_s/update_ROLE`."""
+        """Return `perf/mfu/ROLE` of a step that trained on `tokens`, from its `timing_s/update_ROLE`."""
         if self._peak is None:
             return {}
         return {

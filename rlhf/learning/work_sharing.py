@@ -1,7 +1,7 @@
-"""Sends a step's samples to the ranks that train on them, and per-token values between those ranks and home.
+"""Balances a step's samples over the ranks that train on them, and sends per-token values back.
 
-A sample's *home* is the rank that generated and scored it, with its group. Its *work* is on the rank that computes the
-model passes and updates. The two differ so that all ranks have about equal work in each mini-batch.
+A rank's *rollout batch* has the samples that it generated and scored, in whole groups. Its *training batch* has the
+samples of its model passes and updates, balanced so that all ranks compute about equally long in each mini-batch.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.dims import RankGroup
 
 WORKED_ON = [field.name for field in fields(Batch)]
-"""Fields of a home batch that are sent to the rank that trains on a sample."""
+"""Fields of a rollout batch that its samples' training ranks receive."""
 B = TypeVar("B", bound=Batch)
 Place = tuple[int, int]
 """Rank, and row of that rank's batch."""
@@ -30,7 +30,7 @@ class SampleRoute:
     """Moves tensors of a step's samples from one distribution over the ranks to another.
 
     Args:
-        sources, targets: place of each sample before and after, the same lists on every rank.
+        sources, targets: place of each sample before and after, equal on all ranks.
         lengths: [samples] int64, tokens of the responses.
         ranks: the data-parallel group.
     """
@@ -40,7 +40,7 @@ class SampleRoute:
         self._still = sources == targets
         rank, self._ranks = ranks.rank, ranks.size
         every = range(len(sources))
-        # Sorted by the other rank, then in the order of samples, so that sender and receiver agree.
+        # By peer, then in the order of samples, so that sender and receiver agree.
         self._sent = sorted((i for i in every if sources[i][0] == rank), key=lambda i: targets[i][0])
         self._came = sorted((i for i in every if targets[i][0] == rank), key=lambda i: sources[i][0])
 
@@ -53,15 +53,11 @@ class SampleRoute:
         return self._moved(values, self._lengths)
 
     def of_sequences(self, ids: Tensor, prompts: Tensor) -> Tensor:
-        """Move token ids of whole sequences, [N, L] to [M, L']. Collective.
-
-        Args:
-            prompts: [samples] int64, tokens of the prompts of all samples.
-        """
+        """Move token ids of sequences, [N, L] to [M, L']. `prompts`, [samples], are lengths of prompts. Collective."""
         return self._moved(ids, prompts + self._lengths)
 
     def _moved(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Move rows of `values` to their targets. The first `lengths` columns of a row count."""
+        """Move the first `lengths` columns of each row of `values` to its target."""
         if self._still:
             return values
         device = values.device
@@ -78,16 +74,15 @@ class SampleRoute:
         return result[places.argsort().to(device)]
 
     def _totals(self, lengths: Tensor, ranks: list[int]) -> list[int]:
-        """Return the number of entries for each rank."""
         index = torch.tensor(ranks, dtype=torch.int64)
         return torch.zeros(self._ranks, dtype=torch.int64).index_add(0, index, lengths).tolist()
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """Draws the mini-batches of a step anew for each epoch, sample by sample, and balances each over the ranks.
+    """Draws the samples of the mini-batches of each epoch, and balances them over the ranks.
 
-    Which samples are in a mini-batch follows from (seed, step, epoch), whatever the number of ranks.
+    The samples of a mini-batch follow from (seed, step, epoch), whatever the number of ranks.
     """
 
     seed: int
@@ -99,7 +94,7 @@ class Shuffle:
     """Tokens of the prompts and responses of all ranks' samples, in the order of uids."""
 
     def deal(self, epoch: int) -> tuple[list[Place], SampleBalance]:
-        """Return the place of every sample in an epoch, and how the mini-batches are split over the ranks."""
+        """Return the place of every sample in an epoch, and the split of the mini-batches over the ranks."""
         return _deal(self._prompts, self._responses, self._order(epoch), self.mini_batches, self.ranks.size)
 
     def moved(self, batch: B, epoch: int) -> B:
@@ -109,30 +104,30 @@ class Shuffle:
         return replace(batch, **_moved(batch.present(), route, torch.tensor(self._prompts)))
 
     def _order(self, epoch: int) -> list[int]:
-        # The same generator as for the order of prompts, with counters that the latter does not use.
+        # The generator for the order of prompts, with counters that the order of prompts does not use.
         bits = np.random.Philox(key=[self.seed, self.step], counter=[0, 0, 0, 1 + epoch])
         return np.argsort(bits.random_raw(len(self._prompts)), kind="stable").tolist()
 
 
 @dataclass(frozen=True)
 class SharedWork:
-    """A step's samples on the ranks that train on them, and the way back to their homes."""
+    """The training batches of a step, with routes from and to the rollout batches."""
 
     batch: Batch
-    """This rank's samples, one mini-batch after the other; within each in the order of uids unless shuffled."""
+    """This rank's training batch of epoch 0: mini-batch by mini-batch, each in the order of uids unless shuffled."""
     balance: SampleBalance
-    """How the samples of each mini-batch are split over the ranks."""
+    """The split of each mini-batch over the ranks."""
     shuffle: Shuffle | None
-    """Draws the mini-batches of each epoch; None keeps them. `batch` is that of epoch 0."""
+    """Draws the mini-batches of each epoch; None keeps them."""
     _there: SampleRoute
     _back: SampleRoute
 
     def to_rollout_ranks(self, values: Tensor) -> Tensor:
-        """Send values of the response tokens of `batch`, [N, R], home: as [M, R'] of the home batch. Collective."""
+        """Move values of response tokens from the training batch, [N, R], to the rollout batch, [M, R']. Collective."""
         return self._back.of_tokens(values)
 
     def take_along(self, values: Tensor) -> Tensor:
-        """Send values of the home batch's response tokens, [M, R'], to work: as [N, R] of `batch`. Collective."""
+        """Move values of response tokens from the rollout batch, [M, R'], to the training batch, [N, R]. Collective."""
         return self._there.of_tokens(values)
 
 
@@ -141,19 +136,18 @@ class WorkSharing:
     """Balances each step's samples over the ranks."""
 
     mini_batches: int
-    """Number of parts of a step with equally many samples, one optimizer step each: consecutive groups in the order of
-    uids, or shuffled samples."""
+    """Parts of a step with equally many samples, one optimizer step each: consecutive groups, or shuffled samples."""
     coordinator: Coordinator
     shuffle_seed: int | None = None
-    """Seed with which the mini-batches of each epoch are drawn; None leaves the samples in order."""
+    """Seed of the draws of mini-batches; None leaves the samples in order."""
 
     def share(self, home: Batch, uids: Sequence[int], step: int) -> SharedWork:
-        """Send the samples of the `home` batches to the ranks that train on them. Collective.
+        """Send the samples of the rollout batches to the ranks that train on them. Collective.
 
-        The rank follows from the lengths of all samples, and does not depend on their homes.
+        The target ranks follow from the lengths of all samples, and do not depend on the source ranks.
 
         Args:
-            home: this rank's samples.
+            home: this rank's rollout batch.
             uids: uid of the prompt of each row, ascending. All samples of a prompt are on one rank.
             step: number of the training step, for the shuffle.
         """
@@ -179,12 +173,7 @@ class WorkSharing:
 def _deal(
     prompts: Sequence[int], responses: Sequence[int], order: Sequence[int], mini_batches: int, ranks: int
 ) -> tuple[list[Place], SampleBalance]:
-    """Return the place of each sample, and how the mini-batches are split over the ranks.
-
-    Args:
-        prompts, responses: tokens of each sample.
-        order: the samples in the order in which mini-batches are cut from them.
-    """
+    """Return the place of each sample, and the split of the mini-batches, which are consecutive parts of `order`."""
     lengths = [prompts[sample] + responses[sample] for sample in order]
     owners = balance_samples(lengths, mini_batches, ranks)
     counts, places = [0] * ranks, [(0, 0)] * len(order)
@@ -195,12 +184,12 @@ def _deal(
 
 
 def _moved(tensors: dict[str, Tensor], route: SampleRoute, prompts: Tensor) -> dict[str, Tensor]:
-    """Move the `tensors` of a batch by `route`. `prompts` are the tokens of all samples' prompts. Collective."""
+    """Move the `tensors` of a batch by `route`. `prompts` are the lengths of all prompts. Collective."""
     ids = route.of_sequences(tensors.pop("input_ids"), prompts)
     moved = {name: route.of_tokens(v) if v.dim() == 2 else route.of_samples(v) for name, v in tensors.items()}
     return moved | {"input_ids": ids}
 
 
 def _inside(lengths: Tensor, width: int) -> Tensor:
-    """Return a mask, [N, width] bool, of the first `lengths` columns of each row."""
+    """Return a mask of the first `lengths` columns of each row, [N, width] bool."""
     return torch.arange(width) < lengths[:, None]
