@@ -1,4 +1,4 @@
-"""Pure tensor functions: advantages, losses, KL, aggregation, correction, shaping; and their lookup by name.
+"""Computes advantages, losses, KL, aggregation, correction and shaping in pure tensor functions, looked up by name.
 
-No models, no ranks, no files. What lies outside a mask is ignored, NaN included, and gets no gradient.
+No function uses models, ranks or files. Values outside a mask, NaN included, are ignored and get no gradient.
 """

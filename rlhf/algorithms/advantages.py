@@ -1,4 +1,4 @@
-"""Advantage estimators: token rewards to how much better than expected each response token was."""
+"""Estimates the advantage of each response token from token rewards."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,30 +15,30 @@ GROUP_EPSILON = 1e-6
 
 
 def only_rank(tensor: Tensor) -> Tensor:
-    """The sum over ranks where there is one."""
+    """Return `tensor`, the sum over a single rank."""
     return tensor
 
 
 @dataclass(frozen=True)
 class EstimatorInput:
-    """Rewards of N responses on one rank, and what estimators may compare them with. R is the longest response."""
+    """Rewards of N responses on one rank, with values and baselines. R is the length of the longest response."""
 
     token_rewards: Tensor
-    """[N, R]: the score on the last token in the mask, less the KL penalty of each if it is part of the reward."""
+    """[N, R]: the score on the last token in the mask, minus each token's KL penalty if the reward includes the KL."""
     mask: Tensor
-    """[N, R], 1 on the tokens that the policy wrote; it may have holes, and rows may be empty."""
+    """[N, R], 1 on the tokens that the policy wrote. The mask may have holes, and rows may be empty."""
     group_size: int
-    """Responses per prompt; those of one prompt are neighbours, and no prompt is on two ranks."""
+    """Responses per prompt. Responses to one prompt are consecutive rows of one rank."""
     values: Tensor | None = None
-    """[N, R]: what the critic expected before each token."""
+    """[N, R]: the critic's value before each token."""
     baselines: Tensor | None = None
     """[N]: the reward of the greedy response to the same prompt."""
     all_sum: Callable[[Tensor], Tensor] = only_rank
-    """Sum over ranks of a small tensor, in place or not. An estimator calls it equally often on every rank."""
+    """Sum of a small tensor over ranks, in place or not. An estimator calls `all_sum` equally often on every rank."""
 
     @property
     def scores(self) -> Tensor:
-        """[N] float64: the summed reward of each response."""
+        """Each response's summed reward, [N] float64."""
         return masked(self.token_rewards, self.mask).double().sum(dim=1)
 
 
@@ -48,14 +48,14 @@ class Estimate(NamedTuple):
     advantages: Tensor
     """[N, R] in the type of the rewards, zero outside the mask."""
     returns: Tensor | None = None
-    """[N, R]: what the critic is fitted to; zero outside the mask."""
+    """[N, R]: the critic's targets, zero outside the mask."""
 
 
 def gae(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Generalized advantage estimation over the response tokens, whitened over all ranks; needs `values`.
 
     delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, where next is the next token in the
-    mask, and 0 behind the last one; returns = A + V, taken before the whitening.
+    mask; V_next and A_next are 0 after the last token. returns = A + V, before whitening.
 
     Source: Schulman et al. (arXiv 1506.02438) equation 16.
     """
@@ -63,7 +63,7 @@ def gae(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     mask = inputs.mask
     values = masked(inputs.values, mask).double()
     rewards = masked(inputs.token_rewards, mask).double()
-    # Columns outside the mask hand on what lies behind them.
+    # Columns outside the mask pass on the value of the next token in the mask.
     ahead = backward_sum(values, 1.0 - mask.double())
     deltas = masked(rewards + config.gamma * torch.nn.functional.pad(ahead, (0, 1))[:, 1:] - values, mask)
     advantages = masked(backward_sum(deltas, _decays(mask, config.gamma * config.lam)), mask)
@@ -73,14 +73,13 @@ def gae(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def grpo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """(s - mean) / (std + 1e-6) over the responses to a prompt, s the summed reward and std unbiased; the same on all
-    tokens.
+    """(s - mean) / (std + 1e-6) over the responses to a prompt, with summed reward s and unbiased std, on all tokens.
 
-    A group of one keeps mean 0 and std 1. `norm_adv_by_std_in_grpo=false` leaves the division out: Dr.GRPO.
+    A group of one has mean 0 and std 1. `norm_adv_by_std_in_grpo=false` (Dr.GRPO) omits the division.
 
     Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2; Dr.GRPO (arXiv 2503.20783) section 3.2.
     """
-    # In float64, or the rounded mean of equal rewards would leave differences that the division blows up.
+    # In float64, because the division would amplify the rounding error of the mean of equal rewards.
     groups = inputs.scores.view(-1, inputs.group_size)
     alone = inputs.group_size == 1
     advantages = groups if alone else groups - groups.mean(dim=1, keepdim=True)
@@ -91,8 +90,7 @@ def grpo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def rloo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The score less the mean score of the other responses to the prompt: n / (n - 1) * (s - mean); a group of one
-    keeps s.
+    """The score minus the mean score of the prompt's other responses: n / (n - 1) * (s - mean), or s if n = 1.
 
     Source: Ahmadian et al. (arXiv 2402.14740) section 3.
     """
@@ -102,7 +100,7 @@ def rloo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def reinforce_plus_plus(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The rewards from each token on, discounted by `gamma` per token, whitened over all ranks.
+    """The reward-to-go of each token, discounted by `gamma` per token, whitened over all ranks.
 
     Source: REINFORCE++ (arXiv 2501.03262) section 3.
     """
@@ -112,8 +110,7 @@ def reinforce_plus_plus(inputs: EstimatorInput, config: AlgorithmConfig) -> Esti
 
 
 def reinforce_plus_plus_baseline(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The score less the mean score of the prompt's responses, on all tokens, whitened over all ranks; a group of one
-    has mean 0.
+    """The score minus the group's mean (0 for a group of one), on all tokens, whitened over all ranks.
 
     Source: REINFORCE++ with baseline (arXiv 2501.03262) section 3.
     """
@@ -124,7 +121,7 @@ def reinforce_plus_plus_baseline(inputs: EstimatorInput, config: AlgorithmConfig
 
 
 def remax(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The rewards from each token on, undiscounted, less the reward of the greedy response; needs `baselines`.
+    """The undiscounted reward-to-go of each token minus the greedy response's reward; needs `baselines`.
 
     Source: ReMax (arXiv 2310.10505) algorithm 1.
     """
@@ -136,21 +133,21 @@ def remax(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def pass_at_k(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """Advantage of a response for the best of k to its prompt: (m_i - m) / (s + 1e-6).
+    """Advantage of response i for the best of k responses to its prompt: (m_i - m) / (s + 1e-6).
 
-    Over all ways to take k of the n responses, m and s are mean and standard deviation of the largest score, and m_i is
-    the mean over those ways that take response i. `norm_adv_by_std_in_grpo=false` leaves the division out. With
-    scores of 0 and 1, m is the unbiased pass@k of the group.
+    Over all k-subsets of the n responses, m and s are mean and standard deviation of the largest score, and m_i is the
+    mean over the subsets with response i. `norm_adv_by_std_in_grpo=false` omits the division. With scores of 0 and 1, m
+    is the unbiased pass@k of the group.
 
-    Source: Pass@k Training (arXiv 2508.10751), the analytical derivation, which is for scores of 0 and 1;
-    Pass@K Policy Optimization (arXiv 2505.15201) for the largest of any scores.
+    Source: Pass@k Training (arXiv 2508.10751), analytical derivation, for scores of 0 and 1; Pass@K Policy Optimization
+    (arXiv 2505.15201) for the largest of any scores.
     """
     n, k = inputs.group_size, config.pass_at_k
     scores, order = inputs.scores.view(-1, n).sort(dim=1, stable=True)
-    # Less the best, so that a group in which nothing can be better is exactly 0, rounding included.
+    # Subtract the best score: if every subset has a response with the best score, all advantages are exactly 0.
     scores = scores - scores[:, -1:]
-    # Share of the ways in which the j-th lowest score is the largest: of all, of those that take it, and of those that
-    # take a certain lower one.
+    # Fraction of subsets whose largest score is the j-th lowest: of all subsets, of the subsets with the j-th response,
+    # and of the subsets with a given lower response.
     of_all = scores.new_tensor([comb(j, k - 1) / comb(n, k) for j in range(n)])
     of_own = scores.new_tensor([comb(j, k - 1) / comb(n - 1, k - 1) for j in range(n)])
     of_lower = scores.new_tensor([comb(j - 1, k - 2) / comb(n - 1, k - 1) if j and k > 1 else 0.0 for j in range(n)])
@@ -165,11 +162,11 @@ def pass_at_k(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def _decays(mask: Tensor, per_token: float) -> Tensor:
-    """[N, R] float64: a step over a response token shrinks what comes after it, a step over anything else doesn't."""
+    """Return the discount of each step, [N, R] float64: `per_token` on response tokens, 1 elsewhere."""
     return torch.ones_like(mask, dtype=torch.float64).masked_fill(mask.bool(), per_token)
 
 
 def _on_tokens(per_response: Tensor, inputs: EstimatorInput) -> Tensor:
-    """One number per response, in any shape, on each of its tokens: [N, R], zero outside the mask."""
+    """Spread one number per response, in any shape, to its tokens: [N, R], zero outside the mask."""
     spread = per_response.reshape(-1, 1).expand_as(inputs.mask)
     return masked(spread, inputs.mask).to(inputs.token_rewards.dtype)

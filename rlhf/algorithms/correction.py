@@ -1,4 +1,4 @@
-"""Importance weights and masks for samples of an engine whose policy is not quite the one in training."""
+"""Computes importance weights and masks for samples whose rollout policy differs from the policy in training."""
 
 import math
 
@@ -21,19 +21,19 @@ def rollout_is_weights(
 ) -> tuple[Tensor, Tensor]:
     """Truncated importance weights min(exp(old - rollout), threshold) for the policy loss; no gradient.
 
-    With `lower`, those below it and above `threshold` are 0 instead: masked on both sides.
+    With `lower`, weights below `lower` or above `threshold` are 0 instead of truncated.
 
     Args:
-        old_log_probs: [N, R] by the training engine, before the update.
-        rollout_log_probs: [N, R]: what the rollout engine sampled with.
+        old_log_probs: [N, R] from the training engine, before the update.
+        rollout_log_probs: [N, R] from the rollout engine, at sampling.
         mask: [N, R], 1 on response tokens.
-        level: `token`, each by itself; or `sequence`, the product over the response, the same on all its tokens. The
-            logarithm is kept within +-20.
+        level: `token` for a weight per token; `sequence` for the product over the response on all its tokens. The
+            logarithm is clamped to +-20.
         threshold: the largest weight.
         lower: the smallest weight; None truncates.
 
     Returns:
-        The weights, and which were truncated or masked as 0 or 1; both [N, R] and 0 outside the mask.
+        The weights, and 1 for truncated or masked weights, else 0; both [N, R] and 0 outside the mask.
 
     Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025) for tokens; Liu
     et al., "When Speed Kills Stability" (2025) for sequences; IcePop, in Ring-1T (arXiv 2510.18855), for both sides.
@@ -51,20 +51,20 @@ def rollout_is_weights(
 def accepted(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, kind: str, threshold: float, lower: float | None
 ) -> Tensor:
-    """Tokens on which the trainer's policy is near enough to the rollout engine's: rejection sampling by a divergence.
+    """Select tokens for training by rejection sampling: 1 where policy and rollout policy are close enough, else 0.
 
-    With d = old - rollout, within +-20, the divergence of a token is `k1`: d; `k2`: d^2 / 2; `k3`: exp(d) - 1 - d.
+    With d = old - rollout, clamped to +-20, the divergence of a token is `k1`: d; `k2`: d^2 / 2; `k3`: exp(d) - 1 - d.
 
     Args:
         old_log_probs, rollout_log_probs, mask: [N, R] each, as in `rollout_is_weights`.
-        kind: `token_k1` for each token by itself; `seq_sum_k1`, `seq_mean_k1` or `seq_max_k1` for whole responses by
-            the sum, mean or largest of their tokens' divergences; and so for k2 and k3. The mean of k1 is the logarithm
-            of the geometric mean of the ratios.
-        threshold: largest divergence of k2 and k3; of k1 the largest ratio, exp(d).
-        lower: the smallest ratio of k1; None is 1 / threshold.
+        kind: `token_k1` decides per token; `seq_sum_k1`, `seq_mean_k1` and `seq_max_k1` decide per response by the
+            sum, mean or maximum of its tokens' divergences. k2 and k3 likewise. The mean of k1 is the logarithm of the
+            geometric mean of the ratios.
+        threshold: the largest divergence for k2 and k3, the largest ratio exp(d) for k1.
+        lower: the smallest ratio for k1; None for 1 / threshold.
 
     Returns:
-        [N, R] in the type of the mask: 1 on the tokens to train on, 0 outside the mask.
+        [N, R] in the type of the mask, 0 outside the mask.
 
     Source: Liu et al., "When Speed Kills Stability" (2025), as in verl's rollout correction.
     """
@@ -72,7 +72,7 @@ def accepted(
     d = torch.clamp(masked(old_log_probs - rollout_log_probs, mask), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     values = {"k1": d, "k2": d.square() / 2, "k3": torch.exp(d) - 1 - d}[divergence]
     if level == "seq_max":
-        # A divergence other than k1 is never below 0, which is what it is outside the mask.
+        # Zeros outside the mask do not raise the maximum of k2 and k3, which are never negative.
         values = values.amax(dim=1, keepdim=True) if values.shape[1] else values
     elif level != "token":
         values = values.sum(dim=1, keepdim=True)

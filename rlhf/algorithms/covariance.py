@@ -1,4 +1,4 @@
-"""Choice of tokens by the covariance of their log-probs and advantages, over all ranks of a mini-batch."""
+"""Chooses tokens by the covariance of their log-probs and advantages, over all ranks of a mini-batch."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,23 +10,19 @@ from rlhf.algorithms.statistics import masked
 
 
 class OverRanks(NamedTuple):
-    """Collectives of a choice over all ranks, each called equally often on every rank."""
+    """Collectives of a choice over all ranks. Every rank must call each collective equally often."""
 
     all_sum: Callable[[Tensor], Tensor]
-    """Sum over ranks of a small tensor."""
+    """Sum of a small tensor over ranks."""
     all_gather: Callable[[Tensor], Tensor]
-    """Tensors of one shape of all ranks, one behind the other: [K] to [ranks * K]."""
+    """Concatenation of equally shaped tensors of all ranks: [K] to [ranks * K]."""
 
 
 def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor, ranks: OverRanks) -> tuple[Tensor, int]:
-    """Each token's part of the covariance over all ranks' tokens: (log p - mean of log p) * (A - mean of A).
+    """Return each token's term of the covariance, (log p - mean log p) * (A - mean A), with means over all ranks.
 
-    Args:
-        log_probs, advantages: [N, R].
-        mask: [N, R], 1 on the tokens that count.
-
-    Returns:
-        [N, R] float64, 0 outside the mask, and the number of tokens on all ranks.
+    The terms are [N, R] float64, like the arguments in shape, and 0 outside the mask. Also return the number of tokens
+    on all ranks.
 
     Source: Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv
     2505.22617).
@@ -38,7 +34,7 @@ def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor, ranks: Over
 
 
 def first(values: Tensor, keys: Tensor, candidates: Tensor, count: int, ranks: OverRanks) -> Tensor:
-    """The `count` candidates of all ranks with the least values, of equal ones those with the least keys.
+    """Return the `count` candidates of all ranks with the smallest values, ties broken by the smallest key.
 
     Args:
         values: [N, R] float64.
@@ -47,10 +43,10 @@ def first(values: Tensor, keys: Tensor, candidates: Tensor, count: int, ranks: O
         count: at least 1, the same on every rank.
 
     Returns:
-        [N, R] bool. Of fewer candidates all.
+        [N, R] bool: all candidates if there are fewer than `count`.
     """
     mine = _sorted(values[candidates], keys[candidates])[:count]
-    # Others' places are filled with what no candidate is behind.
+    # Pad with the largest value and key, which sort after all candidates.
     room = count - len(mine)
     padded = [
         torch.nn.functional.pad(mine[:, 0].view(torch.float64), (0, room), value=torch.inf),
@@ -62,7 +58,7 @@ def first(values: Tensor, keys: Tensor, candidates: Tensor, count: int, ranks: O
 
 
 def _sorted(values: Tensor, keys: Tensor) -> Tensor:
-    """[K, 2] int64: values, as their bits, and keys, by the one and then by the other."""
+    """Return the bits of the values and the keys, sorted by value and then key, [K, 2] int64."""
     by_key = keys.argsort(stable=True)
     order = by_key[values[by_key].argsort(stable=True)]
     return torch.stack([values[order].view(torch.int64), keys[order]], dim=1)

@@ -1,4 +1,4 @@
-"""KL divergence from the policy to the reference: estimators per sampled token, and the adaptive coefficient."""
+"""Estimates the KL divergence from the policy to the reference per sampled token, and adapts the KL coefficient."""
 
 import torch
 from torch import Tensor
@@ -9,16 +9,12 @@ COEFFICIENT_BOUND = 0.2
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """KL(policy || reference) from tokens sampled by the policy, with d = log_probs - ref_log_probs; token by token:
-    there is no mask.
+    """KL(policy || reference) per token that the policy sampled, with d = log_probs - ref_log_probs; without a mask.
 
     `k1`: d (unbiased). `k2`: d^2 / 2. `k3`: exp(-d) - 1 + d (unbiased, positive), -d within +-20 and the result within
-    +-10. `abs`: |d|. With `+` (`k1+`, `k3+`, `abs+`) the value is the estimator's and the gradient k2's, whose
-    expectation is the gradient of the KL.
+    +-10. `abs`: |d|. With `+` (`k1+`, `k3+`, `abs+`) the gradient is k2's, whose expectation is the gradient of the KL.
 
-    Args:
-        log_probs, ref_log_probs: one shape, [N, R].
-        kind: one of the above; KeyError for another.
+    Log-probs are [N, R]. Raises KeyError for an unknown `kind`.
 
     Source: J. Schulman, "Approximating KL Divergence" (2020); Tang and Munos (arXiv 2506.09477) for the gradient of k2.
     """
@@ -30,16 +26,12 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 def corrected_kl(log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """KL(policy || reference) from tokens that an older policy sampled: the estimate of `kl_estimate` times the ratio
-    r = exp(log_probs - old_log_probs), with the logarithm within +-20.
+    """KL(policy || reference) per token that an older policy sampled: r * `kl_estimate`, without a mask.
 
-    For `k1`, `k3` and `abs` the gradient goes through the ratio, too: of r * k3 it is r * d for each token, which is
-    that of the KL. For `k2` and those with `+`, whose gradient is that of the KL already, the ratio is a constant. So
-    the expectation of the gradient is the KL's for all but `abs`.
-
-    Args:
-        log_probs, old_log_probs, ref_log_probs: one shape, [N, R]; the gradient goes through the first.
-        kind: as in `kl_estimate`.
+    The ratio is r = exp(log_probs - old_log_probs), with the logarithm within +-20. For `k1`, `k3` and `abs` the
+    gradient goes through the ratio, too; for r * k3 it is r * d per token, the gradient of the KL. For `k2` and kinds
+    with `+`, whose gradient is the KL's already, the ratio is a constant. So the expected gradient is the KL's for all
+    kinds but `abs`. Log-probs are [N, R]; only `log_probs` gets a gradient.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556) equation 7, for k3.
     """
@@ -52,10 +44,10 @@ def adapted_coefficient(coef: float, kl: float, samples: int, target: float, hor
     """The next coefficient of the KL in the reward: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon).
 
     Args:
-        coef: the coefficient that the rewards of this step were made with.
-        kl: this step's KL: the mean over sequences of the mean over their tokens.
+        coef: the coefficient in this step's rewards.
+        kl: this step's KL, the mean over sequences of the mean over tokens.
         samples: sequences of this step over all ranks.
-        target, horizon: the KL to steer to, and the samples over which to react.
+        target, horizon: the desired KL, and the number of samples over which to react.
 
     Source: Ziegler et al. (arXiv 1909.08593) section 2.2.
     """

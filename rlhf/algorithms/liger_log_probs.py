@@ -1,4 +1,4 @@
-"""Log-probs of given tokens from hidden states by Liger's fused linear cross-entropy (`liger-kernel`, in Triton)."""
+"""Computes log-probs of given tokens from hidden states with Liger's fused cross-entropy (`liger-kernel`, Triton)."""
 
 import importlib
 from typing import Any
@@ -8,11 +8,10 @@ from torch import Tensor
 
 
 def liger_log_probs(hidden: Tensor, labels: Tensor, temperature: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As `rlhf.algorithms.token_log_probs.token_log_probs` without an entropy, up to rounding: Liger rounds the head's
-    product to the type of `hidden` before the bias is added, and the temperature divides what goes into the product.
+    """Return the log-probs of `token_log_probs.token_log_probs`, up to rounding. `hidden` is [M, H] with M > 0.
 
-    Args:
-        hidden: [M, H], M > 0; the others as there.
+    Liger rounds the head's product to the type of `hidden` before it adds the bias. The temperature divides `hidden`
+    and `bias`, not the logits.
     """
     functional: Any = importlib.import_module("liger_kernel.transformers.functional")
     losses = functional.liger_fused_linear_cross_entropy(

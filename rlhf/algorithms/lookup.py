@@ -1,4 +1,4 @@
-"""Lookup of estimators and policy losses: by name among ours, or `path/to/file.py:function` of the user's."""
+"""Looks up estimators and policy losses: built-in by name, or the user's as `path/to/file.py:function`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +13,12 @@ from rlhf.config.user_functions import load_function
 
 AdvantageEstimator = Callable[[EstimatorInput, AlgorithmConfig], Estimate]
 PolicyLossFunction = Callable[..., PolicyLoss]
-"""Of log-probs now and before the update, advantages and mask, [N, R] each, and the section `actor`; and of the tokens
-that are chosen, [N, R], where `POLICY_LOSSES` says so."""
+"""Takes log-probs, log-probs before the update, advantages and mask, [N, R] each, and the settings `actor`. Losses that
+choose tokens, by `POLICY_LOSSES`, also take the chosen tokens, [N, R]."""
 
 
 def load_estimator(name: str) -> AdvantageEstimator:
-    """The function of `algorithm.adv_estimator`: a name of `ESTIMATORS` or `path/to/file.py:function`.
-
-    A function of the user's is wrapped: what it returns is checked at each call, and advantages outside the mask become
-    0.
-    """
+    """Return the function of `algorithm.adv_estimator`; a user's function is wrapped by `checked_estimator`."""
     if name in ESTIMATORS:
         ours: Any = getattr(advantages, name)
         return ours
@@ -31,8 +27,7 @@ def load_estimator(name: str) -> AdvantageEstimator:
 
 
 def load_policy_loss(name: str) -> PolicyLossFunction:
-    """The function of `actor.policy_loss.loss_mode`: a name of `POLICY_LOSSES`, or `path/to/file.py:function`, checked
-    at each call."""
+    """Return the function of `actor.policy_loss.loss_mode`; a user's function is wrapped by `checked_policy_loss`."""
     if name in POLICY_LOSSES:
         ours: Any = getattr(losses, name)
         return ours

@@ -1,4 +1,4 @@
-"""Policy and value losses, per token."""
+"""Computes policy and value losses per token."""
 
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ class PolicyLoss(NamedTuple):
     losses: Tensor
     """[N, R], zero outside the mask."""
     figures: dict[str, Tensor]
-    """[N, R] each and without gradient; their means over all response tokens are logged as `actor/<name>`. The same
-    names at every call."""
+    """Metrics without gradient, [N, R] each, with the same names at every call. Their means over all response tokens
+    are logged as `actor/<name>`."""
 
 
 def vanilla(
@@ -31,12 +31,12 @@ def vanilla(
     most -A * c.
 
     Args:
-        log_probs, old_log_probs, advantages: [N, R]; the gradient goes through the first.
+        log_probs, old_log_probs, advantages: [N, R]; only `log_probs` gets a gradient.
         mask: [N, R], 1 on response tokens.
         config: `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_c`.
 
     Returns:
-        The losses, and which tokens clipping (`pg_clipfrac`) and dual clip (`pg_clipfrac_lower`) changed, as 0 or 1.
+        The losses, and 1 for tokens that clipping (`pg_clipfrac`) or dual clip (`pg_clipfrac_lower`) changed.
 
     Source: PPO (arXiv 1707.06347) equation 7; DAPO (arXiv 2503.14476) equation 10 for separate bounds; Ye et al. (arXiv
     1912.09729) equation 5 for dual clip.
@@ -52,8 +52,8 @@ def vanilla(
 def gspo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig) -> PolicyLoss:
     """The clipped surrogate with one ratio per response: the exponential of the mean log-ratio of its tokens.
 
-    The value is the sequence ratio's; the gradient goes through the log-prob of each token, so that advantages may
-    differ within a response. The log-ratio is at most 10. Arguments as in `vanilla`; one figure, `pg_clipfrac`.
+    The loss has the value of the sequence ratio and a gradient for each token's log-prob, so that advantages may differ
+    within a response. The log-ratio is at most 10. Arguments as in `vanilla`; one metric, `pg_clipfrac`.
 
     Source: GSPO (arXiv 2507.18071) equations 5 and 7, and GSPO-token, equations 13 and 14.
     """
@@ -70,8 +70,8 @@ def cispo(
 ) -> PolicyLoss:
     """REINFORCE with a clipped importance weight that has no gradient: -sg(clamp(r, 1 - low, 1 + high)) * A * log_prob.
 
-    Every token keeps its gradient; only its weight is bounded. Arguments and r as in `vanilla`; one figure,
-    `pg_clipfrac`: the tokens whose weight was clipped.
+    Every token keeps its gradient, with a bounded weight. Arguments and r as in `vanilla`; one metric, `pg_clipfrac`:
+    the tokens with a clipped weight.
 
     Source: CISPO, in MiniMax-M1 (arXiv 2506.13585) equations 4 and 5.
     """
@@ -84,10 +84,10 @@ def cispo(
 def clip_cov(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig, chosen: Tensor
 ) -> PolicyLoss:
-    """PPO's clipped surrogate, in which tokens that were `chosen` ([N, R], 0 or 1) have no part.
+    """PPO's clipped surrogate without the `chosen` tokens ([N, R], 0 or 1) and without dual clip.
 
-    Chosen at random among those whose covariance of log-prob and advantage is large. Other arguments as in `vanilla`,
-    without dual clip. The figures: what clipping changed (`pg_clipfrac`) and what was chosen (`clip_cov_frac`).
+    The caller chooses at random among tokens with a large covariance of log-prob and advantage. Other arguments as in
+    `vanilla`. Metrics: the tokens that clipping changed (`pg_clipfrac`) and the chosen tokens (`clip_cov_frac`).
 
     Source: Clip-Cov (arXiv 2505.22617).
     """
@@ -99,11 +99,10 @@ def clip_cov(
 def kl_cov(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig, chosen: Tensor
 ) -> PolicyLoss:
-    """The surrogate without a clip, -A * r, and for `chosen` tokens ([N, R], 0 or 1) a KL penalty besides:
-    + ppo_kl_coef * |log_probs - old_log_probs|.
+    """The surrogate -A * r without clip, plus ppo_kl_coef * |log_probs - old_log_probs| on `chosen` tokens.
 
-    Chosen are those with the largest covariance of log-prob and advantage. Other arguments as in `vanilla`; one figure,
-    what was chosen (`kl_cov_frac`).
+    The caller chooses the tokens with the largest covariance of log-prob and advantage ([N, R], 0 or 1). Other
+    arguments as in `vanilla`; one metric, the chosen tokens (`kl_cov_frac`).
 
     Source: KL-Cov (arXiv 2505.22617), with the penalty of verl and of the authors' code.
     """
@@ -113,11 +112,11 @@ def kl_cov(
 
 
 def sapo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig) -> PolicyLoss:
-    """The surrogate with a soft gate in the clip's place: -A * 4 / tau * sigmoid(tau * (r - 1)), tau `tau_pos` for
-    A > 0 and `tau_neg` else.
+    """The surrogate with a soft gate instead of a clip: -A * 4 / tau * sigmoid(tau * (r - 1)).
 
-    The gradient is that of -A * r times 4 p (1 - p), p the sigmoid: 1 at r = 1, less the further r is from there, and
-    never 0. Arguments as in `vanilla`. One figure: that weight, `sapo_weight`.
+    tau is `tau_pos` for A > 0, else `tau_neg`. The gradient is that of -A * r times 4 p (1 - p), with sigmoid p. This
+    weight is 1 at r = 1, falls with the distance from there, and is never 0. Arguments as in `vanilla`; one metric, the
+    weight (`sapo_weight`).
 
     Source: SAPO (arXiv 2511.20347).
     """
@@ -129,14 +128,9 @@ def sapo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Ten
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
-    """0.5 * max((v - R)^2, (clamp(v, v_old - cliprange, v_old + cliprange) - R)^2), token by token: there is no mask.
+    """0.5 * max((v - R)^2, (clamp(v, v_old - cliprange, v_old + cliprange) - R)^2) per token, without a mask.
 
-    Args:
-        values, old_values, returns: one shape, [N, R]; the gradient goes through the first.
-        cliprange: how far a value may move from `old_values` and still lower the loss.
-
-    Returns:
-        The losses, and whether clipping changed them as 0 or 1, both [N, R].
+    Arguments are [N, R]; only `values` gets a gradient. Returns the losses, and 1 where clipping changed the loss.
 
     Source: the value clipping of OpenAI's PPO implementation (baselines, ppo2), as in verl.
     """
@@ -146,12 +140,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: f
 
 
 def _ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """The probability ratio of each token, 1 outside the mask."""
+    """Return each token's probability ratio, 1 outside the mask."""
     return torch.exp(torch.clamp(masked(log_probs - old_log_probs, mask), -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: ActorConfig) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate and whether clipping changed it."""
+    """Return the clipped surrogate, and 1 where clipping changed it."""
     plain = -advantages * ratio
     clipped = -advantages * torch.clamp(ratio, 1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     return torch.maximum(plain, clipped), (clipped > plain).to(ratio.dtype)

@@ -1,18 +1,12 @@
-"""Shaping of rewards: the soft punishment of over-long responses."""
+"""Shapes rewards: DAPO's soft punishment of over-long responses."""
 
 from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
-    """DAPO's soft over-long punishment: min(-(L - (max_length - buffer)) / buffer * factor, 0).
+    """Return min(-(L - (max_length - buffer)) / buffer * factor, 0) for responses of `lengths` L, [N] float32.
 
-    Args:
-        lengths: [N], tokens of each response.
-        max_length: tokens of the longest response allowed, where the punishment is -factor.
-        buffer: tokens before that over which it grows from 0.
-
-    Returns:
-        [N] float32, zero or negative.
+    The punishment falls from 0 to -factor over the last `buffer` tokens before `max_length`, the longest response.
 
     Source: DAPO (arXiv 2503.14476) equation 13.
     """

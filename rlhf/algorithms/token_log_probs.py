@@ -1,4 +1,4 @@
-"""Log-probs and entropies of given tokens from hidden states: a chunk's logits exist at a time, never all of them."""
+"""Computes log-probs and entropies of given tokens from hidden states, with logits of only a chunk at a time."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,26 +23,24 @@ def token_log_probs(
     finish: Finish | None = None,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each label and entropy of the distribution that it was drawn from, [M] each, float32 or wider.
+    """Return the log-prob of each label and the entropy of its distribution, [M] each, float32 or wider.
 
-    The product with the head's weight is made in the type of `hidden`, the softmax in float32. A logit of -inf, as
-    models have for entries that pad their vocabulary, is a token that cannot come: it adds nothing to the entropy and
-    has no gradient.
+    The product with the head's weight is in the type of `hidden`, the softmax in float32. Tokens with a logit of -inf,
+    such as padding entries of a vocabulary, add nothing to the entropy and have no gradient.
 
     Args:
         hidden: [M, H], or with `weight=None` logits [M, V].
         labels: [M] int64.
         temperature: divides the logits.
         weight: [V, H] of the head, with its `bias` [V].
-        finish: makes logits [m, V] of the head's product [m, V], where they are not the same.
+        finish: computes logits [m, V] from the head's product [m, V]; None if both are equal.
     """
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels, temperature, finish, with_entropy)
     return log_probs, entropy
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """The function above. Its backward pass makes each chunk's logits again; an entropy that is only looked at costs
-    that pass nothing."""
+    """Recomputes each chunk's logits in the backward pass. An entropy without gradient adds no work to this pass."""
 
     @staticmethod
     def forward(
@@ -71,7 +69,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 shares = below.exp()
                 total = shares.sum(dim=1)
                 normaliser[rows] = total.log().add_(top)
-                # Of what cannot come the share is 0 and the logarithm -inf; their product counts as 0.
+                # An impossible token has probability 0 and logarithm -inf; their product counts as 0.
                 mean = shares.mul_(below.clamp_(min=torch.finfo(wide).min)).sum(dim=1).div_(total)
                 entropy[rows] = total.log_().sub_(mean)
             log_probs[rows] = of_label - normaliser[rows]
@@ -127,12 +125,12 @@ def _product(part: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor
 
 
 def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """A tensor of its own."""
+    """Return a new tensor."""
     return torch.div(logits, temperature) if logits.dtype == dtype else logits.to(dtype).div_(temperature)
 
 
 class _Sum:
-    """Gradient of a parameter, summed over chunks in float32 at least."""
+    """Sums the gradient of a parameter over chunks in float32 or wider."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._dtype = parameter.dtype

@@ -1,4 +1,4 @@
-"""Estimators and losses from a file of the user's: what they return is checked at every call."""
+"""Wraps users' estimators and losses so that every call's result is checked."""
 
 import traceback
 from collections.abc import Callable
@@ -16,11 +16,10 @@ from rlhf.errors import UserError
 
 
 def checked_estimator(said: str, function: Callable[..., Any]) -> Callable[[EstimatorInput, AlgorithmConfig], Estimate]:
-    """The user's estimator (`said` is the setting with its value) as the trainer calls it; advantages outside the mask
-    become 0.
+    """Wrap the user's estimator; `said` is the setting with its value. Sets advantages outside the mask to 0.
 
-    It raises UserError unless the function returns an `Estimate` with finite advantages, and finite returns if there is
-    a critic, in the mask's shape [N, R].
+    Calls raise UserError unless the result is an `Estimate` in the mask's shape [N, R] with finite advantages, and with
+    finite returns if there is a critic.
     """
 
     @wraps(function)
@@ -43,10 +42,10 @@ def checked_estimator(said: str, function: Callable[..., Any]) -> Callable[[Esti
 
 
 def checked_policy_loss(said: str, function: Callable[..., Any]) -> Callable[..., PolicyLoss]:
-    """The user's policy loss as the trainer calls it.
+    """Wrap the user's policy loss; `said` is the setting with its value.
 
-    It raises UserError unless the function returns a `PolicyLoss` whose losses (with a gradient) and figures have the
-    mask's shape [N, R]. Numbers that are not finite are for the guards to find.
+    Calls raise UserError unless the result is a `PolicyLoss` whose losses (with a gradient) and figures have the mask's
+    shape [N, R]. The guards check that losses are finite.
     """
 
     @wraps(function)
@@ -68,16 +67,16 @@ def checked_policy_loss(said: str, function: Callable[..., Any]) -> Callable[...
 
 
 def _called(said: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's result; what it raises is a UserError with its traceback, as it would raise again after a restart.
+    """Call the function; raise its errors as UserError with a traceback, because a restart would repeat them.
 
-    What a device, its memory or a peer raises there may be gone by then, and propagates.
+    Errors of devices, memory or other ranks propagate, because a restart may cure them.
     """
     try:
         return function(*arguments)
     except (UserError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError):
         raise
     except Exception as error:
-        # Without this frame: the user's is the first.
+        # Drop this frame, so that the traceback begins with the user's.
         theirs = error.__traceback__ and error.__traceback__.tb_next
         lines = "".join(traceback.format_exception(type(error), error, theirs)).rstrip()
         raise UserError(f"{said} raised an error, which ends the run. Correct it.\n{lines}") from error

@@ -1,4 +1,4 @@
-"""Training engines behind one interface (`base.py`); checkpoints are handed their state, never the engine itself."""
+"""Builds training engines behind one interface (`base.py`). Checkpoints receive an engine's state, never the engine."""
 
 import logging
 
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 def check_backend(config: BackendConfig, device: torch.device) -> None:
-    """Refuse what can't work on `device`, before any model is loaded.
+    """Check that `config` works on `device`, before any model is loaded.
 
     Raises:
-        UserError: DeepSpeed can't be imported, or there is no GPU for what needs one.
+        UserError: DeepSpeed can't be imported, or a setting needs a GPU.
     """
     if config.use_liger and device.type == "cpu":
         raise UserError("backend.use_liger=true: Liger's kernels are for GPUs, and this run has none; set it to false.")
@@ -38,10 +38,10 @@ def check_backend(config: BackendConfig, device: torch.device) -> None:
 def build_backend(
     model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training
 ) -> TrainingBackend:
-    """`model` in training, in the engine that `config.name` names. Collective.
+    """Return `model` wrapped in the engine `config.name`. Collective.
 
-    Of parameters on the meta device a rank's part gets memory, below stage 3 of DeepSpeed the whole at first; the
-    caller fills `model_shards` and calls `after_load`.
+    For parameters on the meta device the engine allocates this rank's part; DeepSpeed below stage 3 first allocates
+    them whole. Then the caller fills `model_shards` and calls `after_load`.
     """
     if config.autocast == "bfloat16" and dims.everyone().rank == 0:
         _log_narrowed(model)

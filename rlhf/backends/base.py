@@ -1,4 +1,4 @@
-"""Contract of a training engine with learners, rollouts and checkpoints."""
+"""Defines the interface of training engines for learners, rollouts and checkpoints."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -18,65 +18,62 @@ from rlhf.storage.state import TrainState
 
 
 class Model(Protocol):
-    """A model spread over all ranks, without an optimizer, such as the reference policy's."""
+    """A model sharded over all ranks, without an optimizer, such as the reference policy."""
 
     module: nn.Module
-    """The module to call, inside `on_device`; collective: every rank calls it as often."""
+    """The module to call inside `on_device`. Collective: every rank makes the same number of calls."""
 
     def on_device(self) -> AbstractContextManager[None]:
-        """A block in which the module can be called. Outside, weights that `param_offload` is set for are in the host's
-        memory."""
+        """Return a context for calls of the module. Outside, `param_offload` keeps the weights in host memory."""
 
     def model_shards(self) -> Shards:
-        """Live views of this rank's weights and persistent buffers, good until `on_device` begins or ends."""
+        """Return live views of this rank's weights and persistent buffers, valid until `on_device` begins or ends."""
 
 
 class TrainingBackend(Model, TrainState, Protocol):
     """A model in training, with its optimizer and schedule.
 
-    What follows from shards alone is the same in every engine, and is here.
+    The methods with a body need shards only and are the same in every engine.
     """
 
     _adapters: Adapters | None
     _holders: RankGroup
-    """The ranks of one copy of the model."""
+    """The ranks that shard one copy of the model."""
     _device: torch.device
     _hf_config: PretrainedConfig
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss`, the sum over all ranks of their losses, to the accumulated one. Collective."""
+        """Accumulate the gradient of the sum of all ranks' `loss`. Collective."""
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, advance a schedule that goes by optimizer steps, clear gradients; inside `on_device`. Returns
-        `grad_norm` (over all ranks, before clipping) and the `lr` used.
+        """Clip, step, advance a schedule over optimizer steps and clear gradients, inside `on_device`.
 
-        A gradient whose norm is not finite is cleared and nothing else happens: the caller looks at `grad_norm`.
+        Return `grad_norm` (over all ranks, before clipping) and the `lr` used. If the norm is not finite, only clear
+        the gradients; the caller must check `grad_norm`.
         """
 
     def end_update(self) -> None:
-        """The training step's optimizer steps are over: a schedule that goes by training steps advances, if one of
-        them was taken."""
+        """Advance a schedule over training steps if this training step took an optimizer step."""
 
     def zero_grad(self) -> None:
-        """Forget the accumulated gradient."""
+        """Clear the accumulated gradient."""
 
     def base_shards(self) -> Shards:
-        """Live views of this rank's part of what is not trained beside adapters, by the names of the model's files;
-        empty where the whole model is trained.
+        """Return live views of this rank's part of the frozen base weights, by their names in the model's files.
 
-        With adapters `model_shards` and `optimizer_shards` are theirs alone.
+        Empty without adapters. With adapters, `model_shards` and `optimizer_shards` contain only the adapters.
         """
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `base_shards`, whole, on this rank's device, as they are held. Collective."""
+        """Yield the gathered tensors of `base_shards` on this rank's device, in their own types. Collective."""
         return whole_tensors(self.base_shards().items(), self._holders, device=self._device)
 
     def adapter_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of adapters, whole, on this rank's device, in `dtype` if it is given. Collective."""
+        """Yield the gathered adapter tensors on this rank's device, cast to `dtype` if given. Collective."""
         return whole_tensors(self.model_shards().items(), self._holders, dtype=dtype, device=self._device)
 
     def merged_tensors(self, adapters: Adapters, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Base and `adapters` in one, whole, in `dtype` or float32. Collective."""
+        """Yield the gathered base weights with `adapters` merged in, in `dtype` or float32. Collective."""
         shards = adapters.in_order(self.base_shards(), self.model_shards())
         return adapters.merged(whole_tensors(shards, self._holders, device=self._device), dtype)
 
@@ -94,9 +91,9 @@ class TrainingBackend(Model, TrainState, Protocol):
         return parts_in_files({name: shard.shape for name, shard in weights.items()}, self._hf_config)
 
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every weight and persistent buffer, whole, on this rank's device. Collective; `on_device` or not.
+        """Yield every gathered weight and persistent buffer, inside or outside `on_device`. Collective.
 
-        Weights are the float32 ones, cast to `dtype` if it is given (the same on every rank); buffers are as they are.
-        A tensor is good until `on_device` begins or ends. With adapters they are those of the model that base and
-        adapters are together, by the base's names.
+        Tensors are on this rank's device. Weights are the float32 weights, cast to `dtype` if given (the same on every
+        rank); buffers keep their type. Tensors are valid until `on_device` begins or ends. Adapters are merged into the
+        base weights and use the names of the base.
         """

@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO stages 0 to 3 on CPU (gloo) and CUDA (NCCL), from 1 rank on; its state is handed out as shards."""
+"""Trains with DeepSpeed: ZeRO stages 0 to 3 on CPU (gloo) and CUDA (NCCL), from 1 rank on; exposes state as shards."""
 
 import contextlib
 import importlib
@@ -28,21 +28,21 @@ from rlhf.ranks import dims
 from rlhf.storage.shards import Shard, Shards
 
 LARGEST_PERSISTENT = 100_000
-"""Elements of a weight that ZeRO 3 does not release between uses."""
+"""Largest number of elements of a weight that ZeRO 3 keeps gathered between uses."""
 
 
 class DeepSpeedBackend(Scheduled, TrainingBackend):
-    """A model in training: float32 master weights, AdamW in float32 and a learning-rate schedule.
+    """Trains a model with float32 master weights, AdamW in float32 and a learning-rate schedule.
 
-    With `autocast=bfloat16` the module is bfloat16 and its gradients are summed over micro-batches and ranks in
-    float32; at stage 0 those of one rank are summed in bfloat16.
+    With `autocast=bfloat16` the module is bfloat16, and gradients are summed over micro-batches and ranks in float32.
+    Stage 0 sums the gradients of one rank's micro-batches in bfloat16.
     """
 
     def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training) -> None:
         optim, grad_clip = training.optim, training.grad_clip
         deepspeed = import_deepspeed(device)
         exact: dict[str, Tensor] = {}
-        # DeepSpeed would make the master weights from what its cast leaves of the model's.
+        # DeepSpeed would derive the master weights from the weights that it has already cast to bfloat16.
         if config.autocast == "bfloat16":
             exact = {name: p.data for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
         settings = _settings(config, grad_clip, [(p.numel(), p.requires_grad) for p in model.parameters()])
@@ -55,14 +55,14 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
             optimizer = ClippedAdamW(groups, grad_clip, **adamw_options(optim))
         else:
             optimizer = torch.optim.AdamW(groups, **adamw_options(optim))
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints how much memory is in use
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use
             self._engine, *_ = deepspeed.initialize(
                 model=with_log_probs(model, use_liger=config.use_liger).train(), optimizer=optimizer, config=settings
             )
         self.module: nn.Module = self._engine
         super().__init__(optimizer, training)
         self._hf_config = model.config
-        # The type in which every rank has the module's weights whole: the master weights, cast.
+        # The type of the module's weights if every rank has them unsharded.
         self._whole: torch.dtype | None = None
         if config.zero_stage < 3:
             self._whole = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
@@ -81,8 +81,7 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
         return self._state.for_passes()
 
     def backward(self, loss: Tensor) -> None:
-        """See `TrainingBackend.backward`. DeepSpeed averages gradients over the ranks; the caller's loss is a share of
-        a sum."""
+        """See `TrainingBackend.backward`. Undo DeepSpeed's average over ranks, because the interface asks for a sum."""
         self._engine.backward(loss * dims.data().size)
 
     def optimizer_step(self) -> dict[str, float]:
@@ -121,14 +120,13 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
         return dict(moments if self._adapters is None else self._adapters.trained(moments))
 
     def after_load(self) -> None:
-        """See `TrainState.after_load`. The module's weights are made from the master weights."""
+        """See `TrainState.after_load`. Recompute the module's weights from the master weights."""
         with self._state.for_weights():
             self._state.refresh()
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainingBackend.full_tensors`. The float32 master weights, or, where that is `dtype`, what the module
-        has of them."""
+        """See `TrainingBackend.full_tensors`. Uses the module's own weights if they have the right type."""
         if self._adapters is not None:
             yield from self.merged_tensors(self._adapters, dtype)
             return
@@ -149,14 +147,13 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """AdamW for stage 0: it clips before a step, and does not step when the norm is not finite, which the other stages
-    do themselves."""
+    """AdamW for stage 0. Clips before a step and skips the step if the norm is not finite, as other stages do."""
 
     def __init__(self, groups: list[dict[str, Any]], grad_clip: float, **options: Any) -> None:
         super().__init__(groups, **options)
         self._grad_clip = grad_clip
         self.grad_norm: float | Tensor = math.inf
-        """Of the last step, before clipping."""
+        """Norm of the last step's gradient before clipping."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Clip and step."""
@@ -167,12 +164,12 @@ class ClippedAdamW(torch.optim.AdamW):
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """The library, ready for an engine on `device`.
+    """Import DeepSpeed and prepare it for an engine on `device`.
 
     Raises:
-        UserError: it is not installed, or can't be imported.
+        UserError: DeepSpeed is not installed or can't be imported.
     """
-    os.environ["DS_ACCELERATOR"] = device.type  # read once, at the import
+    os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed reads it once, at the import
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     try:
         deepspeed: Any = importlib.import_module("deepspeed")
@@ -184,10 +181,10 @@ def import_deepspeed(device: torch.device) -> Any:
         ) from error
     logging.getLogger("DeepSpeed").addFilter(_worth_saying)
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
-    # The one operation that it would compile on a CPU, which takes ninja, a C++ compiler and half a minute, is for
-    # inference.
+    # The only op that DeepSpeed would compile on a CPU is for inference; compiling it takes ninja, a C++ compiler and
+    # half a minute.
     deepspeed.ops.__compatible_ops__ = {}
-    # Otherwise it makes a copy of the group, which does not have trainer.collective_timeout_s.
+    # Otherwise DeepSpeed makes a copy of the group without trainer.collective_timeout_s.
     groups._WORLD_GROUP = dims.everyone().group
     return deepspeed
 
@@ -197,19 +194,18 @@ def _worth_saying(record: logging.LogRecord) -> bool:
 
 
 def _settings(config: BackendConfig, grad_clip: float, sizes: list[tuple[int, bool]]) -> dict[str, Any]:
-    """DeepSpeed's configuration; `sizes` are the elements of each weight, and whether it is trained."""
+    """Return DeepSpeed's configuration. `sizes` has each weight's number of elements and whether it is trained."""
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
-        # No larger than the gradients need.
         "reduce_bucket_size": min(REDUCE_BUCKET, sum(numel for numel, trained in sizes if trained)),
         "stage3_param_persistence_threshold": min(LARGEST_PERSISTENT, sum(numel for numel, _ in sizes) // 100),
     }
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # only reported
+        "train_micro_batch_size_per_gpu": 1,  # has no effect except in reports
         "gradient_accumulation_steps": 1,
-        # A step is when `optimizer_step` says so, however many backward passes came before.
+        # `optimizer_step` decides when to step, after any number of backward passes.
         "managed_gradient_accumulation": False,
         "gradient_clipping": grad_clip if config.zero_stage else 0.0,
         "communication_data_type": "fp32",
@@ -220,6 +216,6 @@ def _settings(config: BackendConfig, grad_clip: float, sizes: list[tuple[int, bo
     }
     if config.autocast == "bfloat16":
         settings["bf16"] = {"enabled": True}
-        if config.zero_stage:  # stage 0 knows no other type than the weights'
+        if config.zero_stage:  # stage 0 supports only the type of the weights
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings

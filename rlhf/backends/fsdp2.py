@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state sharded by rows, on CPU (gloo) and CUDA (NCCL), from 1 rank on."""
+"""Trains with FSDP2: shards parameters, gradients and optimizer state by rows, on CPU (gloo) and CUDA (NCCL)."""
 
 import math
 import warnings
@@ -24,13 +24,12 @@ from rlhf.ranks import dims
 from rlhf.storage.boxes import Box
 from rlhf.storage.shards import Shard, Shards
 
-# The hint is about outputs that are changed in place, which nothing here does; a head with a bias returns a view by its
-# nature.
+# The warning is about in-place changes of outputs, which this trainer does not make. A head with a bias returns a view.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 class Fsdp2Model:
-    """A model whose weights are sharded over all ranks, or, with `backend.dp_replicate`, over those of each replica."""
+    """Shards a model's weights over all ranks, or with `backend.dp_replicate` over the ranks of each replica."""
 
     def __init__(
         self, model: PreTrainedModel, config: BackendConfig, device: torch.device, *, param_offload: bool = False
@@ -51,17 +50,17 @@ class Fsdp2Model:
         return map(local_part, self.module.parameters())
 
     def reshard(self) -> None:
-        """Put the shards in the place of gathered weights.
+        """Replace gathered weights by their shards.
 
-        A forward pass without a backward one may leave those there (`reshard_after_forward=false`): what is written to
-        them would be lost, and what is read from them is no shard.
+        With `reshard_after_forward=false` a forward pass without a backward pass leaves gathered weights in the module.
+        FSDP2 would discard writes to gathered weights, and reads would not return shards.
         """
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters (tied ones once) and persistent buffers, by name, in a fixed order, each as this rank holds it."""
+        """Yield parameters (tied parameters once) and persistent buffers by name, in a fixed order, as sharded here."""
         self.reshard()
         yield from self.module.named_parameters()
         yield from self._persistent_buffers()
@@ -83,14 +82,13 @@ class Fsdp2Model:
 
 
 class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
-    """A model in training: AdamW in float32 and a learning-rate schedule. What needs no gradient
-    stays as it is."""
+    """Trains a model with AdamW in float32 and a learning-rate schedule. Frozen parameters have no optimizer state."""
 
     def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training) -> None:
         optim, offload = training.optim, training.offload
         Fsdp2Model.__init__(self, model, config, device, param_offload=offload.param_offload)
-        # Without gradients no recomputation happens, so train mode costs the log-prob passes nothing; dropout is off
-        # (models/loading.py).
+        # Train mode does not slow down log-prob passes: passes without gradients recompute no activations. Dropout is
+        # off (models/loading.py).
         self.module.train()
         self._adapters = Adapters.of(self.module)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -109,8 +107,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
         return (local_part(state[moment]) for state in self.optimizer.state.values() for moment in MOMENTS)
 
     def backward(self, loss: Tensor) -> None:
-        """See `TrainingBackend.backward`. FSDP averages gradients over the ranks; the caller's loss is a share of a
-        sum."""
+        """See `TrainingBackend.backward`. Undo FSDP2's average over ranks, because the interface asks for a sum."""
         (loss * dims.data().size).backward()
 
     def optimizer_step(self) -> dict[str, float]:
@@ -118,7 +115,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._grad_clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = self.scheduler.get_last_lr()[0]
-        # Clipping has made every gradient NaN then; a step would ruin the weights, and a save would make that last.
+        # After a norm that is not finite, clipping has made every gradient NaN. A step would write NaN to all weights.
         if torch.isfinite(norm):
             with self._moments.on_device():
                 self.optimizer.step()
@@ -160,20 +157,19 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
         return self._moments.shards(moments)
 
     def after_load(self) -> None:
-        """See `TrainState.after_load`. Nothing to do: what was written to is what the module holds."""
+        """See `TrainState.after_load`. Do nothing: a load writes to the module's own tensors."""
 
 
 def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> PreTrainedModel:
-    """Apply FSDP2 to every decoder layer, to a head with a weight of its own and to the rest, over the mesh of all
-    ranks; the model moves to `device`.
+    """Apply FSDP2 to every decoder layer, to an untied head and to the other weights, and move the model to `device`.
 
-    Of what is on the meta device this rank's part gets memory there, without a value.
+    For tensors on the meta device, this rank's part gets memory without values.
     """
     precision = MixedPrecisionPolicy()
     if config.autocast == "bfloat16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     elif any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
-        precision = MixedPrecisionPolicy(param_dtype=torch.float32)  # kept narrower than they compute
+        precision = MixedPrecisionPolicy(param_dtype=torch.float32)  # stored in bfloat16, computed in float32
     options: dict[str, Any] = {
         "mesh": dims.mesh(device, config.dp_replicate),
         "mp_policy": precision,
@@ -190,7 +186,7 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
 
 
 def layers_of(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Modules that the library does not split between devices; of such that lie in each other (Mamba) the outermost."""
+    """Yield the modules in transformers' `_no_split_modules`; of nested modules (Mamba) only the outermost."""
     kinds, outer = set(model._no_split_modules or ()), ""
     for name, module in model.named_modules():
         if type(module).__name__ in kinds and not (outer and name.startswith(f"{outer}.")):
@@ -199,14 +195,14 @@ def layers_of(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or the whole of another one."""
+    """Return this rank's part of a sharded tensor, or the whole tensor if it is not sharded."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
-    """This rank's part of each tensor.
+    """Return this rank's part of each tensor.
 
-    What is not sharded is owned by rank 0; each replica owns about as many elements of what is replicated.
+    Rank 0 owns unsharded tensors. Each replica owns about the same number of elements of replicated tensors.
     """
     shards: dict[str, Shard] = {}
     owned: dict[int, list[int]] = {}
@@ -224,7 +220,7 @@ def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
 
 
 def replica_of(tensor: DTensor) -> tuple[int, int]:
-    """Return which copy of the sharded `tensor` this rank has a part of, and the number of copies."""
+    """Return the number of this rank's copy of the sharded `tensor`, and the number of copies."""
     replica, replicas = 0, 1
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_replicate():
@@ -234,7 +230,7 @@ def replica_of(tensor: DTensor) -> tuple[int, int]:
 
 
 def offsets_of(tensor: DTensor) -> tuple[int, ...]:
-    """Return where this rank's part of a sharded tensor begins in each dimension."""
+    """Return the offset of this rank's part of a sharded tensor in each dimension."""
     box, mesh = Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor.device_mesh
     for dimension, placement in enumerate(tensor.placements):
         if isinstance(placement, Cut):
@@ -244,9 +240,9 @@ def offsets_of(tensor: DTensor) -> tuple[int, ...]:
 
 
 def chunk_of(box: Box, dim: int, rank: int, ranks: int) -> Box:
-    """Return the part of a box that one of the `ranks` has that it is sharded over along a dimension.
+    """Return the part of `rank` in a box that is sharded along `dim` over `ranks`, split like torch.chunk.
 
-    It is cut as by torch.chunk: equal parts, the last ones smaller or empty.
+    Parts are equal, except that the last parts may be smaller or empty.
     """
     start, stop = (min(number * math.ceil(box.sizes[dim] / ranks), box.sizes[dim]) for number in (rank, rank + 1))
     offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])

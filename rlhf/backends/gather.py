@@ -21,24 +21,23 @@ def whole_tensors(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor by name, unsharded, bit for bit unless it is cast.
+    """Yield every tensor by name, unsharded, bit for bit unless cast.
 
-    Collective: all `ranks` must iterate together, to the end. A tensor that every rank has whole is not copied, unless
-    it is cast or moved.
+    Collective: all `ranks` must iterate together to the end. Tensors that every rank has whole are copied only if they
+    are cast or moved.
 
     Args:
         shards: this rank's part of every tensor. Names and order are the same on every rank, and the parts of `ranks`
             cover each tensor.
         ranks: the ranks that shard one copy of the model.
-        dtype: type to which floating-point tensors are cast before they are sent; the same on every rank. None leaves
-            them as they are.
-        device: device on which the tensors are gathered; None means that of the shards.
+        dtype: type to which floating-point tensors are cast before the gather, the same on every rank; None casts none.
+        device: device of the gather; None for the shards' own device.
     """
     named = list(shards)
     held = _held([shard for _, shard in named], ranks, device)
 
     def as_sent(shard: Shard) -> Tensor:
-        # Move first, then cast: the tensor may be in host memory, and a GPU casts faster.
+        # Move before the cast: the tensor may be in host memory, and a GPU casts faster.
         return shard.local.detach().to(device).to(cast_type(shard.local, dtype))
 
     def gathered(bucket: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
@@ -66,10 +65,7 @@ def whole_tensors(
 
 @torch.no_grad()
 def shared_out(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
-    """Return a copy of this rank's part of each tensor, in host memory. All ranks' parts have about the same size.
-
-    Collective if the iteration over `tensors` is.
-    """
+    """Return a copy of this rank's equal part of each tensor in host memory. Collective if iterating `tensors` is."""
     rank, ranks = dims.everyone().rank, dims.everyone().size
     shards: dict[str, Shard] = {}
     for name, tensor in tensors:
@@ -81,7 +77,7 @@ def shared_out(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
 
 
 def shared_out_bytes(shapes: Iterable[Sequence[int]]) -> int:
-    """Return the bytes of the first rank's part, the largest, when `shared_out` gets float32 tensors of `shapes`."""
+    """Return the bytes of the largest part, rank 0's, if `shared_out` gets float32 tensors of `shapes`."""
     return sum(4 * math.ceil(math.prod(shape) / dims.everyone().size) for shape in shapes)
 
 
@@ -126,7 +122,7 @@ def _gathered(
     sizes = [
         sum(held[i][rank].numel * part.element_size() for i, part in enumerate(parts)) for rank in range(ranks.size)
     ]
-    # Ranks have different numbers of bytes of a bucket, but the call needs the same number from each.
+    # Ranks have different numbers of bytes of a bucket, but the collective needs equal sizes.
     sent = torch.empty(max(sizes), dtype=torch.uint8, device=parts[0].device)
     torch.cat([part.view(torch.uint8) for part in parts], out=sent[: sizes[ranks.rank]])
     received = gather_from(ranks, sent)
@@ -139,7 +135,7 @@ def _gathered(
             offsets[rank] += box.numel * width
             if box.is_range:
                 content[box.offsets[0] * width :][: len(piece)].copy_(piece)
-            else:  # clone: a view of another type needs aligned memory
+            else:  # clone, because a view of another type needs aligned memory
                 target = laid_out(whole, layout_of(box, whole_box(shape), shape))
                 target.copy_(piece.clone().view(part.dtype).view(box.sizes))
         yield name, whole.view(shape)

@@ -1,4 +1,4 @@
-"""Tensors that leave their device while they sit idle: storages move to the host's memory, and come back in place."""
+"""Offloads idle tensors: moves their storages to host memory and back in place."""
 
 import mmap
 import weakref
@@ -13,32 +13,32 @@ from rlhf.errors import UserError
 from rlhf.storage.shards import Shards
 
 ALIGNMENT = 64
-"""Bytes between the beginnings of copies, which any type can be read from."""
+"""Bytes to which the starts of copies are aligned, enough for any type."""
 
 
 class Offload:
-    """Tensors that are in the host's memory, except where `on_device` asks for them.
+    """Keeps tensors in host memory except inside `on_device`.
 
-    Their storages move, each once whatever is a view of it, and are empty meanwhile: tensors and views stay the same
-    objects. Copies of what lies on a GPU are in page-locked memory, which is kept. On a CPU nothing is gained.
+    Each storage moves once, however many views it has, and is empty meanwhile. Tensors and views stay the same objects.
+    Copies of GPU storages are in page-locked memory, which is reused. On a CPU offloading saves no memory.
 
     Args:
-        find: the tensors, the same ones at any time; None offloads nothing.
-        setting: what the user calls it.
+        find: returns the tensors, the same at every call; None offloads nothing.
+        setting: name of the setting, for errors.
     """
 
     def __init__(self, find: Callable[[], Iterable[Tensor]] | None, setting: str) -> None:
         self._find, self._setting = find, setting
         self._users = 0
-        # By storage: what is away, with its bytes, and where the bytes of a GPU's storages go.
+        # By storage: the offloaded storages with their copies, and the page-locked memory of GPU storages.
         self._away: dict[int, tuple[UntypedStorage, Tensor]] = {}
         self._pinned: dict[int, Tensor] = {}
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have the tensors on their device in the block; blocks may be nested.
+        """Keep the tensors on their device in the block. Blocks may be nested.
 
-        After an error they stay there: it ends the run, and its cause is not to be hidden by another one.
+        After an error the tensors stay there: the error ends the run, and a second error would hide its cause.
         """
         self._move_back()
         self._users += 1
@@ -50,10 +50,10 @@ class Offload:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Move to the host what is not in use.
+        """Move the tensors to the host unless a block of `on_device` uses them.
 
         Raises:
-            UserError: the host has no memory for it.
+            UserError: the host has too little memory.
         """
         if self._users or self._find is None:
             return
@@ -62,13 +62,13 @@ class Offload:
         on_cuda = {key: storage for key, storage in here.items() if storage.device.type == "cuda"}
         self._pin({key: storage.nbytes() for key, storage in on_cuda.items() if key not in self._pinned})
         for key, storage in here.items():
-            # On a CPU there is one copy at a time beside what has not left yet.
+            # On a CPU at most one storage exists twice.
             copy = self._pinned[key] if key in on_cuda else self._host_memory(storage.nbytes())
             copy.copy_(_bytes_of(storage), non_blocking=True)
             self._away[key] = storage, copy
             storage.resize_(0)
         if on_cuda:
-            # The copies are for anybody to read, and the memory is for the rollout engine to take.
+            # Any thread may read the copies, and the rollout engine needs the memory.
             torch.cuda.current_stream().synchronize()
             torch.cuda.empty_cache()
 
@@ -80,21 +80,17 @@ class Offload:
             del self._away[key]
 
     def held(self, tensor: Tensor) -> Tensor:
-        """`tensor`, or while it is away the same view of its bytes on the host, good until it comes back."""
+        """Return `tensor`, or while offloaded the same view of its host copy, valid until `on_device` begins."""
         if (found := self._away.get(tensor.untyped_storage()._cdata)) is None:
             return tensor
         return found[1].view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def shards(self, shards: Shards) -> Shards:
-        """`shards` with what is `held` of each."""
+        """Return `shards` with each local tensor replaced by its `held`."""
         return {name: replace(shard, local=self.held(shard.local)) for name, shard in shards.items()}
 
     def watch(self, module: nn.Module) -> None:
-        """Have `module` refuse to be called while its tensors are away: it would read memory that is not there.
-
-        Raises:
-            RuntimeError: by the call.
-        """
+        """Make calls of `module` raise RuntimeError while its tensors are offloaded and their storages are empty."""
 
         def check(*_: object) -> None:
             if self._away:
@@ -104,14 +100,14 @@ class Offload:
             module.register_forward_pre_hook(check, prepend=True)
 
     def _pin(self, sizes: dict[int, int]) -> None:
-        """Page-locked memory for storages of these sizes in bytes.
+        """Allocate page-locked memory for storages of these sizes in bytes.
 
-        torch's own would be rounded up to the next power of two.
+        torch's own allocator would round up to the next power of two.
         """
         if not sizes:
             return
         spans = {key: -(-size // ALIGNMENT) * ALIGNMENT for key, size in sizes.items()}
-        # Whole pages, since two blocks may not lock the same one.
+        # Whole pages, since two blocks must not lock the same page.
         length = -(-sum(spans.values()) // mmap.PAGESIZE) * mmap.PAGESIZE
         block = self._host_memory(length + mmap.PAGESIZE)
         block = block[-block.data_ptr() % mmap.PAGESIZE :][:length]

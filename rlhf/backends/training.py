@@ -1,4 +1,4 @@
-"""AdamW's settings and empty moments and the learning-rate schedule, shared by the backends."""
+"""Sets up AdamW, its parameter groups and the learning-rate schedule for all backends."""
 
 import math
 from collections.abc import Mapping
@@ -12,30 +12,29 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlhf.config import OptimConfig, TrainedFsdpConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""State of AdamW per weight, beside its step count."""
+"""AdamW's state per weight besides the step count."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of a model's training in its engine."""
+    """Settings of a model's training in an engine."""
 
     optim: OptimConfig
     grad_clip: float
-    """Largest norm of the gradient over all ranks."""
+    """Largest gradient norm over all ranks."""
     total_optimizer_steps: int
     updates_per_step: int = 1
     """Optimizer steps in a training step."""
     hf_files: Mapping[str, bytes] = field(default_factory=dict)
     """The small files of the model's Hugging Face folder, by name."""
     offload: TrainedFsdpConfig = field(default_factory=TrainedFsdpConfig)
-    """What lies in the host's memory between the phases of the model."""
+    """The tensors that are offloaded to host memory between the model's phases."""
 
 
 class Scheduled:
-    """AdamW with a learning-rate schedule over optimizer or training steps, and the part of a train state (see
-    `rlhf.storage.state.TrainState`) that is no tensor.
+    """Runs AdamW's learning-rate schedule over optimizer or training steps, and saves the state without tensors.
 
-    Steps of both kinds are counted, so that a resume may change what the schedule goes by.
+    It counts both kinds of steps, so that a resume may change `lr_scheduler_interval`. See `storage.state.TrainState`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, training: Training) -> None:
@@ -46,7 +45,7 @@ class Scheduled:
         total = training.total_optimizer_steps // per_count
         self.scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(optim, step, total))
         self._taken = dict.fromkeys(("optimizer_step", "training_step"), 0)
-        # Whether an optimizer step was taken since the last training step was counted.
+        # Whether an optimizer step was taken since the last counted training step.
         self._moved = False
 
     def end_update(self) -> None:
@@ -56,7 +55,7 @@ class Scheduled:
         self._moved = False
 
     def step_taken(self) -> None:
-        """Count an optimizer step that was taken."""
+        """Count an optimizer step."""
         self._moved = True
         self._count("optimizer_step")
 
@@ -68,13 +67,12 @@ class Scheduled:
     def extra_state(self) -> dict[str, Any]:
         """See `TrainState.extra_state`."""
         state = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
-        # All groups have the same rate, and how many there are is nobody's concern.
+        # All groups have the same rate, and a resume may change the number of groups.
         schedule = {k: v[:1] if k in ("base_lrs", "_last_lr") else v for k, v in state.items()}
         return {"lr_scheduler": schedule, "steps_taken": dict(self._taken)}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """See `TrainState.load_extra_state`. Of the saved schedule only the position counts: rates and shape are the
-        present configuration's."""
+        """See `TrainState.load_extra_state`. Load only the schedule's position; rates and shape follow the settings."""
         scheduler = self.scheduler
         rates = scheduler.base_lrs
         self._taken, self._moved = dict(state["steps_taken"]), False
@@ -92,33 +90,32 @@ class Scheduled:
 
 
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """The trained parameters of `model`, with their names, as AdamW takes them: those without weight decay in a group
-    of their own. No group is empty."""
+    """Return `model`'s trained parameters with names as groups for AdamW, with and without weight decay; none empty."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if optim.decay_norm_and_bias or not optim.weight_decay:
         return [{"params": named}]
     groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in named:
-        # ZeRO 3 leaves a parameter without elements.
+        # ZeRO 3 empties the parameter itself.
         shape = getattr(parameter, "ds_shape", parameter.shape)
         groups[not is_decayed(name, tuple(shape))]["params"].append((name, parameter))
     return [group for group in groups if group["params"]]
 
 
 def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay acts on a parameter: one that is neither a norm's, nor a bias, nor another vector.
+    """Return whether weight decay acts on a parameter: not on norms, biases and other vectors.
 
-    Most norms and biases are vectors; norms of single heads and biases of single experts have a row for each.
+    Most norms and biases are vectors; norms per head and biases per expert are matrices.
     """
     owner, _, last = name.rpartition(".")
     return len(shape) > 1 and not last.endswith("bias") and "norm" not in owner.rpartition(".")[2].lower()
 
 
 def adamw_options(optim: OptimConfig) -> dict[str, Any]:
-    """Arguments of `torch.optim.AdamW` beside the parameters.
+    """Return the arguments of `torch.optim.AdamW` besides the parameters.
 
-    Fused it takes one pass over the memory and no temporary tensors, on a GPU as on a CPU; its bits differ from those
-    of the other ways, and depend neither on threads nor on where a weight lies in a flat tensor.
+    The fused kernel makes one pass over memory without temporary tensors, on GPU and CPU. Its bits differ from other
+    implementations', but do not depend on threads or on a weight's position in a flat tensor.
     """
     return {
         "lr": optim.lr,
@@ -130,19 +127,18 @@ def adamw_options(optim: OptimConfig) -> dict[str, Any]:
 
 
 def empty_moments(parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's state of a parameter before its first step.
+    """Return AdamW's state of a parameter before its first step.
 
-    AdamW would make it at that step; a checkpoint must be readable into it before. Setting it leaves the step count
-    alone, unlike a dummy step (pytorch issue 164929).
+    AdamW would allocate the state at that step, but a checkpoint is loaded into the state earlier. A dummy step would
+    change the step count (pytorch issue 164929).
     """
     zeros = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
-    # Where the fused kernel of a GPU reads it.
+    # On a GPU the fused kernel reads the count from the device.
     return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **zeros}
 
 
 def learning_rate_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
-    """The share of `optim.lr` at step `step` of the schedule (0 is the first) of `total_steps`: linear warm-up, then
-    constant, linear or cosine decay."""
+    """Return the factor of `optim.lr` at `step` (from 0) of `total_steps`: linear warm-up, then the chosen decay."""
     if step < optim.lr_warmup_steps:
         return (step + 1) / optim.lr_warmup_steps
     if optim.lr_scheduler_type == "constant":

@@ -1,4 +1,4 @@
-"""DeepSpeed's weights, moments and gradients at each ZeRO stage. All knowledge of its insides is here."""
+"""Accesses DeepSpeed's weights, moments and gradients at each ZeRO stage. Only this file uses DeepSpeed internals."""
 
 import math
 from collections.abc import Iterator
@@ -20,8 +20,10 @@ from rlhf.storage.shards import Shard
 
 @dataclass(frozen=True)
 class Range:
-    """This rank's part of a parameter: elements [start, start + numel) of the flattened parameter are the ones from
-    `offset` on of `flat`, a float32 tensor that AdamW steps and that may hold parts of many parameters, and padding."""
+    """This rank's part of a parameter: the flattened elements [start, start + numel), found at `offset` of `flat`.
+
+    `flat` is a float32 tensor that AdamW steps. It may contain parts of many parameters, and padding.
+    """
 
     shape: tuple[int, ...]
     start: int
@@ -30,23 +32,23 @@ class Range:
     offset: int
 
     def shard(self, tensor: Tensor, *, owner: bool) -> Shard:
-        """The part of `tensor`, which is `flat` or laid out like it."""
+        """Return this part of `tensor`, which is `flat` or has the same layout."""
         return Shard(self.shape, (self.start,), tensor.detach().view(-1)[self.offset : self.offset + self.numel], owner)
 
 
 class ZeroState:
-    """The state of an engine under a `torch.optim.AdamW` that knows the names of its parameters, as named ranges."""
+    """Exposes the state of an engine with a `torch.optim.AdamW` as named shards. The AdamW has parameter names."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, offload: TrainedFsdpConfig) -> None:
         self._engine, self._optimizer = engine, optimizer
         self._stage: int = engine.zero_optimization_stage()
         self._ranges = dict(_ranges(engine, optimizer, self._stage))
-        # At stage 0 every rank has everything.
+        # At stage 0 every rank has all weights.
         self._owner = self._stage > 0 or dims.everyone().rank == 0
         self._flats = {id(held.flat): held.flat for held in self._ranges.values()}
         for flat in self._flats.values():
             optimizer.state[flat] = empty_moments(flat)
-        # The parameters of a flat tensor have one step count between them, a checkpoint has one for each.
+        # The parameters of a flat tensor share a step count; a checkpoint has one per parameter.
         self._steps = {name: torch.zeros(()) for name in self._ranges}
         idle = offload.optimizer_offload
         self._in_passes = Offload(self._pass_tensors if offload.param_offload else None, "fsdp_config.param_offload")
@@ -55,31 +57,31 @@ class ZeroState:
         self._moments = Offload(self._moment_tensors if idle else None, "fsdp_config.optimizer_offload")
 
     def for_passes(self) -> AbstractContextManager[None]:
-        """The module's weights are on the device in the block, and what their gradients are summed and sent in."""
+        """Keep the module's weights and the gradient buffers on the device in the block."""
         return self._in_passes.on_device()
 
     @contextmanager
     def for_weights(self) -> Iterator[None]:
-        """The float32 weights are on the device in the block, whatever holds them."""
+        """Keep the float32 weights on the device in the block, whether the module's own or master weights."""
         with self._in_passes.on_device(), self._masters.on_device():
             yield
 
     @contextmanager
     def for_step(self) -> Iterator[None]:
-        """All that an optimizer step works with is on the device in the block."""
+        """Keep every tensor of an optimizer step on the device in the block."""
         with self.for_weights(), self._moments.on_device():
             yield
 
     def leave(self) -> None:
-        """Move to the host what is not in use."""
+        """Move offloaded tensors that are not in use to the host."""
         for offload in (self._in_passes, self._masters, self._moments):
             offload.leave()
 
     def _pass_tensors(self) -> Iterator[Tensor]:
         zero = self._engine.optimizer
         if self._stage == 3:
-            zero._partition_all_parameters()  # those that are whole, too
-            if not zero.offload_optimizer:  # else it is on the host
+            zero._partition_all_parameters()  # gathered parameters, too
+            if not zero.offload_optimizer:  # else the buffer is on the host
                 yield zero.grad_partitions_flat_buffer
             yield from (bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None)
         yield from getattr(zero, "fp32_groups_gradients_flat", ())  # of BF16_Optimizer
@@ -90,7 +92,7 @@ class ZeroState:
             yield parameter.ds_tensor if self._stage == 3 else parameter.detach()
 
     def _master_tensors(self) -> Iterator[Tensor]:
-        """Float32 weights beside those of the module."""
+        """Return the float32 weights that the module does not share."""
         own = {tensor.untyped_storage()._cdata for tensor in self._module_tensors()}
         flats = (held.flat.detach() for held in self._ranges.values())
         return (flat for flat in flats if flat.untyped_storage()._cdata not in own)
@@ -104,17 +106,16 @@ class ZeroState:
         return tensor
 
     def module_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The module's weights, whole below stage 3, where they are."""
+        """Return the module's weights on their present device, unsharded below stage 3."""
         return ((name, self._held(weight.detach())) for name, weight in self._engine.module.named_parameters())
 
     def weights(self) -> Iterator[tuple[str, Shard]]:
-        """Views of the float32 weights."""
+        """Yield views of the float32 weights."""
         for name, held in self._ranges.items():
             yield name, held.shard(self._held(held.flat), owner=self._owner)
 
     def frozen(self) -> Iterator[tuple[str, Shard]]:
-        """Views of the weights that are not trained, which the module has only once: below stage 3 every rank has them
-        whole."""
+        """Yield views of the frozen weights, which have no master copy. Below stage 3 every rank has them unsharded."""
         for name, parameter in _named(self._engine, trained=False):
             if self._stage < 3:
                 shape = tuple(parameter.shape)
@@ -124,7 +125,7 @@ class ZeroState:
             yield name, Shard(tuple(parameter.ds_shape), (start,), self._held(parameter.ds_tensor.detach())[:held])
 
     def moments(self) -> Iterator[tuple[str, Shard]]:
-        """Views of the moments, and the step counts."""
+        """Yield views of the moments, and the step counts."""
         for name, held in self._ranges.items():
             yield f"{name}.step", Shard((), (0,), self._steps[name], owner=dims.everyone().rank == 0)
             for moment in MOMENTS:
@@ -132,18 +133,18 @@ class ZeroState:
                 yield f"{name}.{moment}", held.shard(flat, owner=self._owner)
 
     def stepped(self) -> None:
-        """Read the step counts anew."""
-        # Once for each flat tensor: on a GPU the count lies there.
+        """Update the step counts from the optimizer."""
+        # Once per flat tensor, because each read of a count may sync with the GPU.
         counts = {key: float(self._optimizer.state[flat]["step"]) for key, flat in self._flats.items()}
         for name, held in self._ranges.items():
             self._steps[name].fill_(counts[id(held.flat)])
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring all that follows from weights and step counts in line with them. Collective."""
+        """Recompute all state that derives from the weights and the step counts. Collective."""
         counts: dict[int, float] = {}
         for name, held in self._ranges.items():
-            # Of a parameter that no loss has ever reached FSDP2 counts no steps; its moments are zero at any count.
+            # FSDP2 counts no steps for a parameter that never had a gradient; its moments are zero at any count.
             counts[id(held.flat)] = max(counts.get(id(held.flat), 0.0), float(self._steps[name]))
             self._optimizer.state[held.flat]["step"].fill_(counts[id(held.flat)])
         self.stepped()
@@ -161,7 +162,7 @@ class ZeroState:
                 zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def forget_gradients(self) -> None:
-        """Throw away what has been accumulated since the last step."""
+        """Clear the gradients accumulated since the last step."""
         zero = self._engine.optimizer
         zero.zero_grad()
         if self._stage == 3:
@@ -177,11 +178,10 @@ class ZeroState:
 
 
 def partition(model: PreTrainedModel, init: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Cut every parameter into the ranks' parts for ZeRO 3, one at a time: no rank has more than one of them whole.
-    Collective.
+    """Shard every parameter for ZeRO 3, one at a time, so that no rank has more than one unsharded. Collective.
 
-    What is on the meta device gets no value. `init`: a `deepspeed.zero.Init`, which an engine would let begin with the
-    whole model on `device`.
+    Parameters on the meta device get memory but no values. `init` is a `deepspeed.zero.Init`. An engine would use it
+    only after moving the whole model to `device`.
     """
 
     def parted(_: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -199,10 +199,10 @@ def partition(model: PreTrainedModel, init: Any, device: torch.device, dtype: to
 def _ranges(engine: Any, optimizer: torch.optim.Optimizer, stage: int) -> Iterator[tuple[str, Range]]:
     zero, named = engine.optimizer, _named(engine, trained=True)
     flats = dict(_stepped(optimizer, stage)) if stage < 3 else {}
-    if stage == 0:  # the parameters themselves, or float32 copies of them
+    if stage == 0:  # the parameters themselves, or their float32 copies
         for name, parameter in named:
             yield name, Range(tuple(parameter.shape), 0, parameter.numel(), flats[name], 0)
-    elif stage < 3:  # one tensor of all parameters of a group, cut into equal parts
+    elif stage < 3:  # one tensor of all parameters of a group, split into equal parts
         for name, parameter in named:
             shape, mapping, flat = tuple(parameter.shape), parameter._hp_mapping, flats[name]
             if mapping is None:
@@ -210,7 +210,7 @@ def _ranges(engine: Any, optimizer: torch.optim.Optimizer, stage: int) -> Iterat
             else:
                 part, at = mapping.lp_fragment_address, mapping.hp_fragment_address
                 yield name, Range(shape, part.start, part.numel, flat, at.start)
-    else:  # every parameter cut into equal parts, the last ones padded or empty
+    else:  # every parameter split into equal parts, the last parts padded or empty
         for name, parameter in named:
             group, offset, numel = zero.grad_position[parameter.ds_id]
             start, held = _part_of(parameter, numel)
@@ -222,15 +222,14 @@ def _named(engine: Any, *, trained: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _part_of(parameter: Any, numel: int) -> tuple[int, int]:
-    """The first element and the number of elements that this rank has of a parameter whose parts have `numel`, the last
-    ones padded or empty."""
+    """Return the start and size of this rank's part of a parameter with parts of `numel`, the last padded or empty."""
     size = math.prod(parameter.ds_shape)
     start = min(dims.data().rank * numel, size)
     return start, min(numel, size - start)
 
 
 def _stepped(optimizer: torch.optim.Optimizer, stage: int) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that AdamW steps, by parameter: at stage 0 one for each, at stages 1 and 2 the one of its group."""
+    """Yield the tensor that AdamW steps for each parameter: its own at stage 0, its group's at stages 1 and 2."""
     for group in optimizer.param_groups:
         names, tensors = group["param_names"], group["params"]
         yield from zip(names, tensors if stage == 0 else tensors * len(names), strict=True)
