@@ -1,4 +1,4 @@
-"""docs/settings.md, every setting with its help: `python -m rlhf.config.settings_page > docs/settings.md`."""
+"""Writes docs/settings.md, every setting with its help: `python -m rlhf.config.settings_page > docs/settings.md`."""
 
 import json
 import sys
@@ -14,19 +14,20 @@ HEADING = """\
 
 <!-- Made by `python -m rlhf.config.settings_page`. Edit the schema in rlhf/config/, not this page. -->
 
-Every setting by section, with the schema's default; an entry of a group (`conf/`) or a recipe may have another, which
-`python -m rlhf.train --cfg job` shows. [Configuration](configuration.md) says how they are put together, and what is
-done about a change of one when a run resumes: those marked *harmless* may change at any time, those marked *start* say
-where a run begins, and any other would give another run.
+Every setting with the schema's default. Entries of groups (`conf/`) and recipes change defaults:
+`python -m rlhf.train --cfg job` shows the values of a run. [Configuration](configuration.md) explains how to set them.
+
+"On a resume" is the effect of a value that differs from the checkpoint's. *harmless* changes are always allowed.
+*start* settings apply only where a run begins. Any other change gives a different run.
 """
 
 
 def settings_page() -> str:
-    """The page, in Markdown."""
+    """Return the page in Markdown."""
     default = Config()
     text = HEADING
     for section, settings in groupby(SETTINGS.values(), key=lambda setting: setting.key.partition(".")[0]):
-        text += f"\n## {section}\n\n| Setting | Default | Values | On a resume | |\n|---|---|---|---|---|\n"
+        text += f"\n## {section}\n\n| Setting | Default | Values | On a resume | Effect |\n|---|---|---|---|---|\n"
         text += "".join(
             _row(setting, None if setting.metadata["by_device"] else setting.value(default)) for setting in settings
         )

@@ -1,1 +1,1 @@
-"""Sections of the configuration, one dataclass module each; `rlhf.config.Config` is the whole."""
+"""One dataclass module per section of the configuration; `rlhf.config.Config` combines the sections."""

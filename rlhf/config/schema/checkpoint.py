@@ -1,4 +1,4 @@
-"""Section `checkpoint`: what a checkpoint holds, how many are kept, copies elsewhere."""
+"""Section `checkpoint`: content of checkpoints, retention, remote copies."""
 
 from dataclasses import dataclass
 
@@ -6,43 +6,42 @@ from rlhf.config.schema.fields import setting
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 REMOTES = {"s3": "s3fs", "gs": "gcsfs", "hdfs": "pyarrow", "file": "fsspec"}
-"""Schemes of `checkpoint.remote`, each with the package that speaks it."""
+"""Schemes of `checkpoint.remote`, each with the package that implements it."""
 
 
 @dataclass
 class CheckpointConfig:
     contents: list[str] = setting(["model", "optimizer", "extra"], resume="harmless")
-    """Parts that a save writes: any of `model`, `optimizer`, `extra` (LR schedule and RNG), `hf_model` (a Hugging Face
-    folder)."""
+    """Parts to save: `model`, `optimizer`, `extra` (LR schedule and RNG), `hf_model` (a Hugging Face folder)."""
     hf_dtype: str | None = setting(None, choices=("float32", "bfloat16", "float16"), resume="harmless")
-    """Type of the weights in `hf_model`; null keeps that of the training, float32, from which alone a run can go on."""
+    """Dtype of the weights in `hf_model`; null means float32, the only dtype that training can continue from."""
     hf_adapter: str = setting("keep", choices=("keep", "merge"), resume="harmless")
-    """Form of `hf_model` where adapters are trained (`model.lora`): `keep` writes a folder of peft's, `merge` the whole
-    model, base and adapter in one."""
+    """Content of `hf_model` with `model.lora`: `keep` saves a peft adapter folder, `merge` saves the whole model with
+    the adapter merged."""
     load_contents: list[str] | None = setting(None, resume="start")
-    """Parts that a run which begins at `trainer.resume_from_path` reads there; null means `contents`, or all that is
-    there of one that was imported from another tool. From checkpoints of its own a run takes all that they hold."""
+    """Parts that a run loads from `trainer.resume_from_path`; null means `contents`, or all parts of an imported
+    checkpoint. From its own checkpoints, a run always loads everything."""
     async_save: bool = setting(True, resume="harmless")
-    """Train on while a checkpoint is written, from a copy in memory; false waits for each save. The numbers of the run
-    are the same."""
+    """Continue training while a copy in memory is written; false waits for each save. Does not change the run's
+    numbers."""
     max_to_keep: int | None = setting(3, ge=1, resume="harmless")
-    """Newest checkpoints to keep; null keeps all."""
+    """Number of newest checkpoints to keep; null keeps all."""
     keep_every: int | None = setting(None, ge=1, resume="harmless")
-    """Keep checkpoints whose step is a multiple of this for good, beside the newest; null keeps none."""
+    """Also keep every checkpoint whose step is a multiple of this; null keeps none."""
     keep_best: int = setting(0, ge=0, resume="harmless")
-    """Keep the best so many checkpoints by `best_metric`, beside the newest."""
+    """Also keep this many checkpoints with the best `best_metric`."""
     best_metric: str | None = setting(None, choices=("val/accuracy", "val/reward"), resume="harmless")
-    """The figure that `keep_best` ranks by; higher is better. Only checkpoints of steps that were evaluated have it.
-    null takes the headline of the evaluations: the reward where scores are not 0 or 1, else the accuracy."""
+    """Metric that ranks evaluated checkpoints for `keep_best`; higher is better. null means accuracy, or reward if
+    scores are not only 0 and 1."""
     remote: str | None = setting(None, resume="harmless")
-    """Copy each checkpoint there behind the training: `s3://...`, `gs://...`, `hdfs://...` or `file://...`; null copies
+    """Copy each checkpoint in the background to `s3://...`, `gs://...`, `hdfs://...` or `file://...`; null copies
     nothing."""
     remote_max_to_keep: int | None = setting(None, ge=1, resume="harmless")
-    """Newest checkpoints to keep there; null keeps all."""
+    """Number of newest checkpoints to keep in `remote`; null keeps all."""
     journal: bool = setting(False, resume="harmless")
-    """Write finished samples of the step under way to disk, so that a crash does not generate them again."""
+    """Write each finished sample of the current step to disk, so that a restart does not generate the sample again."""
     timeout_s: float = setting(3600.0, gt=0, resume="harmless")
-    """Longest wait for another rank's part of a save or a load, in seconds; then the attempt fails and restarts."""
+    """Seconds to wait for other ranks during a save or load; after that the attempt fails and restarts."""
     on_save_error: str = setting("stop", choices=("stop", "continue"), resume="harmless")
-    """A save that failed (disk full, permission): end the run, or say so and train on. The last save of a run, or of
-    one that is asked to stop, always ends it with an error. The previous checkpoint stays intact either way."""
+    """After a failed save (disk full, permission): end the run, or log the error and train on. The last save must
+    succeed; the previous checkpoint stays intact."""

@@ -11,23 +11,25 @@ from rlhf.config.schema.optim import OptimConfig
 @dataclass
 class CriticConfig:
     enable: bool | None = setting(None)
-    """Train a critic; null means when `algorithm.adv_estimator` needs one (`gae`)."""
+    """Train a critic; null means only if `algorithm.adv_estimator` needs a critic (`gae`)."""
     path: str | None = setting(None, resume="harmless")
-    """The causal LM that the critic starts from, as `model.path`; null takes that one. A resume compares what it
-    holds."""
+    """Causal LM to initialize the critic from, a folder or Hub name; null means `model.path`. A resume compares the
+    content, not the path."""
     ppo_max_token_len_per_gpu: int | None = setting(None, ge=1, resume="harmless")
-    """Tokens per forward and backward pass on one rank; null takes the actor's."""
+    """Tokens per forward and backward pass on one rank; null means `actor.ppo_max_token_len_per_gpu`."""
     forward_max_token_len_per_gpu: int | None = setting(None, ge=1, resume="harmless")
-    """Tokens per forward pass on one rank, for the values before the update; null takes the critic's number above."""
+    """Tokens per forward pass on one rank, for the values before the update; null means
+    `critic.ppo_max_token_len_per_gpu`."""
     use_remove_padding: bool | None = setting(None, resume="harmless")
-    """Sequences in one row without padding, as for the actor."""
+    """Pack sequences without padding, as `actor.use_remove_padding`."""
     ppo_epochs: int = setting(1, ge=1)
-    """Passes of the critic's optimizer over each batch, in mini-batches of `actor.ppo_mini_batch_size` prompts."""
+    """Optimizer passes of the critic over each batch, in mini-batches of `actor.ppo_mini_batch_size` prompts."""
     cliprange_value: float = setting(0.5, gt=0)
-    """Largest move of a value from the one before the update that still lowers the loss."""
+    """Value clip: a change of a value by more than this, from the value before the update, lowers the loss no
+    further."""
     loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES)
-    """Aggregation of token losses to one number, as for the actor."""
+    """Aggregation of token losses over all ranks and micro-batches."""
     grad_clip: float = setting(1.0, gt=0)
-    """Largest norm of the gradient over all ranks."""
+    """Largest gradient norm over all ranks."""
     optim: OptimConfig = setting(lambda: OptimConfig(lr=1e-5))
     fsdp_config: TrainedFsdpConfig = setting(TrainedFsdpConfig)

@@ -9,9 +9,9 @@ from rlhf.config.schema.fields import setting
 @dataclass
 class ReasoningGymConfig:
     task: str = setting("chain_sum")
-    """A dataset name of the reasoning-gym library."""
+    """Dataset name of the reasoning-gym library."""
     config: dict[str, Any] = setting({})
-    """Settings of that dataset, e.g. {min_terms: 2, max_terms: 2}."""
+    """Settings of the reasoning-gym dataset, e.g. {min_terms: 2, max_terms: 2}."""
     train_size: int = setting(20000, ge=1)
     """Problems in the training set."""
     val_size: int = setting(500, ge=1)
@@ -24,33 +24,33 @@ class DataConfig:
     """Parquet, JSONL, JSON or CSV files, globs, or Hub dataset names; one or a list. null trains on
     `data.reasoning_gym`."""
     val_files: Any = setting(None, resume="harmless")
-    """Held-out prompts, as `train_files`. With train_files set and this null there is no evaluation."""
+    """Held-out prompts, in the same form as `train_files`. If train_files is set, null disables evaluation."""
     prompt_key: str = setting("prompt")
     """Column with the prompt: a chat list of {role, content}, or a plain string."""
     answer_key: str = setting("answer")
-    """Column with the reference answer in sets without verl's `reward_model.ground_truth`."""
+    """Column with the reference answer, for datasets without verl's `reward_model.ground_truth`."""
     system_prompt: str | None = setting(None)
-    """System message of prompts that have none of their own."""
+    """System message for prompts without a system message."""
     apply_chat_template_kwargs: dict[str, Any] = setting({})
-    """Variables of the chat template, e.g. {enable_thinking: false} of Qwen3's."""
+    """Variables of the chat template, e.g. {enable_thinking: false} for Qwen3."""
     train_batch_size: int = setting(64, ge=1)
     """Prompts per step over all ranks; each is sampled `rollout.n` times."""
     gen_batch_size: int | None = setting(None, ge=1)
-    """Prompts per generation with `algorithm.filter_groups`, over all ranks; null means `train_batch_size`."""
+    """Prompts per generation over all ranks, with `algorithm.filter_groups`; null means `train_batch_size`."""
     max_prompt_length: int = setting(256, ge=1)
     """Longest prompt in tokens, chat template included."""
     max_response_length: int = setting(256, ge=1)
     """Longest response in tokens, end-of-sequence included."""
     overlong_prompts: str = setting("filter", choices=("filter", "left", "right", "middle", "error"))
-    """Prompts longer than the limit: drop them, truncate at a side (verl's `truncation`), or refuse the data set.
-    Always counted."""
+    """Prompts longer than `max_prompt_length`: drop (`filter`), truncate at a side (verl's `truncation`), or stop with
+    an error. The run logs their number."""
     cache_dir: str | None = setting(None, resume="harmless")
-    """Folder for tokenised prompts of large files, shared by the ranks of a node and by all runs. null means
-    `rlhf_prompts` in the cache of Hugging Face's datasets."""
+    """Folder for tokenized prompts of large files, shared by all runs and the ranks of a node. null means
+    `rlhf_prompts` in the cache of Hugging Face datasets."""
     shuffle: bool = setting(True)
-    """A new order each epoch, from the seed and the epoch's number."""
+    """Shuffle prompts in each epoch, with an order that depends only on the seed and the epoch."""
     train_max_samples: int | None = setting(None, ge=1)
-    """Use only the first so many training prompts."""
+    """Use only this many training prompts, from the start; null uses all."""
     val_max_samples: int | None = setting(None, ge=1, resume="harmless")
-    """Use only the first so many held-out prompts."""
+    """Use only this many held-out prompts, from the start; null uses all."""
     reasoning_gym: ReasoningGymConfig = setting(ReasoningGymConfig)

@@ -1,12 +1,12 @@
-"""Declaration of a setting: its default, its bounds, its choices, and what a change of it means for a resumed run."""
+"""Declares a setting: default, bounds, choices, and the effect of a change on a resume."""
 
 from dataclasses import field
 from typing import Any, Literal
 
 Resume = Literal["trajectory", "harmless", "start"]
-"""Effect on a resume of a value other than the checkpoint's: `harmless` differences are logged, `trajectory` ones
-change the numbers of the run and need `trainer.allow_config_change=true`; `start` ones say where a run begins and mean
-nothing to one that goes on."""
+"""Effect of a value that differs from the checkpoint's. A resume logs `harmless` differences. `trajectory` differences
+change the numbers of the run and need `trainer.allow_config_change=true`. `start` settings choose where a run begins,
+and a resume ignores them."""
 
 
 def setting(
@@ -19,11 +19,10 @@ def setting(
     resume: Resume = "trajectory",
     by_device: bool = False,
 ) -> Any:
-    """A dataclass field with its rules in the metadata; lists and dicts are copied per instance, sections are
-    called.
+    """Return a dataclass field with its rules in the metadata.
 
-    A `by_device` setting may be null, with which a composition begins: what suits the device (`rlhf.planning.suited`).
-    Its default is for a CPU.
+    Lists and dicts are copied per instance; sections are called. A `by_device` setting may be null in a recipe:
+    composition sets it to the device's default (`rlhf.planning.suited`). The default here is for a CPU.
     """
     metadata = {"choices": choices, "ge": ge, "gt": gt, "le": le, "resume": resume, "by_device": by_device}
     if isinstance(default, (list, dict)):

@@ -1,4 +1,4 @@
-"""Sections `fsdp_config`, named as in verl and good for any backend: how a model lies in memory."""
+"""Sections `fsdp_config`, named as in verl but for any backend: dtype and offload of a model's state."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ class FrozenFsdpConfig:
     """A model that is not trained."""
 
     model_dtype: str = setting("float32", choices=("float32", "bfloat16"))
-    """Precision in which its weights are kept; its passes compute in that of `backend.autocast`. bfloat16 takes half
-    the memory and rounds the weights of float32 files, which bfloat16 files are not."""
+    """Dtype of the frozen weights; passes compute in `backend.autocast`. bfloat16 needs half the memory, and rounds the
+    weights of float32 files."""
     param_offload: bool = setting(False, resume="harmless")
-    """On CUDA: keep the weights in the host's memory except in passes of the model."""
+    """On CUDA: keep the weights in host memory except during forward passes."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class TrainedFsdpConfig:
     """A model in training."""
 
     param_offload: bool = setting(False, resume="harmless")
-    """On CUDA: keep the weights in the host's memory except in passes of the model."""
+    """On CUDA: keep the weights in host memory except during passes of the model."""
     optimizer_offload: bool = setting(False, resume="harmless")
-    """On CUDA: keep AdamW's moments (with DeepSpeed the master weights, too) in the host's memory except in optimizer
-    steps, which are made on the device."""
+    """On CUDA: keep AdamW's moments (with DeepSpeed also the master weights) in host memory between optimizer steps.
+    The steps run on the GPU."""

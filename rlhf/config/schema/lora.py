@@ -1,4 +1,4 @@
-"""Section `model.lora`: adapters (LoRA) in the place of all weights of the policy."""
+"""Section `model.lora`: LoRA adapters that train instead of all weights of the policy."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,24 +11,25 @@ ALL_LINEAR = "all-linear"
 @dataclass
 class LoraConfig:
     enabled: bool = setting(False)
-    """Train adapters beside the policy's weights, which stay as they are; the reference is the model without them."""
+    """Train LoRA adapters and freeze the policy's weights. The reference is the model without adapters."""
     rank: int = setting(32, ge=1)
     """Rank of the adapters."""
     alpha: float = setting(32.0, gt=0)
-    """Scale: what an adapter adds is multiplied by `alpha / rank` (`use_rslora`: by alpha over the root of rank)."""
+    """Scale: an adapter's output is multiplied by `alpha / rank` (`use_rslora`: alpha / sqrt(rank))."""
     target_modules: Any = setting(ALL_LINEAR)
-    """The layers that get one: `all-linear` (every linear layer but the head), or a list of the ends of their names,
-    e.g. [q_proj, v_proj]."""
+    """Layers with adapters: `all-linear` (every linear layer but the head), or a list of name endings, e.g. [q_proj,
+    v_proj]."""
     exclude_modules: list[str] = setting([])
-    """The ends of names of layers that get none."""
+    """Name endings of layers without adapters."""
     dropout: float = setting(0.0, ge=0, le=0.9)
-    """Share of an adapter's inputs that is left out at random in the update; never where log-probs are taken."""
+    """Dropout on adapter inputs during the update, not when log-probs are computed."""
     use_rslora: bool = setting(False)
-    """Rank-stabilised scale (arXiv 2312.03732)."""
+    """Rank-stabilized scale (arXiv 2312.03732)."""
     use_dora: bool = setting(False)
-    """A magnitude of its own for each output (DoRA, arXiv 2402.09353); slower, and not with DeepSpeed's stage 3."""
+    """DoRA's trained magnitude per output (arXiv 2402.09353). Slower; not with `backend.zero_stage=3`."""
     path: str | None = setting(None, resume="start")
-    """A folder of peft's (adapter_config.json, adapter_model.safetensors) with the adapters to begin with."""
+    """peft folder (adapter_config.json, adapter_model.safetensors) with the initial adapters; null starts new
+    adapters."""
     base_dtype: str | None = setting(None, choices=("float32", "bfloat16"))
-    """The precision in which the frozen weights are held; null means bfloat16 with `backend.autocast=bfloat16`, else
-    float32. Adapters and their moments are float32."""
+    """Dtype of the frozen weights; null means bfloat16 with `backend.autocast=bfloat16`, else float32. Adapters and
+    their optimizer state are float32."""

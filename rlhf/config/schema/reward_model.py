@@ -1,4 +1,4 @@
-"""Section `reward_model`: the sequence classifier among the rewards."""
+"""Section `reward_model`: the sequence classifier that scores responses."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ class RewardModelConfig:
     """The sequence classifier behind `reward_model` in `reward.functions`."""
 
     path: str | None = setting(None, resume="harmless")
-    """A local folder in Hugging Face format or a Hub name, with one label and a tokenizer of its own. A resume compares
-    what it holds."""
+    """Local folder in Hugging Face format or Hub name, with one label and its own tokenizer. A resume compares the
+    content, not the path."""
     revision: str | None = setting(None, resume="harmless")
     """Branch, tag or commit of a Hub name."""
     forward_max_token_len_per_gpu: int = setting(16384, ge=1, resume="harmless")
-    """Tokens per forward pass on one rank; a longer chat goes alone."""
+    """Tokens per forward pass on one rank; a longer chat gets a pass of its own."""
     use_remove_padding: bool | None = setting(None, resume="harmless")
-    """Chats in one row without padding, as the actor's sequences."""
+    """Pack chats without padding, as `actor.use_remove_padding`."""
     max_length: int = setting(4096, ge=1)
-    """Tokens of prompt and response that it reads; of longer texts the end."""
+    """Longest chat in tokens, prompt and response; longer chats keep their end."""
     fsdp_config: FrozenFsdpConfig = setting(FrozenFsdpConfig)

@@ -1,4 +1,4 @@
-"""Section `rollout`: the engine that generates and how samples are drawn."""
+"""Section `rollout`: the rollout engine and its sampling."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +9,15 @@ from rlhf.config.schema.fields import setting
 @dataclass
 class ValKwargsConfig:
     temperature: float = setting(0.0, ge=0, resume="harmless")
-    """0 is greedy."""
+    """Temperature of evaluation samples; 0 is greedy."""
     top_p: float = setting(1.0, gt=0, le=1, resume="harmless")
     """Sample from the smallest set of tokens with at least this probability."""
     top_k: int = setting(-1, ge=-1, resume="harmless")
-    """Sample from the k likeliest tokens; -1 or 0 from all."""
+    """Sample from the k likeliest tokens; -1 or 0 means all."""
     min_p: float = setting(0.0, ge=0, le=1, resume="harmless")
-    """Sample from the tokens with at least this share of the likeliest one's probability; 0 from all."""
+    """Drop tokens with less than this fraction of the likeliest token's probability; 0 drops none."""
     repetition_penalty: float = setting(1.0, ge=0.01, le=100.0, resume="harmless")
-    """See `rollout.repetition_penalty`; greedy responses have it, too."""
+    """As `rollout.repetition_penalty`; also applies to greedy responses."""
     n: int = setting(1, ge=1, resume="harmless")
     """Samples per held-out prompt; the accuracy is their mean."""
 
@@ -25,82 +25,82 @@ class ValKwargsConfig:
 @dataclass
 class EngineKwargsConfig:
     vllm: dict[str, Any] = setting({})
-    """vLLM's own engine arguments by their Python names, e.g. {kv_cache_dtype: fp8, max_num_batched_tokens: 8192}; they
-    win over ours."""
+    """vLLM's engine arguments by their Python names, e.g. {kv_cache_dtype: fp8, max_num_batched_tokens: 8192}; they
+    override the trainer's."""
 
 
 @dataclass
 class ServersConfig:
     urls: list[str] = setting([], resume="harmless")
-    """Servers that run already, e.g. [http://node7:8000]; started with `python -m rlhf.rollout.servers`. Empty: we
-    start our own."""
+    """URLs of running servers, e.g. [http://node7:8000], started with `python -m rlhf.rollout.servers`. Empty: the
+    trainer starts servers."""
     count: int = setting(1, ge=1, resume="harmless")
-    """Servers that we start, beside the first rank."""
+    """Servers that the trainer starts, on the machine of the first rank."""
     start_timeout_s: float = setting(600.0, gt=0, resume="harmless")
-    """A server that does not answer so long after its start counts as dead."""
+    """Seconds from a server's start to its first answer; after that the server counts as dead."""
     answer_timeout_s: float = setting(300.0, gt=0, resume="harmless")
-    """A server that has requests and for so long neither answers one nor computes a token counts as hung."""
+    """Seconds without an answer or a computed token, with requests pending, after which a server counts as hung."""
     max_failures: int = setting(5, ge=0, resume="harmless")
-    """Failures of servers in a row, without a finished request between them, before the run gives up."""
+    """Largest number of server failures in a row, without a finished request; one more fails the attempt."""
     backoff_s: float = setting(1.0, ge=0, resume="harmless")
-    """Wait before a server that failed is tried again; doubles with each failure in a row."""
+    """Seconds before retrying a failed server; doubles with each failure in a row."""
     backoff_max_s: float = setting(60.0, ge=0, resume="harmless")
-    """Longest such wait, in seconds."""
+    """Largest backoff in seconds."""
 
 
 @dataclass
 class RolloutConfig:
     name: str | None = setting("embedded", choices=("embedded", "vllm", "vllm_server"), by_device=True)
-    """The engine that generates: `embedded` comes with the trainer, `vllm` shares its devices, `vllm_server` has its
-    own; null means `vllm` on CUDA where it is installed, otherwise `embedded`."""
+    """Rollout engine: `embedded` (built in), `vllm` (shares the trainer's devices), or `vllm_server` (has its own
+    devices). null means `vllm` on CUDA if installed, else `embedded`."""
     n: int = setting(8, ge=1)
-    """Samples per prompt: the group of GRPO."""
+    """Samples per prompt (GRPO's group size)."""
     temperature: float = setting(1.0, ge=0)
-    """At least 0.01: greedy samples have no distribution to train."""
+    """Sampling temperature, at least 0.01: greedy samples have no distribution to train."""
     top_p: float = setting(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with at least this probability."""
     top_k: int = setting(-1, ge=-1)
-    """Sample from the k likeliest tokens; -1 or 0 from all."""
+    """Sample from the k likeliest tokens; -1 or 0 means all."""
     min_p: float = setting(0.0, ge=0, le=1)
-    """Sample from the tokens with at least this share of the likeliest one's probability; 0 from all."""
+    """Drop tokens with less than this fraction of the likeliest token's probability; 0 drops none."""
     repetition_penalty: float = setting(1.0, ge=0.01, le=100.0)
-    """Divides the logits of the tokens that the prompt or the response has already (multiplies negative ones); 1 is
-    none, more is fewer repetitions."""
+    """Divides positive and multiplies negative logits of tokens already in the prompt or response; 1 has no effect,
+    higher repeats less."""
     stop: list[str] = setting([])
-    """Strings that end a sample; the tokens that complete one are kept."""
+    """Strings that end a response; the response keeps the tokens of the string."""
     ignore_eos: bool = setting(False)
-    """Go on to `data.max_response_length` whatever the policy says (for benchmarks)."""
+    """Generate until `data.max_response_length` even after end-of-sequence (for benchmarks)."""
     max_num_seqs: int = setting(256, ge=1, resume="harmless")
-    """Samples that one rank decodes together."""
+    """Samples that one rank decodes at the same time."""
     log_prob_max_token_len_per_gpu: int | None = setting(None, ge=1, resume="harmless")
-    """Tokens per forward pass on one rank, for the log-probs of the samples before the update; null takes
+    """Tokens per forward pass on one rank, for log-probs before the update; null means
     `actor.ppo_max_token_len_per_gpu`."""
     dtype: str | None = setting("float32", choices=("float32", "bfloat16", "float16"), by_device=True)
-    """Precision of the engine's weights and cache; null means bfloat16 on CUDA, float32 on a CPU."""
+    """Dtype of the engine's weights and cache; null means bfloat16 on CUDA, float32 on a CPU."""
     tensor_model_parallel_size: int = setting(1, ge=1)
-    """Devices that one vLLM engine is spread over."""
+    """Devices per vLLM engine (tensor parallelism)."""
     gpu_memory_utilization: float = setting(0.5, gt=0, le=1, resume="harmless")
-    """Share of a GPU's memory (on a CPU: of the machine's) that vLLM may take for weights and cache."""
+    """Fraction of a GPU's memory (on a CPU: of the machine's) that vLLM may use for weights and cache."""
     enforce_eager: bool = setting(False)
-    """vLLM without CUDA graphs: slower, less memory. On a CPU always."""
+    """Run vLLM without CUDA graphs: slower, less memory. Always on for a CPU."""
     sleep_level: int = setting(2, ge=0, le=2, resume="harmless")
-    """Memory that `vllm` gives back while the ranks train: 0 nothing, 1 weights (kept in the CPU's memory) and cache, 2
-    both, for good."""
+    """Memory that `vllm` frees during training: 0 nothing, 1 weights (moved to CPU memory) and cache, 2 both without a
+    copy."""
     lora: str = setting("merged", choices=("merged", "native"))
-    """Way of adapters (`model.lora`) into the engine: `merged` sends whole weights, base and adapter in one; `native`
-    sends the adapters alone, which vLLM applies in each pass beside the base that it keeps."""
+    """Weight sync with `model.lora`: `merged` sends whole weights with adapters merged; `native` sends only adapters,
+    which vLLM applies in each pass."""
     structured_outputs: dict[str, Any] = setting({})
-    """Form of the responses, as vLLM's StructuredOutputsParams: {json: ...}, {regex: ...}, {choice: [...]}, {grammar:
+    """Response format, as in vLLM's StructuredOutputsParams: {json: ...}, {regex: ...}, {choice: [...]}, {grammar:
     ...}."""
     async_steps: int = setting(0, ge=0, le=1)
-    """1: while a step trains, `vllm_server` generates the next one's batch, with weights that are one step old by
-    then."""
+    """1: `vllm_server` generates the next batch during training, with weights that are one step old. 0 generates before
+    training."""
     engine_kwargs: EngineKwargsConfig = setting(EngineKwargsConfig)
     servers: ServersConfig = setting(ServersConfig)
     val_kwargs: ValKwargsConfig = setting(ValKwargsConfig)
 
     @property
     def engine_dtype(self) -> str:
-        """`dtype` of a composed configuration, in which it is a name."""
+        """Return `dtype`, which composition has set."""
         assert self.dtype is not None
         return self.dtype

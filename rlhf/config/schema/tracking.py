@@ -10,7 +10,7 @@ class WandbConfig:
     mode: str = setting("online", choices=("online", "offline"), resume="harmless")
     """`offline` writes files for `wandb sync`."""
     entity: str | None = setting(None, resume="harmless")
-    """User or team on wandb; null takes the login's own."""
+    """wandb user or team; null means the login's default."""
     tags: list[str] = setting([], resume="harmless")
     """Tags of the run on wandb."""
 
@@ -18,5 +18,5 @@ class WandbConfig:
 @dataclass
 class TrackingConfig:
     progress: str = setting("auto", choices=("auto", "live", "plain"), resume="harmless")
-    """`live` bar, `plain` lines, or by whether the error stream is a terminal (under torchrun: `plain`)."""
+    """`live` bar or `plain` lines; `auto` is `live` if standard error is a terminal (under torchrun: `plain`)."""
     wandb: WandbConfig = setting(WandbConfig, resume="harmless")
