@@ -24,7 +24,7 @@ from rlhf.models.adapter_layers import Adapters
 from rlhf.models.adapter_start import fill_from_folder, fill_from_seed, put
 from rlhf.models.model_files import on_every_rank
 from rlhf.models.packing_probe import choose_packing
-from rlhf.models.skeleton import hold_in
+from rlhf.models.skeleton import cast_parameters
 from rlhf.models.weights import Loaded
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.hf_layout import ADAPTER_CONFIG
@@ -103,7 +103,7 @@ class Engines:
 
 def frozen(loaded: Loaded, config: BackendConfig, kept: FrozenFsdpConfig, device: torch.device) -> Fsdp2Model:
     """Shard a model without an optimizer over the ranks and load its weights. Collective."""
-    hold_in(loaded.model, getattr(torch, kept.model_dtype))
+    cast_parameters(loaded.model, getattr(torch, kept.model_dtype))
     plain = loaded.model.requires_grad_(False).eval()
     model = Fsdp2Model(plain, config, device, param_offload=kept.param_offload)
     loaded.fill(model.model_shards())

@@ -56,7 +56,7 @@ from rlhf.models.flops import UpdateFlops, peak_flops
 from rlhf.models.log_prob_probe import check_log_probs
 from rlhf.models.model_files import on_every_rank
 from rlhf.models.packing import is_packed, pack
-from rlhf.models.parameter_count import in_words
+from rlhf.models.parameter_count import short_number
 from rlhf.models.weights import Loaded
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
@@ -288,9 +288,9 @@ def _facts(setup: Setup, policy: TrainingBackend, inputs: RunInputs) -> str:
         sum(math.prod(shard.shape) for shard in shards.values())
         for shards in (policy.model_shards(), policy.base_shards())
     )
-    parameters = f"{in_words(base or trained)} parameters"
+    parameters = f"{short_number(base or trained)} parameters"
     if base:
-        parameters += f", frozen, and {in_words(trained)} in adapters"
+        parameters += f", frozen, and {short_number(trained)} in adapters"
     where = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else str(setup.device)
     held_out = "" if inputs.val_set is None else f" and {inputs.val_set.counted} held-out"
     driver = inputs.driver

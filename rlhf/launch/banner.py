@@ -8,7 +8,7 @@ from rlhf.config import Config
 from rlhf.config.derived import needs_reference
 from rlhf.config.rules.lora_rules import suggested_rate
 from rlhf.config.rules.validate import number_of_ranks
-from rlhf.models.parameter_count import count_parameters, in_words
+from rlhf.models.parameter_count import count_parameters, short_number
 from rlhf.planning.check import plan_of
 from rlhf.planning.plan_text import line
 from rlhf.planning.suited import Machine
@@ -48,7 +48,7 @@ def _model(config: Config) -> str:
     kept += [("reward model", config.reward_model.fsdp_config)] if config.reward_model.path is not None else []
     for path, revision, role in models:
         count = count_parameters(path, revision)
-        told.append(f"{role}{_near(path)}" + (f" ({in_words(count)} parameters)" if count is not None else ""))
+        told.append(f"{role}{_near(path)}" + (f" ({short_number(count)} parameters)" if count is not None else ""))
     told += [f"{role} kept in {c.model_dtype}" for role, c in kept if c.model_dtype != "float32"]
     return ", ".join(told)
 

@@ -8,7 +8,7 @@ from rlhf.errors import UserError
 from rlhf.models.adapter_config import not_plain
 from rlhf.models.config_check import read_object
 from rlhf.models.fingerprint import fingerprint
-from rlhf.models.folder_check import torn
+from rlhf.models.folder_check import safetensors_problem
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PLAIN = {
@@ -33,32 +33,32 @@ def check_adapter_start(lora: LoraConfig, model_path: str, *, begins: bool = Tru
     Skipped unless the adapters begin with it: `begins` is False if a checkpoint already has them."""
     if not lora.enabled or lora.path is None or not begins:
         return
-    folder, said = Path(lora.path).expanduser(), f"model.lora.path={lora.path}"
+    folder, prefix = Path(lora.path).expanduser(), f"model.lora.path={lora.path}"
     if not folder.is_dir():
-        raise UserError(f"{said}: there is no such folder. Correct it.")
+        raise UserError(f"{prefix}: there is no such folder. Correct the path.")
     config = read_object(folder / CONFIG)
     if config is None or not (folder / WEIGHTS).is_file():
         missing = CONFIG if config is None else WEIGHTS
-        raise UserError(f"{said}: has no {missing} to read, so it is no folder of an adapter that peft has saved.")
-    if problem := torn(folder / WEIGHTS):
-        raise UserError(f"{said}: {WEIGHTS} {problem}")
-    _check_kind(said, config)
-    _check_settings(said, config, lora)
-    _check_base(said, config, model_path)
+        raise UserError(f"{prefix}: has no {missing} to read, so it is no adapter folder of peft. Correct the path.")
+    if problem := safetensors_problem(folder / WEIGHTS):
+        raise UserError(f"{prefix}: {WEIGHTS} {problem}")
+    _check_kind(prefix, config)
+    _check_settings(prefix, config, lora)
+    _check_base(prefix, config, model_path)
 
 
-def _check_kind(said: str, config: dict[str, Any]) -> None:
+def _check_kind(prefix: str, config: dict[str, Any]) -> None:
     others = [name for name, plain in PLAIN.items() if config.get(name) and config[name] not in plain]
     others += [*not_plain(config), *(name for name in EMPTY if config.get(name))]
     if others:
         found = ", ".join(f"{name} {config[name]!r}" for name in others)
         raise UserError(
-            f"{said}: has {found}, and adapters here are plain LoRA of linear layers. Merge it into its base with "
-            "peft, and set model.path to that and model.lora.path=null."
+            f"{prefix}: has {found}, but only plain LoRA of linear layers is supported. Merge the adapter into its "
+            "base with peft, set model.path to the result and model.lora.path=null."
         )
 
 
-def _check_settings(said: str, config: dict[str, Any], lora: LoraConfig) -> None:
+def _check_settings(prefix: str, config: dict[str, Any], lora: LoraConfig) -> None:
     pairs = {
         "rank": (config.get("r"), lora.rank),
         "alpha": (config.get("lora_alpha"), lora.alpha),
@@ -69,10 +69,10 @@ def _check_settings(said: str, config: dict[str, Any], lora: LoraConfig) -> None
     if others:
         found = ", ".join(f"{name} {stored} (here {pairs[name][1]})" for name, stored in others.items())
         remedy = " ".join(f"model.lora.{name}={str(stored).lower()}" for name, stored in others.items())
-        raise UserError(f"{said}: was trained with {found}. Set {remedy}.")
+        raise UserError(f"{prefix}: was trained with {found}. Set {remedy}.")
 
 
-def _check_base(said: str, config: dict[str, Any], model_path: str) -> None:
+def _check_base(prefix: str, config: dict[str, Any], model_path: str) -> None:
     named = config.get("base_model_name_or_path")
     if not named or named == model_path:
         return
@@ -86,5 +86,5 @@ def _check_base(said: str, config: dict[str, Any], model_path: str) -> None:
         same = None
     if same is False:
         raise UserError(
-            f"{said}: is an adapter of {named}, and model.path={model_path} is another model. Set model.path={named}."
+            f"{prefix}: is an adapter of {named}, but model.path={model_path} is another model. Set model.path={named}."
         )

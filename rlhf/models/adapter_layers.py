@@ -13,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 from rlhf.config.schema.lora import ALL_LINEAR, LoraConfig
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.models.adapter_config import peft_settings
-from rlhf.models.adapter_targets import chosen_layers, largest_rank, named_by
+from rlhf.models.adapter_targets import chosen_layers, largest_rank, name_matches
 from rlhf.models.merged_weight import Factors, output_norms
-from rlhf.models.skeleton import hold_in
+from rlhf.models.skeleton import cast_parameters
 
 ADAPTER = "default"
 """Name of the only adapter of a model, peft's default."""
@@ -38,7 +38,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.d
     from peft import inject_adapter_in_model
 
     targets = target_names(model, config)
-    hold_in(model, base_dtype)
+    cast_parameters(model, base_dtype)
     # Names change only for adapted layers, and no random numbers are drawn.
     inject_adapter_in_model(
         PeftConfig(**peft_settings(asdict(config)), target_modules=targets), model, low_cpu_mem_usage=True
@@ -46,8 +46,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.d
     # In some models, experts that used to be linear layers have the same names, and peft would adapt those.
     if others := sorted(_adapted(model).keys() ^ set(targets)):
         raise UserError(
-            f"model.lora.target_modules={config.target_modules}: peft would adapt fused experts in the place of layers "
-            f"of {model.config.model_type} ({others[0]}). Leave these out: model.lora.exclude_modules="
+            f"model.lora.target_modules={config.target_modules}: peft would adapt fused experts instead of layers of "
+            f"{model.config.model_type} ({others[0]}). Exclude these layers: model.lora.exclude_modules="
             f"[{others[0].rpartition('.')[2]}]."
         )
     for module in _adapted(model).values():
@@ -95,7 +95,7 @@ def _check_rank(model: PreTrainedModel, rank: int, names: Iterable[str]) -> None
 def _named(model: PreTrainedModel, key: str, ends: Iterable[str], fitting: set[str]) -> set[str]:
     found: set[str] = set()
     for end in ends:
-        meant = {name for name, _ in model.named_modules() if named_by(name, [end])}
+        meant = {name for name, _ in model.named_modules() if name_matches(name, [end])}
         if not meant:
             near = did_you_mean(nearest(end, _ends(fitting).split(", ")))
             raise UserError(

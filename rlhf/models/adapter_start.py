@@ -39,24 +39,23 @@ def fill_from_seed(shards: Shards, seed: int) -> None:
 
 def check_stored(shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
     """Raise UserError unless the peft folder's header has exactly these adapters, in these shapes and as `FLOATS`."""
-    said = f"model.lora.path={folder}: {WEIGHTS}"
+    prefix = f"model.lora.path={folder}: {WEIGHTS}"
     with _reading(folder) as (opened, stored):
         for name in sorted(shapes.keys() ^ stored.keys()):
             where = "has no" if name in shapes else "has an adapter that the settings do not ask for:"
             layers = ",".join(sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in stored}))
-            raise UserError(f"{said} {where} {name}. It is of these layers: model.lora.target_modules=[{layers}].")
+            raise UserError(f"{prefix} {where} {name}. Set the adapter's layers: model.lora.target_modules=[{layers}].")
         for name, shape in shapes.items():
             found = opened.get_slice(stored[name])
             if found.get_dtype() not in FLOATS:
                 raise UserError(
-                    f"{said}: {name} is {found.get_dtype()}, and adapters are {', '.join(FLOATS)}. Save it as one of "
-                    "these."
+                    f"{prefix}: {name} is {found.get_dtype()}, and adapters need {', '.join(FLOATS)}. Save it as "
+                    "one of these types."
                 )
             if found.get_shape() != list(shape):
                 raise UserError(
-                    f"{said}: {name} has shape {found.get_shape()}, the adapter of this model {list(shape)}: it is of "
-                    "another base than model.path, or of another rank. Name the base and set the rank that it was "
-                    "trained with."
+                    f"{prefix}: {name} has shape {found.get_shape()}, the adapter of this model {list(shape)}: the "
+                    "base or the rank differs. Set model.path and model.lora.rank as in the adapter's training."
                 )
 
 
@@ -70,8 +69,8 @@ def fill_from_folder(shards: Shards, folder: Path) -> None:
             whole = opened.get_tensor(stored[name])
             if not whole.isfinite().all():
                 raise UserError(
-                    f"model.lora.path={folder}: {WEIGHTS} has values in {name} that are not finite: the training that "
-                    "it is of came to nothing. Take an earlier one."
+                    f"model.lora.path={folder}: {WEIGHTS} has values in {name} that are not finite, so its training "
+                    "failed. Use an earlier adapter."
                 )
             put(shard, whole)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rlhf.config.schema.lora import ALL_LINEAR, LoraConfig
 
 
-def named_by(module: str, ends: Iterable[str]) -> bool:
+def name_matches(module: str, ends: Iterable[str]) -> bool:
     """Return whether a module's name is one of `ends`, or ends with a dot and one of `ends`."""
     return any(module == end or module.endswith(f".{end}") for end in ends)
 
@@ -16,7 +16,7 @@ def chosen_layers(lora: LoraConfig, linear: Iterable[str]) -> list[str]:
     return sorted(
         name
         for name in linear
-        if (every or named_by(name, lora.target_modules)) and not named_by(name, lora.exclude_modules)
+        if (every or name_matches(name, lora.target_modules)) and not name_matches(name, lora.exclude_modules)
     )
 
 

@@ -43,10 +43,10 @@ def check_reward_model(name: str, trust_remote_code: bool) -> None:
         check_labels(f"reward_model.path={name}", labels)
 
 
-def check_labels(said: str, labels: int | None) -> None:
+def check_labels(prefix: str, labels: int | None) -> None:
     if labels != 1:
         raise UserError(
-            f"{said} has {labels} labels, a reward model has one (num_labels in its config.json; a file that has none "
+            f"{prefix} has {labels} labels, a reward model has one (num_labels in its config.json; a file without it "
             "means 2). Name a sequence-classification model with one label."
         )
 
@@ -57,8 +57,8 @@ def check_not_quantised(model_path: str, quantisation: Any) -> None:
     kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
     raise UserError(
         f"model.path={model_path}: is quantised ({kind or 'quantization_config in its config.json'}), and a policy has "
-        "weights in float32 or bfloat16, with adapters as well: what the rollouts would sample from, the quantised "
-        "weight with the adapter rounded into it, would not be what is trained. Name the model that it was made of."
+        "weights in float32 or bfloat16, with adapters as well: rollouts would sample from merged weights rounded to "
+        "the quantised type, which are not the trained weights. Set model.path to the model before quantisation."
     )
 
 
@@ -87,23 +87,23 @@ def _check_architecture(setting: str, name: str, trust_remote_code: bool, table:
     config = read_object(Path(name).expanduser() / "config.json")
     if config is None or ("auto_map" in config and trust_remote_code):
         return
-    said, kind = f"{setting}={name}", config.get("model_type")
+    prefix, kind = f"{setting}={name}", config.get("model_type")
     if not isinstance(kind, str):
-        raise UserError(f"{said}: config.json has no model_type, which says the architecture. Restore it.")
+        raise UserError(f"{prefix}: config.json has no model_type, which names the architecture. Restore the file.")
     if _lacks(KNOWN, kind):
         if "auto_map" in config:
             raise UserError(
-                f"{said}: model_type {kind} is defined by code in the folder. If you trust it, set "
+                f"{prefix}: model_type {kind} is defined by code in the folder. If you trust it, set "
                 "model.trust_remote_code=true."
             )
         raise UserError(
-            f"{said}: model_type {kind} is not known to the installed transformers."
+            f"{prefix}: model_type {kind} is not supported by the installed transformers."
             f"{did_you_mean(nearest(kind, architectures(KNOWN)))} Update it (pip install -U transformers), or name "
             "another model."
         )
     if table is not None and _lacks(table, kind):
         raise UserError(
-            f"{said}: model_type {kind} has no class that {_WHAT[table]} in the installed transformers. Name another "
+            f"{prefix}: model_type {kind} has no class that {_WHAT[table]} in the installed transformers. Name another "
             "model."
         )
 

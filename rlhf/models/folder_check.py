@@ -18,39 +18,39 @@ def check_folder(setting: str, name: str, *, tokenizer: bool = True, weights: bo
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return
-    said = f"{setting}={name}"
+    prefix = f"{setting}={name}"
     try:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{said}: config.json is not JSON: {error}. Copy or fetch it again.") from error
+        raise UserError(f"{prefix}: config.json is not JSON: {error}. Copy or fetch it again.") from error
     except OSError:
         pass  # reported by the code that reads config.json
-    named = _indexed(said, folder) if weights else []
+    named = _indexed(prefix, folder) if weights else []
     missing = list(_missing(folder, named)) if weights else []
     if missing and (pickles := sorted(folder.glob("pytorch_model*.bin"))):
         names = f"{shlex.quote(name)} {shlex.quote(name.rstrip('/') + '-safetensors')}"
         raise UserError(
-            f"{said}: its weights are pickles ({pickles[0].name}), which can run code and are not read. Make a folder "
-            f"with safetensors from it: `python -m rlhf.checkpoint convert {names} --to hf`."
+            f"{prefix}: its weights are pickles ({pickles[0].name}), which can run code and are not read. Make a "
+            f"folder with safetensors from it: `python -m rlhf.checkpoint convert {names} --to hf`."
         )
     if tokenizer and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         missing.append("tokenizer (tokenizer.json)")
     if missing:
-        raise UserError(f"{said}: the folder has no {' and no '.join(missing)}. Complete it, or name another.")
+        raise UserError(f"{prefix}: the folder has no {' and no '.join(missing)}. Complete it, or name another.")
     for file in (named or [SINGLE] * (folder / SINGLE).is_file()) if weights else ():
-        if problem := torn(folder / file):
-            raise UserError(f"{said}: {file} {problem}")
+        if problem := safetensors_problem(folder / file):
+            raise UserError(f"{prefix}: {file} {problem}")
 
 
-def _indexed(said: str, folder: Path) -> list[str]:
+def _indexed(prefix: str, folder: Path) -> list[str]:
     """Return the weights files in the index. Like transformers, ignore an index beside a file with all weights."""
     if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
         return []
     try:
         return sorted(set(map(str, json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise UserError(f"{said}: {INDEX} is no index of weights ({told}). Copy or fetch it again.") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{prefix}: {INDEX} is not an index of weights ({reason}). Copy or fetch it again.") from error
 
 
 def _missing(folder: Path, named: list[str]) -> Iterator[str]:
@@ -61,7 +61,7 @@ def _missing(folder: Path, named: list[str]) -> Iterator[str]:
         yield "weights (*.safetensors)"
 
 
-def torn(path: Path) -> str | None:
+def safetensors_problem(path: Path) -> str | None:
     """Return the fault of a safetensors file and the remedy, or None for an intact file. Checks the header and the
     size: 8 bytes with the header's length, the JSON header, tensors up to the last offset."""
     size = path.stat().st_size

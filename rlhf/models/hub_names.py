@@ -34,26 +34,26 @@ def fetch(setting: str, name: str, revision: str | None, weights: bool) -> Path:
         RevisionNotFoundError,
     )
 
-    said = f"{setting}={name}"
+    prefix = f"{setting}={name}"
     try:
         wanted = [*HUB_PATTERNS, HUB_WEIGHTS] if weights else HUB_PATTERNS
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=wanted, etag_timeout=10))
     except HFValidationError:
-        raise UserError(f"{said} is neither a folder nor a Hub name of the form org/name.") from None
+        raise UserError(f"{prefix} is neither a folder nor a Hub name of the form org/name.") from None
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise UserError(
-            f"{said} (revision {revision}) is no local folder and the Hub does not know it, or asks for a "
+            f"{prefix} (revision {revision}) is not a local folder, and the Hub has no such model or requires a "
             f"login (`hf auth login`): {str(error).splitlines()[0]}"
         ) from None
     except (LocalEntryNotFoundError, OSError) as error:
         raise UserError(
-            f"{said} is no local folder, and the Hub can't be reached ({type(error).__name__}). Give a local folder, "
-            "or download it on a machine with network access and set HF_HOME."
+            f"{prefix} is not a local folder, and the Hub can't be reached ({type(error).__name__}). Set a local "
+            "folder, or download the model on a machine with network access and set HF_HOME."
         ) from None
     if weights and not any(folder.glob(HUB_WEIGHTS)):
         raise UserError(
-            f"{said}: there are no weights in safetensors on the Hub, and pickled ones can run code and are not "
-            f"fetched. `hf download {name} --local-dir DIR` fetches all of it; with {setting}=DIR the start "
-            "says how they are converted."
+            f"{prefix}: there are no weights in safetensors on the Hub, and pickled weights can run code and are not "
+            f"downloaded. Run `hf download {name} --local-dir DIR` and set {setting}=DIR; the start then prints how "
+            "to convert them."
         )
     return folder

@@ -104,7 +104,7 @@ def load_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -
     """Load a causal LM on the CPU in float32 from safetensors. Raises UserError if a weight is missing. With `tensors`,
     by their names in the files, each `load_...` function reads only the folder's small files."""
     model, wrong = _load(AutoModelForCausalLM, start, tensors)
-    _refuse(start.source, wrong)
+    _check_complete(start.source, wrong)
     return model
 
 
@@ -129,7 +129,7 @@ def load_value_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = N
     found = value_class(hf_config)
     if found is None:
         raise UserError(
-            f"{source}: a value head can't be put on its architecture ({hf_config.model_type}); name a causal LM."
+            f"{source}: its architecture ({hf_config.model_type}) cannot have a value head; name a causal LM."
         )
     loader, names = found
     model, wrong = _load(loader, replace(start, hf_config=hf_config), tensors, key_mapping=names)
@@ -141,7 +141,7 @@ def load_value_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = N
                 "critic or a reward model with one label."
             )
         torch.nn.init.zeros_(model.get_parameter(name))
-    _refuse(source, {name: shape for name, shape in wrong.items() if name not in heads})
+    _check_complete(source, {name: shape for name, shape in wrong.items() if name not in heads})
     model.config.architectures = [type(model).__name__]
     return model
 
@@ -157,7 +157,7 @@ def load_reward_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = 
         )
     check_labels(str(source), hf_config.num_labels)
     model, wrong = _load(AutoModelForSequenceClassification, start, tensors)
-    _refuse(source, wrong)
+    _check_complete(source, wrong)
     model.config.use_cache = False  # one pass over whole texts
     return model.requires_grad_(False).eval()
 
@@ -186,8 +186,8 @@ def _load(
         if "attn_implementation" not in str(error):
             raise
         raise UserError(
-            f"model.attn_implementation={source.attn_implementation} is not for {source} ({hf_config.model_type}); "
-            "set model.attn_implementation=eager."
+            f"model.attn_implementation={source.attn_implementation} is not supported by {source} "
+            f"({hf_config.model_type}); set model.attn_implementation=eager."
         ) from error
     wrong: dict[str, tuple[int, ...] | None] = dict.fromkeys(sorted(found["missing_keys"]))
     return model, wrong | {name: tuple(shape) for name, shape, _ in sorted(found["mismatched_keys"])}
@@ -221,10 +221,10 @@ def _quiet() -> Iterator[None]:
         library_logging.set_verbosity(verbosity)
 
 
-def _refuse(source: ModelSource, wrong: dict[str, tuple[int, ...] | None]) -> None:
+def _check_complete(source: ModelSource, wrong: dict[str, tuple[int, ...] | None]) -> None:
     if wrong:
         raise UserError(
-            f"{source}: {len(wrong)} weights that its config.json asks for are missing from its safetensors "
+            f"{source}: {len(wrong)} weights that its config.json needs are missing from its safetensors "
             f"or have another shape, such as {next(iter(wrong))}. Restore the folder."
         )
 

@@ -30,7 +30,7 @@ SMALL = (".json", ".jinja", ".model", ".txt")
 """Suffixes of the files that are sent to a node that does not see the folder."""
 CODE = ".py"
 HEADERS = "headers"
-SEEN_BYTES = 1 << 16
+SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class ModelFiles:
         return self.reader is None or self.reader == dims.everyone().rank
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        with _telling(self.source):
+    def as_user_errors(self) -> Iterator[None]:
+        with _as_user_errors(self.source):
             yield
 
 
@@ -73,11 +73,11 @@ def find_files(
     `loading` is `model.loading`. Raises UserError on every rank if no rank sees the folder, or, with `loading=shard`,
     some rank does not.
     """
-    folder, seen = _look_for(source, loading, coordinator)
+    folder, seen = _find_folder(source, loading, coordinator)
     reader = next(rank for rank, content in enumerate(seen) if content is not None)
     others = [rank for rank, content in enumerate(seen) if content != seen[reader]]
     if others:
-        _judge(source, loading, seen, reader, others, coordinator)
+        _check_same_files(source, loading, seen, reader, others, coordinator)
     shared = bool(others) or loading == "broadcast"
     small, mark = _read_small(source, folder, shared, reader, coordinator)
     if shared:
@@ -90,20 +90,20 @@ def find_files(
     return ModelFiles(source, folder, reader if shared else None, headers, mark)
 
 
-def _look_for(source: ModelSource, loading: str, coordinator: Coordinator) -> tuple[Path, list[str | None]]:
-    """Return the folder, downloaded for a Hub name, and each rank's hash of it (`_seen`); None: no model."""
+def _find_folder(source: ModelSource, loading: str, coordinator: Coordinator) -> tuple[Path, list[str | None]]:
+    """Return the folder, downloaded for a Hub name, and each rank's hash of it (`_quick_hash`); None: no model."""
     folder = Path(source.path).expanduser()
-    seen = _seen_by_rank(source, folder, _has_model, coordinator)
+    seen = _hash_by_rank(source, folder, _has_model, coordinator)
     if any(seen):
         return folder, seen
     folder = coordinator.on_leader(partial(resolve_path, source))
     if loading == "shard":  # each node downloads to its own disk
         folders = coordinator.everywhere(lambda: folder if folder.is_dir() else resolve_path(source))
         folder = folders[coordinator.rank]
-    return folder, _seen_by_rank(source, folder, Path.is_dir, coordinator)
+    return folder, _hash_by_rank(source, folder, Path.is_dir, coordinator)
 
 
-def _judge(
+def _check_same_files(
     source: ModelSource,
     loading: str,
     seen: Sequence[str | None],
@@ -123,7 +123,7 @@ def _judge(
     differing = [rank for rank in others if seen[rank] is not None]
     if differing and coordinator.is_leader:
         log.warning(
-            "Ranks %s see other files in %s than rank %d, and take rank %d's.", differing, source, reader, reader
+            "Ranks %s see other files in %s than rank %d, and use rank %d's.", differing, source, reader, reader
         )
 
 
@@ -134,7 +134,7 @@ def _read_small(
     is_reader = coordinator.rank == reader
 
     def look() -> tuple[dict[str, bytes], str]:
-        with _telling(source):
+        with _as_user_errors(source):
             small = _small_files(folder, source.trust_remote_code) if shared and is_reader else {}
             if is_reader or not shared:
                 small[HEADERS] = _encoded(read_headers(folder))
@@ -176,7 +176,7 @@ def read_headers(folder: Path) -> dict[str, FileTensor] | None:
 
 
 @contextmanager
-def _telling(source: ModelSource) -> Iterator[None]:
+def _as_user_errors(source: ModelSource) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -196,17 +196,17 @@ def _has_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
-def _seen_by_rank(
-    source: ModelSource, folder: Path, sees: Callable[[Path], bool], coordinator: Coordinator
+def _hash_by_rank(
+    source: ModelSource, folder: Path, is_present: Callable[[Path], bool], coordinator: Coordinator
 ) -> list[str | None]:
     def look() -> str | None:
-        with _telling(source):
-            return _seen(folder) if sees(folder) else None
+        with _as_user_errors(source):
+            return _quick_hash(folder) if is_present(folder) else None
 
     return coordinator.everywhere(look)
 
 
-def _seen(folder: Path) -> str:
+def _quick_hash(folder: Path) -> str:
     """Return a hash of file names and sizes, the content of small files, and a sample of each weights file."""
     digest = xxhash.xxh3_128()
     for path in sorted(p for p in folder.iterdir() if p.suffix in (*SMALL, ".safetensors")):
@@ -214,8 +214,8 @@ def _seen(folder: Path) -> str:
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
             if path.suffix == ".safetensors":
-                file.seek(max(0, size - SEEN_BYTES) // 2)
-                digest.update(file.read(SEEN_BYTES))
+                file.seek(max(0, size - SAMPLE_BYTES) // 2)
+                digest.update(file.read(SAMPLE_BYTES))
             else:
                 digest.update(file.read())
     return digest.hexdigest()

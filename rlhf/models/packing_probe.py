@@ -18,7 +18,7 @@ LENGTHS = (9, 1, 17, 4, 4)
 TOLERANCE, COARSE_TOLERANCE = 1e-3, 5e-2
 """Largest relative difference of a token's hidden state, in float32 and in 16-bit types. Mixed sequences differ by 0.1
 or more somewhere."""
-REFUSALS = (TypeError, ValueError, AttributeError, KeyError, NotImplementedError)
+PACKING_ERRORS = (TypeError, ValueError, AttributeError, KeyError, NotImplementedError)
 """Exceptions that a model may raise for unexpected arguments."""
 
 
@@ -28,7 +28,7 @@ def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
     `model` is an engine's module with its weights. `wanted` is the setting's value; None packs if the model passes the
     probe. Raises UserError if packing is wanted and the model fails the probe.
     """
-    reason = f"{setting}=false" if wanted is False else why_not(model)
+    reason = f"{setting}=false" if wanted is False else packing_problem(model)
     if reason is not None and wanted:
         raise UserError(
             f"{setting}=true: sequences can't be packed for this model "
@@ -41,7 +41,7 @@ def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
 
 
 @torch.no_grad()
-def why_not(model: nn.Module) -> str | None:
+def packing_problem(model: nn.Module) -> str | None:
     """Return the reason why the model cannot pack sequences; or None, and leave packing on. Collective.
 
     Compares one packed row with a pass per sequence, at the input of the head: a zero value head would hide every
@@ -58,7 +58,7 @@ def why_not(model: nn.Module) -> str | None:
 def _difference(model: nn.Module, device: torch.device) -> str | None:
     head = head_of(model)
     if head is None:
-        return "its head is not where the library has one"
+        return "its head is not where transformers has one"
     vocabulary = transformers_model(model).config.get_text_config().vocab_size
     ids = (torch.arange(len(LENGTHS) * max(LENGTHS), device=device) * 7919 + 11) % vocabulary
     ids = ids.view(len(LENGTHS), -1)
@@ -72,7 +72,7 @@ def _difference(model: nn.Module, device: torch.device) -> str | None:
         packed = lay_out(model, ids, torch.tensor(LENGTHS, device=device))
         try:
             model(**packed.inputs)
-        except REFUSALS as error:
+        except PACKING_ERRORS as error:
             return f"it fails on a packed row ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
     row, coarse = seen[-1][0].double(), seen[-1].dtype.itemsize < 4
     together = torch.cat([row[a : a + n] for a, n in zip(packed.starts.tolist(), LENGTHS, strict=True)])

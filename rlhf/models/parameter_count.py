@@ -36,7 +36,7 @@ def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > _LONGEST_HEADER:
-            raise ValueError("a header too long to be one")
+            raise ValueError("the header is too long")
         header: dict[str, Any] = json.loads(stream.read(length))
     for name, tensor in header.items():
         if name != "__metadata__":
@@ -54,7 +54,7 @@ def _in_cache(name: str, revision: str) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
-def in_words(count: int) -> str:
+def short_number(count: int) -> str:
     """Return a number of parameters in short form: 271K, 494M, 7.62B."""
     unit, size = next((each for each in (("B", 1e9), ("M", 1e6)) if count >= each[1]), ("K", 1e3))
     return f"{count / size:.3g}{unit}"

@@ -50,7 +50,7 @@ def skeleton(
     return model, names
 
 
-def hold_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast the floating-point parameters of `model`, on any device, to `dtype`; buffers, and weights that the
     architecture needs in float32, stay unchanged."""
     kept = set(wanted_in_float32(model, dtype))

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf.errors import UserError
 from rlhf.models.config_check import read_object
-from rlhf.models.template_trial import environment, problem_of
+from rlhf.models.template_trial import environment, rendering_problem
 
 _DEFAULT = "default"
 """Name of the template for prompts without tools."""
@@ -40,23 +40,23 @@ def check_rendering(
     file and line; `variables` are `data.apply_chat_template_kwargs`."""
     folder = Path(name).expanduser()
     if template is not None:
-        said, text = f"model.chat_template={template}", _read(Path(template).expanduser())
+        prefix, text = f"model.chat_template={template}", _read(Path(template).expanduser())
     else:
         found = next((each for each in _templates(folder) if each[1] == _DEFAULT), None)
         if found is None:
             return
-        said, text = f"model.path={name}: {found[0]}", found[2]
+        prefix, text = f"model.path={name}: {found[0]}", found[2]
     for key, value in variables.items():
         if not re.search(rf"\b{re.escape(key)}\b", text):
             raise UserError(
-                f"data.apply_chat_template_kwargs.{key}={value}: has no effect, since the chat template ({said}) has "
+                f"data.apply_chat_template_kwargs.{key}={value}: has no effect, since the chat template ({prefix}) has "
                 "no such variable. Remove it, or correct the name."
             )
     given = _special_tokens(folder) | dict(variables)
 
-    if problem := problem_of(text, messages, given):
+    if problem := rendering_problem(text, messages, given):
         raise UserError(
-            f"{where}: the chat template ({said}) {problem}, or set model.chat_template to another template."
+            f"{where}: the chat template ({prefix}) {problem}, or set model.chat_template to another template."
         )
 
 

@@ -22,7 +22,7 @@ MOST_BYTES = 2 << 30
 _LAST_WORDS = 2000
 
 
-def problem_of(template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str | None:
+def rendering_problem(template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str | None:
     """Return the rest of a sentence about a template that fails on the messages: the reason and a remedy other than
     another template; None if the template renders the messages."""
     question = json.dumps([template, [dict(message) for message in messages], dict(variables)])
@@ -75,8 +75,8 @@ def main() -> None:
     template, messages, variables = json.load(sys.stdin)
     with suppress(ValueError, OSError):  # the user may have set a lower limit
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    told = _problem(template, messages, variables)
-    sys.stdout.buffer.write(told.encode(errors="backslashreplace"))
+    problem = _problem(template, messages, variables)
+    sys.stdout.buffer.write(problem.encode(errors="backslashreplace"))
 
 
 def _problem(template: str, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
@@ -97,11 +97,11 @@ def _problem_of_transformers(template: str, messages: list[dict[str, str]], vari
         render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **variables)
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
-        return f"refuses the prompt (roles: {roles}): {_told(error)}. Correct the prompt"
+        return f"rejects the prompt (roles: {roles}): {_describe(error)}. Correct the prompt"
     return ""
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     import jinja2
 
     text = str(error).rstrip(".")

@@ -131,7 +131,7 @@ class ModelReader:
     def read(self, name: str, low: int, high: int) -> Tensor:
         """Return rows [low, high) of a tensor from the file, flattened."""
         tensor = self._headers[name]
-        with self._files.telling():
+        with self._files.as_user_errors():
             if self._open is None or self._open[0] != tensor.file:
                 self._open = tensor.file, safe_open(self._files.folder / tensor.file, framework="pt")
             part = self._open[1].get_slice(name)
@@ -157,8 +157,8 @@ def load(
         return Loaded(on_every_rank(lambda: load_from(None), coordinator), {}, reader)
     if not plain:
         raise UserError(
-            f"{files.source} is not a plain folder of safetensors (an adapter, quantised, or named otherwise), which "
-            "every rank has to see: put it at that path on every node."
+            f"{files.source} is not a plain folder of safetensors (an adapter, quantised, or other file names), so "
+            "every rank must read it: put the folder at this path on every node."
         )
     received: dict[str, Tensor] = {}
 

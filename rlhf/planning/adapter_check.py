@@ -2,7 +2,7 @@
 
 from rlhf.config import LoraConfig, ModelConfig
 from rlhf.config.schema.lora import ALL_LINEAR
-from rlhf.models.adapter_targets import chosen_layers, largest_rank, named_by
+from rlhf.models.adapter_targets import chosen_layers, largest_rank, name_matches
 from rlhf.planning.adapter_state import linear_layers
 from rlhf.planning.model_shapes import ROOT, ModelShapes
 
@@ -29,8 +29,8 @@ def _fits(lora: LoraConfig, shapes: ModelShapes) -> bool:
     modules = {name.rpartition(".")[0] for name in shapes.weights}
     modules |= {".".join(parts[:end]) for parts in (name.split(".") for name in modules) for end in range(len(parts))}
     ends = [] if lora.target_modules == ALL_LINEAR else lora.target_modules
-    if not all(any(named_by(module, [end]) for module in modules) for end in (*ends, *lora.exclude_modules)):
+    if not all(any(name_matches(module, [end]) for module in modules) for end in (*ends, *lora.exclude_modules)):
         return False
-    if not {module for module in modules if named_by(module, ends)} <= linear.keys():
+    if not {module for module in modules if name_matches(module, ends)} <= linear.keys():
         return False
     return lora.rank <= largest_rank(linear[name] for name in chosen_layers(lora, linear))

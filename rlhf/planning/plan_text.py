@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.config import RolloutConfig
-from rlhf.models.parameter_count import in_words
+from rlhf.models.parameter_count import short_number
 from rlhf.planning.byte_sizes import gib
 from rlhf.planning.memory_plan import Models, Plan
 from rlhf.planning.remedies import Remedy
@@ -33,7 +33,7 @@ def page(rollout: RolloutConfig, models: Models, plan: Plan, found: Sequence[Rem
 
 def _head(rollout: RolloutConfig, models: Models, plan: Plan) -> Iterator[str]:
     roles = [("policy", models.policy), ("critic", models.critic), ("reward model", models.reward_model)]
-    named = ", ".join(f"{role} {in_words(model.count)}" for role, model in roles if model is not None)
+    named = ", ".join(f"{role} {short_number(model.count)}" for role, model in roles if model is not None)
     memory = "unknown memory" if plan.target.memory is None else gib(plan.target.memory)
     kind = "GPU" if plan.target.cuda else "CPU"
     ranks = "1 rank" if plan.target.ranks == 1 else f"{plan.target.ranks:,} ranks"

@@ -45,12 +45,12 @@ EARLY: dict[str, tuple[str, dict[str, str], str]] = {
     "a template that fails": (
         "model.chat_template=own.jinja",
         {"own.jinja": "{{ messages[0].content + greeting }}"},
-        "a.jsonl line 1: the chat template (model.chat_template=own.jinja) refuses the prompt (roles: user): Undefined",
+        "a.jsonl line 1: the chat template (model.chat_template=own.jinja) rejects the prompt (roles: user): Undefined",
     ),
     "a name on the Hub": (
         "model.path=org/nowhere",
         {},
-        "model.path=org/nowhere is no local folder, and the Hub can't be reached (LocalEntryNotFoundError). Give a",
+        "model.path=org/nowhere is not a local folder, and the Hub can't be reached (LocalEntryNotFoundError). Set a",
     ),
     "lengths": ("data.max_response_length=4096", {}, "positions, but the model has 512 (max_position_embeddings)."),
     "a vision model": (

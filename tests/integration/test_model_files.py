@@ -311,7 +311,7 @@ def test_mistakes_are_told_on_every_rank(nodes):
         assert told[name].startswith("model.path=")
         assert "can't be loaded from safetensors" in told[name]
     for name in ("lacking", "lacking, own"):
-        assert "1 weights that its config.json asks for are missing" in told[name]
+        assert "1 weights that its config.json needs are missing" in told[name]
 
 
 @pytest.mark.slow

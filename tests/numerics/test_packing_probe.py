@@ -12,7 +12,7 @@ from rlhf.config import BackendConfig
 from rlhf.errors import UserError
 from rlhf.models.loading import without_dropout
 from rlhf.models.packing import is_packed, pack
-from rlhf.models.packing_probe import choose_packing, why_not
+from rlhf.models.packing_probe import choose_packing, packing_problem
 from tests.support.numeric_ranks import single_rank
 from tests.support.packed_passes import ARCHITECTURES, tiny_lm
 from tests.support.tiny_models import tiny_config
@@ -63,16 +63,16 @@ def test_models_that_keep_sequences_apart_are_packed_for(architecture, attention
 
 def test_a_bfloat16_model_passes():
     model = tiny_lm("llama", torch.float32)
-    assert why_not(shard(model, BackendConfig(autocast="bfloat16"), torch.device("cpu"))) is None
+    assert packing_problem(shard(model, BackendConfig(autocast="bfloat16"), torch.device("cpu"))) is None
 
 
 def test_a_value_head_of_zeros_hides_nothing():
     model = tiny_value_model()
     torch.nn.init.zeros_(model.score.weight)
-    assert why_not(model) is None
+    assert packing_problem(model) is None
     blind = counting_from_zero()
     torch.nn.init.zeros_(blind.lm_head.weight)
-    assert "other results" in str(why_not(blind))
+    assert "other results" in str(packing_problem(blind))
 
 
 @pytest.mark.parametrize("model", ["linear attention", "blind to positions", "its own masks"])

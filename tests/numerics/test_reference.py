@@ -17,7 +17,7 @@ from rlhf.config import BackendConfig, FrozenFsdpConfig, OptimConfig, RefConfig
 from rlhf.learning.reference import Reference
 from rlhf.models.loading import ModelSource
 from rlhf.models.model_files import ModelFiles
-from rlhf.models.skeleton import hold_in
+from rlhf.models.skeleton import cast_parameters
 from rlhf.models.weights import Loaded, ModelReader
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
@@ -139,7 +139,7 @@ def test_weights_that_the_architecture_wants_in_float32_and_does_not_get_are_tol
 def test_weights_that_the_architecture_wants_in_float32_stay_so():
     model = tiny_qwen2()
     model._keep_in_fp32_modules_strict = {"input_layernorm"}
-    hold_in(model, torch.bfloat16)
+    cast_parameters(model, torch.bfloat16)
     for name, parameter in model.named_parameters():
         assert parameter.dtype == (torch.float32 if "input_layernorm" in name else torch.bfloat16), name
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -8,7 +8,7 @@ import pytest
 from rlhf.config import Config
 from rlhf.config.library import Library
 from rlhf.launch.banner import banner
-from rlhf.models.parameter_count import count_parameters, in_words
+from rlhf.models.parameter_count import count_parameters, short_number
 from tests.support.launching import TINY_POLICY, write_sums
 
 
@@ -99,7 +99,7 @@ def test_parameters_are_counted_from_headers_alone(tmp_path, monkeypatch):
     assert count_parameters("org/other") is None
     (tmp_path / "parts" / "model-00001-of-00002.safetensors").write_bytes(b"\xff" * 9)
     assert count_parameters(str(tmp_path / "parts")) is None
-    assert [in_words(n) for n in (271_104, 494_032_768, 7_615_616_512)] == ["271K", "494M", "7.62B"]
+    assert [short_number(n) for n in (271_104, 494_032_768, 7_615_616_512)] == ["271K", "494M", "7.62B"]
 
 
 def test_the_recipes_of_a_command():

@@ -66,7 +66,7 @@ def test_our_own_folder_and_a_name_of_the_hub_pass():
     ("entries", "said"),
     [
         ({"model_type": "vit"}, "model_type vit has no class that generates text from text (a causal LM) in the"),
-        ({"model_type": "qwenn2"}, "is not known to the installed transformers. Did you mean qwen2? Update it"),
+        ({"model_type": "qwenn2"}, "is not supported by the installed transformers. Did you mean qwen2? Update it"),
         ({"model_type": None}, "config.json has no model_type"),
         (
             {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}},
@@ -87,7 +87,7 @@ def test_trusted_code_is_left_to_itself(folder):
 
 def test_a_critic_may_be_of_any_known_architecture(folder):
     check_critic(changed(folder, model_type="vit"), False)
-    with pytest.raises(UserError, match=r"^critic\.path=.*: model_type nope is not known"):
+    with pytest.raises(UserError, match=r"^critic\.path=.*: model_type nope is not supported"):
         check_critic(changed(folder, model_type="nope"), False)
 
 

@@ -54,7 +54,7 @@ def test_an_index_that_is_none_is_told(folder, text):
     check_folder("model.path", str(folder))  # beside the only file it is not read
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     said = refused(check_folder, "model.path", str(folder))
-    assert said.startswith(f"model.path={folder}: model.safetensors.index.json is no index of weights (")
+    assert said.startswith(f"model.path={folder}: model.safetensors.index.json is not an index of weights (")
 
 
 TORN = {

@@ -114,7 +114,7 @@ def test_kept_as_what_it_is(adapter, factors, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_dora": True}, "has lora_A, lora_B of .* speaks of lora_A, lora_B, lora_magnitude_vector"),
+        ({"use_dora": True}, "has lora_A, lora_B of .* needs lora_A, lora_B, lora_magnitude_vector"),
         ({"peft_type": "IA3"}, "peft_type=IA3, which is not merged here"),
         # Of the same names and shapes as plain LoRA: what came out would be another model than peft's.
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa, which is not merged here"),
@@ -126,7 +126,7 @@ def test_kept_as_what_it_is(adapter, factors, tmp_path, capsys):
         ({"lora_alpha": None}, "lora_alpha=None"),
         ({"lora_alpha": 10**400}, "which give .* no scale"),
         ({"alpha_pattern": {"(": 2}}, r"alpha_pattern=\{'\(': 2\}, which give .* no scale"),
-        ({"alpha_pattern": {"(q)+_proj": 2}}, "which give .* no scale; patterns may have up to 3 repeats and none of"),
+        ({"alpha_pattern": {"(q)+_proj": 2}}, "which give .* no scale; patterns may have up to 3 repeats, and no"),
         ({"alpha_pattern": {".*.*.*.*x": 2}}, "which give .* no scale"),
         ({"alpha_pattern": [3]}, r"alpha_pattern=\[3\], which give"),
         ({"base_model_name_or_path": None}, "does not name a base model. Set --hf_model_path"),
@@ -143,13 +143,13 @@ def test_what_cannot_be_merged_is_one_line(settings, message, adapter, base):
     ("change", "message"),
     [
         ({f"{Q}.lora_B": None}, r"has lora_A of model\.layers\.0\.self_attn\.q_proj\.weight"),
-        ({f"{Q}.lora_B": torch.ones(9, 4)}, r"is no adapter of this base: .*q_proj\.weight is \(16, 16\) there"),
+        ({f"{Q}.lora_B": torch.ones(9, 4)}, r"does not fit this base: .*q_proj\.weight is \(16, 16\) there"),
         ({"model.other.lora_A": torch.ones(4, 4), "model.other.lora_B": torch.ones(4, 4)}, "other.weight is not in it"),
         (
             {f"{Q}.lora_magnitude_vector": torch.ones(4)},
-            r"has lora_A, lora_B, lora_magnitude_vector of .* speaks of lora_A",
+            r"has lora_A, lora_B, lora_magnitude_vector of .* needs lora_A",
         ),
-        ({f"{Q}.lora_other": torch.ones(4)}, "a part of an adapter that is not known here"),
+        ({f"{Q}.lora_other": torch.ones(4)}, "an unsupported part of an adapter"),
     ],
 )
 def test_an_adapter_of_another_base_is_refused(change, message, adapter, factors):
@@ -166,7 +166,7 @@ def of_verl(base, tmp_path) -> Path:
 
 
 def test_in_verl_s_files(of_verl, base, weights, factors):
-    with pytest.raises(UserError, match="--adapter=merge to have both"):
+    with pytest.raises(UserError, match="--adapter=merge to merge"):
         open_source(Origin(of_verl))
     found = merged(of_verl)
     assert found.keys() == weights.keys()

@@ -83,7 +83,7 @@ def test_broken_folders(model, tmp_path):
 
     size = first.stat().st_size
     os.truncate(first, size - 3)
-    refused(DamagedCheckpoint, rf"{first.name} has {size - 3} bytes, its header speaks of {size}: it is cut off")
+    refused(DamagedCheckpoint, rf"{first.name} has {size - 3} bytes, its header needs {size}: the file is cut off")
     os.truncate(first, 5)
     refused(DamagedCheckpoint, first.name)
     first.unlink()
@@ -93,7 +93,7 @@ def test_broken_folders(model, tmp_path):
     refused(DamagedCheckpoint, f"{first.name} lacks more.weight, which the index says")
     for text in ("{", "[]", '{"weight_map": 3}', json.dumps({"weight_map": {"a": "../x.safetensors"}})):
         index.write_text(text)
-        refused(DamagedCheckpoint, "is no index of weights")
+        refused(DamagedCheckpoint, "is not an index of weights")
     saved(model, folder, max_shard_size="4KB")
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "quantization_config": {}}))
     refused(UserError, "is quantised")

@@ -44,7 +44,7 @@ def hub_cache(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_name_of_the_hub_is_looked_for_in_the_cache_first(hub_cache, monkeypatch):
-    with pytest.raises(UserError, match=r"^model\.path=org/other is no local folder, and the Hub can't be reached"):
+    with pytest.raises(UserError, match=r"^model\.path=org/other is not a local folder, and the Hub can't be reached"):
         check_name("model.path", "org/other", None)
     with pytest.raises(UserError, match=r"^model\.path=a/b/c is neither a folder nor a Hub name of the form org/name"):
         check_name("model.path", "a/b/c", None)

@@ -24,7 +24,7 @@ from rlhf.errors import UserError
 from rlhf.models.config_check import check_policy
 from rlhf.models.folder_check import check_folder
 from rlhf.models.loading import ModelSource, ModelStart, load_model_config, load_value_model
-from rlhf.models.skeleton import hold_in
+from rlhf.models.skeleton import cast_parameters
 from rlhf.planning.meta_shapes import of_config
 from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, of_files, read_config
 from rlhf.planning.training_state import frozen_state, sharded, trained_state
@@ -115,7 +115,7 @@ def test_a_frozen_model_holds_its_weights_alone(dtype):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     architecture = ModelShapes(shapes(model), model.config.to_dict())
     planned = frozen_state(architecture, BackendConfig(), FrozenFsdpConfig(dtype), 2)
-    hold_in(model, getattr(torch, dtype))
+    cast_parameters(model, getattr(torch, dtype))
     with one_of(2):
         assert local_bytes(shard(model, BackendConfig(), torch.device("cpu")).parameters()) == planned.weights
     assert planned.optimizer == planned.gradients == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.output_folder import prove
 from rlhf.checkpoint.export.layout_native import NativeCheckpoint
-from rlhf.models.hf.hf_plan import HfOptions, HfPlan, Progress, holds_experts, plan_as_stored
+from rlhf.models.hf.hf_plan import HfOptions, HfPlan, Progress, has_experts, plan_as_stored
 from rlhf.models.hf.source import TensorSource
 from rlhf.storage.boxes import layout_of, runs, whole_box
 from rlhf.storage.copying import CheckedCopy, RangeCopy
@@ -39,7 +39,7 @@ class Computed:
     def __init__(self, source: TensorSource, where: Path, options: HfOptions) -> None:
         from rlhf.models.hf.hf_folder import plan_hf_folder
 
-        if holds_experts(source.contents.tensors):
+        if has_experts(source.contents.tensors):
             from rlhf.models.hf.regrouped import as_in_files
 
             source = as_in_files(source)

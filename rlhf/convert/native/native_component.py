@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf.models.hf.hf_folder import one_ahead, ranges_of
+from rlhf.models.hf.hf_folder import prefetch_next, ranges_of
 from rlhf.models.hf.source import TensorInfo, TensorSource
 from rlhf.storage.boxes import whole_box
 from rlhf.storage.files import WrittenFile, write_file
@@ -55,7 +55,7 @@ def write_component(
 
     def content() -> Iterator[bytes | memoryview]:
         yield header
-        for chunk in one_ahead(chunk for part in flat for chunk in part.chunks()):
+        for chunk in prefetch_next(chunk for part in flat for chunk in part.chunks()):
             yield as_bytes(chunk)
             progress(chunk.nbytes)
 

@@ -37,8 +37,8 @@ def choose(asked: str | None, path: Path) -> str:
     if asked in CHOICES:
         return str(asked)
     raise UserError(
-        f"{path} has a LoRA adapter: its base model alone is not what was trained. Set --adapter={MERGE} to have both "
-        f"in one model, or --adapter={KEEP} to have the adapter by itself."
+        f"{path} has a LoRA adapter: its base model alone is not what was trained. Set --adapter={MERGE} to merge "
+        f"the adapter into its base, or --adapter={KEEP} to keep the adapter alone."
     )
 
 
@@ -78,9 +78,7 @@ def merged(base: Mapping[str, ReadableTensor], adapter: Adapter) -> dict[str, Re
         if match := FACTOR.fullmatch(name):
             factors.setdefault(_plain(match[1]) + ".weight", {})[match[2]] = tensor
         elif ".lora_" in name:
-            raise UserError(
-                f"{adapter.path} has {name}, a part of an adapter that is not known here. Merge it with peft."
-            )
+            raise UserError(f"{adapter.path} has {name}, an unsupported part of an adapter. Merge it with peft.")
         else:
             plain = _plain(REPLACED.sub("", name))
             _check_base(adapter, plain, base, tensor.info.shape)
@@ -108,7 +106,7 @@ def _check(adapter: Adapter) -> None:
 def _check_base(adapter: Adapter, name: str, base: Mapping[str, ReadableTensor], shape: tuple[int, ...]) -> None:
     if name not in base or base[name].info.shape != shape:
         there = f"is {base[name].info.shape} there, not {shape}" if name in base else "is not in it"
-        raise UserError(f"{adapter.path} is no adapter of this base: {name} {there}. Set --hf_model_path to its base.")
+        raise UserError(f"{adapter.path} does not fit this base: {name} {there}. Set --hf_model_path to its base.")
 
 
 def _with_factors(
@@ -119,7 +117,7 @@ def _with_factors(
     needed = {f"{kind}A", f"{kind}B"} | ({"lora_magnitude_vector"} if adapter.config.get("use_dora") else set())
     if needed != pair.keys():
         raise UserError(
-            f"{adapter.path} has {', '.join(pair)} of {weight}, where its adapter_config.json speaks of "
+            f"{adapter.path} has {', '.join(pair)} of {weight}, but its adapter_config.json needs "
             f"{', '.join(sorted(needed))}. Restore the adapter."
         )
     a, b = pair[f"{kind}A"], pair[f"{kind}B"]
@@ -136,7 +134,7 @@ def _scaling(adapter: Adapter, weight: str, rank: int) -> float:
     try:
         for pattern, value in (config.get("alpha_pattern") or {}).items():
             if REPEATED_GROUP.search(pattern) or len(REPEATS.findall(pattern)) > MOST_REPEATS:
-                raise ValueError("a pattern that may take for ever")
+                raise ValueError("a pattern that may take forever to match")
             if re.match(rf"(.*\.)?({pattern})$", module):
                 alpha = value
                 break
@@ -147,7 +145,7 @@ def _scaling(adapter: Adapter, weight: str, rank: int) -> float:
         raise UserError(
             f"{adapter.path} has lora_alpha={config.get('lora_alpha')!r} and alpha_pattern="
             f"{config.get('alpha_pattern')!r}, which give {weight} no scale; patterns may have up to {MOST_REPEATS} "
-            "repeats and none of groups. Restore its adapter_config.json."
+            "repeats, and no repeated groups. Restore its adapter_config.json."
         )
     return scale / (math.sqrt(rank) if config.get("use_rslora") else rank)
 

@@ -46,13 +46,13 @@ def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool 
     try:
         config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s: nothing is compared with its architecture (%s).", model_files, str(error).split("\n")[0])
+        log.warning("%s: tensors are not compared with its architecture (%s).", model_files, str(error).split("\n")[0])
         return None
     if tied is not None:
         config.tie_word_embeddings = tied
     kind = _value_kind(model_files, config) if value_model else _kind(config)
     if kind is None:
-        log.warning("%s: nothing is compared with its architecture (%s).", model_files, config.model_type)
+        log.warning("%s: tensors are not compared with its architecture (%s).", model_files, config.model_type)
         return None
     with torch.device("meta"):
         model: PreTrainedModel = kind(copy.deepcopy(config))

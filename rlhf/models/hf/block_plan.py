@@ -11,7 +11,7 @@ from rlhf.storage.hashing import BLOCK
 
 Extent = tuple[int, int]
 """Byte range [begin, end) of a block."""
-HeldBytes = tuple[int, int, int]
+RankBytes = tuple[int, int, int]
 """Byte range [begin, end) of a file, and the rank that has the bytes."""
 
 
@@ -34,11 +34,11 @@ class BlockPlan:
     own: list[int] = field(default_factory=list)
 
 
-def plan_blocks(held: Sequence[HeldBytes], size: int, writers: Sequence[int]) -> defaultdict[int, BlockPlan]:
-    """Return the plan of each rank that has bytes or writes in a file of `size` bytes; only `writers` write. Ranges in
-    `held` do not overlap; every writer can make the bytes that no rank has (the header)."""
+def plan_blocks(ranges: Sequence[RankBytes], size: int, writers: Sequence[int]) -> defaultdict[int, BlockPlan]:
+    """Return the plan of each rank that has bytes or writes in a file of `size` bytes; only `writers` write. The
+    `ranges` do not overlap; every writer can make the bytes that no rank has (the header)."""
     plans: defaultdict[int, BlockPlan] = defaultdict(BlockPlan)
-    for number, parts in enumerate(_by_block(held, -(-size // BLOCK))):
+    for number, parts in enumerate(_by_block(ranges, -(-size // BLOCK))):
         sizes = {rank: sum(end - begin for begin, end in extents) for rank, extents in parts.items()}
         able = [rank for rank in sorted(parts) if rank in writers]
         writer = max(able, key=lambda rank: sizes[rank]) if able else writers[number % len(writers)]
@@ -52,10 +52,10 @@ def plan_blocks(held: Sequence[HeldBytes], size: int, writers: Sequence[int]) ->
     return plans
 
 
-def _by_block(held: Iterable[HeldBytes], count: int) -> Iterator[dict[int, list[Extent]]]:
+def _by_block(ranges: Iterable[RankBytes], count: int) -> Iterator[dict[int, list[Extent]]]:
     """Yield, for each block, the parts of each rank in ascending order."""
     blocks: list[dict[int, list[Extent]]] = [{} for _ in range(count)]
-    for begin, end, rank in sorted(held):
+    for begin, end, rank in sorted(ranges):
         while begin < end:
             number, offset = divmod(begin, BLOCK)
             length = min(end - begin, BLOCK - offset)

@@ -31,11 +31,11 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
     """
     contents = source.contents
     if contents.model_files is None:
-        raise UserError(f"{where} does not bring its model's config and tokenizer. Name a folder with --hf_model_path.")
+        raise UserError(f"{where} has no config and tokenizer of its model. Name a folder with --hf_model_path.")
     small = read_small_files(contents.model_files)
     tensors = dict(contents.tensors)
     if odd := next((name for name, info in tensors.items() if info.dtype not in DTYPE_NAMES), None):
-        raise UserError(f"{where}: {odd} has the type {tensors[odd].dtype}, which is not written here.")
+        raise UserError(f"{where}: {odd} has the type {tensors[odd].dtype}, which cannot be exported.")
     if contents.adapter is None and is_adapted(tensors):
         choose(None, where)
     if contents.adapter is not None:
@@ -92,12 +92,12 @@ def check_range(name: str, tensor: Tensor, result: Tensor) -> None:
         return
     if bool((result.isinf() & tensor.isfinite().to(result.device)).any()):
         raise UserError(
-            f"float16: {name} has values beyond 65504, which float16 does not have. Take bfloat16 (--dtype), and for a "
+            f"float16: {name} has values beyond 65504, the largest float16. Set --dtype bfloat16, or for a "
             "run set checkpoint.hf_dtype=bfloat16."
         )
 
 
-def one_ahead(items: Iterator[T]) -> Iterator[T]:
+def prefetch_next(items: Iterator[T]) -> Iterator[T]:
     """Yield the same items, producing the next item in another thread while the caller uses the current item."""
     end: Any = object()
     with ThreadPoolExecutor(1) as beside:
@@ -114,6 +114,6 @@ def _table(tensors: Mapping[str, TensorInfo]) -> Tensors:
 def _require_equal(source: TensorSource, where: Path, name: str, origin: str) -> None:
     if not same_tensor(source, name, origin):
         raise UserError(
-            f"{where}: {name} and {origin} differ, and the configuration says that they are one. Name "
+            f"{where}: {name} and {origin} differ, but the configuration ties them. Name "
             "the model's own folder with --hf_model_path, or keep both: merge takes it with --no-tie-word-embedding."
         )

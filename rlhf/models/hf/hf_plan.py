@@ -87,12 +87,12 @@ def plan_as_stored(tensors: Tensors, model_files: Path, options: HfOptions) -> H
     has to be computed or compared. Raises UserError without a configuration."""
     small = read_small_files(model_files)
     config = parse_model_config(small, model_files)
-    if options.need_architecture(config) or holds_experts(tensors) or in_dtype(tensors, options.dtype) != tensors:
+    if options.need_architecture(config) or has_experts(tensors) or in_dtype(tensors, options.dtype) != tensors:
         return None
     return planned(tensors, small, config, {}, options)
 
 
-def holds_experts(names: Iterable[str]) -> bool:
+def has_experts(names: Iterable[str]) -> bool:
     """Return whether weights of these names have experts, which files store as other tensors than the model."""
     return any(".experts." in name for name in names)
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rlhf.models.adapter_config import PREFIX
-from rlhf.models.hf.block_plan import BlockPlan, Extent, HeldBytes, MixedBlock, plan_blocks
-from rlhf.models.hf.hf_folder import check_range, converted, one_ahead, ranges_of
+from rlhf.models.hf.block_plan import BlockPlan, Extent, MixedBlock, RankBytes, plan_blocks
+from rlhf.models.hf.hf_folder import check_range, converted, prefetch_next, ranges_of
 from rlhf.models.hf.hf_plan import HfPlan, Progress, in_dtype
 from rlhf.models.hf.source import TensorSource
 from rlhf.ranks.coordinator import Coordinator
@@ -90,7 +90,7 @@ def _chunks(source: TensorSource, plan: HfPlan, file: WeightsFile, progress: Pro
         for name, start, stop in ranges_of(stored):
             yield converted(name, source.read(name, start, stop), DTYPES[plan.tensors[name][0]])
 
-    for tensor in one_ahead(read()):
+    for tensor in prefetch_next(read()):
         yield as_bytes(tensor)
         progress(tensor.nbytes)
 
@@ -127,22 +127,24 @@ def _plan(
     writers = [rank for rank, domain in enumerate(coordinator.domains) if domain == coordinator.domains[0]]
     plans: list[RankPlan] = [{} for _ in shares]
     for folder, export in exports.items():
-        held = _held(export, [share[folder] for share in shares])
+        ranges = _bytes_by_file(export, [share[folder] for share in shares])
         for file in export.plan.weights:
-            by_rank = plan_blocks(held[file.name], file.size, writers)
+            by_rank = plan_blocks(ranges[file.name], file.size, writers)
             for rank, plan in enumerate(plans):
                 plan.setdefault(folder, []).append(by_rank[rank])
     return plans
 
 
-def _held(export: HfExport, shares: Sequence[FileShards]) -> dict[str, list[HeldBytes]]:
+def _bytes_by_file(export: HfExport, shares: Sequence[FileShards]) -> dict[str, list[RankBytes]]:
     places = {name: (file.name, first) for file in export.plan.weights for name, first in file.first_byte.items()}
-    held: dict[str, list[HeldBytes]] = {file.name: [] for file in export.plan.weights}
+    found: dict[str, list[RankBytes]] = {file.name: [] for file in export.plan.weights}
     for rank, parts in enumerate(parts_of_ranks(tensor_table(export.in_files), shares)):
         for name, box in parts:
             (file, first), (kind, shape) = places[name], export.plan.tensors[name]
-            held[file] += ((*extent, rank) for extent in _extents(layout_of(box, whole_box(shape), shape), kind, first))
-    return held
+            found[file] += (
+                (*extent, rank) for extent in _extents(layout_of(box, whole_box(shape), shape), kind, first)
+            )
+    return found
 
 
 def _extents(layout: Strided, kind: str, first: int) -> Iterator[Extent]:
@@ -159,21 +161,21 @@ def _write(root: Path, exports: Mapping[str, HfExport], plans: RankPlan, coordin
     for folder, export in exports.items():
         since = time.monotonic()
         for file, plan in zip(export.plan.weights, plans[folder], strict=True):
-            written.hashes[f"{folder}/{file.name}"] = work.write(root, folder, _HeldFile(export, file), plan)
+            written.hashes[f"{folder}/{file.name}"] = work.write(root, folder, _LocalFile(export, file), plan)
         written.seconds[folder] = time.monotonic() - since
     if work.problem is not None:
         raise work.problem
     return written
 
 
-class _HeldFile:
+class _LocalFile:
     """This rank's bytes of one file: the header (on every rank) and its shards."""
 
     def __init__(self, export: HfExport, file: WeightsFile) -> None:
         self._tensors, self.file = export.plan.tensors, file
-        held = ((name, export.in_files[name]) for name in file.first_byte)
+        named = ((name, export.in_files[name]) for name in file.first_byte)
         # In file order, as in the plan.
-        self._shards = [(name, shard) for name, shard in held if shard.owner and shard.local.numel()]
+        self._shards = [(name, shard) for name, shard in named if shard.owner and shard.local.numel()]
         self._begins = [
             file.first_byte[name] + bounds(shard.box, shard.shape)[0] * ITEM_BYTES[self._tensors[name][0]]
             for name, shard in self._shards
@@ -225,7 +227,7 @@ class _Work:
         self.problem: Exception | None = None
 
     @torch.no_grad()
-    def write(self, root: Path, folder: str, held: _HeldFile, plan: BlockPlan) -> dict[int, str]:
+    def write(self, root: Path, folder: str, local: _LocalFile, plan: BlockPlan) -> dict[int, str]:
         """Write and send blocks as `plan` lists them; return the hashes of the written blocks."""
         hashes: dict[int, str] = {}
         writes = plan.own or any(mixed.writer == self._coordinator.rank for mixed in plan.mixed)
@@ -233,34 +235,34 @@ class _Work:
             shared: list[SharedFile] = []
 
             def begin() -> None:
-                shared.append(SharedFile(root, f"{folder}/{held.file.name}"))
+                shared.append(SharedFile(root, f"{folder}/{local.file.name}"))
                 opened.callback(shared[0].close)
 
             def keep(number: int) -> None:
-                hashes[number] = shared[0].write(number, as_bytes(self._block[: held.block_bytes(number)]))
+                hashes[number] = shared[0].write(number, as_bytes(self._block[: local.block_bytes(number)]))
 
             if writes:
                 self._try(begin)
             for mixed in plan.mixed:
                 if mixed.writer != self._coordinator.rank:
-                    self._send(held, mixed)
+                    self._send(local, mixed)
                     continue
-                self._receive(held, mixed)
+                self._receive(local, mixed)
                 self._try(partial(keep, mixed.number))
             for number in plan.own:
-                self._try(partial(held.fill, number, self._block))
+                self._try(partial(local.fill, number, self._block))
                 self._try(partial(keep, number))
             if writes:
                 self._try(lambda: shared[0].sync())
         return hashes
 
-    def _send(self, held: _HeldFile, mixed: MixedBlock) -> None:
-        self._try(lambda: held.fill(mixed.number, self._block))
-        parts = [self._block[begin:end] for begin, end in held.extents(mixed.number)]
+    def _send(self, local: _LocalFile, mixed: MixedBlock) -> None:
+        self._try(lambda: local.fill(mixed.number, self._block))
+        parts = [self._block[begin:end] for begin, end in local.extents(mixed.number)]
         self._coordinator.send(torch.cat(parts), mixed.writer)
 
-    def _receive(self, held: _HeldFile, mixed: MixedBlock) -> None:
-        self._try(lambda: held.fill(mixed.number, self._block))
+    def _receive(self, local: _LocalFile, mixed: MixedBlock) -> None:
+        self._try(lambda: local.fill(mixed.number, self._block))
         for rank, extents in mixed.others.items():
             message = self._message[: sum(end - begin for begin, end in extents)]
             self._coordinator.receive(message, rank)

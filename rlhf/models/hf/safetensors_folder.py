@@ -35,7 +35,7 @@ def open_safetensors(path: Path, model_files: Path | None = None) -> "Safetensor
 def check_not_quantised(path: Path) -> None:
     """Raise UserError if config.json in `path` describes quantised weights."""
     if (path / MODEL_CONFIG).is_file() and "quantization_config" in _config(path):
-        raise UserError(f"{path} is quantised ({MODEL_CONFIG}); name the folder with the weights that it was made of.")
+        raise UserError(f"{path} is quantised ({MODEL_CONFIG}); name the folder with the weights before quantisation.")
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -48,10 +48,10 @@ def weight_map(path: Path, index: str) -> dict[str, list[str] | None]:
         files: dict[str, list[str] | None] = {}
         for name, file in entries.items():
             if Path(file).name != file:
-                raise ValueError(f"{file} lies elsewhere")
+                raise ValueError(f"{file} is in another folder")
             files[file] = [*(files.get(file) or ()), name]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path / index} is no index of weights: {error}") from None
+        raise DamagedCheckpoint(f"{path / index} is not an index of weights: {error}") from None
     missing = [file for file in files if not (path / file).is_file()]
     if missing:
         raise UserError(
@@ -82,13 +82,13 @@ class SafetensorsFolder:
             header, length = read_safetensors_header(files, f"{folder}/{file}")
             if odd := next((entry["dtype"] for entry in header.values() if entry["dtype"] not in DTYPES), None):
                 raise UserError(
-                    f"{path / file} has tensors of type {odd}, which is not read here. Name a folder of "
+                    f"{path / file} has tensors of type {odd}, which is not supported. Name a folder of "
                     f"weights in {', '.join(DTYPES)}."
                 )
             end = length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
             if files.size(f"{folder}/{file}") != end:
                 size = files.size(f"{folder}/{file}")
-                raise DamagedCheckpoint(f"{path / file} has {size} bytes, its header speaks of {end}: it is cut off")
+                raise DamagedCheckpoint(f"{path / file} has {size} bytes, its header needs {end}: the file is cut off")
             found |= dict.fromkeys(header, file)
         compare_with_index(path, listed, found)
         self._reader = TensorReader.of_whole_tensors(files, folder, listed)

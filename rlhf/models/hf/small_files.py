@@ -44,9 +44,9 @@ def parse_model_config(files: Mapping[str, bytes], folder: Path) -> dict[str, An
     try:
         config = json.loads(files[MODEL_CONFIG])
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{folder / MODEL_CONFIG} is no JSON: {error}. Restore it.") from None
+        raise UserError(f"{folder / MODEL_CONFIG} is not JSON: {error}. Restore it.") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise UserError(f"{folder / MODEL_CONFIG} does not say its model_type. Name another folder: --hf_model_path.")
+        raise UserError(f"{folder / MODEL_CONFIG} has no model_type. Name another folder with --hf_model_path.")
     return config
 
 
