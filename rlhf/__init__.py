@@ -7,7 +7,7 @@ __version__ = "0.2.0.dev0"
 
 
 def __getattr__(name: str) -> Any:
-    """What users take from here, imported when they do: `train`, `UserError`, `RunEnded`."""
+    """Import `train`, `UserError` and `RunEnded` at their first use."""
     if name == "train":
         return importlib.import_module("rlhf.train")
     if name in ("RunEnded", "UserError"):

@@ -1,4 +1,4 @@
-"""Runs from Python, `rlhf.train(overrides, reward=score, callbacks=[...])`, of which the command line is a caller."""
+"""Starts runs from Python, `rlhf.train(overrides, reward=score, callbacks=[...])`, and for the command line."""
 
 import inspect
 import json
@@ -33,23 +33,23 @@ def train(
     callbacks: Sequence[Callback] = (),
     config_dir: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Run what `python -m rlhf.train OVERRIDES` runs, to its end; a run that was interrupted goes on.
+    """Train as `python -m rlhf.train OVERRIDES` does, to the end of the run. Continue an interrupted run.
 
     Args:
         overrides: settings, `KEY=VALUE` each, as on the command line.
-        reward: one function or several for `reward.functions`, each at the top level of a file: reward processes find
-            it there. A script that defines one itself calls `train` under `if __name__ == "__main__":`.
-        callbacks: called in this process, in order, for each step whose record is on the disk; step 0 is the evaluation
-            before the training. Steps that are repeated after a crash or a roll-back come again. One that raises stops
-            the run as SIGTERM does, after a checkpoint, and its error is raised from here.
+        reward: one or several functions for `reward.functions`, each at the top level of a file, where reward processes
+            find it. A script that defines a reward calls `train` under `if __name__ == "__main__":`.
+        callbacks: called in this process, in order, with each step whose record is on the disk; step 0 is the
+            evaluation before the training. Steps that a crash or a roll-back repeats are passed again. A callback that
+            raises stops the run as SIGTERM does, after a checkpoint, and `train` raises its error.
         config_dir: a folder of further recipes and group entries (`--config-dir`).
 
     Returns:
-        The report of the finished run: what `report/report.json` in its directory holds.
+        The content of `report/report.json` in the directory of the finished run.
 
     Raises:
         UserError: a mistake in the settings, the data or the files, found before the training began.
-        RunEnded: the run ended otherwise; its `exit_code` is the command's.
+        RunEnded: the run ended with another exit code than 0.
     """
     if (path := file_being_read()) is not None:
         raise UserError(
@@ -89,7 +89,7 @@ def _check_arguments(overrides: object, reward: object, callbacks: object) -> No
 
 
 def validated(overrides: Sequence[str], library: Library, reward_functions: Sequence[str] = ()) -> Config:
-    """The configuration with these overrides, and with `reward_functions` in place of its own if there are any."""
+    """Return the checked configuration. If given, `reward_functions` replace `reward.functions`."""
     config = compose_config(list(overrides), library)
     if reward_functions:
         config.reward.functions = list(reward_functions)
@@ -102,7 +102,7 @@ def _is_rank() -> bool:
 
 
 def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = None) -> int:
-    """Supervise the run, or be one of its ranks under torchrun; returns the exit code of `rlhf.errors`."""
+    """Supervise the run, or run one rank under torchrun. Return an exit code of `rlhf.errors`."""
     if _is_rank():
         told = banner(config, recipes) if os.environ["RANK"] == "0" else ""
         if told:
@@ -117,7 +117,7 @@ def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = 
 
 
 def check_inputs(config: Config) -> None:
-    """Checks that may import heavy libraries, for after everything that a typo can break; raises UserError."""
+    """Raise UserError for mistakes that only heavy libraries find. Call this after all quick checks."""
     from rlhf.data import check_sources
     from rlhf.launch.preflight_import import preflight_import
     from rlhf.models.template_check import check_rendering
@@ -132,10 +132,10 @@ def check_inputs(config: Config) -> None:
     check_fits(config)
     check_trackers(config.trainer.logger, config.tracking.wandb)
     check_reward(config.reward, config.reward_model)
-    # Of the ranks that torchrun starts on a node, one imports the files for all.
+    # Of a node's ranks under torchrun, one imports the files.
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     with preflight_import(_algorithm_files(config) if leads else []), preflight_start(config.reward if leads else None):
-        if on_one_machine():  # elsewhere the ranks find out who sees what
+        if on_one_machine():  # on several machines, the ranks find out which machine has the files
             _check_models(config)
         row = check_sources(config.data, config.reward, config.trainer.seed)
         if on_one_machine():
@@ -153,7 +153,7 @@ def _check_models(config: Config) -> None:
     from rlhf.planning.model_shapes import of_files
     from rlhf.storage.layout import scan
 
-    # A run that goes on from a checkpoint, such as an imported one, has its weights and adapters there.
+    # A resumed run loads weights and adapters from its checkpoint, which may be an imported one.
     begins = config.trainer.resume_mode != "resume_path" and not scan(config.run_dir) and not config.checkpoint.remote
     trusts = config.model.trust_remote_code
     check_name("model.path", config.model.path, config.model.revision)
@@ -174,7 +174,7 @@ def _check_models(config: Config) -> None:
 
 
 def _algorithm_files(config: Config) -> list[tuple[str, str]]:
-    """The settings that name an estimator or a loss in a file of the user's, with their values."""
+    """Return the settings that name an estimator or a loss in a user's file, with their values."""
     named = {
         "algorithm.adv_estimator": config.algorithm.adv_estimator,
         "actor.policy_loss.loss_mode": config.actor.policy_loss.loss_mode,
@@ -183,7 +183,7 @@ def _algorithm_files(config: Config) -> list[tuple[str, str]]:
 
 
 def file_and_name(function: Callable[..., Any]) -> str:
-    """`path/to/file.py:name` of a function at the top level of a file; UserError for any other."""
+    """Return `path/to/file.py:name` of a function. Raise UserError unless it is at the top level of a file."""
     name = getattr(function, "__qualname__", repr(function))
     if not isinstance(function, FunctionType):
         raise UserError(f"reward={name}: of type {type(function).__name__}, not a plain function. Write one with def.")

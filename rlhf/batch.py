@@ -1,4 +1,4 @@
-"""Batches of a step's samples as tensors, one class per stage: after the rollouts, for the actor, for the critic."""
+"""Tensors of a step's samples, one class per stage: after the rollouts, for the actor, for the critic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,8 +12,8 @@ from torch import Tensor
 class Batch:
     """N samples of one rank: the fields that every stage has.
 
-    Sequences are prompt + response, padded on the right to L tokens. R is the length of the longest response. Tensors
-    of shape [N, R] are aligned to the response: column 0 is its first token.
+    Sequences are prompt + response, padded on the right to L tokens. R is the length of the longest response. Column 0
+    of a tensor of shape [N, R] is the first token of the response.
     """
 
     input_ids: Tensor
@@ -21,18 +21,17 @@ class Batch:
     prompt_lengths: Tensor
     """[N] int64."""
     response_lengths: Tensor
-    """[N] int64: tokens before the padding, end-of-sequence included. `response_mask` says which of them count."""
+    """[N] int64: tokens before the padding, end-of-sequence included. Tokens count as in `response_mask`."""
     response_mask: Tensor
-    """[N, R] float32: 1 on tokens that the policy wrote; 0 on padding and on observations of a tool or environment."""
+    """[N, R] float32: 1 on tokens that the policy wrote, 0 on padding and on observations of a tool or environment."""
     rollout_log_probs: Tensor
-    """[N, R] float32: log-probs that the rollout engine returned, under the distribution that it sampled from."""
+    """[N, R] float32: log-probs by the rollout engine, under the distribution that it sampled from."""
     uids: Tensor
     """[N] int64: position of each sample's prompt in the stream. `uids` and `numbers` together identify a sample."""
     numbers: Tensor
     """[N] int64: number of each sample among the samples of its prompt."""
     staleness: Tensor | None = None
-    """[N] int64: steps from the policy that sampled to the policy before this update; None if 0 for all samples of all
-    ranks."""
+    """[N] int64: steps from the sampling policy to the policy before this update; None if all are 0 on all ranks."""
 
     @property
     def counted(self) -> Tensor:
@@ -58,10 +57,10 @@ class Batch:
         return replace(self, **picked)
 
     def micro_batch(self, rows: Sequence[int]) -> Self:
-        """Return the given rows, or a filler if there are none.
+        """Return the given rows, or a filler if there are none: one sample of one token without a response.
 
-        The filler is one sample of one token without a response. A rank without samples passes it through the model
-        while other ranks compute their micro-batches. It adds nothing to a loss.
+        A rank without samples passes the filler through the model while other ranks compute their micro-batches. The
+        filler adds nothing to a loss.
         """
         if rows:
             return self.select(torch.tensor(rows, device=self.input_ids.device))
@@ -72,19 +71,19 @@ class Batch:
 
 @dataclass(kw_only=True)
 class RolloutBatch(Batch):
-    """Samples on the ranks that generated and scored them. The samples of a group are contiguous."""
+    """Rollout batch: samples on the ranks that generated and scored them. The samples of a group are contiguous."""
 
     scores: Tensor
     """[N] float32: whole reward of each response, over-long punishment included."""
     truncated: Tensor
-    """[N] bool: whether the limit of tokens cut the response off."""
+    """[N] bool: whether the limit of tokens cut off the response."""
     baselines: Tensor | None = None
     """[N] float32: whole reward of the greedy response to the same prompt; None if the estimator needs none."""
 
 
 @dataclass(kw_only=True)
 class ActorBatch(Batch):
-    """Samples on the ranks that train the actor on them."""
+    """Training batch of the actor."""
 
     advantages: Tensor
     """[N, R] float32: zero outside `response_mask`."""
@@ -95,9 +94,7 @@ class ActorBatch(Batch):
     ref_log_probs: Tensor | None
     """[N, R] float32: log-probs by the reference policy; None without a reference."""
     chosen: Tensor | None = None
-    """[N, R] float32: 1 on the tokens of a mini-batch that the policy loss treats specially (`clip_cov`, `kl_cov`).
-
-    None outside the update of such a loss."""
+    """[N, R] float32: 1 on the tokens that `clip_cov` or `kl_cov` treat specially; None with other policy losses."""
 
     @property
     def counted(self) -> Tensor:
@@ -107,7 +104,7 @@ class ActorBatch(Batch):
 
 @dataclass(kw_only=True)
 class CriticBatch(Batch):
-    """Samples on the ranks that train the critic on them."""
+    """Training batch of the critic."""
 
     values: Tensor
     """[N, R] float32: values by the critic before the update."""

@@ -1,4 +1,4 @@
-"""Composition of a run's configuration: schema, groups, recipe, command line.
+"""Composes a run's configuration with Hydra: schema, groups, recipe, command line.
 
 Only this file and library_folder.py import Hydra.
 """
@@ -38,21 +38,23 @@ GLOBAL_PACKAGE = "# @package _global_"
 
 @dataclass(frozen=True)
 class Composition:
-    """A configuration before anything is resolved, in which settings may be missing (`???`), and the settings that the
-    command line has changed in it."""
+    """An unresolved configuration, in which settings may be missing (`???`), and the command line's own settings."""
 
     tree: DictConfig
     typed: list[tuple[str, Any]]
 
     @property
     def missing(self) -> str:
-        """One line for each setting that is missing."""
+        """A line for each missing setting."""
         missing = sorted(OmegaConf.missing_keys(self.tree))
         return "\n".join(f"{key} is not set: add {key}=VALUE to the command or recipe." for key in missing)
 
     def resolved(self) -> Config:
-        """The dataclasses, every value resolved. Raises UserError for missing settings and lost interpolations, and for
-        typed ones without effect."""
+        """Return the configuration with every value resolved.
+
+        Raises:
+            UserError: a setting is missing, an interpolation has no target, or a typed setting has no effect.
+        """
         with _interpolating():
             if self.missing:
                 raise UserError(self.missing)
@@ -63,35 +65,36 @@ class Composition:
         return config
 
     def commented_yaml(self) -> str:
-        """Every setting with its help, every value resolved but those that are missing. Raises UserError for a lost
-        interpolation."""
+        """Return every setting with its help, resolved unless it is missing.
+
+        Raise UserError for lost interpolations.
+        """
         with _interpolating():
             plain = OmegaConf.to_container(self.tree, resolve=True)
         return commented_yaml(cast(dict[str, Any], plain))
 
 
 def compose_config(overrides: list[str], library: Library, machine: Machine | None = None) -> Config:
-    """Schema, groups, recipe, then the command line, in this order; resolved and typed.
+    """Return the configuration of schema, groups, recipe and command line, in this order.
 
     Args:
-        machine: what settings that are null are to suit; None for this one.
+        machine: the machine for device defaults; None is this machine.
 
     Raises:
-        UserError: for anything wrong on the command line (all of it at once) or in a file, and for a setting that is
-            missing.
+        UserError: for all mistakes on the command line at once, a mistake in a file, or missing settings.
     """
     return composition(overrides, library, machine).resolved()
 
 
 def composition(overrides: list[str], library: Library, machine: Machine | None = None) -> Composition:
-    """The same before anything is resolved. Raises UserError likewise."""
+    """Return the configuration before it is resolved. See `compose_config`."""
     choices, values = _sorted_overrides(overrides, library)
     LibraryFolder.filled.clear()
     LibraryFolder.left_open.clear()
     composed = _compose(choices, library)
     chosen = {choice.partition("=")[0] for choice in choices}
     for key in LibraryFolder.left_open - LibraryFolder.filled:
-        if key.partition(".")[0] not in chosen:  # model=tiny says what the recipe leaves to the command line
+        if key.partition(".")[0] not in chosen:  # model=tiny sets what the recipe leaves to the command line
             OmegaConf.update(composed, key, "???")
     if problems := [problem for key, value in values if (problem := _set(composed, key, value))]:
         raise UserError("\n".join(problems))
@@ -102,8 +105,10 @@ def composition(overrides: list[str], library: Library, machine: Machine | None 
 
 
 def _sorted_overrides(overrides: list[str], library: Library) -> tuple[list[str], list[tuple[str, Any]]]:
-    """Entries of groups that the command line chooses, and values of settings. Raises UserError for all that is
-    wrong."""
+    """Return the entries of groups and the values of settings on the command line.
+
+    Raise one UserError for all mistakes.
+    """
     choices: list[str] = []
     values: list[tuple[str, Any]] = []
     problems = []
@@ -123,7 +128,7 @@ def _sorted_overrides(overrides: list[str], library: Library) -> tuple[list[str]
 
 
 def _set(composed: DictConfig, key: str, value: Any) -> str | None:
-    """Give a setting its value from the command line; returns what is wrong with it, if anything is."""
+    """Set a setting of the command line. Return a message if the value is wrong."""
     setting = setting_of(key)
     try:
         if setting is not None and setting.takes_for_true(value):
@@ -140,15 +145,14 @@ def _set(composed: DictConfig, key: str, value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Combination:
-    """Overrides of one run of a sweep, and those among them that differ from run to run."""
+    """Overrides of one run of a sweep; `swept` are the overrides that differ between runs."""
 
     overrides: list[str]
     swept: tuple[str, ...]
 
 
 def combinations(overrides: Sequence[str]) -> list[Combination]:
-    """All combinations of the values that overrides list in Hydra's way (`a=1,2`, `a=range(1,4)`, `a=choice(x,y)`); the
-    last varies fastest."""
+    """Return all combinations of Hydra's lists (`a=1,2`, `a=range(1,4)`, `a=choice(x,y)`). The last varies fastest."""
     alternatives = [_alternatives(text) for text in overrides]
     return [
         Combination(list(texts), tuple(t for t, others in zip(texts, alternatives, strict=True) if len(others) > 1))
@@ -165,11 +169,11 @@ def _alternatives(text: str) -> list[str]:
             raise UserError(f"{text}: -m takes lists of values: KEY=a,b or KEY=range(1,4).")
         return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
     except HydraException:
-        return [text]  # told when it is composed
+        return [text]  # `composition` reports the mistake
 
 
 def _with_homes(text: str) -> str:
-    """`text` with paths that begin with `~`, which no shell expands behind a `=`, quoted for Hydra's grammar."""
+    """Quote paths that begin with `~` for Hydra's grammar. No shell expands `~` after a `=`."""
     if text.startswith("~") or '"' in text or "'" in text:
         return text
     return re.sub(r"(?<=[=\[,:])(~(?:/[^,\]}\s]*)?)(?=[,\]}]|$)", r'"\1"', text)
@@ -200,7 +204,7 @@ def _parse_override(text: str) -> Override:
 
 
 def _choice(override: Override, library: Library) -> str:
-    """The override for Hydra of a group or of `recipes`, once its entry is known to exist."""
+    """Return the override of a group or of `recipes` for Hydra. Raise UserError if the entry does not exist."""
     group, value = override.key_or_group, override.value()
     if group == "recipes" and value is None:
         return "~recipes"
@@ -218,7 +222,7 @@ def _choice(override: Override, library: Library) -> str:
 
 
 def _recipe_elsewhere(name: str, library: Library) -> str:
-    """The end of a message about a recipe that lies where none is looked for; empty if there is no such file."""
+    """Return a hint if the recipe is in a folder that is not searched; empty if there is no such file."""
     for folder in (Path.cwd(), *library.others[1:]):
         if (folder / "recipes" / f"{name}.yaml").is_file():
             return f" There is one in {folder / 'recipes'}: add --config-dir {folder}."
@@ -228,7 +232,7 @@ def _recipe_elsewhere(name: str, library: Library) -> str:
 
 
 def _reject_spaces(overrides: Sequence[str]) -> None:
-    """Raise UserError for `KEY = VALUE` and `KEY= VALUE`, of which the shell makes several words."""
+    """Raise UserError for `KEY = VALUE` and `KEY= VALUE`, which the shell splits into words."""
     for before, text, after in zip(["", *overrides], overrides, [*overrides[1:], ""], strict=False):
         key = before if text == "=" else text.removesuffix("=")
         if key and text.endswith("=") and after and "=" not in after:
@@ -247,7 +251,7 @@ def _open_brackets(text: str) -> int:
 
 
 def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
-    """The settings that `key=value` changes: one, or those of a section written as {a: 1, b: 2}."""
+    """Return the settings that `key=value` changes: one, or several in a section written as {a: 1, b: 2}."""
     if setting_of(key):
         return [(key, value)]
     if key not in SECTIONS:
@@ -290,7 +294,7 @@ def _compose(choices: list[str], library: Library) -> DictConfig:
 
 
 def _composition_problem(error: HydraException, choices: list[str], library: Library) -> str:
-    """The mistake and the file that holds it, from Hydra's error and the OmegaConf error behind it."""
+    """Return the mistake and its file, from Hydra's error and the OmegaConf error that caused it."""
     cause = error.__cause__ or error.__context__
     named = re.match(r"In '(?:(.*)/)?([^/']+)': ", str(error))
     group, name = named.groups() if named else (None, None)
@@ -315,7 +319,7 @@ def _composition_problem(error: HydraException, choices: list[str], library: Lib
 
 
 def _no_group(name: str, library: Library) -> str:
-    """What is wrong with `override /name` in a recipe."""
+    """Return what is wrong with `override /name` in a recipe."""
     if name in SECTIONS:
         return f"{name} is a section without entries to choose from: remove `override /{name}`, and set what it holds."
     groups = library.groups

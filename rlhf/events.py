@@ -1,8 +1,8 @@
-"""Events and phases of a run, told as they happen.
+"""Publishes the events and phases of a process to its listeners.
 
-Every part of the trainer says where it is: `announce("rollout.before")`. The worker keeps the newest event as evidence
-for the supervisor (which step, which moment), and the fault campaign subscribes to kill the process at an exact one.
-What a person may want to watch meanwhile is told by `report`. With no listener either costs one truth test.
+Every part of the trainer announces events: `announce("rollout.before")`. A rank writes the newest event into its status
+file as evidence for the supervisor, and the fault campaign kills processes at events. `report` is for displays of
+progress. Without a listener, each call costs one truth test.
 """
 
 import importlib
@@ -20,14 +20,13 @@ _followers: list[Follower] = []
 
 
 def announce(event: str) -> None:
-    """Tell every listener that `event` (dotted, e.g. "commit.rename") happens now, in this process."""
+    """Call every listener with `event`, a dotted name such as "commit.rename", which happens now."""
     for listener in _listeners:
         listener(event)
 
 
 def report(phase: str, done: int = 0, total: int = 0) -> None:
-    """Tell every follower that this process is in `phase`, in words for people, and has `done` of `total` parts of it;
-    with a `total` of 0 they are not counted."""
+    """Call every follower with a phase, in words for users, and `done` of `total` parts; 0 parts are not counted."""
     for follower in _followers:
         follower(phase, done, total)
 
@@ -43,8 +42,7 @@ def follow(follower: Follower) -> None:
 
 
 def subscribe_from_environment() -> None:
-    """Subscribe `module:function` named by RLHF_EVENT_LISTENER, if it is set; that is how tests reach into the
-    ranks."""
+    """Subscribe the `module:function` of RLHF_EVENT_LISTENER, by which tests reach into the ranks."""
     if spec := os.environ.get(LISTENER_VARIABLE):
         module, _, name = spec.partition(":")
         subscribe(getattr(importlib.import_module(module), name))

@@ -1,7 +1,7 @@
-"""Opens a run, trains and finishes it, in the same order for every way of launching it.
+"""Opens a run, trains and finishes it, in the same order for every launcher.
 
-Our supervisor calls `live` with a coordinator of one process. Ranks that torchrun or another launcher started call it
-together, as a collective. Imports no torch. `live` imports nothing slow before it has the run lock.
+The trainer's supervisor calls `live` with a coordinator of one process. Ranks that torchrun or another launcher started
+call `live` as a collective. Imports no torch, and nothing slow before `live` has the run lock.
 """
 
 import logging
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 def refuse_another_run(config: Config, coordinator: Coordinator) -> None:
-    """Raise UserError if the run directory belongs to another run. Changes nothing.
+    """Raise UserError if the run directory belongs to another run. Change nothing.
 
-    It looks at the directory before any repair. `live` compares again after it has prepared the directory.
+    `live` compares again after it has prepared the directory.
     """
     if config.run_dir.is_dir():  # the imports are slow, and a new run does not need them yet
         from rlhf.checkpoint.start.comparison import check_unprepared
@@ -43,20 +43,16 @@ def live(
     train: Callable[[], int],
     locked: Callable[[], None] = lambda: None,
 ) -> int:
-    """Open the run directory, call `train` unless the run is finished already, and finish the run. Collective.
+    """Open the run directory, train unless the run is finished, and finish it. Return the exit code. Collective.
 
     Args:
-        train: trains and returns an exit code of `rlhf.errors`. Only after EXIT_DONE is the run finished.
-        locked: called when the run lock is taken, before anything in the directory changes. It may raise UserError.
-
-    Returns:
-        EXIT_DONE, or the exit code of `train`.
+        train: trains and returns an exit code of `rlhf.errors`. Only EXIT_DONE means that the run is finished.
+        locked: called with the run lock taken, before the directory changes. It may raise UserError.
 
     Raises:
         UserError: the directory is in use, cannot be created, or belongs to another run.
         OSError: the directory cannot be written, and the run in it is not finished.
         Unsaved: the run is finished, but `checkpoint.remote` lacks copies.
-        Exception: whatever `train` raises.
     """
     left: list[int] = []
     with ExitStack() as held:
@@ -79,10 +75,7 @@ def live(
 def _open(
     config: Config, coordinator: Coordinator, output: RunOutput, held: ExitStack, locked: Callable[[], None]
 ) -> int | None:
-    """Lock and prepare the run directory. Return the last step if the run is finished, otherwise None.
-
-    `held` releases the locks when it is closed.
-    """
+    """Lock and prepare the run directory. Return the last step if the run is finished, otherwise None."""
     run_dir, trainer, resolved = config.run_dir, config.trainer, ResolvedConfig.of(config)
     coordinator.everywhere(lambda: _make(config))
     # Write nothing before the lock is taken: another process may be training in the directory.
@@ -115,10 +108,7 @@ def _make(config: Config) -> None:
 
 
 def _is_finished_anyway(config: Config, coordinator: Coordinator, problem: OSError) -> bool:
-    """Return whether a directory that cannot be written holds the finished run. Collective.
-
-    If it does, the leader logs the run's report.
-    """
+    """Return whether a read-only directory has the finished run, and log its report on the leader. Collective."""
     from rlhf.checkpoint.start.preparation import finished_unprepared
 
     step = finished_unprepared(config.run_dir, config.trainer, ResolvedConfig.of(config), coordinator)
@@ -128,15 +118,9 @@ def _is_finished_anyway(config: Config, coordinator: Coordinator, problem: OSErr
 
 
 def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int]:
-    """Write the report, and make up for what an earlier launch of a finished run left undone.
+    """Write the report, and return the steps that `checkpoint.remote` lacks. Log a full or read-only disk.
 
-    A full or read-only disk is logged and not raised.
-
-    Args:
-        finished: the last step, if an earlier launch finished the run; None if this launch trained.
-
-    Returns:
-        The steps that `checkpoint.remote` lacks.
+    `finished` is the last step if an earlier launch finished the run, whose remaining copies and exports are made.
     """
     from rlhf.tracking import write_report
 
@@ -146,8 +130,7 @@ def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int
             output.progress.phase(0, 0, "writing the report")
         else:
             output.end_bar()
-            # First: a disk that takes no export must not keep copies of what it has from being made, or from being
-            # missed.
+            # Copies first: an export that fails on a full disk must not prevent copies, or reports of missing ones.
             left = _copy(config, finished)
             _catch_up(config, finished)
         text = write_report(config.run_dir)
@@ -163,8 +146,7 @@ def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int
 
 
 def _copy(config: Config, step: int) -> list[int]:
-    """Log that the run is finished at `step`, and make the remote copies that it lacks. Return the steps that
-    `checkpoint.remote` still lacks."""
+    """Log that the run is finished at `step`, make missing remote copies, and return the steps that still lack one."""
     from rlhf.checkpoint.remote.copies import copy_pending
 
     log.info(
@@ -177,16 +159,12 @@ def _copy(config: Config, step: int) -> list[int]:
 
 
 def _catch_up(config: Config, step: int) -> None:
-    """Do what an earlier launch did not: it was killed after the last save, or had other settings.
-
-    The trackers get their last steps, and the exports that the settings ask for are made.
-    """
+    """Send the last steps to the trackers and make the exports, if an earlier launch was killed after the last save."""
     from rlhf.checkpoint.export.finished_export import export_finished
     from rlhf.checkpoint.state.run_file import read_run_file
     from rlhf.tracking import Tracker
 
     run_dir = config.run_dir
-    # If a kill came between the last commit and the end of the trackers, the trackers lack the last steps.
     tracker = Tracker(config.trainer, config.tracking, asdict(config), run_dir, read_run_file(run_dir)["run_id"])
     tracker.start(step)
     tracker.finish()

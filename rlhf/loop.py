@@ -41,7 +41,7 @@ from rlhf.tracking.run_log import RunLog
 
 @dataclass
 class Components:
-    """Everything that one rank trains with; built by `rlhf.assemble.run`."""
+    """All components of a rank, which `rlhf.assemble.run` builds."""
 
     collector: Collector
     work_sharing: WorkSharing
@@ -67,7 +67,7 @@ class Components:
     resumed: bool
     """Whether a checkpoint was loaded."""
     stop_requested: Callable[[], bool]
-    """Returns whether any rank was asked to leave, or any save failed. Collective."""
+    """Returns whether a stop was requested, or a save failed, on any rank. Collective."""
 
 
 def train(c: Components) -> None:
@@ -89,7 +89,7 @@ def _train(c: Components) -> None:
     else:
         before = c.evaluator.before_training()
         c.run_log.step(0, before)
-        if c.guards.rolls_back:  # there must be something to go back to
+        if c.guards.rolls_back:  # a roll-back in step 1 needs a checkpoint
             c.run_log.note(c.checkpointer.save(0, before))
     while not driver.finished:
         step, started = driver.step + 1, time.monotonic()
@@ -140,7 +140,7 @@ def _train(c: Components) -> None:
 def estimate(
     c: Components, home: RolloutBatch, work: SharedWork
 ) -> tuple[tuple[ActorBatch, CriticBatch | None], Credit, dict[str, float]]:
-    """Return the batches for actor and critic, the credit of the tokens in `home`, and metrics. Collective."""
+    """Return the training batches, the credit of the rollout batch, and metrics. Collective."""
     batch, old, ref, values = work.batch, None, None, None
     if c.reference is not None:
         with c.clock.phase("ref"), c.reference.on_device():
@@ -185,7 +185,7 @@ def update(
 
 
 def roll_back(c: Components) -> None:
-    """Load the newest checkpoint, to continue without the prompts of the step that the guards rejected. Collective."""
+    """Load the newest checkpoint, and continue without the prompts of the rejected step. Collective."""
     announce("rollback.before")
     memory = c.guards.remember(c.collector.position)
     c.collector.forget()

@@ -1,4 +1,4 @@
-"""python -m rlhf.plan OVERRIDES: memory of a run, phase by phase, before anything loads."""
+"""python -m rlhf.plan OVERRIDES: shows the memory, disk and tokens that a run would need."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Texts of other people's made harmless for a terminal. Imports nothing of the package."""
+"""Makes foreign text harmless for a terminal. Imports nothing of the package."""
 
 import os
 import re
@@ -10,17 +10,17 @@ _ERROR = re.compile(r"^((?:[0-9:]+ [a-z0-9 ]+: )?)(error:)")
 
 
 def printable(text: str) -> str:
-    """One line of `text` without effect on a terminal: what is no printable character is written as an escape."""
+    """Return a line of text with all characters that are not printable as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same of each line."""
+    """Return `text` with each line `printable`."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def printable_output(text: str) -> str:
-    """The same of what a program says to people: colours are left out, and tabs become blanks."""
+    """Return the output of a program with each line `printable`, without colours and tabs."""
     return printable_lines(_COLOUR.sub("", text.replace("\r\n", "\n")).expandtabs())
 
 

@@ -1,4 +1,4 @@
-"""python -m rlhf.samples RUN: what the policy said."""
+"""python -m rlhf.samples RUN: shows the samples of a run."""
 
 import sys
 

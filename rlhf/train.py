@@ -1,7 +1,4 @@
-"""Command line of the trainer, python -m rlhf.train: its options, and a run by `rlhf.api`.
-
-Nothing heavy is imported before the configuration is known to be right.
-"""
+"""Command line of the trainer: python -m rlhf.train. Imports nothing heavy before the configuration is checked."""
 
 from rlhf.ranks.open_files import open_closed_streams
 from rlhf.ranks.stop import leave_while_idle
@@ -33,7 +30,7 @@ from rlhf.ranks.open_files import raise_open_files
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code. A user's mistake is one message on stderr and `EXIT_USER_ERROR`."""
+    """Run the command line, and return the exit code. A user's mistake is one message on stderr."""
     raise_open_files()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
@@ -59,7 +56,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _asked(arguments: argparse.Namespace, library: Library) -> str | None:
-    """What an option asks to be told, instead of a run."""
+    """Return the text that an option prints instead of a run."""
     if arguments.shell_completion is not None:
         return answer(arguments.shell_completion, library)
     if arguments.help:
@@ -70,7 +67,7 @@ def _asked(arguments: argparse.Namespace, library: Library) -> str | None:
 
 
 def _print_config(overrides: list[str], library: Library) -> int:
-    """Print every setting; what a run lacks is told beside it, and rules are checked once it lacks nothing."""
+    """Print every setting to stdout and the missing ones to stderr. Check the rules if none is missing."""
     composed = composition(overrides, library)
     sys.stdout.write(composed.commented_yaml())
     if composed.missing:
@@ -81,7 +78,7 @@ def _print_config(overrides: list[str], library: Library) -> int:
 
 
 class _Callable(ModuleType):
-    """This module, as `rlhf.train(...)`: importing it hides a function of that name in the package."""
+    """Makes this module callable as `rlhf.train(...)`, because its import hides a function of that name."""
 
     def __call__(self, *overrides: Any, **options: Any) -> dict[str, Any]:
         return train(*overrides, **options)
@@ -93,7 +90,7 @@ sys.modules[__name__].__class__ = _Callable
 if __name__ == "__main__":
     code = main()
     if "RANK" in os.environ:
-        # As in worker.py: threads of the process group may still run, and abort a process that ends in order.
+        # As in worker.py: threads of the process group may abort a process that ends with sys.exit.
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)

@@ -1,4 +1,4 @@
-"""One rank: builds its components, runs the training loop, and returns an exit code of `rlhf.errors`."""
+"""Runs one rank: builds its components, trains, and returns an exit code of `rlhf.errors`."""
 
 import faulthandler
 import logging
@@ -41,7 +41,7 @@ from rlhf.storage.layout import RESOLVED
 from rlhf.tracking.run_output import OutputHandler, RunOutput
 
 log = logging.getLogger(__name__)
-schema()  # fills the cache at import: a launcher pays once for all ranks that it forks
+schema()  # fills the cache once in a launcher, for all ranks that it forks
 
 
 def run(
@@ -51,7 +51,7 @@ def run(
     components = build(config, device, coordinator, status, shown)
     try:
         train(components)
-        announce("end.before")  # only after success: after a crash the status keeps the event at which it happened
+        announce("end.before")  # only after success: after a crash the status has the event of the crash
         check_copied(components.checkpointer.not_copied, config.run_dir, config.checkpoint)
     finally:
         components.run_log.close()
@@ -60,31 +60,25 @@ def run(
 
 
 class _Evidence:
-    """Writes how this rank ended into its status file. Before `begin` there is no file, and errors go to the log."""
+    """Writes how this rank ended into its status file, or to the log before `begin` and without a supervisor."""
 
     def __init__(self) -> None:
         self.status: StatusWriter | None = None
 
     def begin(self, run_dir: Path) -> StatusWriter:
-        """Create the status file. Call this only when the run directory is known to belong to this launch."""
+        """Create the status file, once the run directory belongs to this launch."""
         self.status = StatusWriter(run_dir, rank())
         return self.status
 
     def crash(self, error: Exception) -> None:
-        """Write `error` to the status file. The supervisor reports the rank that failed first.
-
-        Without a supervisor, or without a file yet, log the error here.
-        """
+        """Write `error`. The supervisor reports the rank that failed first."""
         if self.status is not None:
             self.status.error("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
         if self.status is None or SUPERVISOR_PID not in os.environ:
             log.exception("Rank %s crashed.", os.environ["RANK"])
 
     def end(self, kind: Literal["user", "unsaved"], message: str) -> None:
-        """Write the reason why the run ends to the status file, from which the supervisor logs it once.
-
-        Without a supervisor, or without a file yet, log the reason here.
-        """
+        """Write the reason why the run ends, which the supervisor logs once."""
         if self.status is not None:
             self.status.error(kind, message)
         if self.status is None or SUPERVISOR_PID not in os.environ:
@@ -92,10 +86,7 @@ class _Evidence:
 
 
 def main(run_dir: Path) -> int:
-    """Run a rank that our supervisor started, and return its exit code.
-
-    The supervisor holds the run lock and has written the resolved configuration to `run_dir`.
-    """
+    """Run a rank of a supervisor that has the run lock and has written the configuration. Return the exit code."""
 
     def work(evidence: _Evidence) -> None:
         shown = ProgressPipe.of_environment()
@@ -106,22 +97,18 @@ def main(run_dir: Path) -> int:
         device = collectives.start(config.trainer)
         run(config, device, _coordinator(config), status, shown)
 
-    # Lines that the user's functions print appear at once, and are not lost when this process dies.
+    # So that lines of the user's functions appear at once, and survive the death of this process.
     write_whole_lines()
     configure_logging(rank())
     return _guarded(work)
 
 
 def main_under_torchrun(config: Config, banner: str = "") -> int:
-    """Run a rank that torchrun or a similar launcher started, and return its exit code.
+    """Run a rank of torchrun or a similar launcher, and return its exit code. All ranks open and finish the run.
 
-    All ranks open and finish the run together. Rank 0 shows the progress.
-
-    Args:
-        config: as this rank composed it. The leader's configuration is used on all ranks.
-        banner: already printed by the caller; it goes to the run's log only.
+    `banner`, which the caller has printed, goes to the run's log only.
     """
-    # All ranks share the launcher's terminal, if there is one: a bar is shown only where the setting asks for it.
+    # All ranks share the launcher's terminal, so show a bar only if the setting demands one.
     mode = "plain" if config.tracking.progress == "auto" else config.tracking.progress
     output = RunOutput("plain" if rank() else mode, Redaction(os.environ))
 
@@ -129,7 +116,7 @@ def main_under_torchrun(config: Config, banner: str = "") -> int:
         faulthandler.register(STACKS_SIGNAL, all_threads=True)  # to stderr, until there is a file for it
         device = collectives.start(config.trainer)
         coordinator = _coordinator(config)
-        # Every rank has composed its configuration by itself; all use the leader's.
+        # Every rank has composed a configuration. All ranks use the leader's.
         agreed = from_yaml(coordinator.broadcast(to_yaml(config)))
 
         def attempt() -> int:
@@ -154,12 +141,12 @@ def _coordinator(config: Config) -> Coordinator:
 
 
 def rank() -> int:
-    """Return this rank's number, which its launcher put into the environment."""
+    """Return this rank's number from the environment."""
     return int(os.environ["RANK"])
 
 
 def _guarded(work: Callable[[_Evidence], None]) -> int:
-    """Run `work` and return its exit code. Write an error to the status file or the log."""
+    """Run `work`, and return an exit code. Report errors to `_Evidence`."""
     subscribe_from_environment()
     evidence = _Evidence()
     try:
@@ -186,7 +173,7 @@ def _guarded(work: Callable[[_Evidence], None]) -> int:
 if __name__ == "__main__":
     code = main(Path(sys.argv[1]))
     logging.shutdown()
-    with suppress(OSError, ValueError):  # nobody may read it any more
+    with suppress(OSError, ValueError):  # the reader may be dead
         sys.stdout.flush()
     # Not sys.exit: after an error, threads of the process group may wait forever for peers that are gone.
     os._exit(code)

@@ -1,1 +1,1 @@
-"""Assembly of a rank: every component from its own section of the configuration."""
+"""Builds the components of a rank, each from its own section of the configuration."""

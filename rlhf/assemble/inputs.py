@@ -1,4 +1,4 @@
-"""Inputs of a run that are read before any weights are loaded: models' files, prompts, number of steps."""
+"""Reads the inputs of a run before any weights are loaded: the models' files, the prompts, the number of steps."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from rlhf.ranks.coordinator import Coordinator
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The checked inputs of a run: where its models are, its prompts, its number of steps."""
+    """The checked inputs of a run."""
 
     models: ModelSources
     train_set: PromptSet

@@ -1,4 +1,4 @@
-"""Builds the training engines of a run's models, and fills them with their weights."""
+"""Builds the training engines of a run's models, and loads the weights into them."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -32,7 +32,7 @@ from rlhf.storage.hf_layout import ADAPTER_CONFIG
 
 @dataclass(frozen=True)
 class Learners:
-    """The models that a step trains, and the reference that it compares them with."""
+    """The models that a step trains, and their reference."""
 
     actor: Actor
     critic: Critic | None
@@ -41,12 +41,12 @@ class Learners:
 
     @property
     def moving_reference(self) -> Reference | None:
-        """The reference if its weights change during the run; otherwise None."""
+        """The reference if its weights change during the run, otherwise None."""
         return self.reference if self.reference is not None and self.reference.moves else None
 
     @property
     def backends(self) -> dict[str, TrainingBackend]:
-        """The engines of the models in training, by their names in a checkpoint."""
+        """The training engines by their names in a checkpoint."""
         engines = {"actor": self.actor.backend}
         return engines if self.critic is None else engines | {"critic": self.critic.backend}
 
@@ -77,7 +77,7 @@ class Engines:
         """
         model, lora = loaded.model, self.model.lora
         if self.model.enable_gradient_checkpointing:
-            # Renamed in transformers 5.2x, where the old name warns.
+            # Newer transformers (5.2x) warn about the old name.
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
         generation: Any = getattr(model, "generation_config", None)
@@ -130,10 +130,10 @@ def begin_adapters(backend: TrainingBackend, lora: LoraConfig, seed: int) -> Non
 
 
 def read_adapters(backend: TrainingBackend, lora: LoraConfig, coordinator: Coordinator) -> None:
-    """Load the adapters in `model.lora.path`, if it is set. For the start of a run without a checkpoint. Collective.
+    """Load the adapters in `model.lora.path`, if set, at the start of a run without a checkpoint. Collective.
 
     Raises:
-        UserError: the folder's adapters do not fit the model. Raised on every rank.
+        UserError: on every rank, if the folder's adapters do not fit the model.
     """
     if lora.enabled and lora.path is not None:
         shards, folder = backend.model_shards(), Path(lora.path).expanduser()

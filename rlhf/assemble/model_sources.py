@@ -1,4 +1,4 @@
-"""Models of a run: their files found, their tokenizers checked against each other, before any weights are loaded."""
+"""Finds the files of a run's models, and checks their tokenizers, before any weights are loaded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,17 +29,19 @@ class ResolvedModel:
     tokenizer: PreTrainedTokenizerBase
 
     def load(self, function: Callable[..., PreTrainedModel], coordinator: Coordinator, device: torch.device) -> Loaded:
-        """The model that `function`, one of the `load_...` of `rlhf.models.loading`, makes of it. Collective."""
+        """Load the model with `function`, a `load_...` of `rlhf.models.loading`. Collective."""
         load_from = partial(function, ModelStart(self.files.source, self.files.folder, self.hf_config))
         return weights.load(self.files, self.hf_config, load_from, coordinator, device)
 
     def check_adapters(self, lora: LoraConfig) -> None:
-        """Raise UserError unless it can have the adapters that `lora` asks for, and `lora.path`, where it is there, has
-        such; no weights of the model are looked at."""
+        """Raise UserError if the adapters of `lora`, or those in `lora.path`, do not fit the model.
+
+        Reads no weights.
+        """
         model = loading.empty_model(self.files.source, self.hf_config)
         add_adapters(model, lora, torch.float32)
         folder = None if lora.path is None else Path(lora.path).expanduser()
-        if folder is not None and (folder / WEIGHTS).is_file():  # with a checkpoint a run needs it no more
+        if folder is not None and (folder / WEIGHTS).is_file():  # a run with a checkpoint does not need the folder
             adapters = Adapters.of(model)
             assert adapters is not None
             shapes = {name: p.shape for name, p in adapters.trained(model.named_parameters())}
@@ -48,7 +50,7 @@ class ResolvedModel:
 
 @dataclass(frozen=True)
 class ModelSources:
-    """The models that a run needs; a critic without a path of its own starts from the policy's files."""
+    """The models that a run needs. Without `critic.path` the critic starts from the policy's files."""
 
     policy: ResolvedModel
     critic: ResolvedModel | None
@@ -56,13 +58,13 @@ class ModelSources:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """A hash of each model's files by the setting that names them."""
+        """Hash of each model's files, by the setting that names the model."""
         found = [m for m in (self.policy, self.critic, self.reward_model) if m is not None]
         return {m.files.source.setting: m.files.fingerprint for m in found}
 
 
 def policy_source(model: ModelConfig) -> ModelSource:
-    """`model.path`."""
+    """Return the source of `model.path`."""
     return ModelSource(
         "model.path",
         model.path,
@@ -74,14 +76,14 @@ def policy_source(model: ModelConfig) -> ModelSource:
 
 
 def critic_source(critic: CriticConfig, model: ModelConfig) -> ModelSource:
-    """`critic.path`, or `model.path` where that is null."""
+    """Return the source of `critic.path`, or of `model.path` if `critic.path` is null."""
     if critic.path is None:
         return policy_source(model)
     return ModelSource("critic.path", critic.path, None, model.trust_remote_code, model.attn_implementation)
 
 
 def reward_model_source(reward_model: RewardModelConfig, model: ModelConfig) -> ModelSource:
-    """`reward_model.path`, which must be set."""
+    """Return the source of `reward_model.path`, which must be set."""
     path, revision = reward_model.path, reward_model.revision
     assert path is not None
     return ModelSource("reward_model.path", path, revision, model.trust_remote_code, model.attn_implementation)
@@ -95,13 +97,13 @@ def resolve_models(
     device: torch.device,
     scratch: Path,
 ) -> ModelSources:
-    """Find the models of the run; copies of small files go below `scratch`. Collective.
+    """Find the models of the run, and copy small files below `scratch`. Collective.
 
     Args:
-        critic, reward_model: None where the run needs no such model.
+        critic, reward_model: None if the run needs no such model.
 
     Raises:
-        UserError: one can't be found or read, or the critic has another vocabulary than the policy.
+        UserError: a model cannot be found or read, or the critic has another vocabulary than the policy.
     """
 
     def find(source: ModelSource) -> ResolvedModel:

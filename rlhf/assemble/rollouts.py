@@ -1,4 +1,4 @@
-"""Builds what a run's rollouts need: the reward, the rollout engine, the collector and the evaluator."""
+"""Builds the reward, the rollout engine, the collector and the evaluator."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from rlhf.tracking.sample_files import ShownSample
 
 @dataclass(frozen=True)
 class Setup:
-    """Objects that every component of a rank is made with."""
+    """Arguments that all components of a rank need."""
 
     config: Config
     device: torch.device
@@ -45,7 +45,7 @@ class Setup:
 
 
 def build_reward(setup: Setup, models: ModelSources) -> Reward:
-    """Build the reward functions. A reward model among them is sharded over the ranks. Collective."""
+    """Build the reward functions, and shard a reward model over the ranks. Collective."""
     config, device, found = setup.config, setup.device, models.reward_model
     if found is None:
         return reward_of(config.reward)
@@ -63,7 +63,7 @@ def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel) ->
     config, coordinator, device = setup.config, setup.coordinator, setup.device
     if config.rollout.name == "embedded":
         return build_embedded_engine(model, policy.tokenizer, config.rollout, device)
-    # The engine builds the model from these files. The first weight sync brings the weights.
+    # The engine builds the model from these files, and receives the weights in the first weight sync.
     generation: Any = getattr(model, "generation_config", None)
     files = PolicyFiles(
         loading.hf_files(model.config, policy.tokenizer, generation),
@@ -122,7 +122,7 @@ def build_collector(setup: Setup, inputs: RunInputs, sampler: PolicySampler, rew
 def build_evaluator(
     setup: Setup, inputs: RunInputs, sampler: PolicySampler, reward: Reward, show: Callable[[list[ShownSample]], None]
 ) -> Evaluator:
-    """Build the evaluator on the held-out prompts. It passes its samples to `show`."""
+    """Build the evaluator on the held-out prompts, which passes its samples to `show`."""
     config = setup.config
     return Evaluator(
         inputs.val_set,
@@ -141,7 +141,7 @@ def build_evaluator(
 def sampling_params(
     section: RolloutConfig | ValKwargsConfig, rollout: RolloutConfig, data: DataConfig, *, ignore_eos: bool = False
 ) -> SamplingParams:
-    """Return the sampling parameters of training samples or of responses to held-out prompts, whose `section` it is."""
+    """Return the sampling parameters of `section`: of training samples or of evaluations."""
     return SamplingParams(
         section.temperature,
         section.top_p,

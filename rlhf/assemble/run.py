@@ -1,4 +1,4 @@
-"""Builds all components of one rank from the resolved configuration. Checks settings and data before weights load."""
+"""Builds all components of a rank, and finds the user's mistakes before weights are loaded."""
 
 import logging
 import math
@@ -74,29 +74,26 @@ from rlhf.tracking.run_log import RunLog
 
 log = logging.getLogger(__name__)
 AFTER_THE_STEP = ("evaluation.", "metrics.", "commit.", "end.")
-"""Prefixes of events that come after the driver has counted the step."""
+"""Prefixes of events after the driver has counted the step."""
 
 
 def build(
     config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, shown: ShowsProgress
 ) -> Components:
-    """Build all components of this rank and load the newest checkpoint. `shown` shows the progress to users.
-    Collective."""
+    """Build all components of this rank, and load the newest checkpoint. Collective."""
     setup = Setup(config, device, coordinator)
     preemption, phases = PreemptionFlag(), Phases(shown, coordinator.rank)
     follow(phases.report)
     with Scratch() as scratch:
-        # Find the user's mistakes before weights are loaded.
         inputs = _inputs(setup, scratch.folder)
         _follow_events(inputs.driver, status, phases)
         return _build(setup, inputs, shown, preemption)
 
 
 def _inputs(setup: Setup, scratch: Path) -> RunInputs:
-    """Find the models and read the prompts; copies of small files go below `scratch`. Collective.
+    """Find the models and read the prompts.
 
-    Raises:
-        UserError: the backend, a model or the data does not fit the run.
+    Raise UserError if the backend, a model or the data does not fit the run.
     """
     config, coordinator, device = setup.config, setup.coordinator, setup.device
     report("finding the models")
@@ -130,7 +127,6 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
 
 
 def _follow_events(driver: DriverState, status: StatusWriter, phases: Phases) -> None:
-    """Report each event with its step to the watchdog (`status`) and to users (`phases`)."""
 
     def step_of(event: str) -> int:
         return driver.step + (not event.startswith(AFTER_THE_STEP))
@@ -190,12 +186,7 @@ def _build(setup: Setup, inputs: RunInputs, shown: ShowsProgress, preemption: Pr
 
 
 def _learners(setup: Setup, models: ModelSources, policy: Loaded, total_steps: int) -> Learners:
-    """Load the models and shard them over the ranks. Collective.
-
-    Args:
-        policy: the actor's model; its weights are still in their files.
-        total_steps: of the run, for the learning-rate schedules.
-    """
+    """Load the models and shard them over the ranks. `policy` is the actor's model without its weights. Collective."""
     config, coordinator, device = setup.config, setup.coordinator, setup.device
     per_pass = mini_batches(config.data, config.actor)
     engines = Engines(config.model, config.backend, per_pass, config.trainer.seed, device)
@@ -246,7 +237,7 @@ def _learners(setup: Setup, models: ModelSources, policy: Loaded, total_steps: i
 def _stateful(
     stream: PromptStream, advantages: Advantages, guards: Guards, run_log: RunLog, learners: Learners
 ) -> dict[str, Stateful]:
-    """Return the objects with saved state besides weights, optimizers and driver, by their name in the driver state."""
+    """Return the objects whose state a checkpoint saves besides weights and optimizers, by their names in it."""
     parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards, "history": run_log}
     if advantages.scaling.remembers:
         parts["reward_scaling"] = advantages.scaling
@@ -282,8 +273,8 @@ def _run_log(config: Config, driver: DriverState, shown: ShowsProgress, *, leads
 
 
 def _facts(setup: Setup, policy: TrainingBackend, inputs: RunInputs) -> str:
-    """Return a line of facts about the run that are known only when its models and data are loaded."""
-    # Count by the shards, which have the global shapes in every training engine.
+    """Return a line with facts that are known only after the models and the data are loaded."""
+    # Shards have the global shapes in every training engine.
     trained, base = (
         sum(math.prod(shard.shape) for shard in shards.values())
         for shards in (policy.model_shards(), policy.base_shards())

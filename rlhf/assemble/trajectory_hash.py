@@ -1,4 +1,4 @@
-"""Trajectory hash: hashes of all that decides the steps of a run, for the rollout journal and for resumes."""
+"""Hashes all that decides the steps of a run, for the rollout journal and for resumes."""
 
 import json
 from collections.abc import Mapping
@@ -23,19 +23,18 @@ def trajectory_hash(
     """Return a hash of all that decides the weights of a step, except the rewards and the number of ranks.
 
     Args:
-        settings: those that the run's numbers depend on (`rlhf.config.compare.trajectory`).
-        run_id: the run's identity.
-        fingerprints: hashes of what settings only name: model files, prompts.
+        settings: settings that decide the run's numbers (`rlhf.config.compare.trajectory`).
+        fingerprints: hashes of the model files and the prompts.
     """
     adapters = lora.path and Path(lora.path).expanduser()
     facts = {
         "rlhf": rlhf.__version__,
         "run_id": run_id,
         "settings": dict(settings),
-        # If a resume does not load everything (the optimizer's moments, say), all later weights differ.
+        # If a resume does not load all contents, such as the optimizer's moments, all later weights differ.
         "contents": sorted(checkpoint.load_contents or checkpoint.contents),
         "files": dict(fingerprints),
-        # A resume does not read this folder, but a start that is repeated before the first save does.
+        # Only a start before the first save reads this folder.
         "adapters": fingerprint(adapters) if adapters and adapters.is_dir() else None,
         "functions": hash_of_files(
             [settings[key] for key in ("algorithm.adv_estimator", "actor.policy_loss.loss_mode")]
@@ -47,9 +46,9 @@ def trajectory_hash(
 def user_files(
     reward: RewardConfig, algorithm: AlgorithmConfig, actor: ActorConfig, model: ModelConfig
 ) -> dict[str, str]:
-    """Return the hashes of the user's files by the setting that names them: functions and the chat template.
+    """Return the hashes of the user's functions and chat template, by the setting that names the file.
 
-    Their content changes the run just as settings do. Files that the functions import are not hashed.
+    The files change the run just as settings do. Files that the functions import are not hashed.
     """
     named = {
         "reward.functions": reward.functions,

@@ -1,1 +1,1 @@
-"""Command lines: options of the trainer, and what stands behind python -m rlhf.plan and rlhf.samples."""
+"""Command lines of python -m rlhf.train, rlhf.plan and rlhf.samples."""

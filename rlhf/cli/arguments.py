@@ -1,4 +1,4 @@
-"""Arguments of python -m rlhf.train: its options, and a word for those that are settings written as options."""
+"""Parses the arguments of python -m rlhf.train, and explains settings that were written as options."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options, and `overrides` with everything else in its order.
-
-    Raises:
-        UserError: an option that there is not; all of them at once.
-    """
+    """Return the options, and all other arguments as `overrides`. Raise UserError for unknown options."""
     check_options(argv, FLAGS, WITH_VALUE)
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
@@ -38,14 +34,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def check_options(argv: Sequence[str], flags: Sequence[str], with_value: Sequence[str]) -> None:
-    """Raise UserError for options that are neither of `flags` nor of `with_value`, all of them at once; for settings
-    written as options, of ours or of other trainers, it says what they are here."""
+    """Raise one UserError for all options that are neither in `flags` nor in `with_value`.
+
+    For a setting written as an option, the trainer's own or another trainer's, the message has the setting to write.
+    """
     if problems := list(_unknown(argv, flags, with_value)):
         raise UserError("\n".join(problems))
 
 
 def _unknown(argv: Sequence[str], flags: Sequence[str], with_value: Sequence[str]) -> Iterator[str]:
-    """What is wrong with each argument that looks like an option and is none."""
+    """Yield a message for each argument that looks like an option and is unknown."""
     words = iter(zip_longest(argv, argv[1:], fillvalue=""))
     for word, following in words:
         option, equals, value = word.partition("=")

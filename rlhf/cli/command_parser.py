@@ -1,4 +1,4 @@
-"""Parser of a command line that tells a mistake in one line, with the option that was meant."""
+"""Parses command lines, and reports a mistake in one line with the nearest option."""
 
 import argparse
 import re
@@ -12,11 +12,10 @@ _BINARY_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def byte_size(text: str) -> int:
-    """Return the bytes of `80GB`, `79.2GiB` or `512M`; the `type` of an option.
+    """Return the bytes of `80GB`, `79.2GiB` or `512M`, for `type` of an option.
 
     Raises:
-        argparse.ArgumentTypeError: anything else, and zero. A number without a unit is not a size: who types 80 means
-            gigabytes, and would get bytes.
+        argparse.ArgumentTypeError: the text is not a size, or has no unit: who types 80 means gigabytes, not bytes.
     """
     found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?)\s*([KMGT])(i?)B?\s*", text, flags=re.IGNORECASE)
     size = 0
@@ -29,10 +28,10 @@ def byte_size(text: str) -> int:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser whose mistakes are one line each, without the list of all options."""
+    """Reports mistakes in one line, without the list of all options."""
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """As the library's. A parser of a verb refuses itself what it does not know, which has the names near it."""
+        """As in argparse, but reject unknown options here, so that a verb's parser suggests the verb's own options."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]

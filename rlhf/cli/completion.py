@@ -1,4 +1,4 @@
-"""Shell completion of python -m rlhf.train, with Hydra's option: --shell-completion install=bash. Imports no Hydra."""
+"""Completes python -m rlhf.train in a shell, with Hydra's option --shell-completion install=bash. Imports no Hydra."""
 
 import os
 import typing
@@ -8,7 +8,7 @@ from rlhf.config.library import Library
 from rlhf.errors import UserError
 
 SHELLS = ("bash", "zsh")
-# The line as it stands goes to the query, which answers with whole words; `=` must not divide them.
+# The query receives the line unchanged and answers with whole words, which `=` must not divide.
 SCRIPT = """\
 _rlhf_train() {
     case "$COMP_LINE" in
@@ -30,10 +30,10 @@ UNINSTALL = "complete -r python python3; unset -f _rlhf_train\n"
 
 
 def answer(request: str, library: Library) -> str:
-    """Text that `--shell-completion REQUEST` prints; the line of a query is in $COMP_LINE.
+    """Return the output of `--shell-completion REQUEST`. A query reads the command line in $COMP_LINE.
 
     Raises:
-        UserError: a request, or a shell, that there is not.
+        UserError: the request or the shell is unknown.
     """
     verb, _, shell = request.partition("=")
     if shell in SHELLS and verb == "install":
@@ -48,7 +48,7 @@ def answer(request: str, library: Library) -> str:
 
 
 def choices(word: str, library: Library) -> list[str]:
-    """Words that `word` may become: a group's entries, a setting's choices, or the names of the next level."""
+    """Return the completions of `word`: a group's entries, a setting's choices, or the names of the next level."""
     key, equals, _ = word.partition("=")
     if equals:
         found = [f"{key}={value}" for value in _values(key, library)]

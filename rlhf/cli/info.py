@@ -1,4 +1,4 @@
-"""Facts about this installation for python -m rlhf.train --info: versions, devices. Imports none of what it names."""
+"""Collects versions and devices for python -m rlhf.train --info, without importing the packages."""
 
 import os
 import platform
@@ -19,12 +19,12 @@ PATIENCE_S = 10.0
 
 
 def version_line() -> str:
-    """Release of the trainer and of Python."""
+    """Return the versions of the trainer, Python and torch."""
     return f"rlhf {rlhf.__version__} (Python {platform.python_version()}, torch {_version('torch')})\n"
 
 
 def info_page() -> str:
-    """Facts that a report about a mistake needs: releases, the machine, its devices, the environment."""
+    """Return the facts for a bug report: versions, the machine, its devices, the environment."""
     rows = [
         ("rlhf", f"{rlhf.__version__} in {Path(rlhf.__file__).parent}"),
         ("Python", f"{platform.python_version()} ({sys.executable})"),
@@ -47,7 +47,7 @@ def _version(package: str) -> str:
 
 
 def _gpus() -> Iterator[str]:
-    """One line for each that the NVIDIA driver has, else one that says why there is none."""
+    """Yield a line for each GPU of the NVIDIA driver, or the reason why there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         yield "none (no nvidia-smi)"

@@ -27,7 +27,7 @@ WITH_VALUE = ("--ranks", "--device-memory", "--disk-speed", "--config-dir")
 DISK_SPEED = 1_000_000_000
 """Bytes per second, the default of --disk-speed."""
 DOES_NOT_FIT = 1
-"""Exit code of a plan that needs more memory than there is."""
+"""Exit code if the run needs more memory than there is."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
-    """Return the machine that device defaults are for: this one, or one with the GPUs that the arguments describe."""
+    """Return the machine for the device defaults: this machine, or the GPUs that the arguments describe."""
     here = Machine.here()
     if arguments.device_memory is None:
         return here

@@ -14,7 +14,7 @@ from rlhf.storage.layout import SAMPLES
 from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, SampleFiles, ShownSample, as_text
 
 SHOWN = 10
-"""Samples that are shown without --count."""
+"""Default of --count."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def _chosen(arguments: argparse.Namespace) -> Iterable[tuple[int, ShownSample]]:
 
 
 def _rank(score: float) -> tuple[bool, float]:
-    """Return the key to sort by, which puts NaN last."""
+    """Return a sort key that puts NaN last."""
     return math.isnan(score), score
 
 

@@ -1,4 +1,4 @@
-"""Sweep, python -m rlhf.train -m: a run for each combination of values, one after the other, each resumed by itself."""
+"""Runs a sweep, python -m rlhf.train -m: a run for each combination of values, one after the other."""
 
 import logging
 import os
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 NAME = "trainer.experiment_name"
 LONGEST_NAME = 200
-"""Bytes of a folder's name; most file systems take 255."""
+"""Bytes of a folder's name; most file systems allow 255."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a sweep: the values that are its own, as Hydra writes them, and its configuration."""
+    """One run of a sweep: its own values, as Hydra writes them, and its configuration."""
 
     swept: tuple[str, ...]
     config: Config
@@ -35,10 +35,10 @@ class PlannedRun:
 
 
 def plan(overrides: Sequence[str], library: Library) -> list[PlannedRun]:
-    """The runs of the sweep, each with a directory of its own: the experiment's name and the values that are swept.
+    """Return the runs of the sweep, each with a directory named after the experiment and the run's own values.
 
     Raises:
-        UserError: a mistake in any of them, before the first starts.
+        UserError: before any run starts, for the mistakes in all runs.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise UserError("-m: under torchrun a command is one run; start each by itself, without -m.")
@@ -61,8 +61,10 @@ def plan(overrides: Sequence[str], library: Library) -> list[PlannedRun]:
 
 
 def run_name(experiment: str, swept: Sequence[str]) -> str:
-    """The name of a run's folder: `offline-actor.optim.lr-1e-05`. What a folder or Hydra's command line minds is
-    replaced, with a hash so that other values have other names."""
+    """Return the name of a run's folder, such as `offline-actor.optim.lr-1e-05`.
+
+    If special characters are replaced or the name is cut, a hash keeps names of different values apart.
+    """
     plain = [re.sub(r"[^\w.-]", "_", text.replace("=", "-", 1)) for text in swept]
     name = "-".join([experiment, *plain])
     changed = [text for text, new in zip(swept, plain, strict=True) if text.replace("=", "-", 1) != new]
@@ -73,10 +75,10 @@ def run_name(experiment: str, swept: Sequence[str]) -> str:
 
 
 def run_all(runs: Sequence[PlannedRun], start: Callable[[Config], int]) -> int:
-    """Start one after the other, whatever became of those before; returns the exit code of the sweep.
+    """Run all runs, even after failures, and return the exit code of the sweep.
 
-    0: all are done. 75: it was asked to stop; the same command goes on with the run under way. 1 or 2: a run failed, by
-    a crash or by mistakes alone.
+    0: all runs are done. 75: a stop was requested; the same command continues with the present run. 1: a run crashed.
+    2: runs failed only by a user's mistake.
     """
     configure_logging()
     codes: list[int] = []
