@@ -1,4 +1,4 @@
-"""Schema of the configuration: one dataclass per section. Imports no torch, so that a typo is answered in a second."""
+"""Schema of the configuration, one dataclass per section. Imports no torch, to report a typo within a second."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from rlhf.config.schema.trainer import TrainerConfig
 
 @dataclass(frozen=True)
 class TokenBudgets:
-    """Tokens per pass of a model on one rank; a sample of more goes alone."""
+    """Tokens per pass of each model on one rank; a longer sample gets a pass of its own."""
 
     actor: int
     old_log_probs: int
@@ -55,13 +55,13 @@ class Config:
 
     @property
     def run_dir(self) -> Path:
-        """The deterministic run directory: the same command finds its own checkpoints."""
+        """Return the run directory, which depends only on settings: the same command finds its checkpoints."""
         t = self.trainer
         return Path(t.default_local_dir).expanduser().absolute() / t.project_name / t.experiment_name
 
     @property
     def token_budgets(self) -> TokenBudgets:
-        """Budgets of the passes, those that are null taken from the actor or the critic."""
+        """Return the budgets of all passes. Budgets that are null use the actor's or the critic's."""
         actor = self.actor.ppo_max_token_len_per_gpu
         critic = self.critic.ppo_max_token_len_per_gpu or actor
         return TokenBudgets(

@@ -1,7 +1,7 @@
-"""Table of the algorithms, one row each, and of the estimators and policy losses that they are made of.
+"""Defines the algorithms as a table, with the estimators and policy losses that they combine.
 
-An algorithm is an estimator of advantages, a policy loss and the settings that belong to them. To add one: its pure
-functions in `rlhf/algorithms`, their names in `ESTIMATORS` or `POLICY_LOSSES`, a row in `ALGORITHMS` and the same row
+An algorithm is an advantage estimator, a policy loss and their settings. To add an algorithm, write its pure functions
+in `rlhf/algorithms`, add their names to `ESTIMATORS` or `POLICY_LOSSES`, and add a row to `ALGORITHMS` and the same row
 as conf/algorithm/NAME.yaml.
 """
 
@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Estimator:
-    """Needs of an estimator of advantages; `rlhf.algorithms.advantages` has the function of the same name."""
+    """Requirements of an advantage estimator, a function of the same name in `rlhf.algorithms.advantages`."""
 
     critic: bool = False
-    """Uses values and gives the returns that a critic is fitted to."""
+    """Uses values, and returns the targets that the critic is fitted to."""
     group: bool = False
     """Compares the samples of one prompt."""
     greedy_baseline: bool = False
@@ -35,10 +35,10 @@ ESTIMATORS = {
 
 @dataclass(frozen=True)
 class PolicyLossNeeds:
-    """Needs of a policy loss; `rlhf.algorithms.losses` has the function of the same name."""
+    """Requirements of a policy loss, a function of the same name in `rlhf.algorithms.losses`."""
 
     chosen: Literal["at random", "largest", "none"] = "none"
-    """Takes tokens that are chosen in each mini-batch by the covariance of their log-probs and advantages."""
+    """How the loss selects tokens of a mini-batch by the covariance of their log-probs and advantages."""
 
 
 POLICY_LOSSES = {
@@ -60,7 +60,7 @@ SETTINGS_OF_ONE = {
     "actor.tau_pos": "sapo",
     "actor.tau_neg": "sapo",
 }
-"""Settings that one estimator or policy loss alone reads."""
+"""Settings that only one estimator or policy loss reads."""
 
 COMMON: dict[str, Any] = {
     "algorithm.gamma": 1.0,
@@ -79,22 +79,22 @@ COMMON: dict[str, Any] = {
     "actor.entropy_coeff": 0.0,
     "reward.overlong_buffer.enable": False,
 }
-"""Settings of a row that does not say otherwise, so that every algorithm sets the same ones."""
+"""Settings that every algorithm sets, unless its row overrides them."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row: what the algorithm is made of, and where it departs from `COMMON`."""
+    """One row: the algorithm's estimator and loss, and its differences from `COMMON`."""
 
     adv_estimator: str
     loss_mode: str = "vanilla"
     loss_agg_mode: str = "token-mean"
     kl: Literal["reward", "loss", "none"] = "none"
-    """The term that has the KL to the reference policy."""
+    """Where the KL to the reference policy is added."""
     others: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
-        """All that the algorithm sets: dotted setting -> value; conf/algorithm/NAME.yaml holds the same."""
+        """Return all settings of the algorithm by dotted name, as in conf/algorithm/NAME.yaml."""
         return {
             "algorithm.adv_estimator": self.adv_estimator,
             "algorithm.use_kl_in_reward": self.kl == "reward",
@@ -106,7 +106,7 @@ class Algorithm:
         }
 
 
-# The sources of the values stand in conf/algorithm/NAME.yaml.
+# conf/algorithm/NAME.yaml cites the sources of the values.
 ALGORITHMS = {
     "ppo": Algorithm("gae", kl="reward"),
     "grpo": Algorithm("grpo", kl="loss"),

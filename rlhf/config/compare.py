@@ -1,4 +1,4 @@
-"""Compares a stored configuration with the present one, and says which differences change the run."""
+"""Compares a stored configuration with the current one, and finds the differences that change the run."""
 
 import logging
 from collections.abc import Callable
@@ -24,22 +24,19 @@ log = logging.getLogger(__name__)
 OTHER_TENSORS = frozenset(
     f"model.lora.{name}" for name in ("enabled", "rank", "target_modules", "exclude_modules", "use_dora")
 )
-"""Settings that decide which tensors a run has. With other values a checkpoint lacks tensors that the run needs."""
-# The length of the run reaches the numbers only through a learning rate that decays towards its end.
+"""Settings that decide which tensors a run has. A checkpoint with other values lacks tensors that the run needs."""
+# The length of a run affects its numbers only through a decaying learning rate.
 RUN_LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 NEW_RUN = (
     "give the new run a directory of its own with trainer.experiment_name=NAME (or trainer.default_local_dir=FOLDER), "
     "or start over in this one with trainer.overwrite=true"
 )
-"""Part of a message: how to start another run instead."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that differs: its dotted key and both values.
-
-    For a removed setting, `removed` is the release that removed it, and `present` the value that runs act as now.
-    """
+    """One setting that differs, with its dotted key. `removed` is the release that removed the setting, and `present`
+    is then the value that all runs now act as."""
 
     key: str
     stored: Any
@@ -53,7 +50,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ConfigDiff:
-    """Settings that differ: those that the run's numbers do not depend on, and those that change its trajectory."""
+    """Settings that differ: those that do not affect the run's numbers, and those that change its trajectory."""
 
     harmless: list[Change]
     trajectory: list[Change]
@@ -95,9 +92,9 @@ def compare_text(stored: str, present: Config, release: str | None = None) -> Co
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The whole configuration of a run as text, for code that stores it or compares it without reading its sections.
+    """The whole configuration as text, for code that stores or compares the text without reading sections.
 
-    `compare` takes a stored text and the release that wrote it, and compares it with this configuration.
+    `compare` takes a stored text and the release that wrote the text.
     """
 
     text: str
@@ -126,7 +123,7 @@ def trajectory(config: Config) -> dict[str, Any]:
 def refuse_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> None:
     """Raise UserError if a setting changes the run's trajectory, unless `allow` (`trainer.allow_config_change`).
 
-    The message has each such setting with both values, and the remedies. A run that `begins` at the checkpoint
+    The message lists the settings with both values, and the remedies. A run that `begins` at the checkpoint
     (`trainer.resume_mode=resume_path`) is a new run already, so the message does not suggest another directory.
     """
     if diff.trajectory and not allow:
@@ -146,7 +143,7 @@ def refuse_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> No
 
 
 def log_changes(diff: ConfigDiff) -> None:
-    """Log each difference, with what it means for the resumed run."""
+    """Log each difference, and whether the resumed run's numbers depend on it."""
     for change in diff.harmless:
         log.info("resume: setting changed, the run's numbers do not depend on it: %s", change)
     for change in diff.trajectory:

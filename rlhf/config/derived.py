@@ -1,7 +1,4 @@
-"""Values and decisions that follow from settings of several sections, for the trainer and the memory plan alike.
-
-Imports no torch.
-"""
+"""Values that follow from settings of several sections, for the trainer and the memory plan. Imports no torch."""
 
 import math
 
@@ -31,7 +28,7 @@ def trains_critic(adv_estimator: str, enable: bool | None) -> bool:
 
 
 def needs_critic(algorithm: AlgorithmConfig, critic: CriticConfig) -> bool:
-    """Return whether a critic is trained. As `trains_critic`, from the sections of a configuration."""
+    """Return whether a critic is trained; as `trains_critic`, from the configuration's sections."""
     return trains_critic(algorithm.adv_estimator, critic.enable)
 
 
@@ -58,8 +55,8 @@ def mini_batches(data: DataConfig, actor: ActorConfig) -> int:
 def needs_old_log_probs(actor: ActorConfig, algorithm: AlgorithmConfig, mini_batches: int) -> bool:
     """Return whether the actor computes old log-probs in a separate forward pass before the update.
 
-    With one optimizer step per batch the forward pass of the update computes the same log-probs, because the policy has
-    not changed yet. A rejection (`rollout_rs`) and the KL in the reward need them before the update all the same.
+    With one optimizer step per batch, the update's own forward pass computes the same log-probs, because the policy has
+    not changed yet. A rejection (`rollout_rs`) and the KL in the reward always need old log-probs before the update.
     """
     several_updates = actor.ppo_epochs * mini_batches > 1
     return several_updates or algorithm.rollout_correction.rollout_rs is not None or algorithm.kl_in_reward

@@ -1,4 +1,4 @@
-"""Help of every setting, from the line below its field in the schema, and a configuration as YAML that has it."""
+"""Reads the help of every setting from its docstring in the schema, and writes YAML with help."""
 
 import ast
 import inspect
@@ -18,7 +18,7 @@ WIDTH = 110
 
 @cache
 def help_texts() -> dict[str, str]:
-    """The help of each setting by its dotted name, in one line; in the words of the schema, with code in backticks."""
+    """Return the help of each setting by its dotted name, in one line."""
     return dict(_walk(Config, ""))
 
 
@@ -36,7 +36,7 @@ def _walk(section: type, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def commented_yaml(section: Mapping[str, Any], prefix: str = "") -> str:
-    """`section`, plain mappings of values, as YAML with the help of each setting above it."""
+    """Return `section`, plain mappings of values, as YAML with the help of each setting above it."""
     indent = "  " * prefix.count(".")
     text = ""
     for name, value in section.items():

@@ -1,4 +1,4 @@
-"""The schema as a flat list of dotted settings, for the checks and the resume comparison."""
+"""Flattens the schema into dotted settings, for checks and the resume comparison."""
 
 import types
 import typing
@@ -12,29 +12,29 @@ from rlhf.config import Config
 
 @dataclass(frozen=True)
 class Setting:
-    """One leaf of the schema: `actor.optim.lr`, its annotated type and the rules of `schema.fields.setting`."""
+    """One leaf of the schema, e.g. `actor.optim.lr`, with its type and the rules of `schema.fields.setting`."""
 
     key: str
     type: Any
     metadata: Mapping[str, Any]
 
     def value(self, config: Config) -> Any:
-        """The value of this setting in `config`."""
+        """Return the value of this setting in `config`."""
         return attrgetter(self.key)(config)
 
     @property
     def default(self) -> Any:
-        """Default value in the schema."""
+        """Return the default value in the schema."""
         return self.value(_DEFAULTS)
 
     def takes_for_true(self, value: Any) -> bool:
-        """Return whether the setting is a boolean and `value` a number but 0 or 1, which OmegaConf reads as true."""
+        """Return whether OmegaConf would read `value`, a number but 0 or 1, as true for this boolean setting."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and value not in (0, 1) and self.expects in ("true or false", "true or false or null")
 
     @property
     def expects(self) -> str:
-        """Type of the setting in words, for messages."""
+        """Return the type of the setting in words, for messages."""
         return _in_words(self.type)
 
 
@@ -69,7 +69,7 @@ SECTIONS = frozenset(key for key, leaf in _NODES.items() if leaf is None)
 
 
 def setting_of(key: str) -> Setting | None:
-    """Return the setting `key`, or the free mapping (`data.reasoning_gym.config`) of which `key` is an entry."""
+    """Return the setting `key`, or the free mapping (`data.reasoning_gym.config`) that has `key` as an entry."""
     if key in SETTINGS:
         return SETTINGS[key]
     parents = (SETTINGS.get(key[:i]) for i, c in enumerate(key) if c == ".")

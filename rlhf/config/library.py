@@ -1,4 +1,4 @@
-"""Library of configuration files: the groups of conf/ with their entries, the recipes, the help page."""
+"""Finds configuration files: the groups of conf/ with their entries, and the recipes. Prints the help page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,14 +37,15 @@ examples:
 
 @dataclass(frozen=True)
 class Library:
-    """The bundled conf/ and the folders that hold further groups and recipes/."""
+    """The bundled conf/ and the folders with further groups and recipes/."""
 
     conf: Path
     others: tuple[Path, ...]
 
     @classmethod
     def find(cls, user_dir: Path | None) -> "Library":
-        """The bundled folders (inside the package in a wheel, beside it in a checkout), then the user's."""
+        """Return the bundled folders (in a wheel inside the package, in a checkout beside it), then the user's
+        folder."""
         root = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent
         if user_dir is None:
             return cls(root / "conf", (root,))
@@ -58,7 +59,7 @@ class Library:
         return sorted(p.name for p in self.conf.iterdir() if p.is_dir())
 
     def entries(self, group: str) -> dict[str, Path]:
-        """The files of a group (or of `recipes`) by the name that selects them."""
+        """Return the files of a group (or of `recipes`) by the name that selects them."""
         found: dict[str, Path] = {}
         for folder in (self.conf, *self.others):
             for path in sorted((folder / group).rglob("*.yaml")):
@@ -69,7 +70,7 @@ class Library:
         return found
 
     def recipes(self, overrides: Sequence[str]) -> list[str]:
-        """The names of the recipes that a composition with these overrides applies."""
+        """Return the names of the recipes that a composition with these overrides applies."""
         asked = [text.partition("=")[2] for text in overrides if text.startswith("recipes=")]
         if asked:
             try:
@@ -82,7 +83,7 @@ class Library:
         return [] if names is None else [str(name) for name in names] if isinstance(names, list) else [str(names)]
 
     def help_page(self) -> str:
-        """Usage, the groups with their entries, and the recipes with the first line of their description."""
+        """Return usage, the groups with their entries, and the recipes with their descriptions."""
         groups = "".join(f"  {group:<14}{', '.join(self.entries(group))}\n" for group in self.groups)
         recipes = self.entries("recipes")
         width = max(map(len, recipes)) + 2

@@ -1,4 +1,4 @@
-"""Folder of recipes and entries as Hydra reads it, with what our files may say beyond Hydra's."""
+"""Extends Hydra's reader of configuration folders."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -13,20 +13,21 @@ from rlhf.errors import UserError
 
 
 class LibraryFolder(FileConfigSource):
-    """A folder of recipes and entries whose files may choose an entry as the command line does (`algorithm: ppo`), and
-    leave a setting to be set (`???`), which a merge would pass over."""
+    """Reads a folder whose files may choose a group's entry like the command line (`algorithm: ppo`), and may require a
+    setting (`???`), which a merge would ignore."""
 
     groups: frozenset[str] = frozenset()
     filled: ClassVar[set[str]] = set()
     left_open: ClassVar[set[str]] = set()
-    """Settings that the files of a composition give a value, and those that they leave open."""
+    """Settings that the files of a composition set (`filled`), and settings that they require (`left_open`)."""
 
     @staticmethod
     def scheme() -> str:
         return "library"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The file, with such choices where Hydra looks for them: at the end of its defaults list."""
+        """Return the file's configuration, with chosen entries at the end of its defaults list, where Hydra reads
+        them."""
         file = f"{self.path}/{config_path.removesuffix('.yaml')}.yaml"
         try:
             result = super().load_config(config_path)
@@ -37,7 +38,7 @@ class LibraryFolder(FileConfigSource):
         content = result.config
         if not isinstance(content, DictConfig):
             raise UserError(_no_mapping(file, "a list"))
-        # OmegaConf takes a text for a key without a value.
+        # OmegaConf reads plain text as a key without a value.
         given = [value for _, value in content.items_ex(resolve=False)]
         if given == [None] and isinstance(yaml.safe_load(Path(file).read_bytes()), str):
             raise UserError(_no_mapping(file, "one value"))

@@ -1,8 +1,8 @@
-"""Migrations of stored settings: what each release renamed, moved, removed and added.
+"""Migrates stored settings: what each release renamed, moved, removed and added.
 
-Only stored settings are migrated. For an old name that a user types, `rlhf.config.names.hints` looks up a hint here. A
-test compares the schema with the one that each release stored, so a setting that is renamed, removed or added needs a
-line in this table. Imports no schema.
+Only stored settings are migrated. For an old name that a user types, `rlhf.config.names.hints` finds a hint here. A
+test compares the schema with the stored schema of each release, so each renamed, removed or added setting needs an
+entry in `MIGRATIONS`. Imports no schema.
 """
 
 from copy import deepcopy
@@ -12,12 +12,12 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 ANY = object()
-"""Value of `Removed.acts_as` for a setting that no run's numbers depended on."""
+"""Value of `Removed.acts_as` for a setting that never affected a run's numbers."""
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """A setting that has another name, perhaps in another section."""
+    """A setting with a new name, perhaps in another section."""
 
     key: str
     to: str
@@ -27,8 +27,8 @@ class Renamed:
 class Removed:
     """A setting that a release removed.
 
-    `acts_as` is the stored value with which a run still computes the same, or `ANY`. A run that stored another value
-    would continue as a different run. `remedy` is a sentence for users who set it.
+    `acts_as` is the stored value with which a run still computes the same, or `ANY`. With any other stored value, the
+    run would continue as a different run. `remedy` is a sentence for users who set it.
     """
 
     key: str
@@ -52,7 +52,7 @@ MIGRATIONS: dict[str, tuple[Migration, ...]] = {}
 
 @dataclass(frozen=True)
 class Lost:
-    """A stored value of a removed setting that this release cannot reproduce. `release` removed the setting."""
+    """A stored value of a removed setting that the current release cannot reproduce. `release` removed the setting."""
 
     release: str
     setting: Removed
@@ -61,16 +61,16 @@ class Lost:
 
 @dataclass(frozen=True)
 class Migrated:
-    """A stored configuration under the present names, and the stored values that it cannot express."""
+    """A stored configuration under the current names, and the stored values that have no equivalent."""
 
     tree: dict[str, Any]
     lost: list[Lost]
 
 
 def migrate(tree: dict[str, Any], release: str | None = None) -> Migrated:
-    """Return the stored sections `tree` under the present names, without changing `tree`.
+    """Return the stored sections `tree` under the current names, without changing `tree`.
 
-    A change that `tree` already shows is skipped, so a tree that was stored between two releases is read as well.
+    A change that `tree` already has is skipped, so a tree that was stored between two releases can be read, too.
 
     Args:
         release: the release that stored `tree`. None, or a text that is no version, applies the changes of all
@@ -93,7 +93,7 @@ def migrate(tree: dict[str, Any], release: str | None = None) -> Migrated:
 
 
 def migrated_name(key: str, release: str | None = None) -> str:
-    """Return the present name of the setting that `release` called `key`; a removed setting keeps its name."""
+    """Return the current name of the setting that `release` called `key`; a removed setting keeps its name."""
     for _, migrations in _after(release):
         for change in migrations:
             if isinstance(change, Renamed) and change.key == key:
@@ -102,7 +102,7 @@ def migrated_name(key: str, release: str | None = None) -> str:
 
 
 def said_of(key: str) -> str | None:
-    """Return a sentence about a setting `key` that an older release had and this one does not; None for other names."""
+    """Return a sentence about a setting that an older release renamed or removed; None for other names."""
     release, name = None, key
     for later, migrations in MIGRATIONS.items():
         for change in migrations:
@@ -122,7 +122,6 @@ def _after(release: str | None) -> list[tuple[str, tuple[Migration, ...]]]:
 
 
 def _section(tree: dict[str, Any], key: str) -> Any:
-    """Return the section that contains the setting `key`; None if the tree has no such section."""
     section: Any = tree
     for name in key.split(".")[:-1]:
         section = section.get(name) if isinstance(section, dict) else None

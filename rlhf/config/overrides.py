@@ -1,4 +1,4 @@
-"""Command line of a stored configuration: the settings in which it differs from a start without a recipe."""
+"""Returns the command line that reproduces a stored configuration, relative to a start without a recipe."""
 
 import re
 import shlex
@@ -26,25 +26,25 @@ NAMES = (
     "trainer.nproc",
     "trainer.test_freq",
 )
-"""Settings that do not change the numbers of a run that goes on, and without which there is no such run."""
+"""Settings that do not affect the numbers of a resumed run, but that a new run needs to reproduce it."""
 TINY = PACKAGE / "models/tiny_policy"
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:@-]*")
 
 
 def stored_settings(text: str | bytes, release: str | None = None) -> dict[str, Any]:
-    """The settings of a configuration that `release` resolved, by their present dotted names; unknown ones are left
-    out. Raises ValueError for a text that is none."""
+    """Return the known settings that `release` stored in `text`, by their current dotted names; ValueError as
+    `stored_sections`."""
     return dict(_known(stored_sections(text, release)))
 
 
 def command_of(settings: Mapping[str, Any]) -> list[str]:
-    """Arguments of `python -m rlhf.train` that make a run with the numbers of one with these settings.
+    """Return arguments of `python -m rlhf.train` for a run with the same numbers as one with `settings`.
 
-    Made for others to read: what is named like a secret or looks like one is redacted, and of a path that begins at the
-    root of this machine the last name is left (see `fit_to_show`).
+    For publication: secrets are redacted, and paths that start at the root of this machine are cut to their last name
+    (see `fit_to_show`).
     """
     base, arguments = _without_recipe(), ["recipes=null"]
-    # Where there is none, what a recipe says of a critic has no effect, and is refused on a command line.
+    # Without a critic, a recipe's critic settings have no effect, and the command line does not allow them.
     enable = settings.get("critic.enable")
     critic = trains_critic(settings.get("algorithm.adv_estimator", base["algorithm.adv_estimator"]), enable)
     if settings.get("model.path") == str(TINY):
@@ -58,12 +58,12 @@ def command_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def as_shell(arguments: list[str]) -> str:
-    """`arguments` of python -m rlhf.train as lines for a shell."""
+    """Return `arguments` of python -m rlhf.train as lines for a shell."""
     return " \\\n  ".join(["python -m rlhf.train", *map(shlex.quote, arguments)])
 
 
 def fit_to_show(value: Any) -> Any:
-    """`value` without secrets, and without folders of this machine."""
+    """Return `value` without secrets and without folders of this machine."""
     if isinstance(value, dict):
         return {key: REDACTED if SECRET_NAME.fullmatch(str(key)) else fit_to_show(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -90,7 +90,6 @@ def _known(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _without_recipe() -> dict[str, Any]:
-    """The settings that a command with recipes=null and nothing else has."""
     config, library = Config(), Library.find(None)
     settings = {key: setting.value(config) for key, setting in SETTINGS.items()}
     for default in yaml.safe_load((library.conf / "train.yaml").read_text())["defaults"]:
@@ -103,7 +102,7 @@ def _without_recipe() -> dict[str, Any]:
 
 
 def written(value: Any) -> str:
-    """Return `value` as Hydra's command line takes it."""
+    """Return `value` in the syntax of Hydra's command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The resolved configuration as YAML: `rlhf.lifecycle` writes it, ranks read it, every checkpoint has a copy."""
+"""Converts the resolved configuration to and from YAML, for ranks and checkpoints."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -12,14 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 from rlhf.config import Config
 from rlhf.config.migrations import Lost, migrate
 
-# Writing or parsing a configuration takes as long as a small save. A process does so many times with nearly the same
-# text: at each step of a start, and for every checkpoint that it looks at.
+# Writing or parsing a configuration takes as long as a small save. A process repeats both with nearly the same text: at
+# each step of a start, and for every checkpoint that it inspects.
 _KEPT = 256
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """A section with its `repr`, the key of the cache: a section is mutable, and has no hash."""
+    """A section with its `repr`, the cache key: a section is mutable and has no hash."""
 
     text: str
     section: Any = field(compare=False)
@@ -57,7 +57,7 @@ def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
         release: the release that made `text`; None if unknown.
 
     Returns:
-        The configuration, and the stored values of removed settings that it cannot express.
+        The configuration, and the stored values of removed settings that have no equivalent.
 
     Raises:
         OmegaConfBaseException: the text has a key that neither the schema nor a migration has.
@@ -74,7 +74,7 @@ def _migrated(text: str, release: str | None) -> tuple[Config, list[Lost]]:
 
 
 def _sections(text: str) -> dict[str, Any]:
-    # A text of a few bytes can make endless values of aliases, and `to_yaml` writes none.
+    # Aliases expand a few bytes without end, and `to_yaml` writes no aliases.
     if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
         raise yaml.YAMLError("its settings have an alias")
     try:
@@ -94,7 +94,7 @@ def _typed(tree: Any) -> Config:
 
 @cache
 def schema() -> DictConfig:
-    """Return the schema with its defaults, into which stored texts are merged. Made once per process."""
+    """Return the schema with its defaults, into which stored texts are merged. Built once per process."""
     return OmegaConf.structured(Config)
 
 

@@ -1,14 +1,15 @@
-"""Sameness of what settings name on the disk: one file has many spellings (relative, absolute, `~`, `./`, a link)."""
+"""Compares paths in settings: one file has many spellings (relative, absolute, `~`, `./`, a link)."""
 
 import os
 from collections.abc import Collection
 from typing import Any
 
 JUDGED_BY_END = ("data.train_files", "data.val_files", "model.path", "critic.path", "reward_model.path")
-"""Settings of which a file that was named from another folder counts as the same by the end of its path: a resume
-compares the prompts, and the models, by fingerprints as well. So it does with the chat template and with the files of
-functions (`reward.functions`, `algorithm.adv_estimator`, `actor.policy_loss.loss_mode`); of the template another path
-with the same text is no change, as `rlhf.checkpoint.load.stored_config` finds by the fingerprint."""
+"""Settings whose files count as the same if their paths have the same end, after a start in another folder.
+
+A resume compares their prompts and models by fingerprint, too, as it does with the chat template and user functions. A
+template with another path but the same text is no change: see `rlhf.checkpoint.load.stored_config`.
+"""
 PATHS = (
     *JUDGED_BY_END,
     "model.chat_template",
@@ -22,10 +23,10 @@ PATHS = (
 
 
 def same_value(key: str, stored: Any, present: Any) -> bool:
-    """Whether both values of a setting are equal, or name the same files in the same order.
+    """Return whether both values of a setting are equal, or name the same files in the same order.
 
-    A relative name that leads nowhere from here was written in another folder; where contents are compared as well, the
-    same end of the path is enough.
+    A relative path that does not exist here was written in another folder. For `JUDGED_BY_END` the same end of the path
+    is then enough.
     """
     if stored == present:
         return True
@@ -43,7 +44,6 @@ def _names(value: Any) -> Collection[str]:
 
 
 def _resolved(name: str) -> str:
-    """The file without links and detours, and the function in it, if any; a name of another kind stays apart."""
     file, colon, function = name.rpartition(":")
     if colon and file.endswith(".py"):
         return f"{_resolved(file)}:{function}"

@@ -11,7 +11,7 @@ from rlhf.config.migrations import migrate
 
 
 class _NoAliases(yaml.SafeLoader):
-    """Rejects YAML aliases, with which a text of a few bytes expands without end. A resolved configuration has none."""
+    """Rejects YAML aliases, which expand a few bytes without end. A resolved configuration has no aliases."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -20,9 +20,9 @@ class _NoAliases(yaml.SafeLoader):
 
 
 def stored_sections(text: str | bytes, release: str | None = None) -> dict[str, Any]:
-    """Return a stored configuration as dictionaries by section, with its settings under their present names.
+    """Return a stored configuration as dictionaries by section, with its settings under their current names.
 
-    The schema's types and defaults are not applied.
+    Applies neither the schema's types nor its defaults.
 
     Args:
         text: the YAML that `release` stored.

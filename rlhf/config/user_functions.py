@@ -1,4 +1,4 @@
-"""Functions of the user's, named by a setting as `path/to/file.py:name`: found without running the file, and loaded."""
+"""Finds and loads user functions, named in settings as `path/to/file.py:name`. Finding does not run the file."""
 
 import ast
 import functools
@@ -17,7 +17,7 @@ _being_read: list[Path] = []
 
 
 def split_spec(setting: str, spec: str) -> tuple[Path, str]:
-    """The absolute path and the name of `path/to/file.py:name`; UserError if it is not of that form."""
+    """Return the absolute path and the name of `path/to/file.py:name`, or raise UserError for another form."""
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise UserError(
@@ -27,13 +27,13 @@ def split_spec(setting: str, spec: str) -> tuple[Path, str]:
 
 
 def find_function(setting: str, spec: str) -> ast.arguments | None:
-    """Check that the file is there, is Python and binds the name at its top level; nothing of it is run.
+    """Check that the file exists, is Python and defines the name at its top level, without running the file.
 
     Returns:
-        The function's parameters; None where the name is bound by anything but a `def`, such as an import.
+        The function's parameters; None if the name is bound by anything but a `def`, such as an import.
 
     Raises:
-        UserError: naming the setting, its value and what to correct; also for an async function.
+        UserError: with the setting, its value and the remedy; also for an async function.
     """
     binding = find_definition(setting, spec)
     if isinstance(binding, ast.AsyncFunctionDef):
@@ -45,7 +45,7 @@ def find_function(setting: str, spec: str) -> ast.arguments | None:
 
 
 def find_definition(setting: str, spec: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """As `find_function`, but the whole definition, which may be async."""
+    """Return the whole definition, which may be async; otherwise as `find_function`."""
     path, name = split_spec(setting, spec)
     said = f"{setting}={spec}"
     if not path.is_file():
@@ -68,7 +68,7 @@ def find_definition(setting: str, spec: str) -> ast.FunctionDef | ast.AsyncFunct
 
 
 def check_positional(setting: str, spec: str, takes: Sequence[str]) -> None:
-    """`find_function`, and that the function can be called with the arguments `takes` by position."""
+    """Check as `find_function`, and that the function accepts the arguments `takes` by position."""
     parameters = find_function(setting, spec)
     if parameters is None:
         return
@@ -88,19 +88,18 @@ def check_positional(setting: str, spec: str, takes: Sequence[str]) -> None:
 
 
 def hash_of_files(functions: Sequence[str]) -> str:
-    """A hash of the files that hold the user's functions among `functions`; what these files import is not looked
-    at."""
+    """Return a hash of the files of the user functions among `functions`, without the files that they import."""
     paths = [split_spec("functions", function)[0] for function in functions if ".py:" in function]
     return xxhash.xxh3_128_hexdigest(b"".join(xxhash.xxh3_128_digest(path.read_bytes()) for path in paths))
 
 
 def load_function(setting: str, spec: str, *, may_be_async: bool = False) -> Callable[..., Any]:
-    """Run the file (once per process, however many of its functions are named) and return the function.
+    """Run the file (once per process, whatever the number of its functions) and return the function.
 
-    Modules that lie beside the file can be imported by it, by their names or relatively.
+    The file can import modules in its folder, by their names or relatively.
 
     Raises:
-        UserError: for what `find_function` finds, a file that raises, or a name that is no function.
+        UserError: as `find_function`, or the file raises, or the name is no function.
     """
     (find_definition if may_be_async else find_function)(setting, spec)
     path, name = split_spec(setting, spec)
@@ -124,10 +123,10 @@ def _is_class(said: str, name: str) -> str:
 
 @functools.cache
 def _module(path: Path) -> ModuleType:
-    # At the end, so that a file of the user's hides no module of the trainer's.
+    # At the end, so that a user's file hides no module of the trainer.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    # As a module of a package that is its folder, for `from .utils import ...`.
+    # The folder becomes a package, for `from .utils import ...`.
     folder = f"user_folder {path.parent}".replace(".", "%2E")
     if folder not in sys.modules:
         sys.modules[folder] = package = ModuleType(folder)
@@ -147,12 +146,12 @@ def _module(path: Path) -> ModuleType:
 
 
 def file_being_read() -> Path | None:
-    """The user's file that is run just now for a function of its, if one is."""
+    """Return the user's file that is now running to load its functions, if any."""
     return _being_read[-1] if _being_read else None
 
 
 def _bound(node: ast.stmt) -> list[tuple[str, ast.AST]]:
-    """The names that a top-level statement binds, also under if, try and with, each with what binds it."""
+    """Return the names that a top-level statement binds, also under if, try and with, each with its binding node."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [(node.name, node)]
     if isinstance(node, ast.Import | ast.ImportFrom):

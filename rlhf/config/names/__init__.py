@@ -1,1 +1,1 @@
-"""Names of settings: what users of other trainers type, and what a wrong name or value most likely means."""
+"""Hints for wrong names and values: names of other trainers, and the most likely setting."""

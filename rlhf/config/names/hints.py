@@ -1,4 +1,4 @@
-"""Hints at the end of messages about a wrong name or value of a setting: what the user probably meant."""
+"""Writes hints at the end of messages about a wrong name or value: what the user probably meant."""
 
 import difflib
 from collections.abc import Collection
@@ -11,15 +11,15 @@ from rlhf.errors import did_you_mean, nearest
 
 
 def own_recipe() -> str:
-    """Return the sentence about a recipe of one's own, which other trainers take as the path of a file."""
+    """Return the sentence about a user's own recipe, which other trainers accept as a file path."""
     return other_trainers().remarks["config_file"]
 
 
 def hint(key: str) -> str:
     """Return the hint for a wrong dotted key; empty if nothing is similar.
 
-    In this order: what became of an older release's setting, the remark on another trainer's name, the nearest setting
-    or group.
+    In this order: a change of an older release's setting, the remark on another trainer's name, the nearest setting or
+    group.
     """
     said = said_of(key) or remark(key)
     return f" {said}" if said else did_you_mean(nearest_setting(key))
@@ -86,11 +86,7 @@ def form_hint(setting: Setting, value: Any) -> str:
 
 
 def instead(group: str, value: str, known: Collection[str]) -> str:
-    """Return the hint for a `value` that is not an entry of the configuration group `group`: what to write instead.
-
-    Args:
-        known: the entries of the group.
-    """
+    """Return the hint for a `value` that is not an entry (`known`) of the configuration group `group`."""
     if found := setting_instead(group, value):
         return did_you_mean(found)
     if said := value_hint(group, value, known):

@@ -1,4 +1,4 @@
-"""Reads `other_trainers.toml`: the names and values of verl, TRL, OpenRLHF and Hydra for our settings."""
+"""Reads `other_trainers.toml`: names and values of verl, TRL, OpenRLHF and Hydra for our settings."""
 
 import tomllib
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ TABLE = Path(__file__).with_name("other_trainers.toml")
 
 @dataclass(frozen=True)
 class OtherTrainers:
-    """Tables of what other trainers' users type.
+    """Tables of names and values from other trainers.
 
     `settings` maps their names to our setting or group, and `values` their values to ours. `minus_one` maps settings
-    where verl writes -1 for none or all to our value. `remarks` has a sentence for each name that no single setting
-    of ours corresponds to. `value_remarks` has one for a pair of setting (or group) and value. `prefixes` are verl's
-    outer sections; the sections inside them have our names.
+    where verl writes -1 for none or all to our value. `remarks` has a sentence per name without a single equivalent,
+    and `value_remarks` one per pair of setting (or group) and value. `prefixes` are verl's outer sections; their inner
+    sections have our names.
     """
 
     prefixes: tuple[str, ...]
@@ -29,7 +29,7 @@ class OtherTrainers:
 
 @cache
 def other_trainers() -> OtherTrainers:
-    """Read the tables once, when the first message needs them."""
+    """Read the tables, once per process, when the first message needs them."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     in_samples = "It counts samples; here a pass takes as many as fit into a number of tokens: set {}."
     return OtherTrainers(

@@ -1,1 +1,1 @@
-"""Rules across settings, by subject; `validate` applies them all."""
+"""Checks settings against each other, one module per subject; `validate` runs all checks."""

@@ -1,4 +1,4 @@
-"""Rules of the algorithm: names and files of its functions, and what its estimator needs of the rest of the run."""
+"""Checks the algorithm: names and files of its functions, and the requirements of its estimator."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator
@@ -18,10 +18,7 @@ POLICY_LOSS_TAKES = ("log_probs", "old_log_probs", "advantages", "mask", "config
 
 
 def idle_critic(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """Settings of a critic among those `given` on the command line, where there is none; one line each.
-
-    A recipe may hold them for the algorithms that have one.
-    """
+    """Yield one line per critic setting on the command line (`given`, not a recipe) if the run has no critic."""
     if needs_critic(config.algorithm, config.critic):
         return
     for key, value in given:
@@ -33,8 +30,7 @@ def idle_critic(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[st
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
-    """Wrong names, wrong files of the user (none is run), settings that the estimator cannot work with; one line
-    each."""
+    """Yield one line per wrong name, wrong user file (no file is run) or setting that the estimator cannot use."""
     names = (
         ("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATORS, ESTIMATOR_TAKES),
         ("actor.policy_loss.loss_mode", config.actor.policy_loss.loss_mode, POLICY_LOSSES, POLICY_LOSS_TAKES),
@@ -52,7 +48,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
 
 
 def _idle(config: Config) -> Iterator[str]:
-    """Settings of an estimator or a policy loss that are not the run's; a function of the user's may read any."""
+    """Only for bundled functions: a user's function may read any setting."""
     chosen = (("algorithm.adv_estimator", ESTIMATORS), ("actor.policy_loss.loss_mode", POLICY_LOSSES))
     for key, known in chosen:
         name = SETTINGS[key].value(config)
@@ -80,8 +76,7 @@ def _wrong_name(setting: str, name: str, known: Collection[str], takes: tuple[st
 
 
 def correction_problems(config: Config) -> Iterator[str]:
-    """Bounds of the correction for the rollout engine's policy that are missing, crossed or of no effect; one line
-    each."""
+    """Yield one line per bound of `rollout_correction` that is missing, crossed or without effect."""
     c, section = config.algorithm.rollout_correction, "algorithm.rollout_correction"
     lower, upper, least, kind = (
         c.rollout_is_threshold_lower,
@@ -122,7 +117,7 @@ def correction_problems(config: Config) -> Iterator[str]:
 
 
 def reward_problems(config: Config) -> Iterator[str]:
-    """A normalisation of rewards without effect, and a clip without a range; one line each."""
+    """Yield one line per reward normalization without effect, and per clip without a range."""
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     kind, bounds = algorithm.normalize_reward, algorithm.reward_clip_range
     if bounds is not None and not (len(bounds) == 2 and all(map(math.isfinite, bounds)) and bounds[0] < bounds[1]):
@@ -137,7 +132,7 @@ def reward_problems(config: Config) -> Iterator[str]:
 
 
 def entropy_problems(config: Config) -> Iterator[str]:
-    """Settings of an adaptive entropy bonus that have no effect or contradict each other; one line each."""
+    """Yield one line per setting of the adaptive entropy bonus without effect or in contradiction."""
     control, start = config.actor.entropy_ctrl, config.actor.entropy_coeff
     if control.type != "adaptive":
         for name, default in asdict(EntropyCtrlConfig()).items():

@@ -1,4 +1,4 @@
-"""Rules of the backend: its settings beside the device and each other, and the packages that it takes."""
+"""Checks the backend's settings, also against the device, and its packages."""
 
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +10,7 @@ from rlhf.config import BackendConfig, Config
 
 
 def backend_problems(config: Config) -> Iterator[str]:
-    """Settings of the backend that it lacks, or that have no effect on the device; one line each."""
+    """Yield one line per setting that the backend lacks or that has no effect on the device."""
     backend = config.backend
     if backend.use_liger and config.actor.needs_entropy:
         yield (
@@ -54,7 +54,7 @@ def backend_problems(config: Config) -> Iterator[str]:
 
 
 def package_problem(package: str, least: str) -> str | None:
-    """Return the problem with the installed package: it is missing or older than `least`. None if there is none."""
+    """Return what is wrong with the installed package, missing or older than `least`; None if nothing is."""
     try:
         found = version(package)
     except PackageNotFoundError:
@@ -63,7 +63,7 @@ def package_problem(package: str, least: str) -> str | None:
 
 
 def missing_backend(config: Config) -> Iterator[str]:
-    """Packages of the backend that are not installed here; one line each."""
+    """Yield one line per package of the backend that is not installed."""
     if config.backend.use_liger and (problem := package_problem("liger-kernel", "0.8.5")):
         yield f"backend.use_liger=true: {problem}; run `pip install 'rlhf[liger]'`, or set it to false."
     spec = find_spec("deepspeed")

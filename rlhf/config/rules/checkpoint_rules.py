@@ -1,4 +1,4 @@
-"""Rules of the checkpoint settings, by themselves and beside other sections."""
+"""Checks the checkpoint settings, also against other sections."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ from rlhf.errors import did_you_mean, nearest
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:
-    """Settings of `config.checkpoint` that do not fit each other or the other sections, one line each."""
+    """Yield one line per setting of `config.checkpoint` that contradicts another setting."""
     saved, loaded = config.checkpoint.contents, config.checkpoint.load_contents
     resumes = config.trainer.resume_mode != "disable"
     for key, contents in (("contents", saved), ("load_contents", loaded or [])):
@@ -21,7 +21,7 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
                 yield f"checkpoint.{key}={contents}: {name!r} is none of {', '.join(CONTENTS)}.{near}"
         if len(set(contents)) < len(contents):
             yield f"checkpoint.{key}={contents}: name each part once."
-    # Whatever trainer.save_freq says: a run that is asked to stop saves.
+    # With any trainer.save_freq: a run that is asked to stop saves.
     if not saved:
         yield f"checkpoint.contents=[]: nothing to save; name any of {', '.join(CONTENTS)}."
     elif resumes and not {"model", "hf_model"} & set(saved):

@@ -1,4 +1,4 @@
-"""Rules of what is learned from a batch: optimizers and their schedules, losses, the KL to the reference."""
+"""Checks optimizers, schedules, losses and the KL to the reference."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from rlhf.config.derived import mini_batches
 
 
 def optimizer_problems(config: Config) -> Iterator[str]:
-    """Warm-ups as long as the run, moments that are none, and a decay that is none; one line each."""
+    """Yield one line per warm-up as long as the run, invalid beta, or decay without effect."""
     steps, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
     per_pass = max(mini_batches(config.data, config.actor), 1)
     if steps is not None and warmup >= steps:
@@ -37,7 +37,7 @@ def optimizer_problems(config: Config) -> Iterator[str]:
 
 
 def loss_problems(config: Config) -> Iterator[str]:
-    """Settings of the losses and of the over-long punishment that contradict each other; one line each."""
+    """Yield one line per contradiction between settings of the losses and the over-long penalty."""
     actor, buffer, longest = config.actor, config.reward.overlong_buffer, config.data.max_response_length
     if actor.shuffle and actor.ppo_mini_batch_size == config.data.train_batch_size:
         yield (
@@ -68,7 +68,7 @@ def loss_problems(config: Config) -> Iterator[str]:
 
 
 def kl_problems(config: Config) -> Iterator[str]:
-    """Settings of the KL without effect; one line each."""
+    """Yield one line per KL setting without effect."""
     control, actor = config.algorithm.kl_ctrl, config.actor
     if actor.use_bias_correction_kl and not actor.kl_in_loss:
         yield (

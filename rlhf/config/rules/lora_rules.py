@@ -1,4 +1,4 @@
-"""Rules of `model.lora` beside the other sections, and whether peft is there."""
+"""Checks `model.lora` against the other sections, and the installed peft."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -15,16 +15,16 @@ BESIDE_ADAPTERS = (
     "rollout.lora",
     "checkpoint.hf_adapter",
 )
-"""Settings that count where adapters are trained, and nowhere else."""
+"""Settings with an effect only if adapters are trained."""
 VLLM_RANK = 512
-"""The largest rank that vLLM serves."""
+"""Largest rank that vLLM serves."""
 PEFT = "0.21"
-"""The oldest release of peft whose layers are known to work here."""
+"""Oldest release of peft that was tested."""
 
 
 def idle_lora(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """Settings of adapters `given` on the command line with their default values, where no adapters are trained; one
-    line each. Other values are refused wherever they come from (`lora_problems`)."""
+    """Yield one line per adapter setting `given` on the command line at its default, if no adapters are trained
+    (`lora_problems` reports other values)."""
     if config.model.lora.enabled:
         return
     for key, value in given:
@@ -33,7 +33,7 @@ def idle_lora(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]
 
 
 def lora_problems(config: Config) -> Iterator[str]:
-    """Settings of `config.model.lora` that do not fit each other or the other sections, one line each."""
+    """Yield one line per setting of `model.lora` that contradicts another setting."""
     lora, backend = config.model.lora, config.backend
     if not lora.enabled:
         for key in BESIDE_ADAPTERS:
@@ -108,7 +108,7 @@ def _native(config: Config) -> Iterator[str]:
 
 
 def suggested_rate(config: Config) -> float | None:
-    """A learning rate for adapters, ten times that of whole models, where `actor.optim.lr` is still the schema's."""
+    """Return ten times the schema's learning rate if adapters are trained with the schema's rate, else None."""
     usual = type(config.actor.optim)().lr
     return 10 * usual if config.model.lora.enabled and config.actor.optim.lr == usual else None
 
@@ -126,6 +126,6 @@ def _modules(lora: LoraConfig) -> Iterator[str]:
 
 
 def missing_peft(config: Config) -> Iterator[str]:
-    """A line when adapters are wanted and peft is not there, or too old."""
+    """Yield a line if adapters are trained and peft is missing or too old."""
     if config.model.lora.enabled and (problem := package_problem("peft", PEFT)):
         yield f"model.lora.enabled=true: {problem}; run `pip install 'peft>={PEFT}'`."

@@ -1,4 +1,4 @@
-"""Rules of settings that name files: homes, models, sources of a run, and starts that no overwriting deletes."""
+"""Checks settings that name files, models and the source of a run."""
 
 import os
 import re
@@ -12,11 +12,11 @@ from rlhf.config.same_files import PATHS
 from rlhf.errors import did_you_mean, nearest
 
 STARTS = ("model.path", "model.lora.path", "critic.path", "reward_model.path")
-"""Settings that name what a run begins with."""
+"""Settings that name the initial weights of a run."""
 
 
 def unresolved_home_paths(config: Config) -> Iterator[str]:
-    """Paths that begin with the home of a user who has none here, one line each: nothing can look for them."""
+    """Yield one line per path with `~USER` of an unknown user."""
     for key in (*PATHS, "model.lora.path", "trainer.resume_from_path"):
         value = SETTINGS[key].value(config)
         for name in value if isinstance(value, list) else [value]:
@@ -25,7 +25,7 @@ def unresolved_home_paths(config: Config) -> Iterator[str]:
 
 
 def overwritten_starts(config: Config) -> Iterator[str]:
-    """Starts in the run directory that `trainer.overwrite` would empty first, one line each."""
+    """Yield one line per initial model in the run directory that `trainer.overwrite` would delete."""
     for key in STARTS if config.trainer.overwrite else ():
         name = SETTINGS[key].value(config)
         start = None if not name else Path(name).expanduser().resolve()
@@ -37,13 +37,13 @@ def overwritten_starts(config: Config) -> Iterator[str]:
 
 
 def resume_problems(config: Config) -> Iterator[str]:
-    """A source of the run that is none, or that its mode does not read; one line each."""
+    """Yield one line per resume source that is invalid or that the resume mode does not read."""
     mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
     if mode == "resume_path" and not path:
         yield "trainer.resume_mode=resume_path: set trainer.resume_from_path to a global_step_N directory."
     if mode != "resume_path" and path:
         yield f"trainer.resume_from_path={path}: has effect only with trainer.resume_mode=resume_path (it is {mode})."
-    # Of a run that exists the source may be gone by now: it goes on from checkpoints of its own.
+    # The source of an existing run may be gone: the run resumes from its own checkpoints.
     if mode == "resume_path" and path and not config.run_dir.exists():
         source = Path(path).expanduser()
         if not source.is_dir():
@@ -61,12 +61,12 @@ def resume_problems(config: Config) -> Iterator[str]:
 
 
 def on_one_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether all ranks are here: under torchrun on several nodes a model's files may be on another one."""
+    """Return whether all ranks are here. Under torchrun with several nodes, a model may be on another node."""
     return int(environ.get("WORLD_SIZE", "1")) == int(environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", "1")))
 
 
 def model_problems(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    """Models and chat templates that are not there, or of no effect; one line each."""
+    """Yield one line per model or chat template that is missing or without effect."""
     here = on_one_machine(environ)
     yield from _model_folder("model.path", config.model.path, here)
     for key, optional in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
@@ -109,7 +109,6 @@ def _model_folder(key: str, name: str, here: bool) -> Iterator[str]:
 
 
 def _sibling(path: Path) -> str:
-    """The folder next to a missing one with the most similar name, as the end of a message."""
     parent = path.parent
     found = nearest(path.name, [p.name for p in parent.iterdir() if p.is_dir()]) if parent.is_dir() else None
     return did_you_mean(str(parent / found) if found else None)

@@ -1,4 +1,4 @@
-"""Rules across the settings of the rollout engines."""
+"""Checks the settings of the rollout engines."""
 
 import json
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from rlhf.config.vllm_versions import installation_problem
 from rlhf.errors import did_you_mean, nearest
 
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""The keys of rollout.structured_outputs of which one must be there."""
+"""Keys of rollout.structured_outputs; exactly one must be set."""
 STRUCTURE_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 LEAST_TEMPERATURE = 0.01
-"""vLLM's, below which it samples greedily; and logits over a temperature near 0 overflow."""
+"""vLLM samples greedily below this, and logits divided by a temperature near 0 overflow."""
 OURS = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -28,7 +28,7 @@ OURS = {
     "pipeline_parallel_size": "rollout.tensor_model_parallel_size",
     "data_parallel_size": "trainer.nproc or rollout.servers.count",
 }
-"""vLLM's arguments that are settings of the trainer, with their names there."""
+"""vLLM's arguments that are settings of the trainer."""
 TRAINERS = (
     "api_key",
     "disable_log_stats",
@@ -48,11 +48,11 @@ TRAINERS = (
     "worker_cls",
     "worker_extension_cls",
 )
-"""vLLM's arguments on which the trainer relies as it sets them."""
+"""vLLM's arguments that only the trainer may set."""
 
 
 def rollout_problems(config: Config) -> Iterator[str]:
-    """Settings of `config.rollout` that do not fit each other or the other sections, one line each."""
+    """Yield one line per setting of `config.rollout` that contradicts another setting."""
     r = config.rollout
     if r.temperature < LEAST_TEMPERATURE:
         yield (
@@ -78,7 +78,7 @@ def rollout_problems(config: Config) -> Iterator[str]:
 
 
 def missing_engine(config: Config) -> Iterator[str]:
-    """Lack of the engine in this installation, in a line."""
+    """Yield a line if the engine is not installed."""
     r = config.rollout
     own = r.name == "vllm" or (r.name == "vllm_server" and not r.servers.urls)
     if own and (problem := installation_problem()):

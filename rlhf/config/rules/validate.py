@@ -1,4 +1,4 @@
-"""Rules that types cannot express: bounds, choices, settings that must fit each other. All are told at once."""
+"""Checks rules that types cannot express, and reports all problems at once: bounds, choices, contradictions."""
 
 import math
 import os
@@ -34,22 +34,22 @@ TEMPLATE_ARGUMENTS = {
     "tokenizer_kwargs",
     "truncation",
 }
-"""Arguments of transformers' `apply_chat_template` beside the template's own variables."""
+"""Arguments of transformers' `apply_chat_template` besides the template's own variables."""
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
 
 def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: bool = True) -> None:
-    """Check a resolved configuration; the number of ranks is `trainer.nproc`, or WORLD_SIZE under torchrun.
+    """Check a resolved configuration. The number of ranks is `trainer.nproc`, or WORLD_SIZE under torchrun.
 
     Args:
-        here: it is to run in this installation, which must have what it needs.
+        here: also check that this installation has the required packages.
 
     Raises:
-        UserError: with every problem found, one per line, each naming the setting, its value and what to set.
+        UserError: with every problem, one per line, each with the setting, its value and the remedy.
     """
     problems = [p for setting in SETTINGS.values() if (p := _out_of_bounds(setting, config))]
     problems += unresolved_home_paths(config)
-    # Cross-field checks may divide by a value that is itself out of bounds.
+    # Cross-field checks may divide by a value that is out of bounds.
     if not problems:
         for check in (
             _run,
@@ -130,7 +130,7 @@ def _batches(config: Config) -> Iterator[str]:
 
 
 def number_of_ranks(config: Config, environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """Number of ranks of the run, and the name of what says so."""
+    """Return the number of ranks of the run, and the name of its source."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return int(environ["WORLD_SIZE"]), "WORLD_SIZE of torchrun"
     return config.trainer.ranks, "trainer.nproc"
