@@ -90,7 +90,7 @@ def _open(
     coordinator.domains = find_domains(run_dir, coordinator)
     coordinator.on_domain_leaders(lambda: wait_for_ranks(run_dir))
     prepare(run_dir, trainer, config.checkpoint, resolved, coordinator)
-    output.keep(run_dir / RUN_LOG)  # after `prepare`, which may empty the directory
+    output.open_log(run_dir / RUN_LOG)  # after `prepare`, which may empty the directory
     finished = finished_step(run_dir, trainer, resolved, coordinator)
     if finished is None:
         coordinator.on_domain_leaders(lambda: replace_durably(run_dir / RESOLVED, to_yaml(config)))

@@ -188,7 +188,7 @@ def roll_back(c: Components) -> None:
     """Load the newest checkpoint, and continue without the prompts of the rejected step. Collective."""
     announce("rollback.before")
     memory = c.guards.remember(c.collector.position)
-    c.collector.forget()
+    c.collector.invalidate_policy()
     c.clock.take()
     # Promise 16: the same way as after a crash.
     if not c.checkpointer.resume():

@@ -33,7 +33,7 @@ def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor, ranks: Over
     return masked((p - mean_p) * (a - mean_a), mask), int(sums[2])
 
 
-def first(values: Tensor, keys: Tensor, candidates: Tensor, count: int, ranks: OverRanks) -> Tensor:
+def smallest(values: Tensor, keys: Tensor, candidates: Tensor, count: int, ranks: OverRanks) -> Tensor:
     """Return the `count` candidates of all ranks with the smallest values, ties broken by the smallest key.
 
     Args:

@@ -34,7 +34,7 @@ def whole_tensors(
         device: device of the gather; None for the shards' own device.
     """
     named = list(shards)
-    held = _held([shard for _, shard in named], ranks, device)
+    held = _parts_of_ranks([shard for _, shard in named], ranks, device)
 
     def as_sent(shard: Shard) -> Tensor:
         # Move before the cast: the tensor may be in host memory, and a GPU casts faster.
@@ -86,7 +86,7 @@ def cast_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _held(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device | None) -> list[list[Box]]:
+def _parts_of_ranks(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device | None) -> list[list[Box]]:
     """Return the parts by [tensor][rank]. Collective over `ranks`."""
     if not shards:
         return []

@@ -79,15 +79,15 @@ class Offload:
             _bytes_of(storage).copy_(copy, non_blocking=True)
             del self._away[key]
 
-    def held(self, tensor: Tensor) -> Tensor:
+    def current(self, tensor: Tensor) -> Tensor:
         """Return `tensor`, or while offloaded the same view of its host copy, valid until `on_device` begins."""
         if (found := self._away.get(tensor.untyped_storage()._cdata)) is None:
             return tensor
         return found[1].view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def shards(self, shards: Shards) -> Shards:
-        """Return `shards` with each local tensor replaced by its `held`."""
-        return {name: replace(shard, local=self.held(shard.local)) for name, shard in shards.items()}
+        """Return `shards` with each local tensor replaced by its `current` view."""
+        return {name: replace(shard, local=self.current(shard.local)) for name, shard in shards.items()}
 
     def watch(self, module: nn.Module) -> None:
         """Make calls of `module` raise RuntimeError while its tensors are offloaded and their storages are empty."""

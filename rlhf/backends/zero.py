@@ -45,7 +45,7 @@ class ZeroState:
         self._ranges = dict(_ranges(engine, optimizer, self._stage))
         # At stage 0 every rank has all weights.
         self._owner = self._stage > 0 or dims.everyone().rank == 0
-        self._flats = {id(held.flat): held.flat for held in self._ranges.values()}
+        self._flats = {id(part.flat): part.flat for part in self._ranges.values()}
         for flat in self._flats.values():
             optimizer.state[flat] = empty_moments(flat)
         # The parameters of a flat tensor share a step count; a checkpoint has one per parameter.
@@ -94,59 +94,59 @@ class ZeroState:
     def _master_tensors(self) -> Iterator[Tensor]:
         """Return the float32 weights that the module does not share."""
         own = {tensor.untyped_storage()._cdata for tensor in self._module_tensors()}
-        flats = (held.flat.detach() for held in self._ranges.values())
+        flats = (part.flat.detach() for part in self._ranges.values())
         return (flat for flat in flats if flat.untyped_storage()._cdata not in own)
 
     def _moment_tensors(self) -> Iterator[Tensor]:
-        return (self._optimizer.state[held.flat][moment] for held in self._ranges.values() for moment in MOMENTS)
+        return (self._optimizer.state[part.flat][moment] for part in self._ranges.values() for moment in MOMENTS)
 
-    def _held(self, tensor: Tensor) -> Tensor:
+    def _current(self, tensor: Tensor) -> Tensor:
         for offload in (self._in_passes, self._masters, self._moments):
-            tensor = offload.held(tensor)
+            tensor = offload.current(tensor)
         return tensor
 
     def module_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Return the module's weights on their present device, unsharded below stage 3."""
-        return ((name, self._held(weight.detach())) for name, weight in self._engine.module.named_parameters())
+        return ((name, self._current(weight.detach())) for name, weight in self._engine.module.named_parameters())
 
     def weights(self) -> Iterator[tuple[str, Shard]]:
         """Yield views of the float32 weights."""
-        for name, held in self._ranges.items():
-            yield name, held.shard(self._held(held.flat), owner=self._owner)
+        for name, part in self._ranges.items():
+            yield name, part.shard(self._current(part.flat), owner=self._owner)
 
     def frozen(self) -> Iterator[tuple[str, Shard]]:
         """Yield views of the frozen weights, which have no master copy. Below stage 3 every rank has them unsharded."""
         for name, parameter in _named(self._engine, trained=False):
             if self._stage < 3:
                 shape = tuple(parameter.shape)
-                yield name, Shard(shape, (0,), self._held(parameter.detach()), owner=dims.everyone().rank == 0)
+                yield name, Shard(shape, (0,), self._current(parameter.detach()), owner=dims.everyone().rank == 0)
                 continue
-            start, held = _part_of(parameter, parameter.ds_tensor.numel())
-            yield name, Shard(tuple(parameter.ds_shape), (start,), self._held(parameter.ds_tensor.detach())[:held])
+            start, size = _part_of(parameter, parameter.ds_tensor.numel())
+            yield name, Shard(tuple(parameter.ds_shape), (start,), self._current(parameter.ds_tensor.detach())[:size])
 
     def moments(self) -> Iterator[tuple[str, Shard]]:
         """Yield views of the moments, and the step counts."""
-        for name, held in self._ranges.items():
+        for name, part in self._ranges.items():
             yield f"{name}.step", Shard((), (0,), self._steps[name], owner=dims.everyone().rank == 0)
             for moment in MOMENTS:
-                flat = self._held(self._optimizer.state[held.flat][moment])
-                yield f"{name}.{moment}", held.shard(flat, owner=self._owner)
+                flat = self._current(self._optimizer.state[part.flat][moment])
+                yield f"{name}.{moment}", part.shard(flat, owner=self._owner)
 
     def stepped(self) -> None:
         """Update the step counts from the optimizer."""
         # Once per flat tensor, because each read of a count may sync with the GPU.
         counts = {key: float(self._optimizer.state[flat]["step"]) for key, flat in self._flats.items()}
-        for name, held in self._ranges.items():
-            self._steps[name].fill_(counts[id(held.flat)])
+        for name, part in self._ranges.items():
+            self._steps[name].fill_(counts[id(part.flat)])
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Recompute all state that derives from the weights and the step counts. Collective."""
         counts: dict[int, float] = {}
-        for name, held in self._ranges.items():
+        for name, part in self._ranges.items():
             # FSDP2 counts no steps for a parameter that never had a gradient; its moments are zero at any count.
-            counts[id(held.flat)] = max(counts.get(id(held.flat), 0.0), float(self._steps[name]))
-            self._optimizer.state[held.flat]["step"].fill_(counts[id(held.flat)])
+            counts[id(part.flat)] = max(counts.get(id(part.flat), 0.0), float(self._steps[name]))
+            self._optimizer.state[part.flat]["step"].fill_(counts[id(part.flat)])
         self.stepped()
         zero = self._engine.optimizer
         if self._stage == 0:
@@ -213,8 +213,8 @@ def _ranges(engine: Any, optimizer: torch.optim.Optimizer, stage: int) -> Iterat
     else:  # every parameter split into equal parts, the last parts padded or empty
         for name, parameter in named:
             group, offset, numel = zero.grad_position[parameter.ds_id]
-            start, held = _part_of(parameter, numel)
-            yield name, Range(tuple(parameter.ds_shape), start, held, zero.fp32_partitioned_groups_flat[group], offset)
+            start, size = _part_of(parameter, numel)
+            yield name, Range(tuple(parameter.ds_shape), start, size, zero.fp32_partitioned_groups_flat[group], offset)
 
 
 def _named(engine: Any, *, trained: bool) -> Iterator[tuple[str, Any]]:

@@ -100,10 +100,10 @@ class Collector:
         if not needs_reward_model(self.reward):  # with a reward model these seconds include waiting for other ranks
             own_seconds += stats.reward_seconds
         older = any(group.version < step - 1 for group in groups)
-        told = self.coordinator.gather((own_seconds, older, memory_use(self.device)))
-        metrics |= slowest([seconds for seconds, _, _ in told]) | largest([used for *_, used in told])
+        gathered = self.coordinator.gather((own_seconds, older, memory_use(self.device)))
+        metrics |= slowest([seconds for seconds, _, _ in gathered]) | largest([used for *_, used in gathered])
         metrics |= sampler.metrics()
-        if not any(older for _, older, _ in told):
+        if not any(older for _, older, _ in gathered):
             batch.staleness = None
         log_timeouts(f"Step {step}", stats.slow, self.coordinator)
         metrics["data/epoch"] = int(self.prompts.epochs)
@@ -134,10 +134,10 @@ class Collector:
             self.prompts.advance_to(position)
             self._sampling.carry([])
 
-    def forget(self) -> None:
+    def invalidate_policy(self) -> None:
         """Drop the generation ahead and sync the weights again, because a roll-back changes them. Collective."""
         self._prefetch.drop()
-        self.generation.sampler.forget()
+        self.generation.sampler.invalidate_weights()
 
     @property
     def position(self) -> int:

@@ -46,22 +46,22 @@ class DynamicSampling:
         # A resume may have changed `max_staleness`, so check the carried groups again.
         kept, dropped, rounds = self._young(self.carried, step), list[Group](), 0
         expired = len(self.carried) - len(kept)
-        fresh = self.prefetch.take(stats)
-        held = uids_everywhere(kept, self.coordinator)
-        carried = set(held)
-        while fresh is not None or (len(held) < wanted and rounds < self.config.max_num_gen_batches):
+        fresh = self.prefetch.pop(stats)
+        uids = uids_everywhere(kept, self.coordinator)
+        carried = set(uids)
+        while fresh is not None or (len(uids) < wanted and rounds < self.config.max_num_gen_batches):
             rounds += 1
             if fresh is None:
                 fresh = self.generation.groups(self.prompts.next(drawn), stats, version=step - 1, step=step)
             kept = kept + [group for group in fresh if group.has_signal(metric)]
             # Keep the newest `wanted` groups without signal: on_limit=fill cannot need more.
             dropped = (dropped + [group for group in fresh if not group.has_signal(metric)])[-wanted:]
-            held, fresh = uids_everywhere(kept, self.coordinator), None
-        chosen = set(held[:wanted])
+            uids, fresh = uids_everywhere(kept, self.coordinator), None
+        chosen = set(uids[:wanted])
         missing = wanted - len(chosen)
         if missing:
             spare = uids_everywhere(dropped, self.coordinator)
-            self._check_limit(step, len(held), len(spare), len(carried))
+            self._check_limit(step, len(uids), len(spare), len(carried))
             chosen |= set(spare[-missing:])
         left = [group for group in kept if group.uid not in chosen]
         self.carried = self._young(left, step + 1)
@@ -72,7 +72,7 @@ class DynamicSampling:
         metrics: dict[str, float] = {
             "sampling/gen_batches": rounds,
             "sampling/groups_generated": rounds * drawn,
-            "sampling/groups_dropped": rounds * drawn - (len(held) - len(carried)),
+            "sampling/groups_dropped": rounds * drawn - (len(uids) - len(carried)),
             "sampling/groups_carried": sum(left_for_later for left_for_later, _ in counts),
             "sampling/groups_expired": sum(too_old for _, too_old in counts),
             "sampling/groups_filled": missing,

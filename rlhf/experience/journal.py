@@ -53,14 +53,14 @@ class Journal:
     journal logs a warning and the run goes on: only a restart after a crash needs the journal.
 
     Args:
-        course: the trajectory hash, over all that decides a step's weights except the rewards and the number of ranks.
+        trajectory: hash of all that determines a step's weights, except the rewards and the number of ranks.
         scored_by: a hash of the reward functions' files.
     """
 
-    def __init__(self, run_dir: Path, course: str, scored_by: str, coordinator: Coordinator) -> None:
+    def __init__(self, run_dir: Path, trajectory: str, scored_by: str, coordinator: Coordinator) -> None:
         self._run_dir, self._folder = run_dir, run_dir / FOLDER
         self._rank, self._world_size = coordinator.rank, coordinator.world_size
-        self._course, self._scored_by = course, scored_by
+        self._trajectory, self._scored_by = trajectory, scored_by
         self._header: dict[str, Any] = {}
         self._known: dict[int, _Entry] = {}
         self._unread: list[_File] = []
@@ -79,7 +79,7 @@ class Journal:
 
         `after` is the hash of the previous step's batch over all ranks, or None if this process did not train on it.
         """
-        self._header = {"format": FORMAT, "run": self._course, "step": step, "version": version, "after": after}
+        self._header = {"format": FORMAT, "run": self._trajectory, "step": step, "version": version, "after": after}
         self._known, self._unread, self._writable, self.written = {}, [], True, 0
         self.drop_published(up_to=version)
         try:
@@ -94,7 +94,7 @@ class Journal:
 
     def samples(self, uids: Sequence[int]) -> list[list[Sample]] | None:
         """Return the samples of each prompt as they were added, or None if any prompt is missing."""
-        while self._unread and not self._knows(uids):  # another rank's file, after a change of the number of ranks
+        while self._unread and not self._has_all(uids):  # another rank's file, after a change of the number of ranks
             file = self._unread.pop()
             try:
                 self._known = self._read(file) | self._known
@@ -102,7 +102,7 @@ class Journal:
                 pass  # the owner has dropped its file meanwhile, for example after an upgrade
             except OSError as error:
                 log.warning("%s can't be read, its samples are generated again: %s", file.path, error)
-        return [self._known[uid].samples for uid in uids] if self._knows(uids) else None
+        return [self._known[uid].samples for uid in uids] if self._has_all(uids) else None
 
     def results(self, uids: Sequence[int]) -> list[list[RewardResult]] | None:
         """Return the rewards of the `samples` of each prompt, or None if any prompt has none."""
@@ -133,7 +133,7 @@ class Journal:
         for file in filter(self._is_mine, files):
             remove_file(file.path, missing_ok=True)
 
-    def _knows(self, uids: Sequence[int]) -> bool:
+    def _has_all(self, uids: Sequence[int]) -> bool:
         return all(uid in self._known for uid in uids)
 
     def _is_mine(self, file: _File) -> bool:

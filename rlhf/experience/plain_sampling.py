@@ -22,14 +22,14 @@ class PlainSampling:
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
         """Return the groups of this rank's part of the next prompts, sorted by uid, and no metrics. Collective."""
         prompts, generation = self.prefetch.prompts, self.prefetch.generation
-        if (ahead := self.prefetch.take(stats)) is not None:
-            held, wanted = len(uids_everywhere(ahead, generation.coordinator)), prompts.batch_size
-            if held == wanted:
+        if (ahead := self.prefetch.pop(stats)) is not None:
+            found, wanted = len(uids_everywhere(ahead, generation.coordinator)), prompts.batch_size
+            if found == wanted:
                 return ahead, {}
             log.warning(
                 "Left out %d prompts with their samples that the checkpoint kept for step %d: "
                 "data.train_batch_size is now %d.",
-                held,
+                found,
                 step,
                 wanted,
             )

@@ -32,7 +32,7 @@ class PolicySampler:
         """Return this rank's samples by the policy after `version` steps, with noise keyed by `step`. Collective."""
         if self._runs:
             self._finished = self.finish(version)
-        self._hand_over(version)
+        self._sync_weights(version)
         started = time.monotonic()
         samples = self.engine.generate(requests, seed=self.seed, step=step)
         self.seconds += time.monotonic() - started
@@ -43,7 +43,7 @@ class PolicySampler:
 
         `generate` may be called before `finish`.
         """
-        self._hand_over(version)
+        self._sync_weights(version)
         cast(BackgroundEngine, self.engine).begin(requests, seed=self.seed, step=step)
         self._runs = True
 
@@ -61,7 +61,7 @@ class PolicySampler:
         self.seconds += time.monotonic() - started
         return finished
 
-    def _hand_over(self, version: int) -> None:
+    def _sync_weights(self, version: int) -> None:
         started = time.monotonic()
         if version != self._version:
             # Cast before the gather: with a bfloat16 engine the cast halves the bytes.
@@ -84,6 +84,6 @@ class PolicySampler:
         seconds, self.sync_seconds = self.sync_seconds, 0.0
         return {"timing_s/update_weights": seconds} | self.engine.metrics()
 
-    def forget(self) -> None:
+    def invalidate_weights(self) -> None:
         """Sync the weights before the next generation: after a roll-back the same version has other weights."""
         self._version = None

@@ -45,7 +45,7 @@ class Prefetch:
         self.generation.sampler.begin(self.generation.requests(drawn), version=step - 2, step=step)
         self._begun = step, drawn
 
-    def take(self, stats: RolloutStats) -> list[Group] | None:
+    def pop(self, stats: RolloutStats) -> list[Group] | None:
         """Return this rank's scored groups for the present step, or None if no rank has groups. Collective."""
         self._score()
         scored, self._scored, self._before = self._scored, None, None

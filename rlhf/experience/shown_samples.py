@@ -71,11 +71,11 @@ def shown_answers(
     return sorted(gathered, key=lambda sample: (sample["uid"], sample["sample"]))
 
 
-def _parts(held: Sequence[int], count: int) -> list[int]:
-    """Split `count` as evenly as possible over ranks with `held` samples each; fewer if there are fewer samples."""
-    parts = [0] * len(held)
-    for _ in range(min(count, sum(held))):
-        parts[min((part, rank) for rank, part in enumerate(parts) if part < held[rank])[1]] += 1
+def _parts(sizes: Sequence[int], count: int) -> list[int]:
+    """Split `count` as evenly as possible over ranks with `sizes` samples each; fewer if there are fewer samples."""
+    parts = [0] * len(sizes)
+    for _ in range(min(count, sum(sizes))):
+        parts[min((part, rank) for rank, part in enumerate(parts) if part < sizes[rank])[1]] += 1
     return parts
 
 

@@ -128,7 +128,7 @@ def _log(run_dir: Path, text: str) -> None:
 
     with RunOutput("plain", Redaction(os.environ)) as output:
         configure_logging(handler=OutputHandler(output), who="watchdog")
-        output.keep(run_dir / RUN_LOG)
+        output.open_log(run_dir / RUN_LOG)
         log.error("%s", text)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlhf.algorithms.covariance import OverRanks, covariances, first
+from rlhf.algorithms.covariance import OverRanks, covariances, smallest
 from rlhf.algorithms.losses import vanilla
 from rlhf.batch import ActorBatch
 from rlhf.config import ActorConfig
@@ -47,7 +47,7 @@ class TokenChoice:
             candidates, share = mask.bool() & inside & (clipped == 0), config.clip_cov_ratio
             order = torch.zeros_like(values)
         count = max(int(share * tokens), 1)
-        return first(order, self._keys(batch, step), candidates, count, RANKS).float()
+        return smallest(order, self._keys(batch, step), candidates, count, RANKS).float()
 
     def _keys(self, batch: ActorBatch, step: int) -> Tensor:
         """Return the noise of each token, [N, R] int64."""

@@ -54,7 +54,7 @@ class History:
             UserError: without a fitting `mark`, a line up to `step` is not a record.
         """
         make_dir(self.path.parent)
-        with _told():
+        with _damage_as_user_error():
             # Promise 17.
             size = end_of_step(self.path, step, mark)
         # Not synced: if a power cut restores dropped records, the next resume drops them again.
@@ -63,7 +63,7 @@ class History:
 
     def steps(self) -> Iterator[int]:
         """Yield the steps of all complete records, in the file's order."""
-        with _told():
+        with _damage_as_user_error():
             for step, _ in lines(self.path):
                 yield step
 
@@ -73,14 +73,14 @@ class History:
         Raises:
             UserError: a line before the last is not a record, which no kill can cause.
         """
-        with _told():
+        with _damage_as_user_error():
             for number, (step, line) in enumerate(lines(self.path), start=1):
                 if step >= first:
                     yield parsed(self.path, number, line)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _damage_as_user_error() -> Iterator[None]:
     try:
         yield
     except DamagedHistory as error:

@@ -32,7 +32,7 @@ class Phases:
         self._thread = threading.get_ident()
         self._step, self._name, self._done, self._total = 0, "", 0, 0
         self._evaluation = ""
-        self._told_at = 0.0
+        self._shown_at = 0.0
 
     def event(self, step: int, event: str) -> None:
         """Handle an event of `rlhf.events` in `step`."""
@@ -59,14 +59,14 @@ class Phases:
             self._enter(name, done, total)
             return
         self._done, self._total = done, total
-        if done == total or time.monotonic() - self._told_at >= INTERVAL_S:
-            self._tell()
+        if done == total or time.monotonic() - self._shown_at >= INTERVAL_S:
+            self._show()
 
     def _enter(self, name: str, done: int = 0, total: int = 0) -> None:
         self._name, self._done, self._total = name, done, total
-        self._tell()
+        self._show()
 
-    def _tell(self) -> None:
-        self._told_at = time.monotonic()
+    def _show(self) -> None:
+        self._shown_at = time.monotonic()
         name = ": ".join(part for part in (self._evaluation, self._name) if part)
         self._shown.phase(self._rank, self._step, name, self._done, self._total)

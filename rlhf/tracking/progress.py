@@ -30,14 +30,14 @@ _NOTHING_AT = -math.inf
 
 
 class Progress(ShowsProgress):
-    """Tracks the state of a run as its ranks report it, passes lines to `say`, and renders as a bar (rich).
+    """Tracks the state of a run as its ranks report it, passes lines to `write_line`, and renders as a bar (rich).
 
     Lines come at most every LINE_INTERVAL_S, except for the first step, the last step and evaluations. Before the first
     step each phase has a line when it begins; afterwards only long phases have lines.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, write_line: Callable[[str], None]) -> None:
+        self._write_line = write_line
         self._step, self._total = 0, 0
         self._figures: dict[str, float] = {}
         self._times: list[tuple[float, int]] = []
@@ -70,7 +70,7 @@ class Progress(ShowsProgress):
         if first or due or step >= self._total or not EVALUATED.isdisjoint(metrics):
             self._last_line = now if step > 0 else _NOTHING_AT
             parts = [self._where(step), *(_figure(metrics, *each) for each in SHOWN), self._eta()]
-            self._say("  ".join(part for part in parts if part))
+            self._write_line("  ".join(part for part in parts if part))
 
     def phase(self, rank: int, step: int, name: str, done: int = 0, total: int = 0) -> None:
         """Show the phase of rank 0, and the counts of all ranks in that phase."""
@@ -90,14 +90,14 @@ class Progress(ShowsProgress):
         if starting or now - max(self._last_line, self._last_phase_line) >= PHASE_INTERVAL_S:
             self._last_phase_line = now
             where = self._where(step) if self.started and step else ""
-            self._say("  ".join(part for part in (where, self.phase_text) if part))
+            self._write_line("  ".join(part for part in (where, self.phase_text) if part))
 
     def note(self, text: str) -> None:
         """Show `text`, the newest state of a line that a rank overwrites, such as a download's bar."""
         self._note = text
         if self._phase and (now := time.monotonic()) - max(self._last_line, self._last_phase_line) >= PHASE_INTERVAL_S:
             self._last_phase_line = now
-            self._say(f"{self._phase}  {text}")
+            self._write_line(f"{self._phase}  {text}")
 
     @property
     def phase_text(self) -> str:

@@ -25,7 +25,7 @@ from rlhf.tracking.progress import Progress
 from rlhf.tracking.unread_output import PipeWriter, UnreadPipe, is_pipe
 
 REFRESH_PER_SECOND = 4
-_HELD_LINES = 10_000
+_MOST_EARLY_LINES = 10_000
 
 
 class _Console(Console):
@@ -56,8 +56,8 @@ class _Console(Console):
 class RunOutput:
     """Writes all output of a run, without control characters (`rlhf.printable`) and without secrets.
 
-    `mode` is `tracking.progress`. Lines wait in memory until `keep` opens the log file, because a process without the
-    run lock must not write to the run directory. A lost terminal, an unread pipe or a full disk does not end the run.
+    `mode` is `tracking.progress`. Lines wait in memory until `open_log`, because a process without the run lock must
+    not write to the run directory. A lost terminal, an unread pipe or a full disk does not end the run.
     """
 
     def __init__(self, mode: str, redact: Redaction) -> None:
@@ -75,7 +75,7 @@ class RunOutput:
                 redirect_stderr=False,
             )
         self._pipes = PipeWriter()
-        self._held: list[str] | None = []
+        self._early_lines: list[str] | None = []
         self._log: LogFile | None = None
         # Several threads write lines. Reentrant: a failed write to the log writes a line about the failure.
         self._lock = threading.RLock()
@@ -114,15 +114,15 @@ class RunOutput:
                 live.stop()
             self._live = None
 
-    def keep(self, path: Path) -> None:
+    def open_log(self, path: Path) -> None:
         """Append all earlier and later lines to the log file `path`."""
         with self._lock:
-            held, self._held = self._held or [], None
+            early, self._early_lines = self._early_lines or [], None
             try:
                 self._log = LogFile(path)
             except OSError as error:
-                self.line(f"There is no log of this start: {error}. The run goes on.")
-            self._write(held)
+                self.line(f"This start has no log file: {error}. The run continues.")
+            self._write(early)
 
     def line(self, text: str, stream: TextIO | None = None) -> None:
         """Write one or more whole lines to `stream` (default: stderr) and to the log."""
@@ -166,17 +166,17 @@ class RunOutput:
         try:
             self._pipes.write(fd, line)
         except UnreadPipe:
-            waited = f"{unread_output.PATIENCE_S:g} s"
+            waited = f"{unread_output.READER_TIMEOUT_S:g} s"
             self.only_log(
-                f"Nobody has read the output of this command for {waited}: its lines are dropped until somebody does. "
-                "This log has them. The run goes on."
+                f"The output of this command has not been read for {waited}. Lines are dropped until a reader reads "
+                "again. The log file has all lines. The run continues."
             )
 
     def _write(self, texts: Iterable[str]) -> None:
         with self._lock:
-            if self._held is not None:
-                self._held += texts
-                del self._held[:-_HELD_LINES]
+            if self._early_lines is not None:
+                self._early_lines += texts
+                del self._early_lines[:-_MOST_EARLY_LINES]
             elif self._log is not None:
                 try:
                     for text in texts:
@@ -184,7 +184,7 @@ class RunOutput:
                 except OSError as error:
                     log, self._log = self._log, None
                     log.close()
-                    self.line(f"The log of the run is not written any more: {error}. The run goes on.")
+                    self.line(f"The log file can't be written and is closed: {error}. The run continues.")
 
 
 class OutputHandler(logging.Handler):

@@ -67,7 +67,9 @@ class SampleFiles:
                 except (ValueError, RecursionError):
                     sample = None
                 if not _is_sample(sample):
-                    raise UserError(f"{path}, line {number}, is no sample; remove the file, the run does not need it.")
+                    raise UserError(
+                        f"{path}, line {number}, is not a sample. Remove the file; the run does not need it."
+                    )
                 yield sample
 
 

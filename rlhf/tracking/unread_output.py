@@ -6,7 +6,7 @@ import stat
 import threading
 import time
 
-PATIENCE_S = 10.0
+READER_TIMEOUT_S = 10.0
 """Longest wait for a reader. After one such wait lines are dropped until the reader reads again."""
 
 
@@ -15,7 +15,7 @@ class UnreadPipe(Exception):
 
 
 class PipeWriter:
-    """Writes whole lines to pipes and waits at most PATIENCE_S for a reader.
+    """Writes whole lines to pipes and waits at most READER_TIMEOUT_S for a reader.
 
     A reader that reads again first receives the number of missed lines.
     """
@@ -28,9 +28,9 @@ class PipeWriter:
         """Write `line` to the pipe `fd`, or drop the line. Raises UnreadPipe for the first dropped line."""
         with self._lock:
             missed, line_end = self._missed.get(fd, (0, b""))
-            told = f"(nobody read, so these lines are in the log of the run only: {missed:,})\n" if missed else ""
-            data = line_end + told.encode() + line
-            written = _write(fd, data, 0.0 if missed else PATIENCE_S)
+            notice = f"(lines that were not read in time, see run.log: {missed:,})\n" if missed else ""
+            data = line_end + notice.encode() + line
+            written = _write(fd, data, 0.0 if missed else READER_TIMEOUT_S)
             if written == len(data):
                 self._missed.pop(fd, None)
                 return
@@ -53,9 +53,9 @@ def has_room(fd: int, wait_s: float) -> bool:
     return bool(poll.poll(1000 * wait_s))
 
 
-def _write(fd: int, data: bytes, patience_s: float) -> int:
+def _write(fd: int, data: bytes, timeout_s: float) -> int:
     """Write `data` as far as the pipe accepts bytes in time, and return the number of bytes written."""
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + timeout_s
     written = 0
     while written < len(data) and has_room(fd, max(0.0, end - time.monotonic())):
         written += os.write(fd, data[written : written + select.PIPE_BUF])

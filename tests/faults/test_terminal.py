@@ -39,7 +39,7 @@ with RunOutput("auto", Redaction(os.environ)) as output:
     configure_logging(handler=OutputHandler(output))
     output.begin_bar()
     with RankOutput(output) as pipes, local_starter(config, [], pipes) as starter, run_lock(config.run_dir):
-        output.keep(config.run_dir / RUN_LOG)
+        output.open_log(config.run_dir / RUN_LOG)
         with StopRequest() as stop:
             code = run_attempts(config, [sys.argv[2], str(config.run_dir)], starter, stop)
 sys.exit(code)
@@ -233,7 +233,7 @@ for i in range(3000):
 (run_dir / f"printed_{rank}").touch()
 stay()
 """
-    shorter = "from rlhf.tracking import unread_output\nunread_output.PATIENCE_S = 1.0\n"
+    shorter = "from rlhf.tracking import unread_output\nunread_output.READER_TIMEOUT_S = 1.0\n"
     rank, driver, yaml = (tmp_path / name for name in ("rank.py", "supervisor.py", "config.yaml"))
     rank.write_text(RANK + STEPS + script)
     driver.write_text(shorter + SUPERVISOR)
@@ -250,7 +250,7 @@ stay()
             os.close(pipe)
             os.close(reader)
     log = (config.run_dir / RUN_LOG).read_text()
-    assert "Nobody has read the output of this command" in log
+    assert "The output of this command has not been read" in log
     assert "SIGTERM: the ranks saved and left." in log
 
 

@@ -274,5 +274,5 @@ def test_weights_are_taken_once_per_version_unless_forgotten():
     first = samples()
     driver.step = 20
     assert samples() == first
-    sampler.forget()
+    sampler.invalidate_weights()
     assert samples() != first

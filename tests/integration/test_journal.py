@@ -133,7 +133,7 @@ def forget_rewards(path: Path) -> None:
 def go_back(rank: Rank, step: int, position: int) -> None:
     """What a roll-back to the checkpoint of `step` does."""
     rank.driver.step = step
-    rank.collector.generation.sampler.forget()
+    rank.collector.generation.sampler.invalidate_weights()
     stream = rank.collector.prompts._stream
     stream.load_state_dict(stream.state_dict() | {"consumed": position})
 

@@ -30,14 +30,14 @@ def test_a_storage_moves_once_whatever_is_a_view_of_it():
     offload = Offload(lambda: [tied, rows, other, flat[:0]], "param_offload")
     offload.leave()
     assert [flat.untyped_storage().nbytes(), other.untyped_storage().nbytes()] == [0, 0]
-    held = [offload.held(tensor) for tensor in (tied, rows, other)]
+    held = [offload.current(tensor) for tensor in (tied, rows, other)]
     assert all(torch.equal(*pair) for pair in zip(held, before, strict=True))
-    offload.held(flat)[4] = 40.0
+    offload.current(flat)[4] = 40.0
     with offload.on_device():
         with offload.on_device():
             assert tied.tolist() == [3, 40, 5, 6, 7, 8]
         assert rows.tolist() == [[1, 2], [7, 8], [13, 14], [19, 20]]
-        assert offload.held(rows) is rows
+        assert offload.current(rows) is rows
     assert flat.untyped_storage().nbytes() == 0
 
 
@@ -51,7 +51,7 @@ def test_an_error_leaves_nothing_half_moved():
     assert weight.tolist() == [1] * 8
     with offload.on_device():
         weight += 1
-    assert offload.held(weight).tolist() == [2] * 8
+    assert offload.current(weight).tolist() == [2] * 8
 
 
 def test_a_host_without_memory_is_the_users_to_mend(monkeypatch):

@@ -263,7 +263,7 @@ def test_a_roll_back_trains_on_nothing_that_ran_and_leaves_out_the_refused_promp
     assert refused_until == 3 * BATCH
     assert collector.prompts.position == 4 * BATCH
     # Step 3 is refused: back to the checkpoint of step 1, as the loop goes.
-    collector.forget()
+    collector.invalidate_policy()
     assert not rank.engine.runs
     collector.load_tensors(parts)
     rank.driver.step = step

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf.algorithms.advantages import only_rank
-from rlhf.algorithms.covariance import OverRanks, covariances, first
+from rlhf.algorithms.covariance import OverRanks, covariances, smallest
 from tests.support.tables import close, random_mask, random_table, tensor
 
 ALONE = OverRanks(only_rank, only_rank)
@@ -41,7 +41,7 @@ def test_the_first_candidates_by_value_and_then_by_key(kinds):
         keys = torch.randint(-(2**63), 2**63 - 1, (rows, columns), generator=torch.Generator().manual_seed(rows))
         candidates = torch.tensor([[rng.random() < 0.7 for _ in range(columns)] for _ in range(rows)])
         count = rng.randint(1, 12)
-        ours = first(tensor(values), keys, candidates, count, ALONE)
+        ours = smallest(tensor(values), keys, candidates, count, ALONE)
         wanted = sorted((values[i][j], int(keys[i, j]), i, j) for i, j in places if candidates[i, j])[:count]
         assert {(i, j) for i, j in places if ours[i, j]} == {(i, j) for *_, i, j in wanted}
 
@@ -67,7 +67,7 @@ def test_of_several_ranks_the_first_of_all(count):
             return torch.cat([call[other] for other in range(3)])
 
         rows = slice(rank, rank + 1)
-        return first(tensor(values[rows]), keys[rows], candidates[rows], count, OverRanks(only_rank, all_gather))
+        return smallest(tensor(values[rows]), keys[rows], candidates[rows], count, OverRanks(only_rank, all_gather))
 
     with ThreadPoolExecutor(3) as threads:
         ours = torch.cat(list(threads.map(on_rank, range(3))))
@@ -79,4 +79,4 @@ def test_without_tokens_there_is_nothing_to_choose():
     nothing = torch.zeros(2, 0)
     found, tokens = covariances(nothing, nothing, nothing, ALONE)
     assert tokens == 0
-    assert first(found, torch.zeros(2, 0, dtype=torch.int64), nothing.bool(), 1, ALONE).shape == (2, 0)
+    assert smallest(found, torch.zeros(2, 0, dtype=torch.int64), nothing.bool(), 1, ALONE).shape == (2, 0)

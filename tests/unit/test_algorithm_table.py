@@ -305,7 +305,7 @@ def test_an_estimator_that_raises_is_told_with_one_traceback(estimators):
 
 def test_a_critic_needs_returns(estimators):
     estimator = load_estimator(f"{estimators}:good")
-    with pytest.raises(UserError, match="returned no returns, but the run has a critic"):
+    with pytest.raises(UserError, match="returned no returns, but the critic needs"):
         estimator(
             EstimatorInput(OUTCOME.token_rewards, OUTCOME.mask, 2, values=OUTCOME.token_rewards), Config().algorithm
         )
@@ -345,7 +345,7 @@ def test_a_loss_of_the_user(tmp_path):
         "summed": "returned losses of torch.float32[].",
         "figure": "returned mean of type float.",
         "detached": "returned losses without a gradient.",
-        "raises": "raised an error, which ends the run. Correct it.\nTraceback",
+        "raises": "raised an error, which ends the run. Fix the function.\nTraceback",
     }.items():
         with pytest.raises(UserError, match=re.escape(f"actor.policy_loss.loss_mode={file}:{name} {message}")):
             load_policy_loss(f"{file}:{name}")(*arguments)

@@ -38,10 +38,10 @@ def test_nothing_is_written_before_the_log_is_opened_and_then_all_of_it(tmp_path
     with output:
         output.line("early \x1b]0;title\x07 with hush-\x1b[36mhush\x1b[0m-hush")
         assert not path.parent.exists()
-        output.keep(path)
+        output.open_log(path)
         output.line("two\n\tlines \x1b[31mred\x1b[0m")
     with RunOutput("plain", Redaction({})) as again:
-        again.keep(path)
+        again.open_log(path)
         again.line("another start")
     said = "early \\x1b]0;title\\x07 with REDACTED\ntwo\n        lines red\n"
     assert path.read_text() == f"{said}another start\n"
@@ -51,7 +51,7 @@ def test_nothing_is_written_before_the_log_is_opened_and_then_all_of_it(tmp_path
 def test_the_error_that_ends_a_run_is_in_its_log(tmp_path, output, capsys):
     def refuse() -> None:
         with output:
-            output.keep(tmp_path / "run.log")
+            output.open_log(tmp_path / "run.log")
             raise UserError("model.path=x: there is no such folder.")
 
     with pytest.raises(UserError):
@@ -63,10 +63,10 @@ def test_the_error_that_ends_a_run_is_in_its_log(tmp_path, output, capsys):
 def test_a_log_that_cannot_be_written_ends_no_run(tmp_path, output, capsys):
     (tmp_path / "file").touch()
     with output:
-        output.keep(tmp_path / "file" / "run.log")
+        output.open_log(tmp_path / "file" / "run.log")
         output.line("goes on")
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("There is no log of this start: [Errno ")
+    assert first.startswith("This start has no log file: [Errno ")
     assert second == "goes on"
 
 
@@ -98,7 +98,7 @@ def test_lines_of_several_threads_are_all_in_a_log_that_outgrows_its_size(tmp_pa
             output.only_log(f"{name} {number}")
 
     with output:
-        output.keep(tmp_path / "run.log")
+        output.open_log(tmp_path / "run.log")
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(write, "abcd"))
     assert capsys.readouterr().err == "", "the log was written to its end"
@@ -113,7 +113,7 @@ from rlhf.config.redaction import Redaction
 from rlhf.tracking.run_output import RunOutput
 from pathlib import Path
 with RunOutput(sys.argv[2], Redaction({})) as output:
-    output.keep(Path(sys.argv[1]))
+    output.open_log(Path(sys.argv[1]))
     output.begin_bar()
     output.line("first")
     sys.stdin.read()  # until nobody reads any more
@@ -209,12 +209,12 @@ def test_log_records_are_lines(output, capsys):
 
 def test_a_pipe_that_nobody_reads_holds_up_nothing(tmp_path, output, monkeypatch):
     """A paused pager: its lines are dropped after a deadline, and the log has them; once it reads again it is told."""
-    monkeypatch.setattr(unread_output, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(unread_output, "READER_TIMEOUT_S", 0.3)
     read, write = os.pipe()
     lines = [f"line {i} {'x' * 90}" for i in range(2000)]
     with os.fdopen(write, "w") as pager, output:
         monkeypatch.setattr(sys, "stderr", pager)
-        output.keep(tmp_path / "run.log")
+        output.open_log(tmp_path / "run.log")
         begin = time.monotonic()
         for line in lines:
             output.line(line)
@@ -227,8 +227,8 @@ def test_a_pipe_that_nobody_reads_holds_up_nothing(tmp_path, output, monkeypatch
     assert got[:-1] == lines[: len(got) - 1]
     told, last = after.splitlines()[-2:]
     missed = len(lines) - before.count("\n")
-    assert told == f"(nobody read, so these lines are in the log of the run only: {missed:,})"
+    assert told == f"(lines that were not read in time, see run.log: {missed:,})"
     assert last == "after"
     log = (tmp_path / "run.log").read_text().splitlines()
     assert [line for line in log if line in lines] == lines
-    assert sum("Nobody has read the output of this command" in line for line in log) == 1
+    assert sum("The output of this command has not been read" in line for line in log) == 1

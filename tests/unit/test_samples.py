@@ -111,7 +111,7 @@ TORN = [
 @pytest.mark.parametrize("content", TORN)
 def test_a_torn_file_is_named(run, content):
     (run / "samples" / "step_3.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=r"step_3\.jsonl, line 1, is no sample"):
+    with pytest.raises(UserError, match=r"step_3\.jsonl, line 1, is not a sample"):
         list(SampleFiles(run).read(3))
 
 
