@@ -81,8 +81,8 @@ def backends() -> list[str]:
 
 def check_folder(path: Path) -> None:
     if not path.is_dir():
-        what = "is no folder" if path.exists() else "does not exist"
-        raise UserError(f"{path} {what}. Give the folder of a checkpoint.")
+        problem = "is not a folder" if path.exists() else "does not exist"
+        raise UserError(f"{path} {problem}. Give the folder of a checkpoint.")
 
 
 def open_source(origin: Origin, backend: str = AUTO) -> TensorSource:
@@ -90,7 +90,7 @@ def open_source(origin: Origin, backend: str = AUTO) -> TensorSource:
     Raises UserError for an unrecognised folder, a missing folder, and an unknown backend."""
     if backend not in backends():
         found = did_you_mean(nearest(backend, backends()))
-        raise UserError(f"--backend={backend} is not known; it is one of {', '.join(backends())}.{found}")
+        raise UserError(f"--backend={backend} is unknown. Give one of {', '.join(backends())}.{found}")
     check_folder(origin.path)
     asked = [entry for entry in LAYOUTS if backend in (AUTO, entry.backend)]
     for entry in asked:
@@ -101,16 +101,14 @@ def open_source(origin: Origin, backend: str = AUTO) -> TensorSource:
         raise UserError(f"{origin.path} has no role {origin.role}; it has {there}. Set --role, or give its folder.")
     for step in scan(origin.path):
         if _is_known(replace(origin, path=step), asked):
-            raise UserError(f"{origin.path} holds steps of another trainer. Give one of them, such as {step}.")
+            raise UserError(f"{origin.path} contains the steps of another trainer. Give one step, such as {step}.")
     # The layout that the user selected reports best which file is missing.
     if backend != AUTO and len(asked) == 1:
         return _opened(asked[0], origin)
     if within := _checkpoint_around(origin, asked):
-        raise UserError(
-            f"{origin.path} is a part of {within}, which is to be given whole. {_role_hint(origin, within)}"
-        )
+        raise UserError(f"{origin.path} is a part of the checkpoint {within}. {_role_hint(origin, within)}")
     looked_for = "; ".join(f"{entry.known_by} ({entry.backend})" for entry in asked)
-    raise UserError(f"{origin.path} holds no checkpoint that is known here. Looked for: {looked_for}.")
+    raise UserError(f"{origin.path} contains no checkpoint of a known layout. Looked for: {looked_for}.")
 
 
 def _is_known(origin: Origin, asked: list[LayoutEntry]) -> bool:
@@ -139,7 +137,7 @@ def _roles_in(origin: Origin, asked: list[LayoutEntry]) -> list[str]:
 def _opened(entry: LayoutEntry, origin: Origin) -> TensorSource:
     if origin.tag is not None and not entry.tagged:
         raise UserError(
-            f"--tag={origin.tag} names one of several saves in a folder, and {origin.path} is taken for one of layout "
-            f"{entry.backend}, which has none. Give the folder of the save, without --tag."
+            f"--tag={origin.tag} selects one of several saves in a folder, but {origin.path} has one save (layout "
+            f"{entry.backend}). Give the folder of the save, without --tag."
         )
     return entry.load().open_source(origin)

@@ -80,7 +80,7 @@ def open_archive(path: Path, start: int = 0, size: int | None = None) -> Iterato
     """Open a file of `torch.save`, or the `size` bytes from `start` on, and check the archive without unpickling.
     Raises DamagedCheckpoint for an incomplete archive, UserError for the format of torch before 1.6."""
     if not path.is_file():  # opening a pipe would block
-        raise DamagedCheckpoint(f"{path} is {'no file' if path.exists() else 'missing'}")
+        raise DamagedCheckpoint(f"{path} is {'not a regular file' if path.exists() else 'missing'}")
     with path.open("rb") as whole:
         part = _Part(whole, start, path.stat().st_size - start if size is None else size)
         part.records = _check_archive(path, part)
@@ -100,14 +100,16 @@ def _check_archive(path: Path, file: "_Part") -> dict[int, tuple[int, int]]:
             for entry, start in found:
                 file.seek(start)
                 if entry.filename.endswith("/byteorder") and file.read(6) != b"little":  # torch would swap bytes
-                    raise UserError(f"{path} is of a machine with another byte order. Save it anew on one like this.")
+                    raise UserError(
+                        f"{path} is from a machine with another byte order. Save it again on one like this."
+                    )
                 _compare_sum(path, file, entry, start)
             return {start: (start + entry.file_size, entry.CRC) for entry, start in found}
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
         file.seek(0)
         beginning = file.read(SCANNED)
         if beginning.startswith(BEFORE_1_6):
-            raise UserError(f"{path} is in the format of torch before 1.6. Load it there and save it anew.") from None
+            raise UserError(f"{path} has the format of torch before 1.6. Load it there and save it again.") from None
         if names := [name for name in _names_in(beginning) if not name.startswith(TENSOR_PREFIXES)]:
             raise _not_allowed(path, names) from None
         raise _damaged(path, _first_sentence(error)) from None
@@ -121,11 +123,11 @@ def _compare_sum(path: Path, file: "_Part", entry: zipfile.ZipInfo, start: int) 
     for at in range(0, entry.file_size, SCANNED):
         found = zlib.crc32(file.read(min(SCANNED, entry.file_size - at)), found)
     if found != entry.CRC:
-        raise _damaged(path, f"{entry.filename} in it is not as it was written")
+        raise _damaged(path, f"its entry {entry.filename} does not have the saved checksum")
 
 
 def _damaged(path: Path, why: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{path} is no whole file of torch.save: {why.rstrip('.')}. {COPY_AGAIN}")
+    return DamagedCheckpoint(f"{path} is not an intact torch.save file: {why.rstrip('.')}. {COPY_AGAIN}")
 
 
 def _content_of(path: Path, file: "_Part", header: int) -> int:
@@ -133,7 +135,7 @@ def _content_of(path: Path, file: "_Part", header: int) -> int:
     file.seek(max(0, header))
     local = file.read(30)
     if header < 0 or not local.startswith(b"PK\3\4"):
-        raise DamagedCheckpoint(f"{path} is no whole file of torch.save: it begins later")
+        raise DamagedCheckpoint(f"{path} is not an intact torch.save file: its beginning is missing")
     return header + 30 + int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
 
 
@@ -176,8 +178,8 @@ def _allow_only(allowed: Allowed) -> Iterator[None]:
 
 def _not_allowed(path: Path, names: Sequence[str]) -> UserError:
     return UserError(
-        f"{path} asks for {names[0]}, which is not on the list of what a checkpoint may hold: such a file could "
-        "run anything. If you trust it, save it anew with tensors and plain containers only."
+        f"{path} uses {names[0]}, which is not allowed in a checkpoint: loading it could run any code. If you trust "
+        "the file, save it again with tensors and plain containers only."
     )
 
 

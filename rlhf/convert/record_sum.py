@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
-COPY_AGAIN = "Copy it anew from where it was saved."
+COPY_AGAIN = "Copy the file again from where it was saved."
 AHEAD_BYTES = 1 << 20
 """Bytes that are read at once for the checksum alone."""
 
@@ -56,12 +56,10 @@ class RecordSum:
         while self._at < self.stop:
             part = os.pread(descriptor, min(AHEAD_BYTES, self.stop - self._at), self._at)
             if not part:
-                raise DamagedCheckpoint(f"{self.path} ends at byte {self._at}, before the tensors that it says it has")
+                raise DamagedCheckpoint(f"{self.path} is truncated: it ends at byte {self._at}")
             yield memoryview(part)
 
     def _compare(self) -> None:
         if self._sum != self.crc:
-            raise DamagedCheckpoint(
-                f"{self.path} is not as it was written: bytes {self.start} to {self.stop} do not have the checksum "
-                f"(CRC-32) that the archive says. {COPY_AGAIN}"
-            )
+            where = f"bytes {self.start} to {self.stop}"
+            raise DamagedCheckpoint(f"{self.path} is damaged: {where} do not have the archive's CRC-32. {COPY_AGAIN}")

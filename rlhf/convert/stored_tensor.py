@@ -54,9 +54,7 @@ class StoredTensor:
         with self.path.open("rb", buffering=0) as file:
             while view:
                 if not (count := os.preadv(file.fileno(), [view], position)):
-                    raise DamagedCheckpoint(
-                        f"{self.path} ends at byte {position}, before the tensors that it says it has"
-                    )
+                    raise DamagedCheckpoint(f"{self.path} is truncated: it ends at byte {position}")
                 if self.record is not None:
                     self.record.update(file.fileno(), position, view[:count])
                 view, position = view[count:], position + count
@@ -87,7 +85,7 @@ def size_of(pieces: Sequence[Piece]) -> int:
 def joined(pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
     """Return the elements of all `pieces`, concatenated. Raises DamagedCheckpoint unless all are of `dtype`."""
     if odd := next((tensor for tensor, _, _ in pieces if tensor.dtype != dtype), None):
-        raise DamagedCheckpoint(f"{odd.path} has {odd.dtype} where {dtype} is meant: the files are not all of one save")
+        raise DamagedCheckpoint(f"{odd.path} has {odd.dtype} instead of {dtype}: the files are not all of one save")
     parts = [tensor.read(start, stop) for tensor, start, stop in pieces]
     return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=dtype), *parts])
 
@@ -127,9 +125,9 @@ class _Locator:
         span = width * (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
         # On the meta device torch does not check where a tensor ends.
         if tensor.numel() and not first <= byte <= self._records.get(first, (0, 0))[0] - span:
-            raise DamagedCheckpoint(f"{self._path} speaks of tensors beyond its end, or beyond what it has of them")
+            raise DamagedCheckpoint(f"{self._path} lists tensors beyond its end")
         if tensor.numel() * width > MOST_EXPANDED + max(end for end, _ in self._records.values()):
-            raise DamagedCheckpoint(f"{self._path} has {tuple(tensor.shape)} of the same few numbers")
+            raise DamagedCheckpoint(f"{self._path} expands a few numbers to a tensor of {tuple(tensor.shape)}")
         byte += self._start
         stride = None if tensor.is_contiguous() else tensor.stride()
         return StoredTensor(self._path, byte, tensor.dtype, tuple(tensor.shape), stride, self._sums.get(first))

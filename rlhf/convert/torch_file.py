@@ -69,7 +69,7 @@ def saved(content: Any, tensors: Iterator[memoryview]) -> Iterator[bytes | memor
         while part:
             slab = next(tensors)
             if len(slab) > part:
-                raise RuntimeError("torch.save leaves another place for a tensor than its bytes take")
+                raise RuntimeError("torch.save leaves a gap whose size differs from the tensor's")
             part -= len(slab)
             yield slab
 
@@ -89,6 +89,6 @@ class _Frame(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         if whence != os.SEEK_CUR:
-            raise io.UnsupportedOperation("torch.save goes back in its file")
+            raise io.UnsupportedOperation("torch.save seeks backwards")
         self.parts.append(offset)
         return offset

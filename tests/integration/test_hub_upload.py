@@ -141,14 +141,14 @@ def test_mistakes_are_told_before_anything_is_sent(server, monkeypatch):
     assert "Unset HF_HUB_OFFLINE" in refused(server, REPOSITORY)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
-    assert "there is no token" in refused(server, REPOSITORY)
+    assert "no token for the Hub" in refused(server, REPOSITORY)
     assert server.repositories == {}
 
 
 def test_private_is_never_public(server, folder):
     prepare_repository(REPOSITORY)
-    assert "exists on the Hub and is public" in refused(server, REPOSITORY, private=True)
-    with pytest.raises(UserError, match="is public, and nothing was sent"):
+    assert "is public on the Hub" in refused(server, REPOSITORY, private=True)
+    with pytest.raises(UserError, match="is public on the Hub; nothing was sent"):
         upload_folder(folder, REPOSITORY, private=True)
     assert server.received == []
 
@@ -195,11 +195,11 @@ def test_what_is_no_file_of_the_folder_is_not_sent(server, folder, tmp_path):
         upload_folder(folder, REPOSITORY)
     (folder / "notes.txt").unlink()
     os.mkfifo(folder / "pipe")
-    with pytest.raises(UserError, match="is no file"):
+    with pytest.raises(UserError, match="is not a regular file"):
         upload_folder(folder, REPOSITORY)
     (folder / "pipe").unlink()
     (folder / "config.json").unlink()
-    with pytest.raises(UserError, match="is no Hugging Face folder"):
+    with pytest.raises(UserError, match="is not a Hugging Face folder"):
         upload_folder(folder, REPOSITORY)
     assert server.requests == []
 

@@ -118,7 +118,7 @@ def test_mistakes_are_one_line_and_write_nothing(saved, tmp_path, capsys):
     assert line.startswith(f"error: {tmp_path}/targets must be named global_step_N, for the step N that a run begins")
     assert line.endswith(f"give {tmp_path}/targets/global_step_3, or another step.\n")
     assert "does not exist" in told(capsys, tmp_path / "nothing", target)
-    assert "no save of DeepSpeed's" in told(capsys, saved, target, "--backend", "deepspeed")
+    assert "no DeepSpeed save" in told(capsys, saved, target, "--backend", "deepspeed")
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(TINY_POLICY / "model.safetensors", bare)

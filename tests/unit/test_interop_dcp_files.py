@@ -193,23 +193,23 @@ def lose_chunk(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (remove_file, "lacks __0_0.distcp, which .metadata names"),
-        (remove_metadata, ".metadata cannot be read .*: the save did not end"),
-        (cut_metadata, ".metadata is cut off"),
+        (remove_file, "lacks __0_0.distcp, which .metadata lists"),
+        (remove_metadata, ".metadata cannot be read .*finished save"),
+        (cut_metadata, ".metadata is truncated"),
         (cut_file, "__0_0.distcp"),
-        (run_code, r"\.metadata asks for posix.system"),
-        (lead_elsewhere, r"speaks of a file elsewhere: \.\./other"),
+        (run_code, r"\.metadata uses posix.system"),
+        (lead_elsewhere, r"lists a file outside the folder: \.\./other"),
         (compress, "is compressed"),
-        (lose_chunk, "does not say where all of cube is"),
-        (overlap, "does not say where all of cube is"),
-        (lie_beyond, r"a part of cube, .* at \(1, 0, 0\), is none of"),
-        (claim_more, "does not say where cube is"),
-        (point_before, "is not laid out as torch saves: .*negative"),
-        (name_a_number, "is not laid out as torch saves"),
-        (name_no_type, "is not laid out as torch saves"),
-        (lose_chunks, "is not laid out as torch saves"),
+        (lose_chunk, "does not list all parts of cube"),
+        (overlap, "does not list all parts of cube"),
+        (lie_beyond, r"a part of cube, .* at \(1, 0, 0\), is outside of"),
+        (claim_more, "does not list cube"),
+        (point_before, "does not have torch's structure: .*negative"),
+        (name_a_number, "does not have torch's structure"),
+        (name_no_type, "does not have torch's structure"),
+        (lose_chunks, "does not have torch's structure"),
         (pipe, "is no file"),
-        (ask_for_bytes, "is cut off, or no metadata"),
+        (ask_for_bytes, "is truncated, or not metadata"),
         (change_torch, "changes Metadata"),
     ],
 )
@@ -238,12 +238,12 @@ def test_a_metadata_takes_no_more_memory_than_it_has(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("places", "offsets", "message"),
     [
-        ({"x": {"saved_offsets": [1, 0]}}, [0, 24], "does not say where all of x is"),  # a row of the whole is nowhere
-        ({"x": {"saved_offsets": ["a", 0]}}, [0, 24], "does not say which part of x"),
-        ({"x": 5}, [0, 24], "does not say which part of x"),
-        (["x"], [0, 24], "does not say which part of x"),
+        ({"x": {"saved_offsets": [1, 0]}}, [0, 24], "does not list all parts of x"),  # a row of the whole is nowhere
+        ({"x": {"saved_offsets": ["a", 0]}}, [0, 24], "does not list the offsets of x"),
+        ({"x": 5}, [0, 24], "does not list the offsets of x"),
+        (["x"], [0, 24], "does not list the offsets of x"),
         ({"x": {"saved_offsets": [0]}}, [0, 24], "begins at"),
-        ({"x": {"saved_offsets": [0, 0]}}, [0, 12], "are not those of its shape"),
+        ({"x": {"saved_offsets": [0, 0]}}, [0, 12], "does not fit its shape"),
     ],
 )
 def test_safetensors_that_lie_get_one_line(tmp_path: Path, places: Any, offsets: list[int], message: str) -> None:

@@ -38,7 +38,7 @@ def test_each_has_what_a_layout_has():
 def test_a_tag_that_would_not_be_looked_at(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     for backend in ("auto", "huggingface"):
-        with pytest.raises(UserError, match="--tag=step-9 names one of several saves"):
+        with pytest.raises(UserError, match="--tag=step-9 selects one of several saves"):
             open_source(Origin(tmp_path, tag="step-9"), backend)
 
 
@@ -46,12 +46,12 @@ def test_what_nobody_knows(tmp_path):
     with pytest.raises(UserError, match=f"{tmp_path / 'x'} does not exist"):
         open_source(Origin(tmp_path / "x"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         open_source(Origin(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"holds no checkpoint that is known here\. Looked for: ") as caught:
+    with pytest.raises(UserError, match=r"contains no checkpoint of a known layout\. Looked for: ") as caught:
         open_source(Origin(tmp_path))
     assert all(entry.known_by in str(caught.value) for entry in LAYOUTS)
-    with pytest.raises(UserError, match="--backend=nativ is not known; it is one of auto"):
+    with pytest.raises(UserError, match=r"--backend=nativ is unknown\. Give one of auto"):
         open_source(Origin(tmp_path), "nativ")
     assert backends()[0] == "auto"
 
@@ -62,7 +62,7 @@ def test_a_part_of_our_checkpoint_names_the_checkpoint(tmp_path):
         (step / role / "model").mkdir(parents=True)
     (step / "manifest.json").touch()
     for part, said in (("actor", ""), ("actor/model", ""), ("critic", " and --role critic")):
-        with pytest.raises(UserError, match=rf"is a part of {step}, which is to be given whole\. Give {step}{said}\."):
+        with pytest.raises(UserError, match=rf"is a part of the checkpoint {step}\. Give {step}{said}\."):
             open_source(Origin(step / part))
 
 
@@ -74,7 +74,7 @@ def test_a_role_that_is_not_there(tmp_path):
     for backend in ("auto", "fsdp"):
         with pytest.raises(UserError, match=r"has no role acter; it has actor, critic\. Set --role, or "):
             open_source(Origin(tmp_path, role="acter"), backend)
-    with pytest.raises(UserError, match="holds no checkpoint that is known here"):
+    with pytest.raises(UserError, match="contains no checkpoint of a known layout"):
         open_source(Origin(tmp_path / "data", role="acter"))
 
 
@@ -83,7 +83,7 @@ def test_a_run_directory_of_another_trainer_names_its_newest_step(tmp_path):
         (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
         (tmp_path / f"global_step_{step}" / "actor" / "model_world_size_1_rank_0.pt").touch()
     for backend in ("auto", "fsdp"):
-        with pytest.raises(UserError, match=f"Give one of them, such as {tmp_path / 'global_step_10'}"):
+        with pytest.raises(UserError, match=f"Give one step, such as {tmp_path / 'global_step_10'}"):
             open_source(Origin(tmp_path), backend)
     with pytest.raises(UserError, match="`merge` and `import` take those of other trainers"):
         open_source(Origin(tmp_path), "native")
@@ -97,7 +97,7 @@ def test_parts_that_overlap_are_no_whole(tmp_path):
         StoredTensor(tmp_path / "f", 12, torch.float32, (1,)),
     ]
     spread = SpreadTensor(TensorInfo((4,), torch.float32), [StoredBox((0,), parts[0]), StoredBox((2,), parts[1])])
-    with pytest.raises(DamagedCheckpoint, match="no whole of"):
+    with pytest.raises(DamagedCheckpoint, match="do not form a tensor of"):
         spread.read(0, 4)
     spread = SpreadTensor(TensorInfo((4,), torch.float32), [StoredBox((0,), parts[0]), StoredBox((3,), parts[1])])
     assert spread.read(0, 4).tolist() == [0.0] * 4

@@ -199,7 +199,7 @@ def test_mistakes_get_one_line(models, tmp_path, command):
     (no_config / "config.json").unlink()
     for options, message in (
         (["--local_dir", tmp_path / "nothing"], "does not exist"),
-        (["--local_dir", tmp_path / "empty"], "holds no checkpoint that is known here"),
+        (["--local_dir", tmp_path / "empty"], "contains no checkpoint of a known layout"),
         (["--local_dir", tmp_path / "empty", "--backend", "native"], "holds no checkpoint of this trainer"),
         (["--local_dir", tmp_path / "empty", "--backend", "huggingface"], "has no weights of a Hugging Face model"),
         (["--local_dir", run_dir, "--role", "critic"], "has no role critic"),

@@ -132,7 +132,7 @@ def test_the_logits_show_another_configuration(model, tmp_path, compare):
 
 def test_mistakes_get_one_line(model, tmp_path, capsys):
     for options, message in (
-        (["--local_dir", tmp_path, "--test_hf_dir", model], "holds no checkpoint that is known here"),
+        (["--local_dir", tmp_path, "--test_hf_dir", model], "contains no checkpoint of a known layout"),
         (["--local_dir", model, "--test_hf_dir", tmp_path], "has no weights of a Hugging Face model"),
         (["--local_dir", model, "--test_hf_dir", model, "--atol", "-1"], "--atol -1.0 is no difference"),
         (["--local_dir", model, "--test_hf_dir", model, "--atol", "nan"], "--atol nan is no difference"),

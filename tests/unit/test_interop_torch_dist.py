@@ -130,9 +130,9 @@ def change_width(tensors: dict[str, Tensor]) -> None:
     ("spoil", "message"),
     [
         (lose_tensor, r"has no decoder.layers.0.mlp.linear_fc2.weight\. Restore"),
-        (add_expert, r"holds decoder.layers.0.mlp.router.weight, which llama of transformers has no place for"),
+        (add_expert, r"has decoder.layers.0.mlp.router.weight, which transformers' llama lacks"),
         (lose_layer, r"has no decoder.layers.2.*linear_qkv.layer_norm_weight"),
-        (lose_model, "holds no model"),
+        (lose_model, "contains no model"),
         (change_width, r"linear_qkv.weight has the shape \[8, 16\] where \[24, 16\] is expected"),
     ],
 )
@@ -152,8 +152,8 @@ def test_another_format_and_a_missing_config_get_one_line(tmp_path: Path) -> Non
     """Megatron's older format, and a folder that does not say what model it is of."""
     tensors = stacked(reference(causal_lm("llama", tmp_path / "model", **SIZES)), 3)
     save_distributed(tensors, tmp_path / "a" / "zarr", backend="zarr")
-    with pytest.raises(UserError, match="in Megatron's format zarr"):
+    with pytest.raises(UserError, match="has Megatron's format zarr"):
         opened(tmp_path / "a" / "zarr").__enter__()
     save_distributed(tensors, tmp_path / "b" / "dist_ckpt")
-    with pytest.raises(UserError, match=r"does not say what model it holds. Set --hf_model_path"):
+    with pytest.raises(UserError, match=r"has no config.json. Set --hf_model_path"):
         opened(tmp_path / "b" / "dist_ckpt").__enter__()

@@ -93,8 +93,8 @@ def test_weights_in_pickles(copy):
         (lambda state: state | {"param_groups": state["param_groups"] * 2}, "parameters are not the Trainer's"),
         (lambda state: state | {"param_groups": state["param_groups"][::-1]}, "parameters are not the Trainer's"),
         (lambda state: state | {"state": {0: state["state"][1]}}, "parameters are not the Trainer's"),
-        (lambda state: state | {"state": {0: {"momentum_buffer": torch.ones(2)}}}, "is no plain Adam"),
-        (lambda state: {"optimizer": state}, "is none of an optimizer of torch's"),
+        (lambda state: state | {"state": {0: {"momentum_buffer": torch.ones(2)}}}, "is not plain Adam"),
+        (lambda state: {"optimizer": state}, "is not from an optimizer of torch"),
     ],
 )
 def test_moments_that_do_not_fit_are_left_out(change, expected, copy):
@@ -132,7 +132,7 @@ def test_what_is_missing_or_broken(copy):
     (copy / "scheduler.pt").unlink()
     assert "the learning rate schedule: no scheduler.pt" in open_source(Origin(copy)).contents.absent
     (copy / "trainer_state.json").write_text("{")
-    with pytest.raises(DamagedCheckpoint, match=r"trainer_state\.json is no JSON"):
+    with pytest.raises(DamagedCheckpoint, match=r"trainer_state\.json is not valid JSON"):
         open_source(Origin(copy))
     (copy / "trainer_state.json").write_text("{}")
     (copy / "model.safetensors").unlink()

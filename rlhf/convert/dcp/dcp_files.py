@@ -87,7 +87,7 @@ class _Chunk:
         if self._tensor is None:
             found = open_torch_file(self.path, start=self.start, size=self.size)
             if not isinstance(found, StoredTensor) or (found.shape, found.dtype) != (self.info.shape, self.info.dtype):
-                raise DamagedCheckpoint(f"{self.path} has another tensor at byte {self.start} than {METADATA} says")
+                raise DamagedCheckpoint(f"{self.path} has another tensor at byte {self.start} than {METADATA} lists")
             self._tensor = found
         return self._tensor.read(start, stop)
 
@@ -111,7 +111,7 @@ class DcpFolder:
         try:
             self._take(described)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise DamagedCheckpoint(f"{path / METADATA} is not laid out as torch saves: {error!r}") from None
+            raise DamagedCheckpoint(f"{path / METADATA} does not have torch's structure: {error!r}") from None
 
     def _take(self, described: metadata.Metadata) -> None:
         self.paths: dict[str, tuple[Any, ...]] = {key: tuple(of) for key, of in (described.planner_data or {}).items()}
@@ -144,13 +144,13 @@ class DcpFolder:
                 filled += block.numel()
         # Overlapping parts would make up for a missing one.
         if filled != rows.numel() or not there.all():
-            raise DamagedCheckpoint(f"{self.path / METADATA} does not say where all of {name} is")
+            raise DamagedCheckpoint(f"{self.path / METADATA} does not list all parts of {name}")
         return rows.view(-1)[start - first * width : stop - first * width]
 
     def read_object(self, name: str) -> Any:
         """Load one of `objects`; raises UserError unless it has plain values only."""
         if len(found := self._items.get(name, {})) != 1:
-            raise DamagedCheckpoint(f"{self.path / METADATA} does not say where {name} is")
+            raise DamagedCheckpoint(f"{self.path / METADATA} does not list {name}")
         [item] = found.values()
         return open_torch_file(self.path / item.relative_path, start=item.offset, size=item.length)
 
@@ -160,7 +160,7 @@ class DcpFolder:
         for offsets, sizes in self._chunks[name]:
             part, item = TensorInfo(sizes, info.dtype), items.get(offsets)
             if item is None or part.nbytes > item.length:
-                raise DamagedCheckpoint(f"{self.path / METADATA} does not say where {name} is")
+                raise DamagedCheckpoint(f"{self.path / METADATA} does not list {name}")
             stored = _Chunk(self.path / item.relative_path, item.offset, item.length, part)
             yield from self._bands_of(name, offsets, part.shape, stored)
 
@@ -171,25 +171,23 @@ class DcpFolder:
         shape = self.tensors[name].shape
         fits = len(offsets) == len(sizes) == len(shape)
         if not fits or any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
-            raise DamagedCheckpoint(f"{self.path}: a part of {name}, {sizes} at {offsets}, is none of {shape}")
+            raise DamagedCheckpoint(f"{self.path}: a part of {name}, {sizes} at {offsets}, is outside of {shape}")
         return bands(shape, offsets, sizes, stored)
 
     def _check_files(self, stored: Mapping[Any, Any]) -> None:
         ends: dict[str, int] = {}
         for info in stored.values():
             if getattr(info, "transform_descriptors", None):
-                raise UserError(
-                    f"{self.path} is compressed ({info.transform_descriptors}). Save it without extensions."
-                )
+                raise UserError(f"{self.path} is compressed ({info.transform_descriptors}). Save it uncompressed.")
             end = sum(counts((info.offset, info.length)))
             ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
         for file, end in sorted(ends.items()):
             if Path(file).name != file:
-                raise DamagedCheckpoint(f"{self.path / METADATA} speaks of a file elsewhere: {file}")
+                raise DamagedCheckpoint(f"{self.path / METADATA} lists a file outside the folder: {file}")
             if not (self.path / file).is_file():
-                raise UserError(f"{self.path} lacks {file}, which {METADATA} names. Restore it.")
+                raise UserError(f"{self.path} lacks {file}, which {METADATA} lists. Restore it.")
             if (size := (self.path / file).stat().st_size) < end:
-                raise DamagedCheckpoint(f"{self.path / file} is cut off: {METADATA} speaks of {end} bytes, not {size}")
+                raise DamagedCheckpoint(f"{self.path / file} is truncated: it has {size} bytes instead of {end}")
 
 
 def counts(numbers: Any) -> tuple[int, ...]:
@@ -205,17 +203,15 @@ def read_metadata(path: Path) -> metadata.Metadata:
     try:
         content = read_regular(path, LARGEST)
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror}): the save did not end, or it is no such folder."
-        ) from None
+        raise UserError(f"{path} cannot be read ({error.strerror}). Give the folder of a finished save.") from None
     try:
         found = _Listed(io.BytesIO(content), path).load()
     except UserError:
         raise
     except Exception as error:  # other files make the unpickler fail in any way
-        raise DamagedCheckpoint(f"{path} is cut off, or no metadata of torch's checkpoints: {error}") from None
+        raise DamagedCheckpoint(f"{path} is truncated, or not metadata of a torch checkpoint: {error}") from None
     if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
-        raise DamagedCheckpoint(f"{path} is no metadata of torch's checkpoints")
+        raise DamagedCheckpoint(f"{path} is not metadata of a torch checkpoint")
     return found
 
 
@@ -242,8 +238,8 @@ class _Listed(pickle._Unpickler):
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise UserError(
-            f"{self._path} asks for {asked}, which is not on the list of what a checkpoint may hold: such a file could "
-            "run anything. If you trust it, save it anew with torch.distributed.checkpoint."
+            f"{self._path} uses {asked}, which is not allowed in a checkpoint: loading it could run any code. If you "
+            "trust the file, save it again with torch.distributed.checkpoint."
         )
 
     def _build(self) -> None:

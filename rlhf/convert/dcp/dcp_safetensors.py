@@ -51,17 +51,17 @@ class DcpSafetensors(DcpFolder):
         places = self._places(files, name, length)
         for tensor, entry in header.items():
             if entry["dtype"] not in DTYPES:
-                raise UserError(f"{self.path / name} has tensors of type {entry['dtype']}, which is not read here.")
+                raise UserError(f"{self.path / name} has tensors of type {entry['dtype']}, which is not supported.")
             begin, end = entry["data_offsets"]
             if length + end > files.size(name):
-                raise DamagedCheckpoint(f"{self.path / name} is cut off: it ends before {tensor}")
+                raise DamagedCheckpoint(f"{self.path / name} is truncated: it ends before {tensor}")
             stored = StoredTensor(self.path / name, length + begin, DTYPES[entry["dtype"]], tuple(entry["shape"]))
             if end - begin != stored.numel * stored.dtype.itemsize:
-                raise DamagedCheckpoint(f"{self.path / name}: the bytes of {tensor} are not those of its shape")
+                raise DamagedCheckpoint(f"{self.path / name}: the size of {tensor} does not fit its shape")
             try:
                 offsets = counts(places[tensor][OFFSETS])
             except (KeyError, TypeError, ValueError):
-                raise DamagedCheckpoint(f"{self.path / name} does not say which part of {tensor} it has") from None
+                raise DamagedCheckpoint(f"{self.path / name} does not list the offsets of {tensor}") from None
             if len(offsets) != len(stored.shape):
                 raise DamagedCheckpoint(f"{self.path / name}: {tensor} begins at {offsets} and is {stored.shape}")
             self._parts.setdefault(tensor, []).append((offsets, stored))

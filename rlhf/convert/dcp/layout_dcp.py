@@ -47,7 +47,7 @@ def open_source(origin: Origin) -> "DcpSource":
     """Open a folder. Raises UserError for a missing file, and for an unknown or undescribed torchtitan model."""
     found = _folders(origin)
     if found is None:
-        raise UserError(f"{origin.path} has no {METADATA}: the save did not end, or it is no folder of torch's DCP.")
+        raise UserError(f"{origin.path} has no {METADATA}. Give the folder of a finished DCP save.")
     return DcpSource(origin, *found)
 
 
@@ -114,13 +114,12 @@ class DcpSource(NamedTensors):
         files = origin.model_files or next(iter(beside), None)
         weights, moments = _named(folders)
         if not weights:
-            raise UserError(
-                f"{model} has no tensors of a model: {', '.join(list(folders[0].tensors)[:3]) or 'nothing'}."
-            )
+            names = ", ".join(list(folders[0].tensors)[:3])
+            raise UserError(f"{model} has no tensors of a model: {names or 'nothing'}.")
         if EMBEDDING in weights:
             weights, moments = _renamed_from_torchtitan(model, files, weights, moments)
         moments = {name: tensor for name, tensor in moments.items() if name.rpartition(".")[0] in weights}
-        absent = [] if moments else ["The moments: there are none of this optimizer's under the parameters' names."]
+        absent = [] if moments else ["The moments: the checkpoint has none under the parameters' names."]
         super().__init__(NAME, weights, moments, Contents({}, model_files=files, absent=absent))
         self._drop_tied()
         self.contents.progress = _progress(folders[0], model.parent, self._updates())
@@ -181,8 +180,8 @@ def _renamed_from_torchtitan(
     """Rename tensors to transformers' names and set the row order."""
     if files is None:
         raise UserError(
-            f"{where} is of torchtitan and does not say how many heads its model has. Name a folder with the same "
-            "model's config.json with --hf_model_path."
+            f"{where} is a torchtitan checkpoint, which does not store the number of heads. Set --hf_model_path to a "
+            "folder with the same model's config.json."
         )
     config = parse_model_config(read_small_files(files), files)
     renamed: dict[str, _FolderTensor] = {}
@@ -192,9 +191,7 @@ def _renamed_from_torchtitan(
             continue
         head = rotated_rows(to, config)
         if head and tensor.info.shape[0] % head:
-            raise UserError(
-                f"{where}: {name} has {tensor.info.shape[0]} rows, which are no heads of {head} as {files} says."
-            )
+            raise UserError(f"{where}: {name} has {tensor.info.shape[0]} rows, but {files} has {head} rows per head.")
         renamed[to] = replace(tensor, head=head)
         for moment in ("exp_avg", "exp_avg_sq", "step"):
             if (stored := moments.get(f"{name}.{moment}")) is not None:

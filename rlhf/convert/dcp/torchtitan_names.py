@@ -41,8 +41,8 @@ def to_transformers(name: str, config: Mapping[str, Any], where: Path) -> str | 
     model = config.get("model_type")
     if model not in MODELS:
         raise UserError(
-            f"{where} is of torchtitan, of whose models {' and '.join(MODELS)} are read here; config.json says "
-            f"{model!r}. Convert it with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py."
+            f"{where} is a torchtitan checkpoint of {model!r} (config.json); {' and '.join(MODELS)} are supported. "
+            "Convert it with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py."
         )
     if name in TABLES:
         return None
@@ -52,7 +52,7 @@ def to_transformers(name: str, config: Mapping[str, Any], where: Path) -> str | 
         found = f"model.layers.{match[1]}.{LAYER[match[2]]}" if match[2] in LAYER else None
     if found is None:
         raise UserError(
-            f"{where} has {name}, which is no part of torchtitan's dense {model}. Convert it with torchtitan's "
+            f"{where} has {name}, which is not part of torchtitan's dense {model}. Convert it with torchtitan's "
             "scripts/checkpoint_conversion/convert_to_hf.py."
         )
     return found

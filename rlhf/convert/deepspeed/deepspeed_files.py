@@ -56,8 +56,8 @@ def find_save(origin: Origin) -> Path | None:
     if origin.tag is not None:
         raise UserError(f"--tag={tag} is not in {origin.path}. {there}{did_you_mean(nearest(tag or '', tags))}")
     if tag is None:
-        raise UserError(f"{origin.path} has no file `{LATEST}` that says which save is meant: set --tag. {there}")
-    raise UserError(f"{origin.path / LATEST} names {tag!r}, which is not there or has no file: set --tag. {there}")
+        raise UserError(f"{origin.path} has no file `{LATEST}` that selects a save. Set --tag. {there}")
+    raise UserError(f"{origin.path / LATEST} names {tag!r}, which is missing or has no file. Set --tag. {there}")
 
 
 def _is_save(folder: Path) -> bool:
@@ -73,11 +73,11 @@ def check_kind(save: Path) -> None:
     }
     for pattern, what in found.items():
         if path := next(iter(sorted(save.glob(pattern))), None):
-            raise UserError(f"{save} is of {what} ({path.name}), which is not read here. Save it without that split.")
+            raise UserError(f"{save} has {what} ({path.name}), which is not supported. Save it without that split.")
     for path in sorted(save.glob("*_states.pt")):
         if (match := RANK.fullmatch(path.name)) and int(match[2]):
             raise UserError(
-                f"{save} is of a model split over tensor parallel ranks ({path.name}), which is not read here. Save it "
+                f"{save} has a model split over tensor parallel ranks ({path.name}), which is not supported. Save it "
                 "without that split."
             )
 
@@ -89,7 +89,7 @@ def files_by_rank(save: Path, pattern: str) -> dict[int, Path]:
         if match := RANK.fullmatch(path.name):
             rank = int(match[1] or 0)
             if rank in found:
-                raise UserError(f"{save} has {found[rank].name} and {path.name} of two saves: remove the older one.")
+                raise UserError(f"{save} has {found[rank].name} and {path.name} of two saves. Remove the older one.")
             found[rank] = path
     return found
 
@@ -101,11 +101,9 @@ def open_all(save: Path, pattern: str, world_size: int) -> list[dict[str, Any]]:
         like = next(iter(files.values())).name if files else f"zero_pp_rank_0_mp_rank_00{pattern[1:]}"
         names = ", ".join(re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", like) for rank in missing[:4])
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        raise UserError(
-            f"{save} was saved by {world_size} ranks and lacks {names}{more}. Copy what is missing into it."
-        )
+        raise UserError(f"{save} was saved by {world_size} ranks and lacks {names}{more}. Copy the missing files.")
     if extra := [path.name for rank, path in files.items() if rank >= world_size]:
-        raise UserError(f"{save} was saved by {world_size} ranks and has {extra[0]} of an earlier save: remove that.")
+        raise UserError(f"{save} was saved by {world_size} ranks. Remove {extra[0]} of an earlier save.")
     return [open_states(files[rank]) for rank in range(world_size)]
 
 
@@ -114,7 +112,7 @@ def open_first(save: Path, pattern: str) -> dict[str, Any]:
     files = files_by_rank(save, pattern)
     if 0 not in files:
         there = f"of rank 0; there is {next(iter(files.values())).name}" if files else "at all"
-        raise UserError(f"{save} has no file {pattern} {there}. Copy what is missing into it.")
+        raise UserError(f"{save} has no file {pattern} {there}. Copy the missing files.")
     return open_states(files[0])
 
 
@@ -122,5 +120,5 @@ def open_states(path: Path) -> dict[str, Any]:
     """Load one file, with a StoredTensor for each tensor."""
     content = open_torch_file(path, ALLOWED)
     if not isinstance(content, dict):
-        raise DamagedCheckpoint(f"{path} is no file of DeepSpeed's: it holds a {type(content).__name__}")
+        raise DamagedCheckpoint(f"{path} is not a file of DeepSpeed: it contains a {type(content).__name__}")
     return content

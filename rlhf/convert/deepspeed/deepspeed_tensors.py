@@ -22,7 +22,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PARTITIONS, PARTITIONS_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 NO_MOMENTS = "The moments: this save has no AdamW state of every parameter."
-NO_NAMES = "{}: at stage 0 DeepSpeed saves them without names, and their order is not known here."
+NO_NAMES = "{}: at stage 0 DeepSpeed saves them without names, and their order is unknown."
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -64,7 +64,7 @@ def assemble(save: Path, states: Mapping[str, Any]) -> Assembled:
 def _optimizer(content: Mapping[str, Any], save: Path) -> dict[str, Any]:
     state = content.get("optimizer_state_dict", {})
     if "partition_count" not in state or not {PARTITIONS, PARTITIONS_3} & state.keys():
-        raise DamagedCheckpoint(f"{save} has optimizer states that are not those of ZeRO: no float32 partitions")
+        raise DamagedCheckpoint(f"{save} has optimizer states without ZeRO's float32 partitions")
     return state
 
 
@@ -130,8 +130,8 @@ def _check_order(save: Path, groups: Sequence[Shapes], ranks: Sequence[Mapping[s
             there = {name for name, (first, last) in places.items() if first < end and begin < last}
             if "param_slice_mappings" in rank and there != rank["param_slice_mappings"][group].keys():
                 raise DamagedCheckpoint(
-                    f"{save}: the file of optimizer states of rank {number} has other parameters than belong there: it "
-                    "is another rank's, or of another save. Copy it anew, or take another tag."
+                    f"{save}: the optimizer states of rank {number} have other parameters: the file is another rank's "
+                    "or another save's. Copy it again, or set another --tag."
                 )
             begin = end
 
@@ -217,8 +217,8 @@ def _check_steps(states: Sequence[Mapping[str, Any]]) -> None:
     steps = [_scalar(state["step"]).item() for state in states if "step" in state]
     if len(set(steps)) > 1:
         raise DamagedCheckpoint(
-            f"The ranks' optimizer states are of different steps ({', '.join(f'{step:g}' for step in steps[:8])}): the "
-            "files are not all of one save. Copy them anew, or take another tag."
+            f"The ranks' optimizer states have different steps ({', '.join(f'{step:g}' for step in steps[:8])}): the "
+            "files are not all of one save. Copy them again, or set another --tag."
         )
 
 
@@ -248,6 +248,6 @@ def _scalar(step: Any) -> Tensor:
 
 def _wrong_size(save: Path, number: int, held: int, needed: int) -> str:
     return (
-        f"{save}: flat partition {number} has {held} numbers and its parameters have {needed}: the files are not all "
-        "of one save. Take another tag."
+        f"{save}: flat partition {number} has {held} numbers, but its parameters have {needed}: the files are not all "
+        "of one save. Set another --tag."
     )

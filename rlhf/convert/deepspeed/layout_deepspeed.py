@@ -36,7 +36,7 @@ def open_source(origin: Origin) -> "DeepSpeedSource":
     """Open a save. Raises UserError for an unknown tag, a rank's missing file, and a split other than ZeRO's."""
     save = find_save(origin)
     if save is None:
-        raise UserError(f"{origin.path} has no save of DeepSpeed's: no folder in it has files {MODEL_STATES}.")
+        raise UserError(f"{origin.path} has no DeepSpeed save: no folder in it has files {MODEL_STATES}.")
     check_kind(save)
     return DeepSpeedSource(save, _model_files(origin, save))
 
@@ -55,13 +55,11 @@ class DeepSpeedSource:
     def __init__(self, save: Path, model_files: Path | None) -> None:
         states = open_first(save, MODEL_STATES)
         if not {"module", "buffer_names", "global_steps"} <= states.keys():
-            raise DamagedCheckpoint(f"{save} has model states that no engine of DeepSpeed's saved: no `module` in them")
+            raise DamagedCheckpoint(f"{save} has model states without DeepSpeed's entries, such as `module`")
         try:
             made = assemble(save, states)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise DamagedCheckpoint(
-                f"{save} is not laid out as DeepSpeed saves: {error!r}. Take another tag."
-            ) from None
+            raise DamagedCheckpoint(f"{save} lacks DeepSpeed's structure: {error!r}. Set another --tag.") from None
         self._steps = made.steps
         self._pieces = {name: pieces for name, (_, pieces) in (made.tensors | made.moments).items()}
         steps = {f"{name}.step": TensorInfo((), step.dtype) for name, step in made.steps.items()}

@@ -89,17 +89,17 @@ def world_size_of(folder: Path) -> int:
         try:
             stated = int(json.loads(path.read_bytes())["world_size"])
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise DamagedCheckpoint(f"{path} does not say the world_size") from None
+            raise DamagedCheckpoint(f"{path} has no world_size") from None
         if stated not in found:
             raise UserError(
-                f"{path} speaks of {stated} ranks, the files beside it are of {' and '.join(map(str, found))}. Copy "
-                f"the files model_world_size_{stated}_rank_*.pt into {folder}."
+                f"{path} has world_size {stated}, but its files are of {' and '.join(map(str, found))} ranks. Copy the "
+                f"files model_world_size_{stated}_rank_*.pt into {folder}."
             )
         return stated
     if len(found) > 1:
         raise UserError(
-            f"{folder} has files of {' and '.join(map(str, found))} ranks, and no {FSDP_CONFIG} that says which belong "
-            "together. Remove those of the other save."
+            f"{folder} has files of {' and '.join(map(str, found))} ranks, and no {FSDP_CONFIG} to choose between "
+            "them. Remove the files of the other save."
         )
     return found[0]
 
@@ -120,7 +120,7 @@ def open_ranks(folder: Path, world_size: int) -> list[dict[str, Any]]:
     paths = paths_of(folder, MODEL, world_size)
     if missing := missing_among(paths):
         raise UserError(
-            f"{folder} was saved by {world_size} ranks and lacks {missing}. Copy what is missing into it: every node "
+            f"{folder} was saved by {world_size} ranks and lacks {missing}. Copy the missing files into it: every node "
             "has the files of its own ranks."
         )
     return [open_mapping(path) for path in paths]
@@ -130,7 +130,7 @@ def open_mapping(path: Path) -> dict[str, Any]:
     """Load one file, with a StoredTensor for each tensor."""
     content = open_torch_file(path, ALLOWED)
     if not isinstance(content, dict):
-        raise DamagedCheckpoint(f"{path} is no file of verl's: it holds a {type(content).__name__}")
+        raise DamagedCheckpoint(f"{path} is not a file of verl: it contains a {type(content).__name__}")
     return content
 
 

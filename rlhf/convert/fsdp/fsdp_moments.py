@@ -46,11 +46,11 @@ def read_moments(
     states = [open_mapping(path) for path in paths]
     groups = states[0].get("param_groups")
     if not isinstance(groups, list) or len(groups) != 1 or not all(isinstance(s.get("state"), dict) for s in states):
-        raise Unmapped("the optimizer is none with one group of parameters")
+        raise Unmapped("the optimizer does not have one group of parameters")
     entries = [state["state"] for state in states]
     for entry in entries[0].values():
         if not {*MOMENTS, "step"} <= entry.keys():
-            raise Unmapped(f"the optimizer keeps {', '.join(map(str, entry))} of a parameter, and is no Adam")
+            raise Unmapped(f"the optimizer has {', '.join(map(str, entry))} per parameter and is not Adam")
     _check_steps(paths, entries)
     count = len(groups[0]["params"])
     named = list(parameters.items())
@@ -68,7 +68,7 @@ def read_moments(
 def _check_steps(paths: Sequence[Path], entries: Sequence[dict[int, dict[str, Any]]]) -> None:
     """Raise DamagedCheckpoint unless all ranks have the same step counts, TypeError for a step that is not a number."""
     if any(entry["step"].numel != 1 for of_rank in entries for entry in of_rank.values()):
-        raise TypeError("a step that is no number")
+        raise TypeError("a step that is not a number")
     for path, of_rank in zip(paths, entries, strict=True):
         number = next((number for number in of_rank if number in entries[0]), None)
         if number is None:
@@ -76,7 +76,7 @@ def _check_steps(paths: Sequence[Path], entries: Sequence[dict[int, dict[str, An
         first, here = (each[number]["step"].read(0, 1).item() for each in (entries[0], of_rank))
         if here != first:
             raise DamagedCheckpoint(
-                f"{path} is of another save than {paths[0].name}: {here:g} updates of parameter {number}, not "
+                f"{path} is from another save than {paths[0].name}: {here:g} updates of parameter {number} instead of "
                 f"{first:g}. Copy the files of one save."
             )
 
@@ -122,9 +122,7 @@ def _of_units(
                 pieces = pieces[:1]
             expected = -(-numel // len(ranks)) * len(ranks) if padded and len(pieces) > 1 else numel
             if size_of(pieces) != expected:
-                raise Unmapped(
-                    f"entry {index} of the optimizer has {size_of(pieces)} elements, {unit[0][0]} is of {numel}"
-                )
+                raise Unmapped(f"entry {index} of the optimizer has {size_of(pieces)} elements instead of {numel}")
             at = 0
             for name, shape in unit:
                 info = TensorInfo(shape, there[0][moment].dtype)

@@ -48,7 +48,7 @@ class SpreadTensor:
                 place = (slice(low - first, high - first), *columns)
                 rows[place], there[place] = part.view(high - low, *box.stored.shape[1:]), True
         if not there.all():  # overlapping parts made up for a missing one
-            raise DamagedCheckpoint(f"{self.boxes[0].stored.path}: the ranks' parts are no whole of {shape}")
+            raise DamagedCheckpoint(f"{self.boxes[0].stored.path}: the ranks' parts do not form a tensor of {shape}")
         return rows.view(-1)[start - first * width : stop - first * width]
 
 
@@ -65,7 +65,7 @@ class ReplicatedTensor:
         result = self.copies[0].read(start, stop)
         for copy in self.copies[1:]:
             if not torch.equal(copy.read(start, stop).view(torch.uint8), result.view(torch.uint8)):
-                raise DamagedCheckpoint(f"{self.name} is whole in {self.copies[0].path} and differs in {copy.path}")
+                raise DamagedCheckpoint(f"{self.name} differs between {self.copies[0].path} and {copy.path}")
         return result
 
 
@@ -80,13 +80,13 @@ def assemble(name: str, of_ranks: Sequence[Any]) -> SpreadTensor | ReplicatedTen
     elif all(isinstance(part, StoredTensor) for part in of_ranks):
         shapes = {(part.shape, part.dtype) for part in of_ranks}
         if len(shapes) > 1:
-            raise DamagedCheckpoint(f"{name} has other shapes in other ranks' files: {sorted(map(str, shapes))}")
+            raise DamagedCheckpoint(f"{name} has different shapes on different ranks: {sorted(map(str, shapes))}")
         return ReplicatedTensor(name, TensorInfo(of_ranks[0].shape, of_ranks[0].dtype), of_ranks)
     else:
-        raise DamagedCheckpoint(f"{name} is no tensor that all ranks share: {', '.join(sorted(kinds))}")
+        raise DamagedCheckpoint(f"{name} is not a tensor on all ranks: {', '.join(sorted(kinds))}")
     begins = {box.begin for box in whole.boxes}
     if len(begins) < len(whole.boxes) or sum(box.stored.numel for box in whole.boxes) != whole.info.numel:
-        raise DamagedCheckpoint(f"{name}: the ranks' parts are no whole of {whole.info.shape}")
+        raise DamagedCheckpoint(f"{name}: the ranks' parts do not form a tensor of {whole.info.shape}")
     return whole
 
 
@@ -116,9 +116,9 @@ class DTensorPart:
             splits = tuple(int(values[0]) if kind == "Shard" else None for kind, values in placements)
             path = local.path
         except (KeyError, TypeError, IndexError, AttributeError, ValueError):
-            raise DamagedCheckpoint(f"{name}: its DTensor does not say how it is spread over the ranks") from None
+            raise DamagedCheckpoint(f"{name}: its DTensor does not describe how it is sharded") from None
         if odd := [kind for kind, _ in placements if kind not in ("Shard", "Replicate")]:
-            raise UserError(f"{path} has tensors placed as {odd[0]}, which is not read here.")
+            raise UserError(f"{path} has tensors with placement {odd[0]}, which is not supported.")
         return cls(part.shape, local, coordinates, splits, rank)
 
     @property
@@ -142,11 +142,11 @@ def _of_shards(name: str, parts: Sequence[DTensorPart]) -> SpreadTensor:
     for number, part in enumerate(parts):
         if part.rank not in (None, number):
             raise DamagedCheckpoint(
-                f"{part.local.path} was saved by rank {part.rank}: the ranks' files have been mixed up. Give each the "
-                "name of its rank, or copy them anew."
+                f"{part.local.path} was saved by rank {part.rank}: the ranks' files are mixed up. Rename each file "
+                "after its rank, or copy the files again."
             )
         if (part.shape, part.local.dtype, part.splits) != (first.shape, first.local.dtype, first.splits):
-            raise DamagedCheckpoint(f"{name} is spread otherwise in {part.local.path} than in {first.local.path}")
+            raise DamagedCheckpoint(f"{name} is sharded differently in {part.local.path} and {first.local.path}")
     sizes = [1 + max(at) for at in zip(*(part.coordinates for part in parts), strict=True)]
     boxes = []
     for part in parts:
@@ -173,4 +173,4 @@ def _of_sharded_tensors(name: str, tensors: Sequence[StoredWrapper]) -> SpreadTe
                 boxes.append(StoredBox(begin, stored))
         return SpreadTensor(TensorInfo(size, boxes[0].stored.dtype), [b for b in boxes if b.stored.numel] or boxes[:1])
     except (KeyError, TypeError, IndexError, AttributeError, ValueError):
-        raise DamagedCheckpoint(f"{name}: its ShardedTensor does not say where its parts belong") from None
+        raise DamagedCheckpoint(f"{name}: its ShardedTensor does not describe how it is sharded") from None

@@ -52,8 +52,8 @@ def open_source(origin: Origin) -> NamedTensors:
     folder = find_folder(origin)
     if folder is None:
         raise UserError(
-            f"{origin.path} has no {MODEL}_world_size_W_rank_R.pt, and neither has a folder {origin.role} in it. Give "
-            "the folder of one role of one step of verl's, such as global_step_100/actor."
+            f"{origin.path} and its folder {origin.role} have no {MODEL}_world_size_W_rank_R.pt. Give a role's folder "
+            "of a step of verl, such as global_step_100/actor."
         )
     world_size = world_size_of(folder)
     ranks = [{WRAPPERS.sub("", name): part for name, part in rank.items()} for rank in open_ranks(folder, world_size)]
@@ -113,8 +113,8 @@ def _moments(
         return {}
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(
-            f"{folder}: the files {OPTIMIZER}_* are not laid out as FSDP saves: {error!r}. Copy them anew, or remove "
-            "them to begin without moments."
+            f"{folder}: the files {OPTIMIZER}_* do not have FSDP's structure: {error!r}. Copy them again, or remove "
+            "them to start without moments."
         ) from None
     if idle := [name for name in parameters if f"{name}.step" not in found]:
         contents.absent.insert(0, f"the moments of {', '.join(idle[:3])}: never updated ({len(idle)} in all)")
@@ -173,11 +173,11 @@ def _adapter_config(folder: Path, factors: Mapping[str, Any], origin: Origin) ->
         rank, alpha = int(meta["r"]), int(meta["lora_alpha"])
     except FileNotFoundError:
         raise UserError(
-            f"{folder} lacks {LORA_META}, without which nobody knows by how much the adapter counts. Write it: "
-            '{"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"} with the numbers of the training.'
+            f"{folder} lacks {LORA_META} with the adapter's scale. Write it with the numbers of the training, such as "
+            '{"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}.'
         ) from None
     except (DamagedCheckpoint, ValueError, KeyError, TypeError):
-        raise DamagedCheckpoint(f"{path} does not say r and lora_alpha") from None
+        raise DamagedCheckpoint(f"{path} lacks r or lora_alpha") from None
     modules = {match[1].rpartition(".")[2] for name in factors if (match := adapters.FACTOR.fullmatch(name))}
     base = str(origin.model_files) if origin.model_files else None
     return {

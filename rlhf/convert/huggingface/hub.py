@@ -44,8 +44,8 @@ def prepare_repository(repo_id: str, *, private: bool = False, revision: str | N
         url = _with_retries(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True))
         if private and not _with_retries(lambda: api.repo_info(url.repo_id)).private:
             raise UserError(
-                f"--private: {repo_id} exists on the Hub and is public, and nothing was sent. Make it private in its "
-                "settings there, give another name, or leave --private out."
+                f"--private: {repo_id} is public on the Hub; nothing was sent. Make it private in its settings there, "
+                "give another name, or leave --private out."
             )
         if revision is not None and not revision.startswith("refs/"):
             _with_retries(lambda: api.create_branch(url.repo_id, branch=revision, exist_ok=True))
@@ -102,14 +102,12 @@ def files_to_send(folder: Path) -> dict[str, Path]:
             if not path.resolve().is_relative_to(root):
                 raise UserError(f"{path} is a link that leads out of the folder. Copy what it leads to, or remove it.")
             if not stat.S_ISREG(path.stat().st_mode):
-                raise UserError(f"{path} is no file. Remove it: a repository holds files only.")
+                raise UserError(f"{path} is not a regular file. Remove it: a repository contains only files.")
             files[name.as_posix()] = path
     except (OSError, RuntimeError) as error:
-        raise UserError(f"{folder} cannot be read ({error}), and nothing was sent.") from None
+        raise UserError(f"{folder} cannot be read ({error}); nothing was sent.") from None
     if "config.json" not in files:
-        raise UserError(
-            f"{folder} is no Hugging Face folder: it has no config.json. `merge` makes one of a checkpoint."
-        )
+        raise UserError(f"{folder} is not a Hugging Face folder: it has no config.json. Make one with `merge`.")
     return files
 
 
@@ -168,8 +166,7 @@ def _client(repo_id: str) -> "Iterator[HfApi]":
 
     if (token := huggingface_hub.get_token()) is None:
         raise UserError(
-            f"{repo_id}: there is no token for the Hub. Log in with `hf auth login`, or set HF_TOKEN to one that may "
-            "write."
+            f"{repo_id}: no token for the Hub. Log in with `hf auth login`, or set HF_TOKEN to a token that may write."
         )
     verbosity, bars = hub_logging.get_verbosity(), sys.stderr.isatty()
     # huggingface_hub's log shows URLs, which may be signed; our messages have the relevant part.
@@ -182,8 +179,8 @@ def _client(repo_id: str) -> "Iterator[HfApi]":
         yield api
     except (AttributeError, IndexError, KeyError, TypeError, JSONDecodeError, RecursionError) as error:
         raise UserError(
-            f"{repo_id}: {api.endpoint} gave an answer that is none of the Hub's ({type(error).__name__}). Look at "
-            "HF_ENDPOINT; a proxy or a page to log in to a network may answer in its place."
+            f"{repo_id}: {api.endpoint} did not answer as the Hub does ({type(error).__name__}). Check HF_ENDPOINT; a "
+            "proxy or a network's login page may answer in its place."
         ) from None
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{repo_id}: {_describe(_root(error))}. {_remedy(_root(error))}") from None
@@ -239,15 +236,15 @@ def _describe(error: BaseException) -> str:
 def _remedy(error: BaseException) -> str:
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
-    again = "Run the same command again: what the Hub has by then is not sent again."
+    again = "Run the same command again: files that the Hub has are not sent again."
     if isinstance(error, HFValidationError):
         return "Give the repository as NAMESPACE/NAME."
     if isinstance(error, OfflineModeIsEnabled):
         return "Unset HF_HUB_OFFLINE."
     remedies = {
-        400: "It does not take what was sent.",
+        400: "The Hub rejected the request.",
         401: "The token is not valid: log in with `hf auth login`, or set HF_TOKEN to one that may write.",
-        403: "The token may not do this: give a repository of your own, or a token that may write there.",
+        403: "The token lacks the permission: give a repository of your own, or a token that may write there.",
         404: "Check the name and --revision; a token that may not see a repository gets the same answer.",
     }
     return remedies.get(_status(error) or 0, again)

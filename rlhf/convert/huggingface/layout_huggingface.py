@@ -60,7 +60,7 @@ class PickleFolder:
         if self._open[0] != file:
             found = read_pickle(self._path / file)
             if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
-                raise UserError(f"{self._path / file} holds something else than named tensors.")
+                raise UserError(f"{self._path / file} does not contain named tensors only.")
             self._open = file, found
         return self._open[1]
 

@@ -73,9 +73,9 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path} is no JSON: {error}") from None
+        raise DamagedCheckpoint(f"{path} is not valid JSON: {error}") from None
     if not isinstance(document, dict):
-        raise DamagedCheckpoint(f"{path} holds something else than settings")
+        raise DamagedCheckpoint(f"{path} does not contain a JSON object")
     return document
 
 
@@ -116,7 +116,7 @@ def _moments(path: Path, tensors: Mapping[str, ReadableTensor], contents: Conten
             raise Unmapped(f"no {OPTIMIZER}")
         architecture = architecture_of(contents.model_files) if contents.model_files else None
         if architecture is None:
-            raise Unmapped("the order of the parameters is that of a model which transformers does not have")
+            raise Unmapped("the order of the parameters is unknown, because transformers lacks the model")
         if unknown := [name for name in architecture.parameters if name not in tensors]:
             raise Unmapped(f"the weights have no {unknown[0]}")
         shapes = {name: tensors[name].info.shape for name in architecture.parameters}
@@ -133,11 +133,11 @@ def _named(optimizer: Any, shapes: Shapes) -> dict[str, ReadableTensor]:
     try:
         state, groups = optimizer["state"], [group["params"] for group in optimizer["param_groups"]]
     except (KeyError, TypeError):
-        raise Unmapped(f"{OPTIMIZER} is none of an optimizer of torch's") from None
+        raise Unmapped(f"{OPTIMIZER} is not from an optimizer of torch") from None
     for entry in state.values():
         whole = isinstance(entry, dict) and all(isinstance(entry.get(key), StoredTensor) for key in (*MOMENTS, "step"))
         if not whole:
-            raise Unmapped(f"the optimizer keeps {', '.join(map(str, entry))} of a parameter, and is no plain Adam")
+            raise Unmapped(f"the optimizer has {', '.join(map(str, entry))} per parameter and is not plain Adam")
     names = _order(groups, state, shapes)
     return {f"{names[i]}.{key}": entry[key] for i, entry in state.items() for key in (*MOMENTS, "step")}
 

@@ -67,7 +67,7 @@ def open_source(origin: Origin) -> SlicedSource:
     _check_iterations(contents)
     stages = [_stage(files, contents, stage) for stage in range(1 + max(stage for _, stage in files))]
     if len({len(chunks) for chunks in stages}) > 1:
-        raise UserError(f"{folder}: the pipeline ranks hold different numbers of virtual stages. Restore them.")
+        raise UserError(f"{folder}: the pipeline ranks have different numbers of virtual stages. Restore them.")
     # The first chunks of all stages come before the second ones.
     chunks = [stage[chunk] for chunk in range(len(stages[0])) for stage in stages]
     _check_ends(folder, chunks)
@@ -86,7 +86,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
     found = {}
     for path in folder.glob("mp_rank_*"):
         if (match := RANK.fullmatch(path.name)) is None:
-            raise UserError(f"{path}: checkpoints with expert parallel ranks are not read here.")
+            raise UserError(f"{path}: checkpoints with expert parallel ranks are not supported.")
         file = next((path / name for name in FILES if (path / name).is_file()), None)
         if file is None:
             raise UserError(f"{path} has no {FILES[0]} (nor {' or '.join(FILES[1:])}). Restore it.")
@@ -118,7 +118,7 @@ def _stage(files: Mapping[tuple[int, int], Path], contents: Mapping[Path, Any], 
         result.append({name: [] for name in first})
         for chunks, path in zip(ranks, paths, strict=True):
             if len(chunks) != len(ranks[0]) or chunks[number].keys() != first.keys():
-                raise UserError(f"{path} does not hold the tensors that {paths[0]} holds. Restore both of one save.")
+                raise UserError(f"{path} and {paths[0]} have different tensors. Restore both from one save.")
             for name, tensor in chunks[number].items():
                 result[-1][name].append(RankPart(tensor, tensor.shape))
     return result
@@ -132,12 +132,12 @@ def _chunks(content: Any, path: Path) -> list[dict[str, StoredTensor]]:
     elif isinstance(content, dict):
         content = [content]
     if not isinstance(content, list) or not all(isinstance(chunk, dict) for chunk in content):
-        raise DamagedCheckpoint(f"{path} holds no weights of Megatron's (`model`, or `model0` and so on)")
+        raise DamagedCheckpoint(f"{path} has no weights of Megatron (`model`, or `model0` and so on)")
     found = []
     for chunk in content:
         tensors = {key: value for key, value in chunk.items() if isinstance(value, StoredTensor)}
         if not tensors:
-            raise UserError(f"{path} holds no named tensors. Only models of megatron-core are read (not legacy ones).")
+            raise UserError(f"{path} has no named tensors. Only megatron-core models are supported, not legacy ones.")
         found.append({str(key).removeprefix("module."): value for key, value in tensors.items()})
     return found
 
@@ -148,8 +148,8 @@ def _check_ends(folder: Path, chunks: list[Chunk]) -> None:
         found = [number for number, chunk in enumerate(chunks) if name in chunk]
         if found and range(len(chunks))[stage] not in found:
             raise UserError(
-                f"{folder}: {name} is not in the {which} pipeline stage: the ranks' folders have been mixed up. Copy "
-                "them anew."
+                f"{folder}: {name} is not in the {which} pipeline stage: the ranks' folders are mixed up. Copy them "
+                "again."
             )
 
 

@@ -58,11 +58,11 @@ def open_source(origin: Origin) -> SlicedSource:
     if path is None:
         raise UserError(f"{origin.path / (origin.tag or '')} has no {CONFIG} of megatron-core. Give the one that has.")
     if (backend := _config(path)["sharded_backend"]) != FORMAT:
-        raise UserError(f"{path} is in Megatron's format {backend}. Save it with --dist-ckpt-format {FORMAT}.")
+        raise UserError(f"{path} has Megatron's format {backend}. Save it with --dist-ckpt-format {FORMAT}.")
     folder = DcpFolder(path)
     parts = _model_tensors(folder)
     if not parts:
-        raise UserError(f"{path} holds no model, as {METADATA} says. It was saved without (checkpoint.contents).")
+        raise UserError(f"{path} contains no model ({METADATA}): it was saved without (checkpoint.contents).")
     model, model_files = find_model(origin, path, values=has_value_head(parts))
     return as_transformers(model, parts, path, model_files)
 

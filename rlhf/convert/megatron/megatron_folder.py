@@ -106,7 +106,7 @@ def _model(source: TensorSource) -> MegatronModel:
     if contents.adapter is not None:
         raise UserError("Megatron has no adapters of peft's kind. Merge it into its base first (--adapter merge).")
     if contents.model_files is None:
-        raise UserError("The checkpoint does not say what model it holds. Set --hf_model_path.")
+        raise UserError("The checkpoint has no config.json. Set --hf_model_path.")
     return read_model(contents.model_files, values="score.weight" in contents.tensors)
 
 

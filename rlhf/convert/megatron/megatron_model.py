@@ -176,7 +176,7 @@ def read_model(folder: Path, *, values: bool = False) -> MegatronModel:
         config: dict[str, Any] = parse_json(read_regular(path, LARGEST), MODEL_CONFIG)
         model_type = config["model_type"]
     except (OSError, DamagedCheckpoint, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no config.json of transformers: {error}. Set --hf_model_path.") from None
+        raise UserError(f"{path} is not a config.json of transformers: {error}. Set --hf_model_path.") from None
     if model_type not in MODEL_TYPES:
         raise UserError(f"model_type={model_type} ({path}) is not converted to or from Megatron: {_known()} are.")
     biased = ("attention_bias",) if model_type != "qwen2" else ()

@@ -45,7 +45,7 @@ def find_model(origin: Origin, folder: Path, *, values: bool) -> tuple[MegatronM
     for place in (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface"):
         if (place / MODEL_CONFIG).is_file():
             return read_model(place, values=values), place
-    raise UserError(f"{folder} does not say what model it holds. Set --hf_model_path to a folder with its config.json.")
+    raise UserError(f"{folder} has no config.json. Set --hf_model_path to a folder with it.")
 
 
 def has_value_head(parts: Mapping[str, Sequence[RankPart]]) -> bool:
@@ -76,8 +76,8 @@ def as_transformers(
                 shapes[member_name(layer, part, member)] = part.shape(rows)
     if unknown := sorted(name for name in parts if name not in known and not NO_WEIGHTS.search(name)):
         raise UserError(
-            f"{where} holds {unknown[0]}, which {model.model_type} of transformers has no place for. Set "
-            f"--hf_model_path to the model that it was made of (config.json was read in {files})."
+            f"{where} has {unknown[0]}, which transformers' {model.model_type} lacks. Set --hf_model_path to the "
+            f"trained model (config.json was read in {files})."
         )
     source = SlicedSource("megatron", shapes, slices, model_files=files, absent=ABSENT)
     source.contents.progress = TrainedSoFar(step_of(where))
@@ -100,7 +100,7 @@ def _slices(part: MegatronTensor, tensors: Sequence[RankPart]) -> Slices:
 
 def _check(model: MegatronModel, part: MegatronTensor, tensors: Sequence[RankPart], where: str, files: Path) -> None:
     if len({own.tensor.dtype for own in tensors}) > 1:
-        raise DamagedCheckpoint(f"{where} is of different types on different ranks")
+        raise DamagedCheckpoint(f"{where} has different dtypes on different ranks")
     ranks = len(tensors)
     rows = part.rows // (ranks if part.split == "rows" else 1)
     for own in tensors:
@@ -137,7 +137,7 @@ def as_megatron(
             name = layer_name(layer, part)
             shapes[name], slices[name] = _rank_slices(part, layer, source, rank, ranks, vocabulary)
     if unknown := sorted(set(source.contents.tensors) - known):
-        raise UserError(f"{unknown[0]} has no place in Megatron's {model.model_type}: it would be lost.")
+        raise UserError(f"{unknown[0]} would be lost: Megatron's {model.model_type} has no such tensor.")
     return shapes, slices
 
 
@@ -166,6 +166,6 @@ def _rank_slices(
 def _check_member(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:
     info = source.contents.tensors.get(name)
     if info is None:
-        raise UserError(f"The checkpoint has no {name}, which its config.json asks for.")
+        raise UserError(f"The checkpoint has no {name}, which its config.json requires.")
     if info.shape != shape:
-        raise UserError(f"{name} has the shape {list(info.shape)}, and config.json asks for {list(shape)}.")
+        raise UserError(f"{name} has the shape {list(info.shape)}, but config.json requires {list(shape)}.")
