@@ -45,7 +45,7 @@ from rlhf.reward.failures import FailurePolicy
 from rlhf.reward.weighted import Term
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.decoding import Decoding
-from rlhf.rollout.exchange import gather_requests, hand_out_samples
+from rlhf.rollout.exchange import gather_requests, scatter_samples
 
 RANKS, N = 2, 8
 FOLDER = Path(rlhf.__file__).parent / "models" / "tiny_policy"
@@ -86,7 +86,7 @@ class StandIn:
             every = [request for of_rank in of_ranks for request in of_rank]
             samples = iter(Drawn(every, self.tokens, self.log_probs).run(seed, step, 0))
             parts = [list(islice(samples, len(of_rank))) for of_rank in of_ranks]
-        return hand_out_samples(parts, self.coordinator)
+        return scatter_samples(parts, self.coordinator)
 
     def sleep(self) -> bool:
         return False

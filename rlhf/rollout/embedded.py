@@ -62,7 +62,7 @@ class EmbeddedEngine:
 
         Raises:
             ValueError: an unknown name, another shape, or missing names.
-            WeightsNotHeld: the model does not have the weights afterwards.
+            WeightsMismatch: the model does not have the weights afterwards.
         """
         targets = self.model.state_dict(keep_vars=True)
         updated, sent = set(), {}

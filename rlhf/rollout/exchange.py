@@ -21,23 +21,23 @@ DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, 
 
 
 def gather_requests(
-    mine: Sequence[Request], sources: Sequence[int], takers: Sequence[int], coordinator: Coordinator
+    mine: Sequence[Request], sources: Sequence[int], receivers: Sequence[int], coordinator: Coordinator
 ) -> list[list[Request]]:
-    """Send requests from the ranks `sources` to the ranks `takers`. Collective over sources and takers. Returns each
+    """Send requests from the ranks `sources` to the ranks `receivers`. Collective over sources and takers. Returns each
     source's requests, in the order of `sources`, on a taker; an empty list on other ranks."""
     rank, gathered = coordinator.rank, []
     for source in sources:  # the same order on all ranks, so that there is no deadlock
         if rank == source:
-            for taker in takers:
-                if taker != rank:
-                    send_tensors(coordinator, requests_to_tensors(mine), taker)
-        if rank in takers:
+            for receiver in receivers:
+                if receiver != rank:
+                    send_tensors(coordinator, requests_to_tensors(mine), receiver)
+        if rank in receivers:
             theirs = mine if rank == source else requests_from_tensors(receive_tensors(coordinator, source))
             gathered.append(list(theirs))
     return gathered
 
 
-def hand_out_samples(parts: Sequence[Sequence[Sample]], coordinator: Coordinator) -> list[Sample]:
+def scatter_samples(parts: Sequence[Sequence[Sample]], coordinator: Coordinator) -> list[Sample]:
     """Send each rank its part of the samples on the leader, and return this rank's part. Collective. Other ranks ignore
     their `parts`."""
     if not coordinator.is_leader:

@@ -20,7 +20,7 @@ _SHOWN = 8
 log = logging.getLogger(__name__)
 
 
-class WeightsNotHeld(RuntimeError):
+class WeightsMismatch(RuntimeError):
     """A rollout engine's weights differ from the weights that it was sent."""
 
 
@@ -81,40 +81,40 @@ class WeightCheck:
         self._names: set[str] = set()
 
     def check(self, sent: Digests, ranks: Sequence[Digests], version: str) -> None:
-        """Compare `sent` with `ranks`, the digests of each engine device by the engine's names. Raises WeightsNotHeld
+        """Compare `sent` with `ranks`, the digests of each engine device by the engine's names. Raises WeightsMismatch
         with the weights that differ, and whether each still has its old value."""
-        held_names: set[str] = set().union(*ranks)
-        groups = {name: self._group(name, held_names) for name in sent}
+        actual_names: set[str] = set().union(*ranks)
+        groups = {name: self._group(name, actual_names) for name in sent}
         expected = _added((groups[name], found) for name, found in sent.items())
         compared = set(groups.values())
-        held = [
+        actual = [
             _added((name if name in compared else self._rest(name), found) for name, found in rank.items())
             for rank in ranks
         ]
-        there = [group for group in expected if any(group in rank for rank in held)]
+        there = [group for group in expected if any(group in rank for rank in actual)]
         if expected and not there:
-            raise WeightsNotHeld(f"The rollout engine reports none of the weights that it was sent ({version}).")
-        if lost := sorted(self._names - held_names):
-            raise WeightsNotHeld(f"The rollout engine reports some weights no more ({version}): {_listed(lost)}.")
-        wrong = [group for group in there if not self._agrees(group, expected, held)]
-        if self._before is None and (computed := [group for group in wrong if group not in held_names]):
+            raise WeightsMismatch(f"The rollout engine reports none of the weights that it was sent ({version}).")
+        if lost := sorted(self._names - actual_names):
+            raise WeightsMismatch(f"The rollout engine reports some weights no more ({version}): {_listed(lost)}.")
+        wrong = [group for group in there if not self._agrees(group, expected, actual)]
+        if self._before is None and (computed := [group for group in wrong if group not in actual_names]):
             self._computed |= set(computed)
             log.warning(
                 "The engine does not hold as they are sent, so only changes are checked: %s.", _listed(computed)
             )
-            wrong = [group for group in wrong if group in held_names]
+            wrong = [group for group in wrong if group in actual_names]
         if wrong:
-            raise WeightsNotHeld(self._told(wrong, expected, held, version))
-        self._before, self._names = (expected, held), held_names
+            raise WeightsMismatch(self._error_text(wrong, expected, actual, version))
+        self._before, self._names = (expected, actual), actual_names
 
-    def _group(self, name: str, held_names: set[str]) -> str:
+    def _group(self, name: str, actual_names: set[str]) -> str:
         if not self._exact:
             return self._rest(name)
         name = self._renamed(name)
-        if name in held_names:
+        if name in actual_names:
             return name
         whole = ".".join(self._fused.get(part, part) for part in name.split("."))
-        return whole if whole in held_names else self._rest(name)
+        return whole if whole in actual_names else self._rest(name)
 
     def _rest(self, name: str) -> str:
         if not self._exact:
@@ -122,25 +122,25 @@ class WeightCheck:
         layer = re.search(r"\.(\d+)\.", name)
         return f"others of layer {layer[1]}" if layer else "others"
 
-    def _agrees(self, group: str, expected: Digests, held: Sequence[Digests]) -> bool:
+    def _agrees(self, group: str, expected: Digests, actual: Sequence[Digests]) -> bool:
         if group in self._computed:
-            return self._changed(group, expected, held) in ((False, False), (True, True))
-        parts = [rank[group] for rank in held if group in rank]
+            return self._changed(group, expected, actual) in ((False, False), (True, True))
+        parts = [rank[group] for rank in actual if group in rank]
         # Each device has all of the weight, or a slice.
         return all(part == expected[group] for part in parts) or _added((group, part) for part in parts) == {
             group: expected[group]
         }
 
-    def _changed(self, group: str, expected: Digests, held: Sequence[Digests]) -> tuple[bool, bool]:
+    def _changed(self, group: str, expected: Digests, actual: Sequence[Digests]) -> tuple[bool, bool]:
         """Return whether the weights sent changed since the last check, and whether the engine's did."""
         assert self._before is not None
-        sent_before, held_before = self._before
-        return expected[group] != sent_before.get(group), [rank.get(group) for rank in held] != [
-            rank.get(group) for rank in held_before
+        sent_before, actual_before = self._before
+        return expected[group] != sent_before.get(group), [rank.get(group) for rank in actual] != [
+            rank.get(group) for rank in actual_before
         ]
 
-    def _told(self, wrong: Sequence[str], expected: Digests, held: Sequence[Digests], version: str) -> str:
-        kept = [group for group in wrong if self._before and self._changed(group, expected, held) == (True, False)]
+    def _error_text(self, wrong: Sequence[str], expected: Digests, actual: Sequence[Digests], version: str) -> str:
+        kept = [group for group in wrong if self._before and self._changed(group, expected, actual) == (True, False)]
         other = [group for group in wrong if group not in kept]
         lines = [f"The rollout engine does not hold the weights that it was sent ({version})."]
         if kept:

@@ -18,7 +18,7 @@ def test_a_run_restarts_by_itself_when_its_engine_keeps_old_weights(tmp_path, un
     assert end.code == EXIT_DONE, end.output
     assert marker.exists()
     assert end.output.count("Crash: rank 0: ") == 1
-    assert "WeightsNotHeld" in end.output
+    assert "WeightsMismatch" in end.output
     assert f"(step {old_weights.VERSION})" in end.output
     assert "still the old ones in the engine" in end.output
     assert differences(undisturbed.run_dir(1), tmp_path / "rlhf" / "old_weights") == []

@@ -34,7 +34,7 @@ from rlhf.errors import UserError
 from rlhf.rollout import Request, Sample, SamplingParams, decoding
 from rlhf.rollout.embedded import EmbeddedEngine, build_embedded_engine, check_lengths
 from rlhf.rollout.kv_cache import RowCache
-from rlhf.rollout.weight_digest import WeightsNotHeld
+from rlhf.rollout.weight_digest import WeightsMismatch
 from tests.support.sampled import asking, sampled
 
 EOS = 1
@@ -371,7 +371,7 @@ def test_weights_that_the_engine_does_not_hold_after_a_hand_over_are_named(
 
         with monkeypatch.context() as patched:
             patched.setattr(engine.model, "state_dict", lambda keep_vars: targets | held)
-            with pytest.raises(WeightsNotHeld) as error:
+            with pytest.raises(WeightsMismatch) as error:
                 engine.update_weights(weights, 2)
         return str(error.value)
 

@@ -19,7 +19,7 @@ from rlhf.config import Config, LoraConfig, RolloutConfig
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.models.adapter_layers import without_adapters
 from rlhf.rollout.embedded import build_embedded_engine
-from rlhf.rollout.weight_digest import WeightsNotHeld
+from rlhf.rollout.weight_digest import WeightsMismatch
 from tests.support.adapted_engines import DORA, LORA, adapted_engine, with_plain_peft
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
 from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, gathered, logits_of, loss_of, state_of, tokens, train
@@ -148,7 +148,7 @@ def kept_silently(kind: str) -> str:
     # Weights arrive, and land beside those that the engine samples with.
     copies = copy.deepcopy(engine.model).state_dict(keep_vars=True)
     engine.model.state_dict = lambda keep_vars: copies
-    with pytest.raises(WeightsNotHeld) as error:
+    with pytest.raises(WeightsMismatch) as error:
         sampler.generate([], version=1, step=2)
     del engine.model.state_dict
     sampler.generate([], version=1, step=2)

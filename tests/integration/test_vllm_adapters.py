@@ -20,7 +20,7 @@ from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, SamplingParams
 from rlhf.rollout.embedded import build_embedded_engine, eos_token_ids
 from rlhf.rollout.policy_files import PolicyFiles
-from rlhf.rollout.weight_digest import WeightsNotHeld
+from rlhf.rollout.weight_digest import WeightsMismatch
 from rlhf.storage.scratch import Scratch
 from tests.support.launching import TINY_POLICY
 from tests.support.numeric_ranks import single_rank
@@ -108,8 +108,8 @@ def test_an_engine_that_keeps_old_adapters_is_found(served, monkeypatch):
     served.hand_over(3)
     served.move(1.0)
     with monkeypatch.context() as patched:
-        patched.setattr(served.engine, "_exchange", lambda *_: None)
-        with pytest.raises(WeightsNotHeld, match=r"still the old ones in the engine: .*qkv_proj\.lora_a"):
+        patched.setattr(served.engine, "_replace_adapters", lambda *_: None)
+        with pytest.raises(WeightsMismatch, match=r"still the old ones in the engine: .*qkv_proj\.lora_a"):
             served.hand_over(4)
     served.hand_over(5)
 
@@ -120,7 +120,7 @@ def test_a_base_that_has_changed_is_found(served):
     kept = weight.detach().clone()
     with torch.no_grad():
         weight[0] += 1
-        with pytest.raises(WeightsNotHeld, match="input_layernorm"):
+        with pytest.raises(WeightsMismatch, match="input_layernorm"):
             served.hand_over(7)
         weight.copy_(kept)
     served.hand_over(8)

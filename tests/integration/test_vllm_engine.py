@@ -31,7 +31,7 @@ from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.embedded import build_embedded_engine, eos_token_ids
 from rlhf.rollout.policy_files import PolicyFiles
-from rlhf.rollout.weight_digest import WeightsNotHeld
+from rlhf.rollout.weight_digest import WeightsMismatch
 from rlhf.storage.scratch import SHARED_MEMORY, Scratch
 from tests.support.launching import TINY_POLICY, question
 from tests.support.numeric_ranks import run_ranks, single_rank
@@ -339,7 +339,7 @@ def test_weights_that_vllm_does_not_hold_after_a_hand_over_are_named(
     pair.vllm.update_weights(pair.model.named_parameters, 3)
     with monkeypatch.context() as patched:
         patched.setattr(type(model), "load_weights", lies)
-        with pytest.raises(WeightsNotHeld, match=told):
+        with pytest.raises(WeightsMismatch, match=told):
             pair.vllm.update_weights(trained.named_parameters, 4)
     pair.vllm.update_weights(trained.named_parameters, 4)
     pair.vllm.update_weights(pair.model.named_parameters, 3)
@@ -354,7 +354,7 @@ def test_a_head_that_computes_with_old_weights_is_found(pair: Pair, monkeypatch:
     trained = shaken(copy.deepcopy(pair.model), 0.4)
     with monkeypatch.context() as patched:
         patched.setattr(colocated, "repack", lambda model: None)
-        with pytest.raises(WeightsNotHeld, match=r"1 \(model\.embed_tokens\.weight\)"):
+        with pytest.raises(WeightsMismatch, match=r"1 \(model\.embed_tokens\.weight\)"):
             pair.vllm.update_weights(trained.named_parameters, 4)
     pair.vllm.update_weights(pair.model.named_parameters, 3)
 
@@ -370,7 +370,7 @@ def test_weights_that_changed_in_a_sleep_are_found_before_generation(pair: Pair,
         assert pair.sampled(GREEDY) == before
         pair.vllm._asleep = {"weights", "kv_cache"}
         norm.data.view(torch.int32)[0] ^= 1
-        with pytest.raises(WeightsNotHeld, match=r"\(step 3\).*1 \(model\.norm\.weight\)"):
+        with pytest.raises(WeightsMismatch, match=r"\(step 3\).*1 \(model\.norm\.weight\)"):
             pair.sampled(GREEDY)
     pair.vllm.update_weights(pair.model.named_parameters, 3)
 

@@ -27,7 +27,7 @@ from rlhf.rollout.embedded import build_embedded_engine
 from rlhf.rollout.servers.secret import Secret, SecretMiddleware
 from rlhf.rollout.servers.server_process import ServerProcess, processes_of
 from rlhf.rollout.servers.weights import push as push_module
-from rlhf.rollout.servers.weights.pull import Lender
+from rlhf.rollout.servers.weights.pull import WeightServer
 from rlhf.rollout.servers.weights.push import WeightPush
 from tests.support.launching import question
 from tests.support.numeric_ranks import single_rank
@@ -181,20 +181,20 @@ def test_weights_of_a_trainer_with_another_secret_are_not_fetched(server: Server
     server.wait()
     url, old = server.process.url, policy()
 
-    class Foreign(Lender):
+    class Foreign(WeightServer):
         def __init__(self, address: str, timeout_s: float, secret: str) -> None:
             super().__init__(address, timeout_s, "of-another-run")
 
     weight_push = WeightPush(settings(), CPU, SECRET)
     with monkeypatch.context() as patched:
-        patched.setattr(push_module, "Lender", Foreign)
+        patched.setattr(push_module, "WeightServer", Foreign)
         outcome = weight_push.send([url], old.named_parameters(), "foreign")
     assert "/update_weights was refused" in (outcome[url] or "")
-    assert "not of a trainer that holds this server's secret" in server.log.read_text()
+    assert "does not have this server's secret" in server.log.read_text()
     assert weight_push.send([url], old.named_parameters(), "ours") == {url: None}
     assert server.greedy() == (embedded(old), {"ours"})
     other = WeightPush(settings(), CPU, Secret("of-another-run", "there"))
-    assert "/pause?mode=abort was refused with 401" in str(other.send([url], old.named_parameters(), "other")[url])
+    assert "/pause?mode=abort failed with HTTP 401" in str(other.send([url], old.named_parameters(), "other")[url])
     assert server.greedy()[1] == {"ours"}
 
 
@@ -214,31 +214,31 @@ def test_the_secret_is_on_no_command_line_and_in_no_log_and_the_port_is_this_mac
     assert at == {"0100007F"}
 
 
-class Damaged(Lender):
+class Damaged(WeightServer):
     """Bytes that change on their way, in the third bucket."""
 
     count = 0
 
-    def lend(self, data: bytes) -> Any:
+    def serve(self, data: bytes) -> Any:
         self.count += 1
-        return super().lend(data[:-1] + bytes([data[-1] ^ 1]) if self.count == 3 else data)
+        return super().serve(data[:-1] + bytes([data[-1] ^ 1]) if self.count == 3 else data)
 
 
-class Gone(Lender):
+class Gone(WeightServer):
     """A trainer that dies before its third bucket is fetched."""
 
     count = 0
 
-    def lend(self, data: bytes) -> Any:
+    def serve(self, data: bytes) -> Any:
         self.count += 1
         if self.count == 3:
             self.close()
-        return super().lend(data)
+        return super().serve(data)
 
 
 @pytest.mark.parametrize(("trouble", "reason"), [(Damaged, "update_weights"), (Gone, "update_weights")])
 def test_after_an_update_that_broke_off_the_next_one_is_whole(
-    server: Server, monkeypatch: pytest.MonkeyPatch, trouble: type[Lender], reason: str
+    server: Server, monkeypatch: pytest.MonkeyPatch, trouble: type[WeightServer], reason: str
 ):
     server.wait()
     url, old, new = server.process.url, policy(), policy(changed=True)
@@ -252,7 +252,7 @@ def test_after_an_update_that_broke_off_the_next_one_is_whole(
 
     weight_push = WeightPush(settings(), CPU, SECRET, bucket_bytes=SMALL_BUCKETS)
     with monkeypatch.context() as patched:
-        patched.setattr(push_module, "Lender", trouble)
+        patched.setattr(push_module, "WeightServer", trouble)
         outcome = weight_push.send([url, nobody], weights(), "broken")
     assert reason in (outcome[url] or "")
     assert "refused" in (outcome[nobody] or "")
@@ -328,7 +328,7 @@ def test_a_server_that_does_not_hold_what_it_was_sent_serves_nothing(
         with monkeypatch.context() as patched:
             patched.setattr(push_module, "save", save_others)
             reason = str(weight_push.send([url], adapted.backend.full_tensors(), "new")[url])
-        assert "/finish_weight_update was refused with 500" in reason
+        assert "/finish_weight_update failed with HTTP 500" in reason
         assert "The rollout engine does not hold the weights that it was sent (new)." in reason
         assert told.format(4 * adapted.layers) in reason
         asked = server.request("/inference/v1/generate", b'{"token_ids": [5], "sampling_params": {"max_tokens": 1}}')

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf.config.schema.rollout import ServersConfig
 from rlhf.rollout import Request, Sample, SamplingParams
-from rlhf.rollout.exchange import gather_requests, hand_out_samples
+from rlhf.rollout.exchange import gather_requests, scatter_samples
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetLoop
@@ -169,7 +169,7 @@ def test_requests_stay_in_their_tensor_parallel_group(size, uids):
 def hand_out(rank: int, parts: list[list[int]]) -> bool:
     """Whether this rank gets its part, to the bit; the leader has the parts of all."""
     held = [[observed(n) for n in part] for part in parts]
-    return hand_out_samples(held if rank == 0 else [], make_coordinator()) == held[rank]
+    return scatter_samples(held if rank == 0 else [], make_coordinator()) == held[rank]
 
 
 def test_ranks_without_samples_and_empty_samples():

@@ -16,7 +16,7 @@ from rlhf.errors import UserError
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.servers.client import (
     Ask,
-    SecretRefused,
+    SecretRejected,
     ServerClient,
     ServerFailure,
     StaleAnswer,
@@ -240,14 +240,14 @@ def test_whether_a_server_asks_for_a_secret(asks):
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=401 if asks and "Authorization" not in request.headers else 200)
 
-    assert ask(handler, lambda client: client.asks_for_secret()) is asks
+    assert ask(handler, lambda client: client.requires_secret()) is asks
 
 
 def test_another_secret_is_a_failure_of_its_own():
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=401, text="no")
 
-    with pytest.raises(SecretRefused, match="/version: HTTP 401: no"):
+    with pytest.raises(SecretRejected, match="/version: HTTP 401: no"):
         ask(handler, lambda client: client.version())
 
 

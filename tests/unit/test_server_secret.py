@@ -8,7 +8,7 @@ import pytest
 
 from rlhf.errors import UserError
 from rlhf.rollout.servers.__main__ import with_our_flags
-from rlhf.rollout.servers.secret import VARIABLE, Secret, SecretMiddleware, environment_secret, proof, run_secret
+from rlhf.rollout.servers.secret import VARIABLE, Secret, SecretMiddleware, environment_secret, nonce_hmac, run_secret
 
 RIGHT = "0123456789abcdef-right"
 
@@ -41,7 +41,7 @@ def test_a_file_that_others_read_is_no_secret(tmp_path, mode):
     file = tmp_path / "secret"
     run_secret(file)
     file.chmod(mode)
-    with pytest.raises(UserError, match=rf"{file} is not for its owner alone.*{VARIABLE}"):
+    with pytest.raises(UserError, match=rf"{file} is open to other users.*{VARIABLE}"):
         run_secret(file)
 
 
@@ -132,5 +132,5 @@ def test_the_servers_last_flag_is_the_middleware_where_there_is_a_secret():
 
 
 def test_a_proof_is_of_its_secret_nonce_and_path():
-    proofs = {proof(*of) for of in (("s", "n", "/p"), ("t", "n", "/p"), ("s", "m", "/p"), ("s", "n", "/q"))}
+    proofs = {nonce_hmac(*of) for of in (("s", "n", "/p"), ("t", "n", "/p"), ("s", "m", "/p"), ("s", "n", "/q"))}
     assert len(proofs) == 4

@@ -11,7 +11,7 @@ from rlhf.config import RolloutConfig
 from rlhf.ranks.parent import PARENT_PID
 from rlhf.rollout.servers.__main__ import with_our_flags
 from rlhf.rollout.servers.secret import VARIABLE, Secret
-from rlhf.rollout.servers.server_process import as_flags, environment, flags, own_places, processes_of
+from rlhf.rollout.servers.server_process import as_flags, environment, flags, processes_of, scratch_environment
 from rlhf.rollout.servers.weights.plugin import SCRATCH_NAME
 from rlhf.storage.scratch import Scratch
 
@@ -91,12 +91,12 @@ def test_a_server_is_no_rank_and_sees_its_gpus_only():
 def test_what_a_server_leaves_is_in_its_scratch_folder_and_what_it_compiles_is_not(monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     with Scratch() as scratch:
-        found = own_places(scratch)
+        found = scratch_environment(scratch)
         assert found["TMPDIR"] == found["VLLM_RPC_BASE_PATH"] == str(scratch.folder)
         assert found[SCRATCH_NAME] == scratch.name
         assert not Path(found["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(scratch.folder)
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/theirs")
-        assert own_places(scratch)["TORCHINDUCTOR_CACHE_DIR"] == "/theirs"
+        assert scratch_environment(scratch)["TORCHINDUCTOR_CACHE_DIR"] == "/theirs"
 
 
 def test_a_process_group_ends_with_its_last_process_that_runs():

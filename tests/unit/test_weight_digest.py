@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.rollout.weight_digest import Digests, WeightCheck, WeightsNotHeld, digest, read_digests
+from rlhf.rollout.weight_digest import Digests, WeightCheck, WeightsMismatch, digest, read_digests
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -47,7 +47,7 @@ def test_arrangement_and_padding_do_not_change_it_and_parts_add_up():
     halves = [of(o=half) for half in reversed(q.chunk(2, dim=1))]
     WeightCheck().check(of(o=q), halves, "step 1")
     WeightCheck().check(of(o=q), [of(o=q), of(o=q)], "step 1")
-    with pytest.raises(WeightsNotHeld, match=r"\(o\)"):
+    with pytest.raises(WeightsMismatch, match=r"\(o\)"):
         WeightCheck().check(of(o=q), halves[:1], "step 1")
 
 
@@ -73,24 +73,24 @@ SENT = [{f"layers__{i}__q": random(5, 5, seed=9 * i + step) for i in range(3)} f
 def test_other_weights_than_those_sent_are_named(held: dict[str, Tensor], told: str):
     check = WeightCheck()
     check.check(of(**SENT[0]), [of(**SENT[0])], "step 0")
-    with pytest.raises(WeightsNotHeld, match=r"\(step 1\)\. .*" + told):
+    with pytest.raises(WeightsMismatch, match=r"\(step 1\)\. .*" + told):
         check.check(of(**SENT[1]), [of(**held)], "step 1")
     check.check(of(**SENT[1]), [of(**SENT[1])], "step 1")
     check.check(of(**SENT[1]), [of(**SENT[1])], "step 1 again")
 
 
 def test_an_engine_that_reports_nothing_or_less_than_before_does_not_pass():
-    with pytest.raises(WeightsNotHeld, match=r"reports none of the weights that it was sent \(step 0\)"):
+    with pytest.raises(WeightsMismatch, match=r"reports none of the weights that it was sent \(step 0\)"):
         WeightCheck().check(of(**SENT[0]), [{}, {}], "step 0")
     for exact in (True, False):
         check = WeightCheck(exact=exact)
         check.check(of(**SENT[0]), [of(**SENT[0])], "step 0")
-        with pytest.raises(WeightsNotHeld):
+        with pytest.raises(WeightsMismatch):
             check.check(of(**SENT[1]), [{}], "step 1")
     check = WeightCheck()
     check.check(of(**SENT[0]), [of(**SENT[0])], "step 0")
     less = of(**{name: weight for name, weight in SENT[1].items() if name != "layers__1__q"})
-    with pytest.raises(WeightsNotHeld, match=r"no more \(step 1\): 1 \(layers\.1\.q\)\.$"):
+    with pytest.raises(WeightsMismatch, match=r"no more \(step 1\): 1 \(layers\.1\.q\)\.$"):
         check.check(of(**SENT[1]), [less], "step 1")
 
 
@@ -100,10 +100,10 @@ def test_weights_under_other_names_are_compared_by_layer():
     later = of(layers__0__experts__0=random(3, 4), layers__0__experts__1=random(3, 4, seed=2), head=random(2, 2))
     check = WeightCheck()
     check.check(sent, [held], "step 0")
-    with pytest.raises(WeightsNotHeld, match=r"still the old ones in the engine: 1 \(others of layer 0\)"):
+    with pytest.raises(WeightsMismatch, match=r"still the old ones in the engine: 1 \(others of layer 0\)"):
         check.check(later, [held], "step 1")
     renamed = WeightCheck(renamed={"head": "lm_head"}.get)
-    with pytest.raises(WeightsNotHeld, match=r"\(lm_head\)"):
+    with pytest.raises(WeightsMismatch, match=r"\(lm_head\)"):
         renamed.check(of(head=random(2, 2)), [of(lm_head=random(2, 2, seed=1))], "step 0")
 
 
@@ -119,7 +119,7 @@ def test_what_the_engine_computes_from_weights_must_change_with_them(exact: bool
     assert "only changes are checked: 1 (" in caplog.text
     hand_over(2, 2)
     hand_over(2, 2)
-    with pytest.raises(WeightsNotHeld, match="still the old ones"):
+    with pytest.raises(WeightsMismatch, match="still the old ones"):
         hand_over(3, 2)
-    with pytest.raises(WeightsNotHeld, match="nor those that were sent"):
+    with pytest.raises(WeightsMismatch, match="nor those that were sent"):
         hand_over(2, 4)

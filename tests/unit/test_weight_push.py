@@ -15,7 +15,7 @@ import xxhash
 from rlhf.config import RolloutConfig
 from rlhf.rollout.servers.control import CallFailed, ServerControl, in_parallel
 from rlhf.rollout.servers.secret import Secret
-from rlhf.rollout.servers.weights.pull import Lender, address_towards, fetch
+from rlhf.rollout.servers.weights.pull import WeightServer, address_towards, fetch
 from rlhf.rollout.servers.weights.push import WeightPush, buckets
 
 CPU = torch.device("cpu")
@@ -63,8 +63,8 @@ def test_weights_are_walked_to_their_end_without_any_server():
 
 
 @pytest.fixture
-def lender() -> Iterator[Lender]:
-    made = Lender(HERE, 5, SECRET.value)
+def lender() -> Iterator[WeightServer]:
+    made = WeightServer(HERE, 5, SECRET.value)
     yield made
     made.close()
 
@@ -73,9 +73,9 @@ def about(data: bytes) -> dict[str, Any]:
     return {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data), "timeout_s": 5.0, "secret": SECRET.value}
 
 
-def test_what_is_lent_arrives_and_only_while_it_is_lent(lender: Lender):
+def test_what_is_lent_arrives_and_only_while_it_is_lent(lender: WeightServer):
     data = bytes(range(256)) * 20_000
-    with lender.lend(data) as url, lender.lend(b"other") as other:
+    with lender.serve(data) as url, lender.serve(b"other") as other:
         assert fetch(url, **about(data)) == data
         assert fetch(other, **about(b"other")) == b"other"
     for gone in (url, url.rpartition("/")[0] + "/"):
@@ -86,12 +86,12 @@ def test_what_is_lent_arrives_and_only_while_it_is_lent(lender: Lender):
 @pytest.mark.parametrize("of", ["of-another-run-alone", None])
 def test_weights_are_fetched_only_from_the_trainer_that_holds_the_secret(of: str | None):
     """None: from whatever else answers at some URL."""
-    other = Lender(HERE, 5, of) if of else None
+    other = WeightServer(HERE, 5, of) if of else None
     plain = HTTPServer((HERE, 0), SimpleHTTPRequestHandler)
     threading.Thread(target=plain.serve_forever, daemon=True).start()
     try:
-        with other.lend(b"weights") if other else nullcontext(f"http://{HERE}:{plain.server_port}/") as url:
-            with pytest.raises(PermissionError, match="not of a trainer that holds this server's secret"):
+        with other.serve(b"weights") if other else nullcontext(f"http://{HERE}:{plain.server_port}/") as url:
+            with pytest.raises(PermissionError, match="does not have this server's secret"):
                 fetch(url, **about(b"weights"))
             if other:  # who asks for no secret takes them from anybody
                 assert fetch(url, **(about(b"weights") | {"secret": None})) == b"weights"
@@ -103,8 +103,8 @@ def test_weights_are_fetched_only_from_the_trainer_that_holds_the_secret(of: str
 
 
 @pytest.mark.parametrize("sent", [b"weightx", b"weight", b"weights and more", b""])
-def test_other_bytes_than_those_announced_are_refused(lender: Lender, sent: bytes):
-    with lender.lend(sent) as url, pytest.raises(OSError, match="not the 7 that were announced"):
+def test_other_bytes_than_those_announced_are_refused(lender: WeightServer, sent: bytes):
+    with lender.serve(sent) as url, pytest.raises(OSError, match="not the 7 that were announced"):
         fetch(url, **about(b"weights"))
 
 
@@ -180,14 +180,14 @@ def test_calls_name_what_failed_and_do_not_wait_for_ever():
         control = ServerControl(SECRET, 5)
         control.post(url, "/good")
         assert control.get(url, "/good") == {"answer": 42}
-        with pytest.raises(CallFailed, match="/bad was refused with 500: b'because'"):
+        with pytest.raises(CallFailed, match="/bad failed with HTTP 500: b'because'"):
             control.post(url, "/bad")
         with pytest.raises(CallFailed, match="/page answered b'<html>'"):
             control.get(url, "/page")
         assert in_parallel(lambda to: control.post(to, "/good"), [url, nobody]).keys() == {nobody}
         with pytest.raises(CallFailed, match="timed out"):
             ServerControl(SECRET, 0.2).post(url, "/silent")
-        with pytest.raises(CallFailed, match="/elsewhere was refused with 302"):
+        with pytest.raises(CallFailed, match="/elsewhere failed with HTTP 302"):
             control.get(url, "/elsewhere")
         # Whatever is asked, the secret is shown; a redirection takes it nowhere.
         assert {path for path, _ in server.shown} >= {"/good", "/bad", "/page", "/silent", "/elsewhere"}

@@ -29,7 +29,7 @@ CPU_DEFAULTS = ["--kv-cache-memory-bytes", str(1 << 30)]
 CPU_REQUIRED = ["--enforce-eager", "--no-enable-chunked-prefill"]
 
 
-ASK_FOR_SECRET = ["--middleware", f"{SecretMiddleware.__module__}.{SecretMiddleware.__qualname__}"]
+SECRET_FLAGS = ["--middleware", f"{SecretMiddleware.__module__}.{SecretMiddleware.__qualname__}"]
 
 
 def with_our_flags(arguments: Sequence[str], cpu: bool, asks: bool) -> list[str]:
@@ -40,7 +40,7 @@ def with_our_flags(arguments: Sequence[str], cpu: bool, asks: bool) -> list[str]
         flags.insert(0, "--model")
     defaults = DEFAULTS + (CPU_DEFAULTS if cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ else [])
     # vLLM calls the last middleware first.
-    return [*defaults, *flags, *REQUIRED, *(CPU_REQUIRED if cpu else []), *(ASK_FOR_SECRET if asks else [])]
+    return [*defaults, *flags, *REQUIRED, *(CPU_REQUIRED if cpu else []), *(SECRET_FLAGS if asks else [])]
 
 
 def main() -> None:
@@ -59,14 +59,14 @@ def main() -> None:
             "(docs/rollout.md)."
         )
     if len(sys.argv) < 2:
-        sys.exit("Which model? python -m rlhf.rollout.servers FOLDER_OR_HUB_NAME [vLLM's flags]")
+        sys.exit("Name a model: python -m rlhf.rollout.servers FOLDER_OR_HUB_NAME [vLLM's flags]")
     try:
         asks = environment_secret(os.environ) is not None
     except UserError as error:
         sys.exit(str(error))
     if not asks:
         logging.warning(
-            "%s is not set: whoever reaches this server's port can exchange its weights and have it fetch any URL "
+            "%s is not set: everyone who reaches this server's port can replace its weights and make it fetch any URL "
             "(docs/rollout.md).",
             VARIABLE,
         )

@@ -4,7 +4,7 @@ import logging
 
 from rlhf.config.vllm_versions import server_problem
 from rlhf.errors import UserError
-from rlhf.rollout.servers.client import SecretRefused, ServerClient
+from rlhf.rollout.servers.client import SecretRejected, ServerClient
 from rlhf.rollout.servers.secret import VARIABLE, Secret
 
 log = logging.getLogger(__name__)
@@ -26,21 +26,21 @@ class Admission:
         """
         try:
             problem = server_problem(await client.version())
-        except SecretRefused as refused:
+        except SecretRejected as refused:
             if ours:  # another process answers at the port, so ours will exit
                 raise
             raise UserError(
-                f"The rollout server {url} asks for another secret than this run's ({self._secret.place}): start it "
-                f"with that as {VARIABLE} in its environment, or the trainer with the server's."
+                f"The rollout server {url} asks for another secret than this run's ({self._secret.place}). Start the "
+                f"server with this run's secret in {VARIABLE}, or the trainer with the server's secret."
             ) from refused
         if problem:
             raise UserError(f"The rollout server {url} cannot be used: {problem}.")
         await client.tokens()
-        if not ours and url not in self._warned and not await client.asks_for_secret():
+        if not ours and url not in self._warned and not await client.requires_secret():
             self._warned.add(url)
             log.warning(
-                "Rollout server %s asks for no secret: whoever reaches its port can exchange its weights and have it "
-                "fetch any URL. Start it with this run's secret (%s) as %s in its environment (docs/rollout.md).",
+                "Rollout server %s asks for no secret: everyone who reaches its port can replace its weights and "
+                "make it fetch any URL. Start it with this run's secret (%s) in the variable %s (docs/rollout.md).",
                 url,
                 self._secret.place,
                 VARIABLE,

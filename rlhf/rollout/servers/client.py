@@ -32,7 +32,7 @@ class ServerFailure(Exception):
         self.hung = hung
 
 
-class SecretRefused(ServerFailure):
+class SecretRejected(ServerFailure):
     """The server expects another secret."""
 
 
@@ -63,11 +63,11 @@ class ServerClient:
         await self._call("GET", "/health", self._short)
         return _text(_parsed(await self._call("GET", "/weight_info", self._short)), "weight_version")
 
-    async def asks_for_secret(self) -> bool:
+    async def requires_secret(self) -> bool:
         """Return whether the server rejects requests without a secret."""
         try:
             await self._call("GET", "/health", self._short, headers={})
-        except SecretRefused:
+        except SecretRejected:
             return True
         return False
 
@@ -81,8 +81,8 @@ class ServerClient:
         counts = [line.rpartition(b" ")[2] for line in content.splitlines() if line.startswith(_COUNTERS)]
         if not counts:
             raise UserError(
-                f"The rollout server {self._url} does not count its tokens, which tell a busy server from one that "
-                "hangs: start it without --disable-log-stats (rollout.engine_kwargs.vllm)."
+                f"The rollout server {self._url} does not count its tokens, so a busy server looks like a hung "
+                "server. Start it without --disable-log-stats (rollout.engine_kwargs.vllm)."
             )
         try:
             return sum(map(float, counts))
@@ -130,12 +130,12 @@ class ServerClient:
             raise ServerFailure(f"{path}: {type(error).__name__}: {_short(str(error))}") from error
         if status == 400 and body is not None and (fault := _fault(content)):
             raise UserError(
-                f"The rollout server {self._url} refuses a request: {fault}. See rollout.stop, "
+                f"The rollout server {self._url} rejects a request: {fault}. See rollout.stop, "
                 "rollout.structured_outputs, rollout.engine_kwargs.vllm, data.max_prompt_length and "
                 "data.max_response_length."
             )
         if status == 401:
-            raise SecretRefused(f"{path}: HTTP 401: {_short(content.decode(errors='replace'))}")
+            raise SecretRejected(f"{path}: HTTP 401: {_short(content.decode(errors='replace'))}")
         if status != 200:
             raise ServerFailure(f"{path}: HTTP {status}: {_short(content.decode(errors='replace'))}")
         return content
@@ -175,7 +175,7 @@ def _sample(choice: dict[str, Any], request: Request, vocab_size: int, version: 
     if not isinstance(token_ids, list) or not all(_is_int(token) and 0 <= token < vocab_size for token in token_ids):
         raise ServerFailure(f"token_ids are not numbers from 0 to {vocab_size - 1}")
     if not 0 < len(token_ids) <= max_tokens:
-        raise ServerFailure(f"{len(token_ids)} tokens, where 1 to {max_tokens} can be")
+        raise ServerFailure(f"{len(token_ids)} tokens; 1 to {max_tokens} are possible")
     if reason not in ("stop", "length"):
         raise ServerFailure(f"finish_reason {reason!r}")
     logprobs = choice.get("logprobs")
@@ -201,7 +201,7 @@ def _labels(spans: Any, tokens: int) -> set[str]:
         labels.add(_text(span, "version"))
         end = span["end"]
     if end != tokens:
-        raise ServerFailure(f"weight_versions do not tell of all {tokens} tokens: {_short(str(spans))}")
+        raise ServerFailure(f"weight_versions do not cover all {tokens} tokens: {_short(str(spans))}")
     return labels
 
 

@@ -13,7 +13,7 @@ from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 CLOSE_S = 60.0
-LOOK_S = 5.0
+CHECK_S = 5.0
 """Interval in seconds between checks that the thread is alive."""
 
 
@@ -58,7 +58,7 @@ class Fleet:
         if fleet_loop.error is None and self._loop is not None and self._thread.is_alive():
             future = asyncio.run_coroutine_threadsafe(call, self._loop)
             while self._thread.is_alive() and not future.done():
-                concurrent.futures.wait([future], LOOK_S)
+                concurrent.futures.wait([future], CHECK_S)
             if future.done() and not future.cancelled():
                 return future.result()
             self._thread.join(CLOSE_S)

@@ -28,7 +28,7 @@ FleetState = Literal["ready", "weights", "done"]
 
 TICK_S = 0.25
 """Interval in seconds between checks of the servers without other events."""
-NOTHING_HEARD = "nothing was heard of it"
+NO_ANSWER = "no answer yet"
 
 
 class ServersFailed(RuntimeError):
@@ -49,7 +49,7 @@ class _Member:
     asks: dict[asyncio.Task, int] = field(default_factory=dict)
     """Index of the siblings that each task has sent."""
     probe: asyncio.Task | None = None
-    silence: str = NOTHING_HEARD
+    probe_error: str = NO_ANSWER
     """Error of the last probe; empty if the probe succeeded."""
 
 
@@ -157,7 +157,7 @@ class FleetLoop:
         for member in self._members:
             if member.pushing:
                 member.pushing = False
-                error = errors.get(member.url, "it was left out of the push")
+                error = errors.get(member.url, "the push left it out")
                 member.health.pushed(time.monotonic(), label, error)
                 if error is not None:
                     self._log_failure(member, f"the push of the weights failed: {error}")
@@ -198,7 +198,7 @@ class FleetLoop:
         if self.error is not None:
             raise self.error
         if self._budget.spent:
-            servers = "\n".join(f"  {_told(member)}" for member in self._members)
+            servers = "\n".join(f"  {_describe(member)}" for member in self._members)
             raise ServersFailed(
                 f"The rollout servers failed {self._budget.in_a_row} times without a finished request between the "
                 f"failures (rollout.servers.max_failures={self._budget.max_failures}):\n{servers}"
@@ -215,7 +215,7 @@ class FleetLoop:
             else:
                 self._fail(member, f"its process ended with exit code {code}", gone=True)
         elif reason := health.overdue(now):
-            silent = f"; last: {member.silence}" if member.silence else ""
+            silent = f"; last: {member.probe_error}" if member.probe_error else ""
             self._fail(member, reason + silent, gone=True)
         due = health.due(now)
         if due == "start":
@@ -238,7 +238,7 @@ class FleetLoop:
             return
         member.url = process.url
         member.client = self._client(member.url)
-        member.silence = NOTHING_HEARD
+        member.probe_error = NO_ANSWER
         member.health.started(time.monotonic())
         member.starts += 1
         if member.starts > 1:
@@ -254,13 +254,13 @@ class FleetLoop:
                 await self._admission.examine(member.client, member.url, ours=member.process is not None)
             label = await member.client.weight_label()
         except ServerFailure as failure:
-            member.silence = str(failure)
+            member.probe_error = str(failure)
             if before != "starting":
                 self._fail(member, str(failure), gone=failure.hung)
         except Exception as error:
             self.error = error
         else:
-            member.silence = ""
+            member.probe_error = ""
             failures = health.failures
             health.probed(time.monotonic(), label)
             if health.failures > failures:
@@ -277,11 +277,11 @@ class FleetLoop:
         try:
             tokens = await member.client.tokens()
         except ServerFailure as failure:
-            member.silence = str(failure)
+            member.probe_error = str(failure)
         except Exception as error:
             self.error = error
         else:
-            member.silence = ""
+            member.probe_error = ""
             member.health.counted(time.monotonic(), tokens)
         finally:
             member.probe = None
@@ -316,7 +316,7 @@ class FleetLoop:
                 self._counts["server_failures"] += 1
                 self._drop(member)
                 member.health.outdated(str(stale))
-                log.warning("Rollout server %s: %s; it needs them anew.", member.url, stale)
+                log.warning("Rollout server %s: %s; its weights are sent again.", member.url, stale)
         except Exception as error:
             self.error = error
         else:
@@ -351,6 +351,6 @@ class FleetLoop:
                 task.cancel()
 
 
-def _told(member: _Member) -> str:
+def _describe(member: _Member) -> str:
     where = f"log: {member.log}" if member.log is not None else "given by rollout.servers.urls"
     return f"{member.url}: {member.health.state}; {'; '.join(member.health.reasons) or 'no failure'}; {where}"

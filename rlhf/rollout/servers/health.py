@@ -108,7 +108,7 @@ class ServerHealth:
         """Record that the server is alive with the weights `label`."""
         if self._state == "serving" and label != self._wanted:
             self.outdated(
-                f"has the weights {label!r}, not {self._wanted!r}: it was restarted, or somebody else uses it"
+                f"has the weights {label!r}, not {self._wanted!r}: it was restarted, or another trainer uses it"
             )
         elif self._state in ("starting", "stale"):
             # After an interrupted push the server may be paused, whatever its label.

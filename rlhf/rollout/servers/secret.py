@@ -44,8 +44,8 @@ def run_secret(file: Path) -> Secret:
         ours = os.geteuid() in (0, status.st_uid)
         if not ours or status.st_mode & 0o077:
             raise UserError(
-                f"{file} is not for its owner alone, so others may know the secret of the rollout servers. Remove it "
-                f"for a new one (and see that chmod 600 acts there), or give one in the environment as {VARIABLE}."
+                f"{file} is open to other users, so they may know the secret of the rollout servers. Remove the file "
+                f"to get a new secret (chmod 600 must work in its folder), or set {VARIABLE} in the environment."
             )
         return _checked(opened.read(), str(file))
 
@@ -65,7 +65,7 @@ def _checked(value: str, place: str) -> Secret:
     return Secret(value, place)
 
 
-def proof(secret: str, nonce: str, path: str) -> str:
+def nonce_hmac(secret: str, nonce: str, path: str) -> str:
     """Return the HMAC-SHA256 (hex) of a fresh `nonce` and one path, which only a holder of the secret can compute."""
     return hmac.new(secret.encode(), f"{nonce} {path}".encode(), hashlib.sha256).hexdigest()
 

@@ -16,7 +16,7 @@ from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Request, Weights
-from rlhf.rollout.exchange import gather_requests, hand_out_samples
+from rlhf.rollout.exchange import gather_requests, scatter_samples
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.servers.client import Ask
@@ -30,7 +30,7 @@ from rlhf.storage.files import make_dir
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-BEAT_S = 20.0
+KEEP_ALIVE_S = 20.0
 """Interval in seconds between keep-alives from the leader to the waiting ranks, so that no timeout fires."""
 
 
@@ -76,7 +76,7 @@ class ServerEngine:
         of_ranks = gather_requests(requests, range(self._coordinator.world_size), [0], self._coordinator)
         self._sizes = [len(of_rank) for of_rank in of_ranks]
         every = [request for of_rank in of_ranks for request in of_rank]
-        self._lead(lambda fleet: fleet.do(lambda loop: loop.begin(every, seed, step)))
+        self._on_leader(lambda fleet: fleet.do(lambda loop: loop.begin(every, seed, step)))
 
     def finish(self, version: int) -> list[Sample]:
         """Return the sample of each of this rank's requests of `begin`. Raises ServersFailed as `generate`."""
@@ -86,8 +86,8 @@ class ServerEngine:
             self._new_label(version)
             self._push(version)
         parts: list[list[Sample]] = []
-        self._lead(lambda fleet: parts.extend(self._parted(fleet.do(FleetLoop.take))))
-        return hand_out_samples(parts, self._coordinator)
+        self._on_leader(lambda fleet: parts.extend(self._split_by_rank(fleet.do(FleetLoop.take))))
+        return scatter_samples(parts, self._coordinator)
 
     def sleep(self) -> bool:
         """Return False: the servers have their own devices."""
@@ -108,13 +108,13 @@ class ServerEngine:
     def _outcome(self, *, generating: bool = True) -> FleetState:
         """Return the state that the fleet reaches. Collective."""
         while True:
-            outcome = self._lead(lambda fleet: fleet.wait(BEAT_S, generating))
+            outcome = self._on_leader(lambda fleet: fleet.wait(KEEP_ALIVE_S, generating))
             if outcome is not None:
                 return outcome
             if generating:  # a restart of servers may take long; the fleet has its own deadlines
                 announce("rollout.wait")
 
-    def _lead(self, action: Callable[[Fleet], T]) -> T:
+    def _on_leader(self, action: Callable[[Fleet], T]) -> T:
         """Return the leader's result of `action` on every rank, or raise its error on every rank."""
 
         def lead() -> T:
@@ -131,7 +131,7 @@ class ServerEngine:
         """Send the present weights to all live servers. Collective."""
         weights, label = self._weights, self._label
         assert weights is not None, "generation needs weights"
-        urls = self._lead(lambda fleet: fleet.do(lambda loop: loop.want(label, version)))
+        urls = self._on_leader(lambda fleet: fleet.do(lambda loop: loop.want(label, version)))
         if not urls:
             return
         announce("rollout.push")
@@ -144,9 +144,9 @@ class ServerEngine:
             return {}
 
         errors = self._coordinator.everywhere(walk)[0]
-        self._lead(lambda fleet: fleet.do(lambda loop: loop.pushed(label, errors)))
+        self._on_leader(lambda fleet: fleet.do(lambda loop: loop.pushed(label, errors)))
 
-    def _parted(self, samples: list[Sample]) -> list[list[Sample]]:
+    def _split_by_rank(self, samples: list[Sample]) -> list[list[Sample]]:
         left = iter(samples)
         return [list(islice(left, size)) for size in self._sizes]
 

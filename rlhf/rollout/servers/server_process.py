@@ -24,7 +24,7 @@ from rlhf.storage.scratch import Scratch
 
 # Variables that torchrun and elastic set for a rank; vLLM would use them as its own.
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-_KILL_PATIENCE_S = 10.0
+_KILL_TIMEOUT_S = 10.0
 
 log = logging.getLogger(__name__)
 # The kernel ends a server with the thread that started it (rlhf/ranks/parent.py); this thread lives as long as the
@@ -75,7 +75,7 @@ class ServerProcess:
         with self._log.open("ab") as output:
             return subprocess.Popen(
                 command,
-                env=self._environment | own_places(scratch),
+                env=self._environment | scratch_environment(scratch),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -94,12 +94,12 @@ class ServerProcess:
             self._scratch.close()
 
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
-        group, deadline = process.pid, time.monotonic() + _KILL_PATIENCE_S
+        group, deadline = process.pid, time.monotonic() + _KILL_TIMEOUT_S
         while running := processes_of(group):
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
             if time.monotonic() > deadline:
-                log.warning("Processes %s of a rollout server don't end with SIGKILL: the kernel holds them.", running)
+                log.warning("Processes %s of a rollout server don't end on SIGKILL (stuck in the kernel).", running)
                 break
             time.sleep(0.02)
         with suppress(subprocess.TimeoutExpired):
@@ -150,7 +150,7 @@ def environment(
     return kept
 
 
-def own_places(scratch: Scratch) -> dict[str, str]:
+def scratch_environment(scratch: Scratch) -> dict[str, str]:
     """Return variables that put a server's temporary files and sockets into `scratch`, and name its shared memory."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # seldom needed, and slow to import
 

@@ -17,7 +17,7 @@ from rlhf.rollout.engine import Request, Weights, places_by_params, siblings
 from rlhf.rollout.exchange import gather_requests
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.sample import Sample
-from rlhf.rollout.vllm.held_weights import held_digests, plain_name, record_packing, weight_check
+from rlhf.rollout.vllm.model_digests import model_digests, plain_name, record_packing, weight_check
 from rlhf.rollout.vllm.process_state import ProcessState
 from rlhf.rollout.vllm.repacking import repack
 from rlhf.rollout.vllm.requests import copies_of, request_seed, sampling_kwargs
@@ -84,7 +84,7 @@ class VllmEngine:
 
         Raises:
             ValueError: unknown or missing names, or another shape. The engine is unusable afterwards.
-            WeightsNotHeld: vLLM's weights differ afterwards.
+            WeightsMismatch: vLLM's weights differ afterwards.
         """
         with self._process_state.entered(), torch.no_grad():
             self._wake("weights")
@@ -99,7 +99,7 @@ class VllmEngine:
         Raises:
             ValueError: an empty prompt.
             UserError: prompt and response exceed `max_model_len`.
-            WeightsNotHeld: the weights changed during a sleep.
+            WeightsMismatch: the weights changed during a sleep.
         """
         ranks = gather_requests(requests, self._group, self._group, self._coordinator)
         together = [request for rank in ranks for request in rank]
@@ -148,7 +148,7 @@ class VllmEngine:
         model = self._model()
         if self._check_weights is None:
             self._check_weights = weight_check(model, exact=self._llm.model_config.quantization is None)
-        held = [held_digests(model, self.dtype)]
+        held = [model_digests(model, self.dtype)]
         if len(self._group) > 1:
             ranks = self._coordinator.gather(held[0])
             held = [ranks[rank] for rank in self._group]

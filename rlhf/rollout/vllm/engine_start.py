@@ -97,8 +97,8 @@ def _start(arguments: dict[str, Any], shared: str, device: torch.device) -> Any:
                 name_shared_memory()
     except (ValueError, TypeError) as error:
         raise UserError(
-            "rollout=vllm: vLLM does not take the model or the arguments (those of rollout.engine_kwargs.vllm among "
-            f"them): {' '.join(str(error).split())}"
+            "rollout=vllm: vLLM rejects the model or the arguments (including rollout.engine_kwargs.vllm): "
+            f"{' '.join(str(error).split())}"
         ) from error
     # At its end, or the process's, the engine would destroy the process group, which belongs to the rank.
     llm.llm_engine.engine_core._finalizer.detach()

@@ -17,7 +17,7 @@ from rlhf.rollout.engine import Weights
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.vllm.colocated import VllmEngine
 from rlhf.rollout.vllm.engine_start import build_vllm_engine
-from rlhf.rollout.vllm.held_weights import FACTORS
+from rlhf.rollout.vllm.model_digests import FACTORS
 from rlhf.rollout.weight_digest import digest
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -48,7 +48,7 @@ class AdapterVllmEngine(VllmEngine):
 
         Raises:
             UserError: vLLM serves no adapters for one of these weights.
-            WeightsNotHeld: vLLM's base or adapters differ afterwards.
+            WeightsMismatch: vLLM's base or adapters differ afterwards.
         """
         with self._process_state.entered(), torch.no_grad():
             self._wake("weights")
@@ -57,9 +57,9 @@ class AdapterVllmEngine(VllmEngine):
                 self._base_sent = self._sent
             # Copies: vLLM multiplies by the scale in place.
             found = {name: tensor.detach().to("cpu", self.dtype, copy=True) for name, tensor in adapters()}
-            self._sent = self._base_sent | {self._held_name(n): self._digest(n, tensor) for n, tensor in found.items()}
+            self._sent = self._base_sent | {self._digest_name(n): self._digest(n, t) for n, t in found.items()}
             self._number += 1
-            self._llm.collective_rpc(self._exchange, args=(found,))
+            self._llm.collective_rpc(self._replace_adapters, args=(found,))
             self._verify(version)
             self._llm.reset_prefix_cache()
         self.version = version
@@ -67,11 +67,10 @@ class AdapterVllmEngine(VllmEngine):
     def _lora_request(self) -> Any:
         from vllm.lora.request import LoRARequest
 
-        # vLLM finds the adapters of `_exchange` by this number, and reads no files.
+        # vLLM finds the adapters of `_replace_adapters` by this number, and reads no files.
         return LoRARequest(f"policy {self._number}", self._number, "in memory")
 
-    def _exchange(self, worker: Any, adapters: Mapping[str, Tensor]) -> None:
-        """Replace the adapters in a vLLM worker by `adapters`."""
+    def _replace_adapters(self, worker: Any, adapters: Mapping[str, Tensor]) -> None:
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 
@@ -97,7 +96,7 @@ class AdapterVllmEngine(VllmEngine):
             )
         manager.activate_adapter(self._number)
 
-    def _held_name(self, name: str) -> str:
+    def _digest_name(self, name: str) -> str:
         for end, held in FACTORS.items():
             name = name.replace(f".{end}.weight", f".{held}")
         return name

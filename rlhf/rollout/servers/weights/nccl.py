@@ -71,9 +71,9 @@ class NcclGroup:
             init_info = {**rendezvous, **packing, "rank_offset": offsets[url]}
             self._control.post(url, "/init_weight_transfer_engine", {"init_info": init_info})
 
-        communicator, refusals = self._with_servers(partial(trainer_init, rendezvous), invite, urls)
-        if communicator is None or refusals or not communicator.available:
-            log.warning("No NCCL group with the rollout servers: %s", refusals or "it did not come about")
+        communicator, errors = self._with_servers(partial(trainer_init, rendezvous), invite, urls)
+        if communicator is None or errors or not communicator.available:
+            log.warning("No NCCL group with the rollout servers: %s", errors or "the rendezvous failed")
             return None
         return communicator
 
@@ -106,10 +106,10 @@ class NcclGroup:
             self._control.post(url, "/update_weights", {"update_info": update})
 
         torch.cuda.current_stream(self.device).synchronize()  # the producer packs on its own stream
-        sent, refusals = self._with_servers(broadcast, receive, urls)
-        if not sent or refusals:
+        sent, errors = self._with_servers(broadcast, receive, urls)
+        if not sent or errors:
             self.leave()
-        return refusals if sent else {url: refusals.get(url, "the NCCL broadcast was cut off") for url in urls}
+        return errors if sent else {url: errors.get(url, "the NCCL broadcast was cut off") for url in urls}
 
     def _with_servers(
         self, ours: Callable[[], Any], theirs: Callable[[str], None], urls: Sequence[str]
@@ -117,7 +117,7 @@ class NcclGroup:
         """Run `ours` while each server runs `theirs`; return its result (None: failed or interrupted) and the errors.
         `ours` may hang in NCCL if a peer is missing, so it runs in a thread that can be abandoned."""
         results: list[Any] = []
-        ended, refused = threading.Event(), threading.Event()
+        ended, failed = threading.Event(), threading.Event()
 
         def run() -> None:
             try:
@@ -131,21 +131,21 @@ class NcclGroup:
             try:
                 theirs(url)
             except CallFailed:
-                refused.set()
+                failed.set()
                 raise
 
         with ThreadPoolExecutor(1, "nccl") as pool:
-            refusals = pool.submit(in_parallel, step, urls)
+            errors = pool.submit(in_parallel, step, urls)
             threading.Thread(target=run, daemon=True).start()
             deadline = time.monotonic() + self._control.timeout_s
             while not ended.wait(0.002):
-                if refused.is_set():
+                if failed.is_set():
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
-                    refused.clear()
+                    failed.clear()
                 if time.monotonic() > deadline:
                     self.leave()  # ends the broadcast at this end
                     break
-            return (results[0] if results else None), refusals.result()
+            return (results[0] if results else None), errors.result()
 
     def close(self) -> None:
         """Do nothing: the group stays for the next update."""

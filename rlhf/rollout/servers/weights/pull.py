@@ -14,30 +14,30 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-from rlhf.rollout.servers.secret import proof
+from rlhf.rollout.servers.secret import nonce_hmac
 
 _CHUNK = 1 << 20
-_NONCE, _PROOF = "X-Rlhf-Nonce", "X-Rlhf-Proof"
+_NONCE, _HMAC = "X-Rlhf-Nonce", "X-Rlhf-Proof"
 
 
-class Lender:
+class WeightServer:
     """Serves bytes over HTTP at one address of this machine while their context lasts, and signs each response."""
 
     def __init__(self, address: str, timeout_s: float, secret: str) -> None:
-        self._lent: dict[str, bytes] = {}
-        lent = self._lent
+        self._served: dict[str, bytes] = {}
+        served = self._served
 
         class Handler(BaseHTTPRequestHandler):
             timeout = timeout_s  # for a peer that stops reading
 
             def do_GET(self) -> None:
-                data = lent.get(self.path)
+                data = served.get(self.path)
                 if data is None:
                     self.send_error(HTTPStatus.NOT_FOUND)
                     return
                 self.send_response(HTTPStatus.OK)
                 self.send_header("Content-Length", str(len(data)))
-                self.send_header(_PROOF, proof(secret, self.headers.get(_NONCE, ""), self.path))
+                self.send_header(_HMAC, nonce_hmac(secret, self.headers.get(_NONCE, ""), self.path))
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -57,14 +57,14 @@ class Lender:
         self._thread.start()
 
     @contextmanager
-    def lend(self, data: bytes) -> Iterator[str]:
+    def serve(self, data: bytes) -> Iterator[str]:
         """Serve `data` inside the context; yield its URL."""
         path = f"/{secrets.token_urlsafe(32)}"
-        self._lent[path] = data
+        self._served[path] = data
         try:
             yield f"http://{self._address}:{self._server.server_port}{path}"
         finally:
-            del self._lent[path]
+            del self._served[path]
 
     def close(self) -> None:
         self._server.shutdown()
@@ -89,16 +89,16 @@ def fetch(url: str, size: int, xxh3_128: str, timeout_s: float, secret: str | No
     data, digest = bytearray(), xxhash.xxh3_128()
     nonce = secrets.token_hex(16)
     with opener.open(urllib.request.Request(url, headers={_NONCE: nonce}), timeout=timeout_s) as response:
-        shown = response.headers.get(_PROOF, "")
+        shown = response.headers.get(_HMAC, "")
         if secret is not None and not hmac.compare_digest(
-            shown.encode(), proof(secret, nonce, urlsplit(url).path).encode()
+            shown.encode(), nonce_hmac(secret, nonce, urlsplit(url).path).encode()
         ):
-            raise PermissionError("The weights that are offered are not of a trainer that holds this server's secret.")
+            raise PermissionError("The trainer that offers the weights does not have this server's secret.")
         while chunk := response.read1(min(_CHUNK, size + 1 - len(data))):
             data += chunk
             digest.update(chunk)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(data)} of {size} bytes of weights came within {timeout_s:g} s.")
+                raise TimeoutError(f"{len(data)} of {size} bytes of weights arrived within {timeout_s:g} s.")
     if len(data) != size or digest.hexdigest() != xxh3_128:
-        raise OSError(f"The {len(data)} bytes of weights that came are not the {size} that were announced.")
+        raise OSError(f"The {len(data)} bytes of weights that arrived are not the {size} that were announced.")
     return bytes(data)

@@ -16,7 +16,7 @@ from rlhf.config.buffer_sizes import PUSH_BUCKET
 from rlhf.rollout.servers.control import CallFailed, ServerControl, in_parallel
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.weights.nccl import NcclGroup
-from rlhf.rollout.servers.weights.pull import Lender, address_towards
+from rlhf.rollout.servers.weights.pull import WeightServer, address_towards
 from rlhf.rollout.weight_digest import digest, read_digests
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class WeightPush:
         self._secret, self._control = secret, ServerControl(secret, config.servers.answer_timeout_s)
         self._bucket_bytes = bucket_bytes
         self._nccl = NcclGroup(device, self._control) if device.type == "cuda" and find_spec("vllm") else None
-        self._told = ""
+        self._logged_route = ""
 
     def send(self, urls: Sequence[str], tensors: Iterable[tuple[str, Tensor]], label: str) -> dict[str, str | None]:
         """Send `tensors` to the servers at `urls`, which abort their requests and continue with the new weights.
@@ -109,9 +109,9 @@ class WeightPush:
             route, name = self._nccl, "NCCL"
         else:
             route, name = HttpRoute(urls, self._control, self._secret), "HTTP"
-        if urls and name != self._told:
-            log.info("Weights go to the rollout servers over %s.", name)
-            self._told = name
+        if urls and name != self._logged_route:
+            log.info("Sending weights to the rollout servers over %s.", name)
+            self._logged_route = name
         return route
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class HttpRoute:
         self._control = control
         self._address = {url: address_towards(url) for url in urls}
         addresses = set(self._address.values())
-        self._lenders = {address: Lender(address, control.timeout_s, secret.value) for address in addresses}
+        self._servers = {address: WeightServer(address, control.timeout_s, secret.value) for address in addresses}
 
     def send(self, bucket: Bucket, urls: Sequence[str]) -> dict[str, str]:
         """Serve the bucket until each of `urls` has loaded it."""
@@ -136,8 +136,8 @@ class HttpRoute:
             return {}
         data = save(bucket)
         about = {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data), "timeout_s": self._control.timeout_s}
-        with ExitStack() as lent:
-            at = {address: lent.enter_context(lender.lend(data)) for address, lender in self._lenders.items()}
+        with ExitStack() as stack:
+            at = {address: stack.enter_context(server.serve(data)) for address, server in self._servers.items()}
 
             def fetch(url: str) -> None:
                 update = {"url": at[self._address[url]], **about}
@@ -146,8 +146,8 @@ class HttpRoute:
             return in_parallel(fetch, urls)
 
     def close(self) -> None:
-        for lender in self._lenders.values():
-            lender.close()
+        for server in self._servers.values():
+            server.close()
 
 
 def buckets(

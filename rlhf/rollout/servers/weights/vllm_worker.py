@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rlhf.rollout.servers.secret import environment_secret
 from rlhf.rollout.servers.weights.pull import fetch
-from rlhf.rollout.vllm.held_weights import held_digests, record_packing, weight_check
+from rlhf.rollout.vllm.model_digests import model_digests, record_packing, weight_check
 from rlhf.rollout.vllm.repacking import repack
 from rlhf.rollout.weight_digest import Digest, WeightCheck
 
@@ -61,7 +61,7 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         """Finalise the model, and compare its weights with the digests sent.
 
         Raises:
-            WeightsNotHeld: the weights differ.
+            WeightsMismatch: the weights differ.
             ValueError: the trainer sends another precision than the server's, or no digests.
         """
         super().finish_weight_update()
@@ -69,17 +69,17 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         if self._check is None:
             self._check = weight_check(self.model, exact=self.model_config.quantization is None)
         if self._sent is None:
-            raise ValueError("The trainer did not say what the digests of its weights are.")
+            raise ValueError("The trainer sent no digests of its weights.")
         dtype = getattr(torch, self._sent["dtype"])
         if dtype != self.model_config.dtype:
             raise ValueError(
-                f"The weights are {dtype}, and this server was started for {self.model_config.dtype}: give it --dtype "
-                "as in rollout.dtype."
+                f"The weights are {dtype}, and this server was started for {self.model_config.dtype}: start it "
+                "with --dtype as in rollout.dtype."
             )
         sent = {name: (first, second) for name, (first, second) in self._sent["digests"].items()}
-        self._check.check(sent, self._of_group(held_digests(self.model, dtype)), self._sent["label"])
+        self._check.check(sent, self._gather_digests(model_digests(self.model, dtype)), self._sent["label"])
 
-    def _of_group(self, held: dict[str, Digest]) -> list[dict[str, Digest]]:
+    def _gather_digests(self, held: dict[str, Digest]) -> list[dict[str, Digest]]:
         group = get_tp_group()
         ranks = [held] * group.world_size
         if group.world_size > 1:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rlhf.rollout.weight_digest import Digest, WeightCheck, digest, read_digests
 
 FACTORS = {"lora_A": "lora_a", "lora_B": "lora_b"}
-"""peft's names of adapter factors -> names in `held_digests`, after the layer's name."""
+"""peft's names of adapter factors -> names in `model_digests`, after the layer's name."""
 _PACKED = "_rlhf_packed_digest"
 
 
@@ -35,13 +35,13 @@ def record_packing(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _recording(process: Any, dtype: torch.dtype) -> Any:
     def record(layer: Any) -> None:
-        setattr(layer, _PACKED, digest(_counted(layer, layer.weight), dtype))
+        setattr(layer, _PACKED, digest(_without_replicas(layer, layer.weight), dtype))
         process(layer)
 
     return record
 
 
-def held_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
+def model_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
     """Return digests in `dtype` of this device's parameters or slices, and of its adapter's factors (`FACTORS`). The
     first of several devices counts replicated key and value heads."""
     found: dict[str, Tensor] = {}
@@ -52,7 +52,7 @@ def held_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
             name = names.setdefault(id(parameter), plain_name(f"{path}.{own}" if path else own))
             packed = getattr(module, _PACKED, None) if own == "weight" else None
             if parameter.numel() and name not in found:
-                found[name] = digest(_counted(module, parameter), dtype)
+                found[name] = digest(_without_replicas(module, parameter), dtype)
             if packed is not None and not (name in found and torch.equal(found[name], packed)):
                 found[name] = packed  # the layer computes with the packed copy
         for held in FACTORS.values():
@@ -68,7 +68,7 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def _counted(module: Any, parameter: Tensor) -> Tensor:
+def _without_replicas(module: Any, parameter: Tensor) -> Tensor:
     replicas = getattr(module, "num_kv_head_replicas", 1)
     if replicas == 1 or module.tp_rank % replicas == 0:
         return parameter

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf.rollout.vllm.held_weights import held_digests, record_packing, weight_check
+from rlhf.rollout.vllm.model_digests import model_digests, record_packing, weight_check
 from rlhf.rollout.weight_digest import digest, read_digests
 
 FP32 = torch.float32
@@ -48,11 +48,11 @@ def test_packed_weights_are_those_of_the_last_packing_and_unknown_before_it():
     model["down"].quant_method.process_weights_after_loading(model["down"])
     record_packing(model, FP32)
     record_packing(model, FP32)
-    assert held_digests(model, FP32) == of(norm__weight=torch.ones(4))
+    assert model_digests(model, FP32) == of(norm__weight=torch.ones(4))
     for _ in range(2):
         weight = torch.randn(4, 4)
         load(model["down"], weight)
-        assert held_digests(model, FP32) == of(norm__weight=torch.ones(4), down__weight=weight)
+        assert model_digests(model, FP32) == of(norm__weight=torch.ones(4), down__weight=weight)
 
 
 def test_a_tied_head_counts_once_and_must_be_packed_anew():
@@ -64,7 +64,7 @@ def test_a_tied_head_counts_once_and_must_be_packed_anew():
         model["head"].weight = model["embed"].weight
         if packs:
             model["head"].quant_method.process_weights_after_loading(model["head"])
-        assert held_digests(model, FP32) == of(embed__weight=weight if packs else old)
+        assert model_digests(model, FP32) == of(embed__weight=weight if packs else old)
 
 
 def test_heads_that_several_devices_have_count_once():
@@ -78,7 +78,7 @@ def test_heads_that_several_devices_have_count_once():
         model = nn.ModuleDict({"qkv": module})
         record_packing(model, FP32)
         load(module, torch.cat([q[3 * rank : 3 * rank + 3], kv]))
-        devices.append(held_digests(model, FP32))
+        devices.append(model_digests(model, FP32))
     model.packed_modules_mapping = {"qkv": ["q", "kv"]}
     model.hf_to_vllm_mapper = SimpleNamespace(map_name=lambda name: name.removeprefix("model."))
     sent = of(model__q__weight=q, model__kv__weight=kv, model__q__bias=bias[:6], model__kv__bias=bias[6:])
