@@ -248,7 +248,7 @@ def test_a_full_disk_is_one_line(config, server, command, monkeypatch):
 def test_without_a_token(config, server, command, monkeypatch):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
     monkeypatch.delenv("HF_TOKEN")
-    assert "there is no token" in command("push", config.run_dir, REPOSITORY)[2]
+    assert "no token for the Hub" in command("push", config.run_dir, REPOSITORY)[2]
 
 
 HOSTILE = {

@@ -185,7 +185,7 @@ def test_in_verl_s_files(of_verl, base, weights, factors):
     assert all(torch.equal(again[name], found[name]) for name in found)
     (of_verl / "lora_train_meta.json").unlink()
     os.mkfifo(of_verl / "lora_train_meta.json")
-    with pytest.raises(DamagedCheckpoint, match=r"lora_train_meta\.json does not say r and lora_alpha"):
+    with pytest.raises(DamagedCheckpoint, match=r"lora_train_meta\.json lacks r or lora_alpha"):
         merged(of_verl, model_files=base)
     (of_verl / "lora_train_meta.json").unlink()
     with pytest.raises(UserError, match=r"lacks lora_train_meta\.json"):

@@ -253,7 +253,7 @@ def test_misplaced_folders_cost_no_imports(tmp_path):
     assert len(lines) == len(mistakes)
     assert "--hf_model_path=Qwen/Qwen2.5-0.5B is no folder" in lines[4]
     assert f"give {gone}/global_step_0, or another step" in lines[7]
-    assert "there is no token for the Hub" in lines[9]
+    assert "no token for the Hub" in lines[9]
 
 
 def test_weights_that_stay_as_they_are_cost_no_imports(tmp_path):
