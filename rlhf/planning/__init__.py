@@ -1,1 +1,1 @@
-"""Memory and disk that a run takes, computed from settings and shapes before anything loads."""
+"""Plans memory and disk from settings and shapes, before anything loads."""

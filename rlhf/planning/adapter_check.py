@@ -1,4 +1,4 @@
-"""Check of the settings of adapters against the layers of the model, before any rank starts."""
+"""Checks adapter settings against the model's layers, before any rank starts."""
 
 from rlhf.config import LoraConfig, ModelConfig
 from rlhf.config.schema.lora import ALL_LINEAR
@@ -8,10 +8,10 @@ from rlhf.planning.model_shapes import ROOT, ModelShapes
 
 
 def check_adapters(model: ModelConfig, shapes: ModelShapes) -> None:
-    """Raise UserError for adapters that the policy of `shapes` cannot have: see `target_names`, which the ranks ask.
+    """Raise UserError for adapters that do not fit the policy of `shapes`; see `target_names`, which the ranks call.
 
-    Most settings are right by the names in the files' headers. Only where they are not is the model built on the meta
-    device, which imports torch: its names may be others than those of the files.
+    The names in the files' headers settle most settings. Otherwise the model is built on the meta device, which imports
+    torch, because a model's names may differ from its files' names.
     """
     if model.lora.enabled and not model.trust_remote_code and not _fits(model.lora, shapes):
         from rlhf.models.adapter_layers import target_names
@@ -21,8 +21,8 @@ def check_adapters(model: ModelConfig, shapes: ModelShapes) -> None:
 
 
 def _fits(lora: LoraConfig, shapes: ModelShapes) -> bool:
-    """Whether by the names of the weights every name of the settings is one, all targets are linear layers, and the
-    rank is one that they can have."""
+    """Return whether, by weight names, all names in the settings exist, all targets are linear, and the rank is
+    possible."""
     linear: dict[str, tuple[int, ...]] = {}
     for unit, weights in shapes.units.items():
         linear |= {} if unit == ROOT else linear_layers(weights)

@@ -1,4 +1,4 @@
-"""Memory of a policy that is trained by adapters (LoRA): their shapes, and the state of a frozen base with them."""
+"""Counts the memory of a policy with adapters (LoRA): their shapes, and the state of the frozen base."""
 
 import math
 from dataclasses import dataclass
@@ -16,36 +16,35 @@ from rlhf.planning.zero_shares import MOMENTS, ZeroShares, live_weights
 
 @dataclass(frozen=True)
 class Adapted:
-    """A frozen base and the weights that are trained, float32, by unit as `ModelShapes.units` has them."""
+    """A frozen base and its float32 adapters, by unit as in `ModelShapes.units`."""
 
     base: ModelShapes
     lora: LoraConfig
     base_width: int
-    """Bytes of a weight of the base."""
+    """Bytes per weight of the base."""
     units: dict[str, Shapes]
     linear: list[tuple[int, int]]
-    """Columns and rows of the weights with adapters in the layer that has most of these."""
+    """Columns and rows of the adapted weights in the layer with the largest adapters."""
 
     @property
     def trained(self) -> Shapes:
-        """Shapes of the adapters by their names."""
         return {name: shape for unit in self.units.values() for name, shape in unit.items()}
 
     @property
     def count(self) -> int:
-        """Weights in training."""
+        """Return the number of trained weights."""
         return sum(map(math.prod, self.trained.values()))
 
     @property
     def in_layer(self) -> int:
-        """Weights in training of the unit that has most."""
+        """Return the largest number of trained weights in a unit."""
         return max((sum(map(math.prod, shapes.values())) for shapes in self.units.values()), default=0)
 
     def token_cost(self, width: int) -> TokenCost:
-        """Cost of a token in a layer beside the base's, in a pass in a type of `width` bytes: the product between the
-        factors of each pair, what dropout and DoRA keep; for a moment an adapter's output."""
+        """Return the adapters' cost per token and layer, in a pass in a dtype of `width` bytes: kept are the product
+        between the two factors and tensors of dropout and DoRA, and an output is transient."""
         kept = moment = 0
-        # Where base and adapters meet as they are stored, the input is cast for the adapter.
+        # With a 16-bit base in a float32 pass, the input is cast for the adapter.
         cast = 4 if width == 4 and self.base_width == 2 else 0
         for columns, rows in self.linear:
             kept += self.lora.rank * width + cast * columns
@@ -55,13 +54,13 @@ class Adapted:
         return TokenCost(kept, moment)
 
     def rebuilt(self) -> int:
-        """Bytes of the largest weight with its adapter, float32, which DoRA makes whole three times in each pass."""
+        """Return the bytes of the largest adapted weight in float32, which DoRA builds three times per pass."""
         largest = max((columns * rows for columns, rows in self.linear), default=0)
         return 4 * 3 * largest if self.lora.use_dora else 0
 
 
 def adapted(model: ModelShapes, lora: LoraConfig, backend: BackendConfig) -> Adapted:
-    """The policy that `model` becomes with the settings `lora`."""
+    """Return the policy that `model` becomes with adapters."""
     width = WIDTHS[base_dtype(lora, backend)]
     units: dict[str, Shapes] = {}
     linear: dict[str, list[tuple[int, int]]] = {}
@@ -83,20 +82,19 @@ def adapted(model: ModelShapes, lora: LoraConfig, backend: BackendConfig) -> Ada
 
 
 def linear_layers(weights: Shapes) -> Shapes:
-    """Shapes of the matrices among `weights`, without the head's, by the names of their layers."""
+    """Return the shapes of the matrices among `weights`, without the head's, by layer name."""
     matrices = {name: shape for name, shape in weights.items() if len(shape) == 2 and name.endswith(".weight")}
     return {name.removesuffix(".weight"): shape for name, shape in matrices.items() if not is_head(name)}
 
 
 def adapted_state(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingState:
-    """The policy in training, with the engine that `config` names."""
+    """Return the memory of the policy in training, with the engine that `config` names."""
     if config.name == "deepspeed":
         return _deepspeed(policy, config, ranks)
     return _fsdp2(policy, config, ranks // config.dp_replicate)
 
 
 def _unit_bytes(policy: Adapted, config: BackendConfig) -> dict[str, int]:
-    """Bytes of each unit in a pass: in the type of the pass, or each weight in its own."""
     in_half = config.autocast == "bfloat16"
     base, own = (2, 2) if in_half else (policy.base_width, 4)
     return {

@@ -1,4 +1,4 @@
-"""Check before a run starts: its plan against the memory of the device that it is to run on."""
+"""Checks a run's plan against the memory of its device, before the run starts."""
 
 import logging
 import os
@@ -16,15 +16,15 @@ from rlhf.planning.remedies import remedies
 
 log = logging.getLogger(__name__)
 SHOWN = 3
-"""Remedies that a refusal names."""
+"""Number of remedies in a message."""
 
 
 def target_of(config: Config, device_memory: int | None = None, ranks: int | None = None) -> Target:
-    """The devices of a run.
+    """Return the devices of a run.
 
     Args:
-        device_memory: bytes of each GPU of another machine; None for this one's devices.
-        ranks: of all machines; None for as many as start here, or as torchrun has started.
+        device_memory: bytes of each GPU of another machine; None for this machine's devices.
+        ranks: over all machines; None for the number that starts here, or that torchrun has started.
     """
     here, _ = number_of_ranks(config)
     ranks, local = ranks or here, int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.ranks))
@@ -36,14 +36,14 @@ def target_of(config: Config, device_memory: int | None = None, ranks: int | Non
 
 
 def models_of(config: Config, *, from_config: bool) -> Models | None:
-    """The models of a run with these settings.
+    """Return the models of a run with these settings.
 
     Args:
-        from_config: build on the meta device, which imports torch, where the files do not say. Otherwise such a model
-            makes the answer None.
+        from_config: if a model's files do not determine its shapes, build it on the meta device, which imports torch.
+            Otherwise return None for such a model.
 
     Raises:
-        UserError: with `from_config`, for a model that is not there.
+        UserError: with `from_config`, a model does not exist.
     """
 
     def find(setting: str, path: str, revision: str | None, *, classifier: bool = False) -> ModelShapes | None:
@@ -69,17 +69,14 @@ def models_of(config: Config, *, from_config: bool) -> Models | None:
 
 
 def plan_of(config: Config) -> tuple[Models, Plan] | None:
-    """The plan of a run here, from the headers of its models' files; None where these do not tell. Imports no torch."""
+    """Return the plan of a run here from headers of model files; None if they are not enough. Imports no torch."""
     models = models_of(config, from_config=False)
     return None if models is None else (models, memory_plan(config, models, target_of(config)))
 
 
 def check_fits(config: Config) -> None:
-    """Refuse a run whose plan takes more than a GPU has; warn of one that takes more than a machine without has.
-
-    Raises:
-        UserError: with the peak, its phase and what would lower it.
-    """
+    """Raise UserError with the peak and remedies if the plan exceeds a GPU's memory; without GPUs only log a
+    warning."""
     found = plan_of(config)
     if found is None or found[1].fits or found[1].target.memory is None:
         return

@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint on disk, and of the copy in memory that a save behind the training is written from."""
+"""Counts the bytes of a checkpoint on disk, and of the copy in memory for an asynchronous save."""
 
 import math
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ class CheckpointSize:
     """Bytes of one save."""
 
     by_part: Mapping[str, int]
-    """Of all ranks on disk, by role and content: `actor/model`, `actor/optimizer`, `actor/huggingface`, `ref`."""
+    """Bytes of all ranks on disk, e.g. `actor/model`, `actor/optimizer`, `actor/huggingface`, `ref`."""
     copied: int
-    """Of one rank's copy in memory; 0 where the training waits for its saves."""
+    """Bytes of one rank's copy in memory; 0 if the training waits for saves."""
     max_to_keep: int | None
-    """Saves that stay on disk beside the one being written; None for all."""
+    """Number of complete saves on disk, besides the one being written; None for all."""
 
     @property
     def total(self) -> int:
@@ -29,7 +29,7 @@ class CheckpointSize:
 def checkpoint_size(
     roles: Mapping[str, ModelShapes | Adapted], reference: ModelShapes | None, config: CheckpointConfig, ranks: int
 ) -> CheckpointSize:
-    """A save of the models in training, of which a frozen base is no part, and, where it moves, of the reference."""
+    """Return the size of a save of the trained models (without a frozen base) and of a moving reference."""
     contents = set(config.contents)
     parts: dict[str, int] = {}
     copied = 0

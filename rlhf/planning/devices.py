@@ -1,4 +1,4 @@
-"""Devices of this machine, memory and cores, without torch: what the driver says of GPUs, the kernel of the machine."""
+"""Reads GPUs, memory and cores of this machine from the driver and the kernel, without torch."""
 
 import os
 import shutil
@@ -11,23 +11,24 @@ from pathlib import Path
 
 PATIENCE_S = 10.0
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Devices without which there is no GPU for torch on Linux: NVIDIA's, AMD's, and that of Windows."""
+"""Device files of drivers on Linux: NVIDIA's, AMD's, and Windows' (WSL). Without any, torch finds no GPU."""
 
 
 def lacks_gpu() -> bool:
-    """Whether this machine has no driver of a GPU, told without torch; False where that cannot be known."""
+    """Return whether this machine has no GPU driver, without torch; False if unknown."""
     return sys.platform == "linux" and not any(Path(path).exists() for path in DRIVERS)
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """GPUs that torch will find in this environment, told without it; 0 where it is built for CPUs."""
+    """Return the number of GPUs that torch will find in this environment, without torch; 0 if torch is built for
+    CPUs."""
     if lacks_gpu() or _built_for_cpus():
         return 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     rows = _visible_rows(environ)
     if rows is not None and "MIG-" not in (visible or ""):
         return len(rows)
-    if visible is not None:  # the program lists no parts of a GPU
+    if visible is not None:  # nvidia-smi's query lists no MIG instances
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     return len([*Path("/dev").glob("nvidia[0-9]*")]) or 1
 
@@ -41,19 +42,18 @@ def _built_for_cpus() -> bool:
 
 @lru_cache
 def gpu_memory() -> int | None:
-    """Bytes of the smallest GPU that this process may use; None where the NVIDIA driver does not say."""
+    """Return the bytes of the smallest GPU that this process may use; None if nvidia-smi does not report it."""
     return smallest_gpu(os.environ)
 
 
 def smallest_gpu(environ: Mapping[str, str]) -> int | None:
-    """The same in another environment, asked anew."""
+    """Return `gpu_memory` of another environment, uncached."""
     sizes = [int(row[2]) << 20 for row in _visible_rows(environ) or [] if row[2].isdigit()]
     return min(sizes, default=None)
 
 
 def _visible_rows(environ: Mapping[str, str]) -> list[list[str]] | None:
-    """Number, UUID and MiB of each GPU that a process with this environment may use; None if the driver's program does
-    not say."""
+    """Return number, UUID and MiB of each GPU visible in this environment; None if nvidia-smi fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -71,10 +71,10 @@ def _visible_rows(environ: Mapping[str, str]) -> list[list[str]] | None:
 
 
 def machine_memory() -> int:
-    """Bytes of this machine's memory."""
+    """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def usable_cores() -> int:
-    """Cores that this process may use; containers and schedulers restrict them with the affinity mask."""
+    """Return the number of cores in this process' affinity mask, which containers and schedulers restrict."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -15,22 +15,21 @@ from rlhf.planning.rollout_memory import EngineMemory, engine_memory
 from rlhf.planning.training_state import TrainingState, compute_width, frozen_state, trained_state
 
 CUDA_BASE = 3 << 29
-"""CUDA's context, its libraries' workspaces and NCCL's buffers on a device: an allowance of 1.5 GiB."""
+"""Estimate for CUDA's context, the libraries' workspaces and NCCL's buffers on a device: 1.5 GiB."""
 HOST_BASE = 390 << 20
-"""A rank with its imports and no model, on a CPU (measured: Python 3.11, torch 2.13, transformers 5.23)."""
+"""Memory of a rank with its imports and no model, on a CPU (measured: Python 3.11, torch 2.13, transformers 5.23)."""
 DEEPSPEED_BASE = 60 << 20
 """Host memory of DeepSpeed's imports (measured with 0.19)."""
 CUDA_HOST_BASE = 3 << 30
-"""Host memory of a rank with a GPU and no model, with the driver and kernels: an allowance."""
+"""Estimate for the host memory of a rank with a GPU and no model, with driver and kernels."""
 PLAIN = TokenCost()
-"""Cost of a token in a model without adapters."""
 TOKEN_RECORD = 16
-"""Bytes per token of a response: int32 and float32 in its sample, and as much in a copy that is sent or journaled."""
+"""Bytes per response token: int32 and float32 in its sample, and again in a copy that is sent or journaled."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """Shapes of the models that a run loads; None for a model that it does not need."""
+    """Shapes of the models that a run loads; None for a model that the run does not need."""
 
     policy: ModelShapes
     critic: ModelShapes | None = None
@@ -44,7 +43,7 @@ class Target:
     cuda: bool
     ranks: int
     memory: int | None = None
-    """Bytes for one rank: its GPU's memory, or its part of the host's memory on a CPU. None if unknown."""
+    """Bytes for one rank: its GPU's memory, or on a CPU its part of the host's memory. None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +71,23 @@ class Plan:
     tokens_per_step: int
     tokens_per_micro_batch: int
     cached_tokens: int | None
-    """Tokens that fit into the engine's KV cache, if a setting gives the cache's size; otherwise None."""
+    """Tokens that fit into the engine's KV cache; None if no setting limits the cache."""
     sample_tokens: int
     """Tokens of the longest sample."""
 
     @property
     def peak(self) -> Phase:
-        """The phase that takes the most memory."""
+        """Return the phase with the most memory."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits into the memory and the engine starts. True if the memory is unknown."""
+        """Return whether every phase fits into the memory and the engine starts. True if the memory is unknown."""
         return self.target.memory is None or (self.peak.total <= self.target.memory and self.engine_starts)
 
     @property
     def engine_starts(self) -> bool:
-        """Whether the longest sample fits into the engine's cache; otherwise vLLM does not start."""
+        """Return whether the longest sample fits into the engine's cache; otherwise vLLM does not start."""
         return self.cached_tokens is None or self.cached_tokens >= self.sample_tokens
 
 
@@ -133,7 +132,6 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
 
 
 def _loaded(config: Config, models: Models, policy: Adapted | None, target: Target) -> dict[str, ModelPasses]:
-    """Return the models that a rank loads, by role."""
     backend, ranks, device = config.backend, target.ranks, "cuda" if target.cuda else "cpu"
     actor, critic, reward = config.actor, config.critic, config.reward_model
 
@@ -167,7 +165,7 @@ def _loaded(config: Config, models: Models, policy: Adapted | None, target: Targ
     if needs_reference(actor, config.algorithm):
         reference = frozen("reference", models.policy, config.ref.fsdp_config, actor.use_remove_padding)
         if policy is not None:
-            # The reference is the actor's base without its adapters, and needs no weights of its own.
+            # The reference is the actor's base without adapters, and needs no own weights.
             reference = replace(reference, state=TrainingState(0, gathered=loaded[0].state.gathered))
         loaded.append(reference)
     if models.reward_model is not None:
@@ -178,7 +176,6 @@ def _loaded(config: Config, models: Models, policy: Adapted | None, target: Targ
 def _phases(
     config: Config, loaded: dict[str, ModelPasses], engine: EngineMemory, step: StepSize, asks_old_log_probs: bool
 ) -> list[tuple[str, dict[str, int]]]:
-    """Return the phases of a step in order, each with its bytes in addition to the resident ones."""
     actor, resident, budgets = loaded["actor"], engine.resident, config.token_budgets
     phases: list[tuple[str, dict[str, int]]] = []
     if actor.state.loaded:
@@ -200,7 +197,7 @@ def _phases(
 
 
 def _batch(step: StepSize, loaded: Collection[str], asks_old_log_probs: bool) -> dict[str, int]:
-    """Return the bytes of a rank's batches, which are on the device in every phase."""
+    """Return the bytes of a rank's batches, which stay on the device in every phase."""
     per_token = 4 * (4 + 2 * ("critic" in loaded) + ("reference" in loaded) + asks_old_log_probs)
     return {"batch": step.scored * (8 * step.longest + per_token * step.response)}
 

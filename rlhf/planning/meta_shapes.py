@@ -1,4 +1,4 @@
-"""Models of which only config.json is looked at: the library builds them on the meta device."""
+"""Builds models on the meta device, from config.json alone."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -9,11 +9,7 @@ from rlhf.planning.model_shapes import ModelShapes, read_config
 
 
 def of_config(setting: str, path: str, revision: str | None = None, *, classifier: bool = False) -> ModelShapes:
-    """The shapes of the `meta_model` of these arguments.
-
-    Raises:
-        UserError: see there.
-    """
+    """Return the shapes of `meta_model`, with the same errors."""
     model = meta_model(setting, path, revision, classifier=classifier)
     folder = model_folder(path, revision)
     config = None if folder is None else read_config(folder)
@@ -21,11 +17,10 @@ def of_config(setting: str, path: str, revision: str | None = None, *, classifie
 
 
 def meta_model(setting: str, path: str, revision: str | None = None, *, classifier: bool = False) -> PreTrainedModel:
-    """The model that config.json of a folder, or of the Hub's cache, describes, without memory for its weights; no code
-    that comes with it is run.
+    """Return the model of config.json in a folder or the Hub's cache, on the meta device; no code of the model is run.
 
     Raises:
-        UserError: it is not there, or the library does not know its architecture.
+        UserError: the folder does not exist, or transformers lacks the architecture.
     """
     folder = model_folder(path, revision)
     if folder is None:

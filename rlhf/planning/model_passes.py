@@ -1,4 +1,4 @@
-"""Memory of one model of a run on a rank's device: resident bytes, and bytes of its passes."""
+"""Counts the memory of one model on a rank's device: resident bytes, and bytes of its passes."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ PHASES = {
 
 @dataclass(frozen=True)
 class ModelPasses:
-    """A model in its training engine, as one rank has it."""
+    """A model in its training engine, on one rank."""
 
     role: str
     model: ModelShapes
@@ -32,7 +32,7 @@ class ModelPasses:
     checkpointing: bool = False
     """Whether the update recomputes activations (`model.enable_gradient_checkpointing`)."""
     adapted: Adapted | None = None
-    """The policy with its adapters, if `model` is the frozen base; otherwise None."""
+    """The policy with adapters, if `model` is a frozen base; otherwise None."""
 
     def resident(self, phase: str) -> dict[str, int]:
         """Return the bytes on the device throughout a phase. Offloaded tensors are on the device while they load."""
@@ -47,7 +47,7 @@ class ModelPasses:
 
     @property
     def host(self) -> int:
-        """Bytes of offloaded tensors on the host."""
+        """Return the bytes of offloaded tensors on the host."""
         state = self.state
         weights = self.param_offload * (state.weights + state.standing)
         return state.host + weights + self.optimizer_offload * state.optimizer
@@ -61,7 +61,7 @@ class ModelPasses:
         }
 
     def update(self, work: PassSize) -> dict[str, int]:
-        """Return the bytes of an optimizer step, by use, at the point at which it takes the most.
+        """Return the bytes of an optimizer step, by use, at the point with the most memory.
 
         The points are: the head's gradient with all activations, the backward pass of the last layer, that of the first
         layer, the reduction of the embedding's gradient, the optimizer's step.

@@ -1,4 +1,4 @@
-"""Shapes of a model's weights and the sizes that its activations and caches follow from. Imports no torch."""
+"""Reads the shapes of a model's weights, and derives the sizes of activations and caches. Imports no torch."""
 
 import json
 import math
@@ -13,28 +13,27 @@ from rlhf.models.parameter_count import model_folder, tensor_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
 LAYER = re.compile(r"^(.*?\.\d+)\.")
-"""The part of a weight's name that says in which layer it is: up to the first number in it."""
+"""Prefix of a weight's name that identifies its layer: up to the first number."""
 EXPERT = re.compile(r"^(.*\.experts)\.\d+\.(.+)$")
-"""A weight of one expert, as files have it."""
 ROOT, HEAD = "", "head"
 VALUE_HEAD = "score.weight"
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """A model by its weights, tied ones once, and by the part of its config.json that is about text."""
+    """A model's weights, tied ones once, and the text part of its config.json."""
 
     weights: Shapes
     config: Mapping[str, Any]
 
     @cached_property
     def count(self) -> int:
-        """Parameters."""
+        """Return the number of parameters."""
         return sum(map(math.prod, self.weights.values()))
 
     @cached_property
     def units(self) -> dict[str, Shapes]:
-        """Weights by the unit that FSDP2 gathers together: each layer, a head of its own, and all else under `ROOT`."""
+        """Return weights by the unit that FSDP2 gathers: each layer, an untied head, and the rest under `ROOT`."""
         units: dict[str, dict[str, tuple[int, ...]]] = {ROOT: {}}
         for name, shape in self.weights.items():
             layer = LAYER.match(name)
@@ -43,22 +42,20 @@ class ModelShapes:
 
     @cached_property
     def layers(self) -> list[Shapes]:
-        """Weights of each layer."""
         return [self.units[name] for name in self.layer_names]
 
     @cached_property
     def layer_names(self) -> list[str]:
-        """Names of the units that are layers."""
         return [name for name in self.units if name not in (ROOT, HEAD)]
 
     @cached_property
     def vocabulary(self) -> int:
-        """Rows of the embedding."""
+        """Return the number of rows of the embedding."""
         return self._embedding[0]
 
     @cached_property
     def hidden(self) -> int:
-        """Width of the residual stream."""
+        """Return the width of the residual stream."""
         return self._size("hidden_size", "n_embd", "d_model") or self._embedding[1]
 
     @cached_property
@@ -69,12 +66,12 @@ class ModelShapes:
 
     @property
     def has_own_head(self) -> bool:
-        """Whether the head is a weight beside the embedding."""
+        """Return whether the head is not tied to the embedding."""
         return HEAD in self.units
 
     @property
     def head(self) -> tuple[int, ...]:
-        """Shape of the head's matrix."""
+        """Return the shape of the head's matrix."""
         if VALUE_HEAD in self.weights:
             return self.weights[VALUE_HEAD]
         own = [shape for shape in self.units.get(HEAD, {}).values() if len(shape) == 2]
@@ -86,24 +83,24 @@ class ModelShapes:
 
     @cached_property
     def attention(self) -> int:
-        """Width of all queries of a token."""
+        """Return the width of all queries of a token."""
         return self.heads * (self._size("head_dim") or self.hidden // self.heads)
 
     @cached_property
     def key_values(self) -> int:
-        """Width of all keys of a token in one layer; that of its values is the same."""
+        """Return the width of all keys of a token in one layer, which is also that of its values."""
         return self.attention // self.heads * (self._size("num_key_value_heads") or self.heads)
 
     @cached_property
     def inner(self) -> int:
-        """Width of the feed-forward part, of all experts that a token passes."""
+        """Return the width of the feed-forward part, over all experts of a token."""
         experts = self._size("num_experts_per_tok")
         width = self._size("moe_intermediate_size") if experts else None
         return (experts or 1) * (width or self._size("intermediate_size", "ffn_dim", "n_inner") or 4 * self.hidden)
 
     @cached_property
     def gated(self) -> bool:
-        """Whether the feed-forward part multiplies two products, and so has three matrices."""
+        """Return whether the feed-forward part multiplies two products, and so has three matrices."""
         if self._size("num_experts_per_tok"):
             return True
         of_inner = (shape for shape in self._widest_layer.values() if {self.inner, 2 * self.inner} & set(shape))
@@ -111,20 +108,20 @@ class ModelShapes:
 
     @cached_property
     def activation(self) -> str:
-        """Name of the feed-forward part's function."""
+        """Return the name of the activation function."""
         names = ("hidden_activation", "hidden_act", "activation_function")
         return next((str(self.config[name]) for name in names if self.config.get(name)), "silu")
 
     @cached_property
     def norms(self) -> list[tuple[int, bool]]:
-        """Of each norm in a layer the width per token, and whether it is a LayerNorm (with a bias), not an RMSNorm."""
+        """Return the width per token of each norm in a layer, and whether it is a LayerNorm (with bias) or RMSNorm."""
         layer = self._widest_layer
         widths = {name: self._norm_width(name) or layer[name][0] for name in self._norm_weights}
         return [(width, name.removesuffix("weight") + "bias" in layer) for name, width in widths.items()]
 
     @property
     def norms_within_attention(self) -> list[int]:
-        """Widths per token of the norms of queries and keys."""
+        """Return the widths per token of the norms of queries and keys."""
         return [width for name in self._norm_weights if (width := self._norm_width(name))]
 
     @property
@@ -140,12 +137,12 @@ class ModelShapes:
         return max(self.layers, key=lambda weights: sum(map(math.prod, weights.values())), default={})
 
     def valued(self) -> "ModelShapes":
-        """The model with a head of one value, with a bias, in the place of its own: a critic."""
+        """Return the model with a value head (one output, with bias) instead of its own: a critic."""
         body = {name: shape for name, shape in self.weights.items() if not is_head(name)}
         return replace(self, weights=body | {VALUE_HEAD: (1, self.hidden), "score.bias": (1,)})
 
     def _size(self, *names: str) -> int | None:
-        """The first of these settings that says one; the largest of a list, which has one for each layer."""
+        """Return the first of these settings that is a number; of a list with one per layer, the largest."""
         for name in names:
             given = self.config.get(name)
             sizes = [size for size in (given if isinstance(given, list) else [given]) if isinstance(size, int)]
@@ -155,13 +152,13 @@ class ModelShapes:
 
 
 def is_head(name: str) -> bool:
-    """Whether a weight of that name is the head of a causal LM."""
+    """Return whether the weight `name` is the head of a causal LM."""
     return name.split(".")[0] in ("lm_head", "embed_out", "output")
 
 
 def with_experts_fused(weights: Shapes) -> Shapes:
-    """`weights` of files with the experts of a layer stacked, those of one shape under each other, as models have them:
-    [experts, rows of all, columns]."""
+    """Return `weights` of files with a layer's experts stacked by shape, [experts, rows of all, columns], as
+    transformers loads them."""
     kept: dict[str, tuple[int, ...]] = {}
     stacks: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, shape in weights.items():
@@ -177,13 +174,13 @@ def with_experts_fused(weights: Shapes) -> Shapes:
 
 
 def of_files(path: str, revision: str | None = None) -> ModelShapes | None:
-    """The model of a folder, or of the Hub's cache, from the headers of its files; None where they do not say."""
+    """Return the model of a folder or the Hub's cache, from the headers of its files; None if they are not enough."""
     folder = model_folder(path, revision)
     config = None if folder is None else read_config(folder)
     weights = {} if folder is None else with_experts_fused(tensor_shapes(folder))
     if config is None or not weights:
         return None
-    # Masks that older files of GPT-2 hold are no weights.
+    # Older files of GPT-2 contain masks, which are no weights.
     weights = {name: shape for name, shape in weights.items() if shape[:2] != (1, 1) or len(shape) != 4}
     found = ModelShapes(weights, config)
     if config.get("tie_word_embeddings") and found.has_own_head:
@@ -192,7 +189,7 @@ def of_files(path: str, revision: str | None = None) -> ModelShapes | None:
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """Settings of the text model in the config.json of `folder`; None where it cannot be read."""
+    """Return the text model's settings from config.json in `folder`; None if the file cannot be read."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return dict(config) | dict(config.get("text_config") or {})

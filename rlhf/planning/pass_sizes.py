@@ -1,4 +1,4 @@
-"""Computes the samples of a step on one rank and the tokens of a micro-batch, from the longest lengths allowed."""
+"""Computes samples per step and tokens per micro-batch of one rank, with samples as long as allowed."""
 
 import math
 from dataclasses import dataclass
@@ -9,12 +9,11 @@ from rlhf.config.derived import generated_by_rank, longest_sample, prompts_per_g
 
 @dataclass(frozen=True)
 class PassSize:
-    """Tokens that one rank passes through a model at a time."""
+    """Tokens of one rank's pass through a model."""
 
     tokens: int
-    """Tokens of a micro-batch."""
     predicted: int
-    """Tokens of a micro-batch whose log-probs are computed."""
+    """Tokens of a micro-batch with log-probs."""
     longest: int
     """Tokens of the longest sequence."""
     micro_batches: int
@@ -26,7 +25,7 @@ def passes(samples: int, longest: int, response: int, budget: int) -> PassSize:
 
     Args:
         longest: tokens of a sample. A sample longer than the budget is a micro-batch of its own.
-        response: tokens of a sample whose log-probs are computed.
+        response: tokens of a sample with log-probs.
     """
     tokens = min(max(budget, longest), max(samples, 1) * longest)
     return PassSize(tokens, tokens * response // longest, longest, max(1, math.ceil(samples * longest / tokens)))
@@ -43,11 +42,11 @@ class StepSize:
     together: int
     """Samples that the rank requests from the engine at once."""
     scored: int
-    """Samples whose home is the rank, where they are scored."""
+    """Samples that the rank scores."""
     trained: int
     """Samples that the rank trains on."""
     mini_batch: int
-    """Samples of one mini-batch that the rank trains on."""
+    """Samples of a mini-batch that the rank trains on."""
     tokens: int
     """Tokens of all samples of all ranks."""
 
@@ -55,7 +54,6 @@ class StepSize:
     def of(
         cls, data: DataConfig, rollout: RolloutConfig, actor: ActorConfig, algorithm: AlgorithmConfig, ranks: int
     ) -> "StepSize":
-        """Return the sizes of a step on `ranks` ranks."""
         at_once = prompts_per_generation(data, algorithm.filter_groups)
         return cls(
             longest_sample(data),

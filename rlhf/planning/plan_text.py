@@ -1,4 +1,4 @@
-"""A plan as people read it, and as JSON."""
+"""Formats a plan as text and as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,17 +10,17 @@ from rlhf.planning.memory_plan import Models, Plan
 from rlhf.planning.remedies import Remedy
 
 TIGHT = 0.9
-"""Share of the memory above which the allocator's gaps may take the rest."""
+"""Fraction of the memory above which the allocator's fragmentation may use the rest."""
 
 
 def line(plan: Plan) -> str:
-    """The plan in a line, for the banner."""
+    """Return the plan in one line, for the banner."""
     of = "" if plan.target.memory is None else f" of {gib(plan.target.memory)}"
     return f"at most {gib(plan.peak.total)}{of} on each rank, in the {plan.peak.name} phase (python -m rlhf.plan)"
 
 
 def page(rollout: RolloutConfig, models: Models, plan: Plan, found: Sequence[Remedy], disk_speed: int) -> str:
-    """Tables of all phases, host, disk and tokens, the verdict and the remedies."""
+    """Return tables of all phases, host, disk and tokens, then the verdict and the remedies."""
     parts = [
         "\n".join(_head(rollout, models, plan)),
         "\n".join(_phases(plan)),
@@ -79,7 +79,7 @@ def _elsewhere(plan: Plan, disk_speed: int) -> Iterator[str]:
 
 
 def too_small_a_cache(rollout: RolloutConfig, plan: Plan) -> str:
-    """Sentence on an engine that cannot start for want of room, with what gives it more."""
+    """Return a sentence about an engine that cannot start because its cache is too small, with remedies."""
     share, gpus = rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size
     return (
         f"rollout.gpu_memory_utilization={share} leaves the engine a cache of {plan.cached_tokens:,} tokens beside its "
@@ -109,7 +109,7 @@ def _verdict(rollout: RolloutConfig, plan: Plan, found: Sequence[Remedy]) -> Ite
 
 
 def document(models: Models, plan: Plan, found: Sequence[Remedy], disk_speed: int) -> dict[str, Any]:
-    """The plan for JSON; sizes are bytes."""
+    """Return the plan as a JSON document, with sizes in bytes."""
     target, size = plan.target, plan.checkpoint
     roles = {"policy": models.policy, "critic": models.critic, "reward_model": models.reward_model}
     return {

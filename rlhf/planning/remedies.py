@@ -1,4 +1,4 @@
-"""Finds settings that lower the peak of a memory plan, and the bytes that each saves, by planning again with each."""
+"""Finds settings that lower the peak of a memory plan, by planning again with each change."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -24,11 +24,11 @@ class Remedy:
     saved: int
     """Bytes by which the peak of a rank's device falls."""
     fits: bool
-    """Whether the run fits with this change alone."""
+    """Whether the run fits with only this change."""
 
     def __str__(self) -> str:
         value = str(self.value)
-        # The engine is chosen by a configuration group, whose name is `rollout`.
+        # The configuration group `rollout` chooses the engine.
         setting = "rollout" if self.setting == "rollout.name" else self.setting
         return f"{setting}={value.lower() if isinstance(self.value, bool) else value}"
 
@@ -42,11 +42,11 @@ class Candidate:
 
     setting: str
     values: Values
-    """Returns the values to try. They may include the present value."""
+    """Returns the values to try, which may include the current value."""
     of: Any = None
-    """The present value to which the values are an alternative; None for any present value."""
+    """Current value that the values replace; None for any value."""
     on: Literal["cuda", "cpu"] | None = None
-    """The type of device on which the setting matters; None for both."""
+    """Type of device on which the setting matters; None for both."""
 
 
 def _to(value: Any) -> Values:
@@ -68,7 +68,7 @@ def _smaller_budgets(role: str) -> Values:
 
 
 def _smaller_share(config: Config, plan: Plan) -> Iterable[float]:
-    """Try the share of a GPU that the peak leaves to the engine, if the engine's weights fit into it."""
+    """Try the fraction of a GPU that the peak leaves to the engine, if the engine's weights fit."""
     weights, memory = plan.peak.items.get("engine weights", 0), plan.target.memory
     engine = weights + plan.peak.items.get("engine cache", 0)
     if memory is None or not engine:
@@ -111,11 +111,10 @@ TABLE = (
     Candidate("trainer.nproc", lambda config, plan: (2 * plan.target.ranks,), on="cuda"),
     Candidate("data.max_response_length", _half("data.max_response_length")),
 )
-"""Settings to try. `remedies` returns those with which a new plan has a lower peak."""
 
 
 def remedies(config: Config, models: Models, plan: Plan) -> list[Remedy]:
-    """Return the changes that lower the peak by at least one percent, the one that saves most first."""
+    """Return the changes that lower the peak by at least one percent, largest first."""
     found = []
     for setting, value in _candidates(config, plan):
         changed = _with(config, setting, value)

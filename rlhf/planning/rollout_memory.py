@@ -1,4 +1,4 @@
-"""Memory of the rollout engines: weights, cache, logits, and the hand-over of weights to them."""
+"""Counts the memory of rollout engines: weights, cache, logits, and weight sync."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.training_state import WIDTHS
 
 ASLEEP = 1 << 30
-"""Bytes that vLLM keeps of a GPU in its sleep: CUDA graphs and buffers of the libraries below it. An allowance."""
+"""Estimate for a sleeping vLLM's memory on a GPU: CUDA graphs and the libraries' buffers."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class EngineMemory:
     handing_over: dict[str, int]
     host: int = 0
     cached_tokens: int | None = None
-    """Tokens that fit into the cache; None where the engine asks for what it needs."""
+    """Tokens that fit into the cache; None if the engine allocates on demand."""
 
 
 def token_bytes(model: ModelShapes, rollout: RolloutConfig) -> int:
-    """Bytes of a token's keys and values in all layers."""
+    """Return the bytes of a token's keys and values in all layers."""
     return 2 * len(model.layers) * model.key_values * WIDTHS[rollout.engine_dtype]
 
 
@@ -42,11 +42,11 @@ def engine_memory(
     device_memory: int | None,
     policy: Adapted | None = None,
 ) -> EngineMemory:
-    """The engine that `rollout.name` names, beside a rank that has `samples` of it generated together.
+    """Return the memory of the engine `rollout.name` on a rank that generates `samples` samples at once.
 
     Args:
-        device_memory: bytes of a GPU; None on a CPU, or where it is not known.
-        policy: what `model` is the base of, where adapters are trained.
+        device_memory: bytes of a GPU; None on a CPU, or if unknown.
+        policy: the policy with adapters, if `model` is its base.
     """
     handed = _hand_over(model, WIDTHS[rollout.engine_dtype], ranks)
     native = policy is not None and rollout.lora == "native"
@@ -79,8 +79,7 @@ def engine_memory(
 
 
 def _hand_over(model: ModelShapes, width: int, ranks: int) -> int:
-    """Bytes sent, bytes received and the whole tensor, in the engine's precision of `width` bytes; one rank casts what
-    it has, or hands it on."""
+    """Return bytes sent, received and of the whole tensor, in a dtype of `width` bytes. A single rank only casts."""
     largest = width * max(map(math.prod, model.weights.values()), default=0)
     if ranks == 1:
         return largest if width < 4 else 0
@@ -88,8 +87,7 @@ def _hand_over(model: ModelShapes, width: int, ranks: int) -> int:
 
 
 def _adapters_handed_over(policy: Adapted, handed: int, ranks: int, *, merged: bool) -> int:
-    """Adapters whole, where several ranks have them, and of a weight that is merged the base's, the product of its
-    factors and their sum, in float32, beside what it is cast to."""
+    """Return bytes of gathered adapters, and of merging one weight in float32: base, product, sum and cast."""
     adapters = 4 * policy.count if ranks > 1 or not merged else 0
     largest = max((columns * rows for columns, rows in policy.linear), default=0)
     return adapters + max(handed, (policy.base_width + 8 + 4) * largest if merged else 0)
@@ -104,7 +102,7 @@ def _embedded(
     columns = cache_columns(prompt, response)
     prompts = math.ceil(rows / rollout.n)
     prefill = min(max(PREFILL_TOKENS, prompt), prompts * prompt)
-    # A layer's old columns are there until it has its new ones; prefilled keys wait for free rows.
+    # A layer keeps its old columns until the new ones are copied; prefilled keys wait for free rows.
     cache = per_token * (rows * columns + prefill) + per_token * rows * columns // max(len(model.layers), 1)
     float32 = 2 + (rollout.temperature != 1)
     return {
@@ -115,7 +113,7 @@ def _embedded(
 
 
 def cache_columns(prompt: int, response: int) -> int:
-    """Columns of the embedded engine's cache for samples of full length."""
+    """Return the columns of the embedded engine's cache for samples of full length."""
     columns = prompt
     while columns < prompt + response:
         columns = grown_cache(columns, response)

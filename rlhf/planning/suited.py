@@ -1,4 +1,4 @@
-"""Defaults that suit the device: the values of settings that are null. Imports neither torch nor vLLM."""
+"""Device defaults: values of settings that are null. Imports neither torch nor vLLM."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -14,34 +14,34 @@ ON_CUDA = {"backend.autocast": "bfloat16", "rollout.dtype": "bfloat16", "trainer
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine of a run, as far as settings depend on it."""
+    """Facts about the machine that settings depend on."""
 
     gpus: int
     vllm_problem: str | None
-    """The reason why vLLM cannot be used in this installation; None if it can."""
+    """Why this installation cannot use vLLM; None if it can."""
 
     @classmethod
     def here(cls) -> "Machine":
-        """This one, by its driver and what is installed."""
+        """Return this machine."""
         gpus = count_gpus()
         return cls(gpus, installation_problem() if gpus else None)
 
     def is_cuda(self, device: str) -> bool:
-        """Whether a run with this `trainer.device` is on GPUs."""
+        """Return whether a run with this `trainer.device` uses GPUs."""
         return device == "cuda" or (device == "auto" and self.gpus > 0)
 
 
 def suited(setting: Callable[[str], Any], machine: Machine, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Values for the settings that are null and stand for what suits the device, by their dotted names.
+    """Return the device's defaults of settings that are null, by dotted name.
 
     Args:
-        setting: the value of a dotted setting; None for one that is missing.
+        setting: returns the value of a dotted setting; None for a missing setting.
     """
     cuda = machine.is_cuda(setting("trainer.device"))
     found = {key: leaf.default for key, leaf in SETTINGS.items() if leaf.metadata["by_device"]}
     if cuda:
         found |= ON_CUDA
-        trusts = setting("model.trust_remote_code")  # which vLLM is not given
+        trusts = setting("model.trust_remote_code")  # vLLM does not get the model's code
         found["rollout.name"] = "embedded" if machine.vllm_problem or not machine.gpus or trusts else "vllm"
     if "RANK" in environ and "WORLD_SIZE" in environ:
         found["trainer.nproc"] = int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]))
@@ -51,7 +51,7 @@ def suited(setting: Callable[[str], Any], machine: Machine, environ: Mapping[str
 
 
 def _of_servers(setting: Callable[[str], Any]) -> int:
-    """GPUs that servers which the run starts have for themselves."""
+    """Return the number of GPUs used by servers that the run starts."""
     if setting("rollout.name") != "vllm_server" or setting("rollout.servers.urls"):
         return 0
     return int(setting("rollout.servers.count") * setting("rollout.tensor_model_parallel_size"))

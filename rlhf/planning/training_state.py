@@ -1,4 +1,4 @@
-"""Memory of a model that is spread over the ranks: weights, gradients, optimizer, and the transients of its engine."""
+"""Counts the memory of a sharded model: weights, gradients, optimizer, and transients of the training engine."""
 
 import math
 from collections.abc import Mapping
@@ -10,58 +10,58 @@ from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes
 from rlhf.planning.zero_shares import MOMENTS, ZeroShares, live_weights
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a value."""
+"""Bytes per value."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Bytes on one rank's device, and on its host where it says so."""
+    """Bytes on one rank's device, except for `host`."""
 
     weights: int
     optimizer: int = 0
     gradients: int = 0
-    """There from the first backward pass of an optimizer step to its end."""
+    """From the first backward pass of an optimizer step to its end."""
     gathered: int = 0
-    """Whole weights in a pass, with the buffer that they come in."""
+    """Whole weights in a pass, with the all-gather's buffer."""
     head: int = 0
-    """The head's gradient with the buffers that it is reduced in."""
+    """The head's gradient with the buffers of its reduction."""
     head_left: int = 0
-    """Left of these while layers go through the backward pass."""
+    """Part of `head` that stays during the layers' backward pass."""
     layer: int = 0
-    """A layer's gradients with the buffers that they are reduced in."""
+    """A layer's gradients with the buffers of their reduction."""
     root: int = 0
-    """Weights and gradients of the embedding with the buffers that they are reduced in, after the layers."""
+    """Weights and gradients of the embedding with the buffers of their reduction, after the layers."""
     added: int = 0
-    """The gradients of a micro-batch beside the sum of those before, at its end: DeepSpeed's."""
+    """DeepSpeed's gradients of a micro-batch at its end, besides the sum of earlier ones."""
     stepped: int = 0
-    """Temporaries of the optimizer's step: DeepSpeed's; the fused AdamW has none."""
+    """Temporaries of DeepSpeed's optimizer step; the fused AdamW has none."""
     loaded: int = 0
-    """Whole weights while the engine is made, of which ZeRO 3 has one tensor at a time."""
+    """Whole weights while the engine is built (not with ZeRO 3)."""
     standing: int = 0
-    """Buffers that stay for good, gradients among them."""
+    """Permanent buffers, including gradients."""
     host: int = 0
-    """Kept on the host in the device's place."""
+    """Offloaded state on the host."""
 
 
 def compute_width(config: BackendConfig) -> int:
-    """Bytes per value of the forward and backward pass."""
+    """Return the bytes per value of the forward and backward pass."""
     return WIDTHS[compute_dtype(config)]
 
 
 def sharded(weights: Shapes, ranks: int) -> int:
-    """Elements that the first of `ranks` holds under FSDP2, which splits rows as torch.chunk does."""
+    """Return the number of elements on the first of `ranks` under FSDP2, which splits rows as torch.chunk does."""
     return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) if shape else 1 for shape in weights.values())
 
 
 def frozen_state(model: ModelShapes, config: BackendConfig, kept: FrozenFsdpConfig, ranks: int) -> TrainingState:
-    """A model without an optimizer, which is under FSDP2 with either backend."""
+    """Return the memory of a model without an optimizer, which FSDP2 shards with either backend."""
     ranks //= config.dp_replicate
     width = WIDTHS[kept.model_dtype]
     return TrainingState(width * sharded(model.weights, ranks), gathered=_gathered(model, config, ranks))
 
 
 def trained_state(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingState:
-    """A model in training, with the engine that `config` names."""
+    """Return the memory of a model in training, with the engine that `config` names."""
     if config.name == "deepspeed":
         return _deepspeed(model, config, ranks)
     return _fsdp2(model, config, ranks // config.dp_replicate)
@@ -72,9 +72,11 @@ def _elements(weights: Shapes) -> int:
 
 
 def gathered(model: ModelShapes, units: Mapping[str, int], config: BackendConfig, ranks: int) -> int:
-    """FSDP2 in a pass, whose `units` have so many bytes: the root's weights throughout, those of a unit and of the next
-    one, and, from two ranks on, the flat buffer in which they arrive
-    (torch.distributed.fsdp._fully_shard._fsdp_collectives)."""
+    """Return the bytes of gathered weights in a pass of FSDP2; `units` has the bytes of each unit.
+
+    These are the root, a unit and the next one, and, from two ranks on, the flat all-gather buffer
+    (torch.distributed.fsdp._fully_shard._fsdp_collectives).
+    """
     if not config.reshard_after_forward:
         return sum(units.values())
     root = units[ROOT]
@@ -101,8 +103,8 @@ def _fsdp2(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingSta
         4 * MOMENTS * shards,
         4 * shards,
         _gathered(model, config, ranks),
-        # Gradients in the type of the pass, then a flat float32 buffer, which lives until the next unit's, then this
-        # rank's part of it. A head that is the embedding waits for the root's turn.
+        # Gradients in the dtype of the pass, then a flat float32 buffer, which lives until the next unit's, then this
+        # rank's shard of it. A tied head is reduced with the root.
         head=(4 + width) * head + 4 * math.ceil(own / ranks),
         head_left=4 * own or width * head,
         layer=(8 + width) * layer + 4 * math.ceil(layer / ranks),
@@ -139,10 +141,10 @@ def zero_state(
     head_left: int = 0,
     root: int = 0,
 ) -> TrainingState:
-    """A model under ZeRO, from what DeepSpeed holds of its trained weights and from the bytes of the model itself: of
-    its weights, and of the gradients of its parts in a backward pass."""
+    """Return the memory of a model under ZeRO. The keyword arguments are bytes of the model itself: its weights, and
+    the gradients of its parts in a backward pass."""
     on_host = config.offload_optimizer
-    # With it the gradients of stages 2 and 3 are on the host.
+    # Offloading moves the gradients of stages 2 and 3 to the host.
     kept = 0 if on_host and zero.stage > 1 else zero.gradients
     standing = zero.standing - (zero.share if on_host and zero.stage == 3 else 0)
     return TrainingState(
