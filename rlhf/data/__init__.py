@@ -1,4 +1,4 @@
-"""Prompts: where they come from, how they become tokens, and the cursor over them. Importing this loads no torch."""
+"""Reads prompts, tokenizes them and draws them in order. Importing this loads no torch."""
 
 from rlhf.data.items import DrawnPrompt, Prompt
 from rlhf.data.prompts import PromptSet

@@ -1,6 +1,6 @@
-"""Cached prompt sets: the key that names one, of all that its bits follow from, and how it is made when it is new.
+"""Computes the cache key of a prompt set from all its inputs, and builds the set if it is new.
 
-Hashes of data files are remembered from start to start: a file is read again only when it may have changed.
+The cache remembers the hashes of data files, and reads a file again only if the file may have changed.
 """
 
 import json
@@ -25,20 +25,19 @@ from rlhf.storage.files import make_dir, write_small
 
 CHUNK = 4 << 20
 SETTLED_NS = 2_000_000_000
-"""Age of a file's last change from which another one is certain to give it another time."""
+"""Age of a file's last change after which another change is certain to change the timestamp."""
 FORMAT = 1
 LARGE = 1 << 20
-"""Bytes of data files from which a set is cached: fewer are tokenised sooner than Arrow is imported."""
+"""Bytes of data files above which a set is cached: smaller files are tokenized faster than Arrow is imported."""
 READERS = ("transformers", "tokenizers", "jinja2", "pyarrow")
 
 
 def is_large(sources: Sequence[Source]) -> bool:
-    """Whether the files of the sources together are worth a cache."""
     return sum(path.stat().st_size for source in sources for path in source.files()) >= LARGE
 
 
 def tokenizer_identity(tokenizer: Any) -> list[Any] | None:
-    """All that the tokens of a chat follow from; None for a tokenizer in Python, which cannot be written down whole."""
+    """Return all inputs of a chat's tokens; None for a tokenizer in Python, which has no complete description."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -59,15 +58,15 @@ def cached_prompts(
     limit: LengthLimit,
     read_with: Sequence[Any],
 ) -> MappedPrompts:
-    """The prompts of `sources` in the cache `folder`, tokenised now if they are not there.
+    """Return the prompts of `sources` from the cache `folder`, or tokenize them now.
 
     Args:
         rows: reads the sources.
-        read_with: whatever else `rows` and their tokens follow from, JSON-able.
+        read_with: all other inputs of `rows` and their tokens, as JSON values.
 
     Raises:
-        NotPlain: a row has a value that the cache cannot keep.
-        UserError: any mistake in the data, and a folder that cannot be written.
+        NotPlain: a row has a value that the cache cannot store.
+        UserError: the data has an error, or the folder cannot be written.
     """
     files = [path for source in sources for path in source.files()]
     hashes = [file_hash(path, folder) for path in files]
@@ -88,10 +87,10 @@ def cached_prompts(
 
 
 def file_hash(path: Path, folder: Path, *, again: bool = False) -> str:
-    """The xxh3-128 in hex of a data file, as the cache `folder` remembers it or read now.
+    """Return the xxh3-128 of a data file in hex, from the cache `folder` or by reading the file.
 
-    It is remembered for a file of the same inode, size and times of change, whose last one was over when it was read;
-    with `again` nothing is trusted. Raises UserError for a file that cannot be read.
+    A cached hash needs the same inode, size and times, and a last change well before the file was read. `again` always
+    reads. Raises UserError for a file that cannot be read.
     """
     known = folder / "files" / f"{xxhash.xxh3_128_hexdigest(os.fsencode(path.resolve()))}.json"
     try:
@@ -105,7 +104,7 @@ def file_hash(path: Path, folder: Path, *, again: bool = False) -> str:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. Restore it.") from error
     if started - max(identity[-2:]) > SETTLED_NS:
-        with suppress(OSError):  # costs another reading at the next start
+        with suppress(OSError):  # the next start reads the file again
             make_dir(known.parent)
             write_small(known, json.dumps({"identity": identity, "xxh3_128": digest.hexdigest()}).encode())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Items of the data room: a raw row of any source, the tokenised prompt made from it, and its place in a run."""
+"""A raw row of any source, its tokenized prompt, and the prompt's position in a run."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One problem before tokenisation; `index` is its place in the whole source, `where` names it for a person."""
+    """One problem before tokenization. `index` is its position in the whole source; messages name it with `where`."""
 
     index: int
     where: str
@@ -15,12 +15,12 @@ class Row:
     ground_truth: Any
     extra_info: dict[str, Any]
     columns: dict[str, Any] = field(default_factory=dict)
-    """Further columns that reward functions read."""
+    """More columns that reward functions read."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem as the trainer sees it. `token_ids` has the chat template applied and the generation prompt added."""
+    """One tokenized problem. `token_ids` include the chat template and the generation prompt."""
 
     index: int
     messages: list[dict[str, str]]
@@ -29,12 +29,12 @@ class Prompt:
     ground_truth: Any
     extra_info: dict[str, Any]
     columns: dict[str, Any] = field(default_factory=dict)
-    """As the row's."""
+    """See `Row.columns`."""
 
 
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """A prompt at its place in the stream of all prompts, which is its `uid` for the whole run."""
+    """A prompt with its position in the stream of all prompts, its `uid` for the whole run."""
 
     uid: int
     prompt: Prompt

@@ -1,4 +1,4 @@
-"""Problems of the reasoning-gym library, generated from the run's seed: no file, no download."""
+"""Generates problems with the reasoning-gym library from the run's seed, without files or downloads."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ VAL_SEED_OFFSET = 10_000_019
 
 
 def check_task(task: str, setting: str) -> None:
-    """UserError with the nearest names if reasoning-gym has no such task."""
+    """Raise UserError with the nearest names if reasoning-gym has no such task."""
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
@@ -24,7 +24,7 @@ def check_task(task: str, setting: str) -> None:
 
 
 def make_dataset(data: DataConfig, seed: int, size: int) -> Any:
-    """A reasoning-gym data set of `size` problems; UserError for an unknown task or settings that it refuses."""
+    """Return a reasoning-gym dataset of `size` problems. Raise UserError for an unknown task or wrong settings."""
     from reasoning_gym import create_dataset
     from reasoning_gym.factory import DATASETS
 
@@ -51,17 +51,17 @@ def make_dataset(data: DataConfig, seed: int, size: int) -> Any:
 
 
 def first_row(data: DataConfig, seed: int) -> Row:
-    """The first training problem; raises UserError as `make_dataset`."""
+    """Return the first training problem; raises UserError as `make_dataset`."""
     return _rows(data, [make_dataset(data, seed, data.reasoning_gym.train_size)[0]])[0]
 
 
 def val_rows(data: DataConfig, seed: int) -> list[Row]:
-    """The held-out problems of the run with this `trainer.seed`."""
+    """Return the held-out problems of the run with this `trainer.seed`."""
     return _rows(data, make_dataset(data, VAL_SEED_OFFSET + seed, data.reasoning_gym.val_size))
 
 
 def train_rows(data: DataConfig, seed: int) -> list[Row]:
-    """The training problems: repeats stay, since they are the task's distribution; questions of the held-out set go."""
+    """Return the training problems without held-out questions. Repeats stay, as the task's distribution has them."""
     gym = data.reasoning_gym
     held_out = {row.extra_info["question"] for row in val_rows(data, seed)}
     rows = _rows(data, make_dataset(data, seed, gym.train_size))
@@ -83,7 +83,7 @@ def _rows(data: DataConfig, dataset: Any) -> list[Row]:
             messages=[{"role": "user", "content": entry["question"]}],
             data_source=PREFIX + task,
             ground_truth=entry["answer"],
-            # What `score_answer` needs beside the answer, and the settings that the scoring of a few tasks reads.
+            # Inputs of `score_answer` besides the answer, and the settings that a few tasks' scoring reads.
             extra_info={"question": entry["question"], "metadata": entry["metadata"], "config": settings},
         )
         for index, entry in enumerate(dataset)

@@ -1,11 +1,11 @@
-"""Cache of tokenised prompts: each set is made once on a node, by one process, and mapped by all ranks of all runs.
+"""Caches tokenized prompts: one process per node makes each set, and all ranks of all runs map it into memory.
 
 ```
 <data.cache_dir>/
-  KEY/{prompts.arrow,about.json}   a set, under the hash of all that it follows from; it gets its name when complete
-  KEY.lock                         who makes it holds this
-  files/HASH.json                  the hash of a data file, and the inode, size and times that it had
-  .tmp-KEY-...                     in the making, or left by a kill; the next one who makes the set removes it
+  KEY/{prompts.arrow,about.json}   a set, under the hash of all its inputs; renamed to KEY when complete
+  KEY.lock                         locked by the process that makes the set
+  files/HASH.json                  the hash of a data file, with the inode, size and times at that time
+  .tmp-KEY-...                     unfinished, perhaps after a kill; the next process that makes the set removes it
 ```
 """
 
@@ -30,7 +30,7 @@ STALLED_S = 600.0
 
 
 def cache_folder(setting: str | None) -> Path:
-    """The folder that `data.cache_dir` names or, if it is null, one beside the data sets that Hugging Face keeps."""
+    """Return the folder of `data.cache_dir`, or if null, one beside Hugging Face's cached datasets."""
     if setting is not None:
         return Path(setting).expanduser()
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
@@ -38,16 +38,15 @@ def cache_folder(setting: str | None) -> Path:
 
 
 def open_or_make(folder: Path, key: str, make: Callable[[Path], None]) -> MappedPrompts:
-    """The set `key` of the cache `folder`; `make` writes it to the folder it is given if there is none yet.
+    """Return the set `key` of the cache `folder`; if missing, the first process has `make` write it, and others wait.
 
-    One process makes it, whichever comes first; the others wait as long as it moves on. Raises UserError when it does
-    not for STALLED_S, and when the disk refuses what is written; and what `make` raises.
+    Raises UserError if nothing was written for STALLED_S or the folder cannot be written; and any error of `make`.
     """
     entry, told, moved, seen = folder / key, False, time.monotonic(), -1
     while (prompts := _opened(entry)) is None:
         with _writable(folder), _lock(folder, key) as mine:
             if mine:
-                # Another may have been the last to hold the lock.
+                # Another process may have made the set before this one got the lock.
                 prompts = _opened(entry)
                 return _made(entry, make) if prompts is None else prompts
         if (size := _size_in_the_making(folder, key)) != seen:
@@ -91,12 +90,12 @@ def _made(entry: Path, make: Callable[[Path], None]) -> MappedPrompts:
     if entry.exists():
         rename(entry, entry.with_name(fresh_name(TEMPORARY, entry.name)))
     for leftover in _in_the_making(entry.parent, entry.name):
-        remove_dir(leftover, ignore_errors=True)  # a file that is still open over NFS stops nobody
+        remove_dir(leftover, ignore_errors=True)  # over NFS, a file that is still open cannot be removed
     temporary = entry.with_name(fresh_name(TEMPORARY, entry.name))
     log.info("Tokenising the prompts into %s; later starts will find them there.", entry)
     try:
         make(temporary)
-        rename(temporary, entry)  # not synced: what a power cut takes or tears is made again
+        rename(temporary, entry)  # not synced: after a power cut, a lost or torn set is made again
     except BaseException:
         remove_dir(temporary, ignore_errors=True)
         raise

@@ -1,8 +1,8 @@
-"""File of tokenised prompts in Arrow's streaming format, as `datasets.Dataset.from_file` reads it; mapped, not loaded.
+"""Stores tokenized prompts in Arrow's streaming format (`datasets.Dataset.from_file` reads it), mapped into memory.
 
-Columns: `index` (of the row in its source), `row` (JSON: messages, data source, reference answer, extra info, the
-further columns that rewards read, if any), `token_ids`, and `check`, the xxh3-64 of the other three, which is compared
-whenever a row is read. Nothing in it is code, and no rank holds more of it than the rows in its hands.
+Columns: `index` (of the row in its source), `row` (JSON: messages, data source, reference answer, extra info, and
+columns for rewards, if any), `token_ids`, and `check`, the xxh3-64 of the other three, which every read verifies. The
+file contains no code, and a rank loads only the rows in use.
 """
 
 import json
@@ -25,17 +25,17 @@ PLAIN = (str, int, float, bool, type(None))
 
 
 class NotPlain(Exception):
-    """A row with a value that JSON lacks, such as a date, so that what is read back would not be equal."""
+    """A row has a value that JSON lacks, such as a date, so the value would be read back changed."""
 
 
 class DamagedPrompts(Exception):
-    """A file of prompts is not as it was written."""
+    """A file of prompts differs from the file that was written."""
 
 
 def write_prompts(folder: Path, prompts: Iterable[tuple[Row, list[int]]], lengths: Lengths) -> bool:
-    """Write `prompts` and what is known of them to `folder`; `lengths` is that of `LengthLimit.tokenized`.
+    """Write `prompts` and their metadata to `folder`, and return True; `lengths` is that of `LengthLimit.tokenized`.
 
-    False, and the folder says no more than that, for prompts that it cannot keep.
+    For prompts that the file cannot store, write only this fact and return False.
     """
     digest, counted = RowsHash(), _Count()
     try:
@@ -69,7 +69,7 @@ class _Count:
 
 
 class _Sink:
-    """A file for Arrow to write to that keeps the bytes until they are taken."""
+    """A file object for Arrow that buffers bytes until `take`."""
 
     closed = False
 
@@ -141,11 +141,8 @@ def _not_plain(value: Any) -> type | None:
 
 
 class MappedPrompts:
-    """The prompts of a folder that `write_prompts` wrote.
-
-    Raises FileNotFoundError when there is none, DamagedPrompts when it is not whole, NotPlain when it could not keep
-    them.
-    """
+    """The prompts of a folder that `write_prompts` wrote. Raises FileNotFoundError if there are none, DamagedPrompts
+    for an incomplete file, NotPlain if the file could not store the prompts."""
 
     def __init__(self, folder: Path) -> None:
         import pyarrow as pa
@@ -162,13 +159,13 @@ class MappedPrompts:
             )
             if (size := self._path.stat().st_size) != about["size"]:
                 raise DamagedPrompts(f"{self._path} has {size} bytes instead of {about['size']}")
-            # Zero-copy: what is read are the headers of the batches.
+            # Zero-copy: reads only the headers of the batches.
             reader = pa.ipc.open_stream(pa.memory_map(str(self._path)))
             if not reader.schema.equals(_schema()):
                 raise DamagedPrompts(f"{self._path} has other columns")
             self._batches = list(reader)
         except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # the disk's; Arrow's have no number
+            if isinstance(error, OSError) and error.errno is not None:  # Arrow's own errors have no errno
                 raise
             raise DamagedPrompts(f"{folder} cannot be read: {error}") from error
         if [batch.num_rows for batch in self._batches[:-1]] != [BATCH] * (len(self._batches) - 1) or (
@@ -198,8 +195,8 @@ class MappedPrompts:
 
 
 def _value(buffers: list[Any], j: int, offset_type: str, value_type: str) -> np.ndarray:
-    """Entry `j` of a column of texts or lists, through NumPy, which never reads beyond a buffer, as damaged offsets
-    would make Arrow do."""
+    """Return entry `j` of a column of texts or lists. NumPy never reads beyond a buffer; with damaged offsets Arrow
+    would."""
     _, offsets, values = buffers
     start, end = map(int, np.frombuffer(offsets, offset_type)[j : j + 2])
     found = np.frombuffer(values, value_type)[start:end] if values is not None else np.empty(0, value_type)

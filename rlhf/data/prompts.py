@@ -1,4 +1,4 @@
-"""Prompts of a source as tokens: a sequence, in the memory of this rank or mapped from a file that all ranks share."""
+"""A sequence of tokenized prompts, in this rank's memory or mapped from a file that all ranks share."""
 
 import json
 from collections.abc import Iterable
@@ -13,10 +13,10 @@ from rlhf.data.tokens import LengthLimit, Lengths
 
 
 class StoredPrompts(Protocol):
-    """The prompts that the over-long policy has left, wherever they lie."""
+    """The prompts that remain after the over-long policy, in memory or on disk."""
 
     fingerprint: str
-    """The `RowsHash` of them."""
+    """The prompts' `RowsHash`."""
     lengths: Lengths
 
     def __len__(self) -> int: ...
@@ -27,8 +27,8 @@ class StoredPrompts(Protocol):
 class PromptSet:
     """A sequence of `Prompt`s.
 
-    dropped, truncated: prompts that the over-long policy removed or shortened. fingerprint: a hash of the rows that are
-    left. Raises UserError if the policy leaves nothing or says so.
+    dropped, truncated: number of prompts that the over-long policy removed or shortened. fingerprint: a hash of the
+    remaining rows. Raises UserError if none remain, or if the policy is `error`.
     """
 
     def __init__(self, stored: StoredPrompts, limit: LengthLimit):
@@ -41,12 +41,12 @@ class PromptSet:
 
     @classmethod
     def in_memory(cls, rows: Iterable[Row], tokenizer: Any, limit: LengthLimit) -> "PromptSet":
-        """The prompts of `rows`, tokenised now and held by this rank alone."""
+        """Return the prompts of `rows`, tokenized now, in the memory of this rank."""
         return cls(PromptsInMemory(rows, tokenizer, limit), limit)
 
     @property
     def counted(self) -> str:
-        """The prompts, and of how many where the others were dropped, for people."""
+        """Return the number of prompts, and of dropped ones, for the terminal."""
         count = f"{len(self):,}"
         if not self.dropped:
             return count
@@ -62,7 +62,7 @@ class PromptSet:
 
 
 class PromptsInMemory:
-    """Rows as they are, and their tokens."""
+    """Stores rows and their tokens in memory."""
 
     def __init__(self, rows: Iterable[Row], tokenizer: Any, limit: LengthLimit):
         self.lengths, self._rows = Lengths(), list[Row]()
@@ -95,13 +95,13 @@ class PromptsInMemory:
 
 
 class RowsHash:
-    """The xxh3-128 of rows in their order, by all that a run can see of them."""
+    """Hashes rows in order (xxh3-128), by all fields that can affect a run."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
 
     def add(self, row: Row) -> str:
-        """Take in the next row; returns it as the JSON that is hashed."""
+        """Add the next row and return the JSON that is hashed."""
         facts = (
             row.messages,
             row.data_source,
@@ -115,5 +115,4 @@ class RowsHash:
         return text
 
     def hexdigest(self) -> str:
-        """The hash so far."""
         return self._digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Records from JSONL, JSON and CSV files in UTF-8, with or without a byte-order mark."""
+"""Reads records from JSONL, JSON and CSV files in UTF-8, with or without a byte-order mark."""
 
 import csv
 import json
@@ -11,14 +11,14 @@ from typing import Any
 from rlhf.errors import UserError
 
 Record = tuple[str, dict[str, Any]]
-"""The place of the record, for a person, and its columns."""
+"""The location of the record, for messages, and its columns."""
 ENCODING = "utf-8-sig"
 BROKEN = (ValueError, RecursionError)
-"""Errors of `json.loads` on a text: no JSON, a number that is too long, lists in lists without end."""
+"""Errors of `json.loads`: invalid JSON, a number that is too long, endlessly nested lists."""
 
 
 def jsonl_records(setting: str, path: Path) -> Iterator[Record]:
-    """An object on each line; empty lines count as nothing. Raises UserError with the line."""
+    """Yield the object on each line, without empty lines. Raise UserError with the line."""
     number = 0
     with _reading(setting, path, lambda: number), path.open(encoding=ENCODING) as file:
         for number, line in enumerate(file, start=1):
@@ -37,7 +37,7 @@ def jsonl_records(setting: str, path: Path) -> Iterator[Record]:
 
 
 def json_records(setting: str, path: Path) -> Iterator[Record]:
-    """The objects of one list, or, where the file begins otherwise, of its lines. Raises UserError with the place."""
+    """Yield the objects of a list, or, if the file is no list, of its lines. Raise UserError with the location."""
     with _reading(setting, path, lambda: 0):
         text = path.read_text(encoding=ENCODING)
     if not text.lstrip().startswith("["):
@@ -55,8 +55,7 @@ def json_records(setting: str, path: Path) -> Iterator[Record]:
 
 
 def csv_records(setting: str, path: Path) -> Iterator[Record]:
-    """The rows below a line of names; every value is a text, and an empty one is none. Raises UserError with the
-    line."""
+    """Yield the rows below the header; values are text, and empty values None. Raise UserError with the line."""
     number = 0
     csv.field_size_limit(sys.maxsize)
     with _reading(setting, path, lambda: number), path.open(encoding=ENCODING, newline="") as file:
@@ -114,7 +113,7 @@ def _reading(setting: str, path: Path, line: Any) -> Iterator[None]:
 
 
 def form_of(path: Path) -> str | None:
-    """The extension that fits how the file begins, where that says it."""
+    """Return the extension that fits the first bytes of the file, or None."""
     with path.open("rb") as file:
         start = file.read(6)
     forms = {

@@ -1,7 +1,4 @@
-"""Records from parquet, JSONL, JSON and CSV files, globs and Hub data sets.
-
-Nothing here runs code that comes with the data.
-"""
+"""Reads records from parquet, JSONL, JSON and CSV files, globs and Hub datasets. Runs no code from the data."""
 
 import glob
 import logging
@@ -28,7 +25,7 @@ HUB_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Source:
-    """One file, or one Hub data set `org/name`, `org/name:config`, `org/name@split` or `org/name:config@split`."""
+    """One file, or one Hub dataset `org/name`, `org/name:config`, `org/name@split` or `org/name:config@split`."""
 
     setting: str
     spec: str
@@ -37,24 +34,25 @@ class Source:
 
     @property
     def label(self) -> str:
-        """The `data_source` of rows that do not say it themselves."""
+        """Return the `data_source` of rows without their own."""
         if self.path is not None and (file := self.path.resolve()).suffix == self.path.suffix:
-            return file.stem  # by whatever link it is reached; files in the Hub's cache have their names in the links
+            return file.stem  # of the link's target, except in the Hub's cache, where only links have names
         return self.path.stem if self.path else self.spec.partition("@")[0].partition(":")[0]
 
     @cached_property
     def hub_split(self) -> Any:
-        """The split of a Hub data set."""
         return _hub_split(self)
 
     def files(self) -> list[Path]:
-        """The local files that the records come from; of a Hub data set those of its cache, none if it is elsewhere."""
+        """Return the local files of the records; for a Hub dataset its cache files, or none if the data is
+        elsewhere."""
         if self.path is not None:
             return [self.path]
         return [Path(file["filename"]) for file in self.hub_split.cache_files]
 
     def records(self, prompt_key: str, answer_key: str, wanted: WantedColumns) -> Iterator[Record]:
-        """The records in order; parquet files are read by the columns that the trainer and the rewards use."""
+        """Yield the records in order. From parquet files, read only the columns that the trainer and the rewards
+        use."""
         if self.path is None:
             return ((f"{self.setting}: {self.spec} row {n}", record) for n, record in enumerate(self.hub_split))
         if self.path.suffix == ".parquet":
@@ -65,7 +63,7 @@ class Source:
 
 
 def resolve(setting: str, value: Any, default_split: str) -> list[Source]:
-    """The sources that `data.*_files` names, globs expanded in sorted order; UserError if one leads nowhere."""
+    """Return the sources of `data.*_files`, with globs in sorted order. Raise UserError for a missing source."""
     specs = [value] if isinstance(value, str) else value
     if not isinstance(specs, Sequence) or not specs or not all(isinstance(s, str) and s for s in specs):
         raise UserError(f"{setting}={value!r} must be a file, a glob, a Hub name or a non-empty list of them.")
@@ -114,7 +112,7 @@ def _parquet_records(source: Source, wanted: Callable[[str], bool]) -> Iterator[
     try:
         with pq.ParquetFile(source.path) as file:
             names = file.schema_arrow.names
-            # Without any column of ours the error of parse_row should see all of them; usually they are many and wide.
+            # Without a known column, read all, for the error message of parse_row.
             columns = [name for name in names if wanted(name)] or names
             for batch in file.iter_batches(batch_size=1000, columns=columns):
                 for record in batch.to_pylist():
@@ -143,7 +141,7 @@ def _hub_split(source: Source) -> Any:
 
 
 def _load_from_hub(source: Source, path: str, config: str | None) -> Any:
-    """Every split of a Hub data set, from the network or else from the local cache; UserError if neither has it."""
+    """Return all splits of a Hub dataset, from the network or the local cache; UserError if neither has it."""
     import datasets
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -156,13 +154,13 @@ def _load_from_hub(source: Source, path: str, config: str | None) -> Any:
             f"{source.setting}={source.spec}: there is no such local file, and no such data set on the Hub that you "
             f"may read. Correct the name, or log in with `hf auth login` if it is private or gated."
         ) from error
-    # Which class a lost network raises depends on the Hub library's version; the reason is told below.
+    # The class of network errors depends on the Hub library's version. The messages below have the reason.
     except Exception as error:
         unreachable = error
     try:
         if unreachable is None:
             return datasets.load_dataset(path, config)
-        # load_dataset alone retries for half a minute before it looks at the cache: hence the probe above.
+        # Without the probe above, load_dataset retries for half a minute before it reads the cache.
         with _offline():
             return datasets.load_dataset(path, config)
     except (ValueError, FileNotFoundError, ConnectionError) as error:

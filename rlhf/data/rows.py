@@ -1,4 +1,4 @@
-"""Rows from the records of a file or Hub data set: verl's columns or a plain prompt and answer, each checked."""
+"""Checks the records of a file or Hub dataset, and converts verl's columns or a plain prompt and answer to rows."""
 
 import difflib
 import math
@@ -13,13 +13,13 @@ VERL_COLUMNS = ("data_source", "reward_model", "extra_info")
 
 
 def suggestion(name: str, choices: Iterable[str]) -> str:
-    """ " Did you mean ...?" with the closest of `choices`, or nothing."""
+    """Return " Did you mean ...?" with the closest of `choices`, or an empty text."""
     close = difflib.get_close_matches(name, list(choices), n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for an error message."""
+    """Return names for an error message."""
     return ", ".join(names) or "none"
 
 
@@ -32,10 +32,7 @@ def parse_row(
     answer_key: str,
     need_answer: bool,
 ) -> Row:
-    """Check one record and bring it into the common form.
-
-    Raises UserError, naming `where`, for a missing column or a cell of the wrong type.
-    """
+    """Check one record and convert it to a row. Raise UserError with `where` for a missing column or a wrong type."""
     if prompt_key not in record:
         raise UserError(
             f"{where}: no column {prompt_key!r} (data.prompt_key); it has {listed(record)}."
@@ -81,7 +78,7 @@ def _asking(messages: list[dict[str, str]], where: str, prompt_key: str) -> list
 
 
 def with_system_prompt(row: Row, text: str | None) -> Row:
-    """The row with `text` as its system message, unless it begins with one of its own."""
+    """Return the row with `text` as its system message, unless it has one."""
     if text is None or row.messages[0]["role"] == "system":
         return row
     return replace(row, messages=[{"role": "system", "content": text}, *row.messages])
@@ -115,7 +112,7 @@ def _ground_truth(record: Mapping[str, Any], where: str, answer_key: str, need_a
 
 
 def _is_null(value: Any) -> bool:
-    """Whether a cell is empty: None, or the NaN that pandas writes for it."""
+    """Return whether a cell is empty: None, or pandas' NaN."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 

@@ -1,4 +1,4 @@
-"""Prompt sets from the `data` settings, and early checks of the same sources before anything heavy is loaded."""
+"""Builds prompt sets from the `data` settings, and checks the sources before models load."""
 
 import logging
 import time
@@ -25,20 +25,20 @@ from rlhf.reward import WantedColumns
 log = logging.getLogger(__name__)
 
 EARLY_S = 0.7
-"""Seconds for which the rows of a set are looked through before anything is loaded; the ranks look at all of them."""
+"""Seconds to check rows of a set before models load. The ranks check all rows."""
 
 _TRAIN, _VAL, _GYM = "data.train_files", "data.val_files", "data.reasoning_gym"
 
 
 def build_train_set(data: DataConfig, reward: RewardConfig, seed: int, tokenizer: Any) -> PromptSet:
-    """The training prompts, tokenised.
+    """Return the tokenized training prompts.
 
     Args:
-        reward: its functions say whether rows need an answer, and which further columns.
-        seed: `trainer.seed`, from which generated problems follow.
+        reward: its functions decide whether rows need an answer, and which other columns.
+        seed: `trainer.seed`, for generated problems.
 
     Raises:
-        UserError: any mistake in settings or data.
+        UserError: any error in settings or data.
     """
     if data.train_files is None:
         return _gym_set(data, reward, tokenizer, procedural.train_rows(data, seed)[: data.train_max_samples])
@@ -46,7 +46,7 @@ def build_train_set(data: DataConfig, reward: RewardConfig, seed: int, tokenizer
 
 
 def build_val_set(data: DataConfig, reward: RewardConfig, seed: int, tokenizer: Any) -> PromptSet | None:
-    """The held-out prompts, or None if `data` names none; arguments and errors as of `build_train_set`."""
+    """Return the held-out prompts, or None if `data` has none; arguments and errors as `build_train_set`."""
     if data.val_files is not None:
         return _file_set(data, reward, _VAL, data.val_max_samples, tokenizer)
     if data.train_files is not None:
@@ -55,10 +55,10 @@ def build_val_set(data: DataConfig, reward: RewardConfig, seed: int, tokenizer: 
 
 
 def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row:
-    """Find what can be found without a tokenizer: names, files, extensions, columns, a reward that does not fit.
+    """Check names, files, extensions, columns and rewards, as far as possible without a tokenizer.
 
-    Reads one row of each source, and all rows of local files as far as EARLY_S goes. A Hub data set is loaded (and so
-    downloaded once, before the ranks ask for it). Returns the first training row. Raises UserError.
+    Reads one row of each source, then rows of local files for up to EARLY_S. Loads a Hub dataset, so that it is
+    downloaded once, before the ranks need it. Returns the first training row. Raises UserError.
     """
     firsts: list[Row] = []
     wanted = ((_TRAIN, data.train_files, data.train_max_samples), (_VAL, data.val_files, data.val_max_samples))
@@ -136,12 +136,12 @@ def _read(data: DataConfig, reward: RewardConfig, sources: list[Source]) -> Iter
 
 
 def _need_answer(rewards: Sequence[str]) -> bool:
-    # A function of the user's and a reward model may judge without a reference answer; the named verifiers cannot.
+    # User functions and reward models can score without a reference answer; the named verifiers cannot.
     return not set(VERIFIERS).isdisjoint(rewards)
 
 
 def _checked_by(rewards: Sequence[str]) -> str | None:
-    """The release of the library whose tasks rows are compared with."""
+    """Return the release of reasoning-gym, if it checks rows."""
     return version("reasoning-gym") if "reasoning_gym" in rewards else None
 
 

@@ -1,4 +1,4 @@
-"""The endless, shuffled stream of training prompts, whose whole state is one number."""
+"""Draws training prompts in an endless shuffled stream, whose whole state is one number."""
 
 import logging
 from typing import Any
@@ -13,9 +13,9 @@ log = logging.getLogger(__name__)
 
 
 class PromptStream:
-    """Walks over `prompts` for ever; the order of an epoch follows from (seed, epoch) alone.
+    """Draws from `prompts` without end. The order of an epoch depends only on (seed, epoch).
 
-    `allow_change` lets a saved state go on with other prompts than those that it was taken on.
+    `allow_change` lets a saved state continue with other prompts than those of the checkpoint.
     """
 
     def __init__(self, prompts: PromptSet, seed: int, shuffle: bool, *, allow_change: bool = False):
@@ -25,36 +25,33 @@ class PromptStream:
 
     @property
     def epochs(self) -> float:
-        """Passes over the prompts before the next one; without the fraction, the epoch that it belongs to."""
+        """Return the passes over the prompts so far; the integer part is the next prompt's epoch."""
         return self._consumed / len(self._prompts)
 
     def next(self, n: int) -> list[DrawnPrompt]:
-        """The next `n` prompts."""
+        """Return the next `n` prompts."""
         positions = range(self._consumed, self._consumed + n)
         drawn = [DrawnPrompt(position, self.at(position)) for position in positions]
         self._consumed += n
         return drawn
 
     def at(self, position: int) -> Prompt:
-        """The prompt at a place of the stream."""
+        """Return the prompt at a position of the stream."""
         epoch, offset = divmod(position, len(self._prompts))
         if not self._shuffle:
             return self._prompts[offset]
         if epoch != self._order_epoch:
-            # Sorting raw bits instead of Generator.permutation: NumPy guarantees only the bits across its versions.
+            # Sorts raw bits instead of Generator.permutation: only the bits are the same in all versions of NumPy.
             bits = np.random.Philox(key=[self._seed, epoch]).random_raw(len(self._prompts))
             self._order_epoch, self._order = epoch, np.argsort(bits, kind="stable")
         return self._prompts[int(self._order[offset])]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the future of the stream depends on, as plain JSON values."""
+        """Return all state of the stream as plain JSON values."""
         return {"consumed": self._consumed, "fingerprint": self._prompts.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
-
-        Raises UserError if the prompts are not the ones that it was taken on, unless `allow_change`.
-        """
+        """Continue from `state`. Raise UserError if the prompts differ from the state's, unless `allow_change`."""
         if state["fingerprint"] != self._prompts.fingerprint:
             message = (
                 f"The training prompts (data.train_files or data.reasoning_gym) are not those of the checkpoint: "

@@ -1,4 +1,4 @@
-"""Tokens of prompts: the chat template applied, and the policy for those that are too long, with its counts."""
+"""Applies the chat template to prompts, and the policy for over-long prompts, and counts them."""
 
 import logging
 import re
@@ -14,14 +14,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _RAISED_BY_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""Errors of Python's in the expressions of a template, beside Jinja's own."""
+"""Python's errors in template expressions, besides Jinja's own."""
 BATCH = 1000
-"""Rows that are tokenised at a time."""
+"""Rows to tokenize at a time."""
 REMEDY = "Raise data.max_prompt_length, or set data.overlong_prompts"
 
 
 def in_batches(items: Iterable[T]) -> Iterator[list[T]]:
-    """Lists of BATCH items; the last may be shorter."""
+    """Yield lists of BATCH items; the last may be shorter."""
     iterator = iter(items)
     while batch := list(islice(iterator, BATCH)):
         yield batch
@@ -29,7 +29,7 @@ def in_batches(items: Iterable[T]) -> Iterator[list[T]]:
 
 @dataclass
 class Lengths:
-    """Counts of rows: all, those above the limit, and the tokens of the longest of these."""
+    """Counts of all rows and of rows above the limit, and the tokens of the longest row above it."""
 
     rows: int = 0
     too_long: int = 0
@@ -38,7 +38,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The over-long policy: `data.max_prompt_length`, `data.overlong_prompts`, and the setting that names the rows."""
+    """The over-long policy: `data.max_prompt_length`, `data.overlong_prompts`, and the setting of the rows' source."""
 
     max_prompt_length: int
     overlong: str
@@ -47,9 +47,9 @@ class LengthLimit:
     """`data.apply_chat_template_kwargs`."""
 
     def tokenized(self, rows: Iterable[Row], tokenizer: Any, lengths: Lengths) -> Iterator[tuple[Row, list[int]]]:
-        """The rows that the policy leaves, in their order, with their token ids; all are counted in `lengths`.
+        """Yield the remaining rows in order, with token ids; `lengths` counts all rows.
 
-        Raises UserError if the tokenizer has no chat template or refuses a chat.
+        Raises UserError if the tokenizer has no chat template or the template rejects a chat.
         """
         for row, token_ids in _tokenized(rows, tokenizer, self.template_variables):
             lengths.rows += 1
@@ -62,7 +62,7 @@ class LengthLimit:
             yield row, token_ids
 
     def check(self, lengths: Lengths) -> None:
-        """Raise UserError if the policy leaves nothing or refuses the set."""
+        """Raise UserError if no prompts remain, or if the policy is `error`."""
         if lengths.too_long and self.overlong == "error":
             raise UserError(
                 f"{self._facts(lengths)}, and data.overlong_prompts=error. {REMEDY} to filter, left, right or middle."
@@ -74,7 +74,7 @@ class LengthLimit:
             )
 
     def warn(self, lengths: Lengths) -> None:
-        """One warning with what the policy has done, if it had to."""
+        """Log one warning if prompts were dropped or truncated."""
         if lengths.too_long and self.overlong == "filter":
             log.warning("%s; dropped.", self._facts(lengths))
         elif lengths.too_long:
@@ -89,7 +89,7 @@ class LengthLimit:
 
 
 def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
-    """Cut at `side`, as verl's `truncation` does: "left" keeps the end, "right" the start, "middle" half of each."""
+    """Truncate at `side`, as verl's `truncation`: "left" keeps the end, "right" the start, "middle" half of each."""
     if side == "left":
         return token_ids[-limit:]
     if side == "right":
@@ -112,7 +112,7 @@ def _tokenized(rows: Iterable[Row], tokenizer: Any, variables: Mapping[str, Any]
         try:
             ids = tokenizer.apply_chat_template([row.messages for row in part], **options)["input_ids"]
         except (jinja2.TemplateError, *_RAISED_BY_TEMPLATES):
-            # Again one by one, to name the row.
+            # One by one, for the row in the message.
             ids = [_tokenize_one(row, tokenizer, options) for row in part]
         if empty := [row for row, tokens in zip(part, ids, strict=True) if not tokens]:
             raise UserError(
