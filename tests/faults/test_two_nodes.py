@@ -150,7 +150,7 @@ def test_a_hang_on_one_node_is_found_on_both_and_the_run_is_restarted(tmp_path, 
     hang = hangs(tmp_path, ("rollout.after", 2, 1, "sleep_forever"))
     ends = train_on(nodes, sums, hang, "trainer.watchdog_timeout_s=15", restarts=2)
     assert [end.code for end in ends] == [0, 0], ends
-    waiting, hung = (end.output.split("watchdog: Hang: ")[1:] for end in ends)
+    waiting, hung = (end.output.split("watchdog: error: Hang: ")[1:] for end in ends)
     assert len(waiting) == len(hung) == 1, ends
     assert waiting[0].startswith("rank 0: no progress for ")
     assert "/torch/distributed/" in waiting[0]
