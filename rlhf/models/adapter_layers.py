@@ -17,8 +17,7 @@ from rlhf.models.adapter_targets import chosen_layers, largest_rank, name_matche
 from rlhf.models.merged_weight import Factors, output_norms
 from rlhf.models.skeleton import cast_parameters
 
-ADAPTER = "default"
-"""Name of the only adapter of a model, peft's default."""
+ADAPTER = "default"  # name of the only adapter of a model, peft's default
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 """Suffixes of an adapter's tensor names, as in peft's files."""
 T = TypeVar("T")
@@ -133,11 +132,9 @@ class AdaptedLayer:
 
 
 class Adapters:
-    """Maps names of a model with adapters to names in checkpoints, and merges adapters into copies of the weights.
-
-    In checkpoints, frozen weights have their names without adapters. The adapter of the weight `X.weight` has peft's
-    names without the prefix: `X.lora_A.weight`, `X.lora_B.weight`, and with DoRA `X.lora_magnitude_vector`.
-    """
+    """Maps names of a model with adapters to names in checkpoints, and merges adapters into copies of the weights. In
+    checkpoints, frozen weights have their names without adapters. The adapter of the weight `X.weight` has peft's names
+    without the prefix: `X.lora_A.weight`, `X.lora_B.weight`, and with DoRA `X.lora_magnitude_vector`."""
 
     def __init__(self, layers: Mapping[str, AdaptedLayer]) -> None:
         self._layers = layers

@@ -23,11 +23,9 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 @torch.no_grad()
 def fill_from_seed(shards: Shards, seed: int) -> None:
-    """Fill this rank's slices of the adapters as peft does: A uniform (Kaiming, a = sqrt(5)), B zero.
-
-    The model's outputs stay those of the base. Magnitudes stay unchanged. Values depend only on `seed` and the
-    tensor's name, not on the number of ranks or the engine.
-    """
+    """Fill this rank's slices of the adapters as peft does: A uniform (Kaiming, a = sqrt(5)), B zero. The model's
+    outputs stay those of the base. Magnitudes stay unchanged. Values depend only on `seed` and the tensor's name, not
+    on the number of ranks or the engine."""
     for name, shard in shards.items():
         if name.endswith(A):
             generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1)

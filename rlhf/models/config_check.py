@@ -20,10 +20,8 @@ _WHAT = {CAUSAL: "generates text from text (a causal LM)", CLASSIFIER: "gives a 
 
 def check_policy(name: str, trust_remote_code: bool, max_prompt: int, max_response: int) -> None:
     """Raise UserError unless the folder `name` has a causal LM that transformers supports, not quantised, with enough
-    positions for prompts and responses of these lengths in tokens.
-
-    All three checks accept a Hub name, and an architecture with code of its own if `trust_remote_code`.
-    """
+    positions for prompts and responses of these lengths in tokens. All three checks accept a Hub name, and an
+    architecture with code of its own if `trust_remote_code`."""
     _check_architecture("model.path", name, trust_remote_code, CAUSAL)
     if (config := read_object(Path(name).expanduser() / "config.json")) is not None:
         check_not_quantised(name, config.get("quantization_config"))

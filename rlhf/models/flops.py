@@ -56,16 +56,11 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 class UpdateFlops:
     """Counts the operations of a forward and backward pass through a dense causal transformer."""
 
-    body: int
-    """Number of weights in matrix products that process every token."""
-    head: int
-    """Number of weights of the head, which processes response tokens only."""
-    attention: int
-    """Layers x heads x head size; each pair of tokens needs two products of this size."""
-    frozen_body: int = 0
-    """Frozen weights of `body`, which need no weight gradient."""
-    frozen_head: int = 0
-    """Frozen weights of `head`."""
+    body: int  # number of weights in matrix products that process every token
+    head: int  # number of weights of the head, which processes response tokens only
+    attention: int  # layers x heads x head size; each pair of tokens needs two products of this size
+    frozen_body: int = 0  # frozen weights of `body`, which need no weight gradient
+    frozen_head: int = 0  # frozen weights of `head`
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "UpdateFlops | None":

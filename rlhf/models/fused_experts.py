@@ -30,11 +30,9 @@ get_checkpoint_conversion_mapping("")
 def fuse_experts(
     headers: Mapping[str, FileTensor], hf_config: PretrainedConfig
 ) -> tuple[dict[str, FileTensor], dict[str, list[FilePart]]]:
-    """Replace the tensors that transformers would fuse for `hf_config` by one tensor each, under the model's name.
-
-    Only fusions that keep every file tensor contiguous: stacked experts ([E, rows, columns]), and stacks joined along
-    the rows (gate and up: [E, 2 * rows, columns]). Returns all headers, and the parts of each fused tensor.
-    """
+    """Replace the tensors that transformers would fuse for `hf_config` by one tensor each, under the model's name. Only
+    fusions that keep every file tensor contiguous: stacked experts ([E, rows, columns]), and stacks joined along the
+    rows (gate and up: [E, 2 * rows, columns]). Returns all headers, and the parts of each fused tensor."""
     mapping = get_checkpoint_conversion_mapping(hf_config.model_type) or []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

@@ -42,8 +42,7 @@ class ModelSource:
     revision: str | None = None
     trust_remote_code: bool = False
     attn_implementation: str = "sdpa"
-    chat_template: str | None = None
-    """Path of a Jinja file (`model.chat_template`)."""
+    chat_template: str | None = None  # path of a Jinja file (`model.chat_template`)
 
     def __str__(self) -> str:
         return f"{self.setting}={self.path}"

@@ -16,10 +16,8 @@ from rlhf.algorithms.token_log_probs import Finish, token_log_probs
 class Targets:
     """M tokens whose log-probs are needed."""
 
-    index: Tensor
-    """[M] int64: the position that predicts each token, in the flattened [N, L] input."""
-    labels: Tensor
-    """[M] int64: token ids."""
+    index: Tensor  # [M] int64: the position that predicts each token, in the flattened [N, L] input
+    labels: Tensor  # [M] int64: token ids
     temperature: float
     with_entropy: bool
 
@@ -47,11 +45,9 @@ class LogProbHead(nn.Linear):
 
 
 class LogProbModel(nn.Module):
-    """Mixin for a causal LM: with `targets`, `forward` returns log-probs and entropies, else the usual output.
-
-    Trunk, head and mixin are called as modules: engines that shard weights gather them in hooks around such calls,
-    forward and backward.
-    """
+    """Mixin for a causal LM: with `targets`, `forward` returns log-probs and entropies, else the usual output. Trunk,
+    head and mixin are called as modules: engines that shard weights gather them in hooks around such calls, forward and
+    backward."""
 
     whole_logits: str | None
     """Reason why the logits of all targets are computed at once; None if they are computed in chunks."""

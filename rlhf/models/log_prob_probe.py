@@ -14,8 +14,7 @@ log = logging.getLogger(__name__)
 
 TOKENS = 8
 TOLERANCES = {torch.float32: 1e-3}
-LARGE = 0.25
-"""Tolerance in half precision, where logits of 16 or more are already off by more than 0.05."""
+LARGE = 0.25  # tolerance in half precision, where logits of 16 or more are already off by more than 0.05
 
 
 @torch.no_grad()

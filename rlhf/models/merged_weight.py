@@ -25,10 +25,8 @@ class Factors:
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return W + scaling * B A as a new float32 tensor. With a DoRA magnitude m (arXiv 2402.09353, equation 5),
-        return m (W + scaling * B A) / ||W + scaling * B A||, with the norm over each output's weights.
-
-        Equal to peft's `merge_and_unload` in float32, bit for bit.
-        """
+        return m (W + scaling * B A) / ||W + scaling * B A||, with the norm over each output's weights. Equal to peft's
+        `merge_and_unload` in float32, bit for bit."""
         product = (self.b.float() @ self.a.float()).mul_(self.scaling)
         whole = torch.add(weight.float(), product.T if self.transposed else product)
         if self.magnitude is None:

@@ -47,10 +47,8 @@ class ModelFiles:
     """Access of this rank to a model's files."""
 
     source: ModelSource
-    folder: Path
-    """The model's folder, or this rank's own folder with copies of the small files."""
-    reader: int | None
-    """Rank that reads the weights for all; None if each rank reads what it needs."""
+    folder: Path  # the model's folder, or this rank's own folder with copies of the small files
+    reader: int | None  # rank that reads the weights for all; None if each rank reads what it needs
     headers: Mapping[str, FileTensor] | None
     """Tensors of the safetensors files by name; None for another layout, which only transformers can read."""
     fingerprint: str
@@ -69,10 +67,8 @@ def find_files(
     source: ModelSource, loading: str, coordinator: Coordinator, device: torch.device, scratch: Path
 ) -> ModelFiles:
     """Find the ranks that see the folder of `source`; send its small files to the others, below `scratch`. Collective.
-
     `loading` is `model.loading`. Raises UserError on every rank if no rank sees the folder, or, with `loading=shard`,
-    some rank does not.
-    """
+    some rank does not."""
     folder, seen = _find_folder(source, loading, coordinator)
     reader = next(rank for rank, content in enumerate(seen) if content is not None)
     others = [rank for rank, content in enumerate(seen) if content != seen[reader]]

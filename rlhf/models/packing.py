@@ -18,10 +18,8 @@ class TokenRows:
     """Model inputs for several sequences, and the positions of the sequences in the output. `use_cache` is always
     False: with a cache, transformers silently lets packed sequences attend to each other."""
 
-    inputs: dict[str, Any]
-    """Arguments of the model's `forward`."""
-    starts: Tensor
-    """[N] int64: first token of each sequence in the flattened output positions."""
+    inputs: dict[str, Any]  # arguments of the model's `forward`
+    starts: Tensor  # [N] int64: first token of each sequence in the flattened output positions
 
 
 def lay_out(model: nn.Module, ids: Tensor, lengths: Tensor) -> TokenRows:

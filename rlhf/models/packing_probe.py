@@ -13,8 +13,7 @@ from rlhf.ranks import dims
 from rlhf.ranks.collectives import any_rank
 
 log = logging.getLogger(__name__)
-LENGTHS = (9, 1, 17, 4, 4)
-"""Lengths of the probe's sequences in tokens."""
+LENGTHS = (9, 1, 17, 4, 4)  # lengths of the probe's sequences in tokens
 TOLERANCE, COARSE_TOLERANCE = 1e-3, 5e-2
 """Largest relative difference of a token's hidden state, in float32 and in 16-bit types. Mixed sequences differ by 0.1
 or more somewhere."""
@@ -23,11 +22,9 @@ PACKING_ERRORS = (TypeError, ValueError, AttributeError, KeyError, NotImplemente
 
 
 def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
-    """Switch packing on or off, and log the choice and its reason. Collective.
-
-    `model` is an engine's module with its weights. `wanted` is the setting's value; None packs if the model passes the
-    probe. Raises UserError if packing is wanted and the model fails the probe.
-    """
+    """Switch packing on or off, and log the choice and its reason. Collective. `model` is an engine's module with its
+    weights. `wanted` is the setting's value; None packs if the model passes the probe. Raises UserError if packing is
+    wanted and the model fails the probe."""
     reason = f"{setting}=false" if wanted is False else packing_problem(model)
     if reason is not None and wanted:
         raise UserError(
@@ -42,11 +39,9 @@ def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
 
 @torch.no_grad()
 def packing_problem(model: nn.Module) -> str | None:
-    """Return the reason why the model cannot pack sequences; or None, and leave packing on. Collective.
-
-    Compares one packed row with a pass per sequence, at the input of the head: a zero value head would hide every
-    difference. The tokens are fixed, and no random numbers are drawn.
-    """
+    """Return the reason why the model cannot pack sequences; or None, and leave packing on. Collective. Compares one
+    packed row with a pass per sequence, at the input of the head: a zero value head would hide every difference. The
+    tokens are fixed, and no random numbers are drawn."""
     device = next(model.parameters()).device
     reason = _difference(model, device)
     if any_rank(reason is not None, device):

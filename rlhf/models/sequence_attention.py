@@ -20,8 +20,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 BY_SEQUENCE = {"sdpa": "sdpa_by_sequence", "eager": "eager_by_sequence"}
 """Attention implementations, and their versions that separate packed sequences."""
 
-Runs = tuple[tuple[int, int], ...]
-"""Count and length of each run of sequences in a packed row."""
+Runs = tuple[tuple[int, int], ...]  # count and length of each run of sequences in a packed row
 
 
 def runs_of(lengths: Sequence[int]) -> Runs:

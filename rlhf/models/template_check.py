@@ -9,8 +9,7 @@ from rlhf.errors import UserError
 from rlhf.models.config_check import read_object
 from rlhf.models.template_trial import environment, rendering_problem
 
-_DEFAULT = "default"
-"""Name of the template for prompts without tools."""
+_DEFAULT = "default"  # name of the template for prompts without tools
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 

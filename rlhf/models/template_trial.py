@@ -15,10 +15,8 @@ from typing import Any
 
 from rlhf.ranks.parent import PARENT_PID, die_with_parent
 
-DEADLINE_S = 60.0
-"""Limit in seconds for rendering one prompt."""
-MOST_BYTES = 2 << 30
-"""Limit of the process's memory, with the interpreter."""
+DEADLINE_S = 60.0  # limit in seconds for rendering one prompt
+MOST_BYTES = 2 << 30  # limit of the process's memory, with the interpreter
 _LAST_WORDS = 2000
 
 

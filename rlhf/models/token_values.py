@@ -18,11 +18,9 @@ token classifiers."""
 
 
 def value_class(hf_config: PretrainedConfig) -> tuple[Any, dict[str, str] | None] | None:
-    """Return a class for `from_pretrained` and the names in files that the class renames; None without a causal LM.
-
-    The class is transformers' token classifier. Where transformers has none (5.23: OLMo, Gemma 3, Granite and more), it
-    is transformers' mixin over the architecture's base class, which only this package can open again.
-    """
+    """Return a class for `from_pretrained` and the names in files that the class renames; None without a causal LM. The
+    class is transformers' token classifier. Where transformers has none (5.23: OLMo, Gemma 3, Granite and more), it is
+    transformers' mixin over the architecture's base class, which only this package can open again."""
     kind: Any = type(hf_config)
     if AutoModelForTokenClassification.__name__ in getattr(hf_config, "auto_map", {}):
         return AutoModelForTokenClassification, None

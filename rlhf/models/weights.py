@@ -20,8 +20,7 @@ from rlhf.storage.boxes import bounds, layout_of, overlaps, range_box
 from rlhf.storage.file_parts import FileParts, parts_of
 from rlhf.storage.shards import DTYPES, Shards, laid_out
 
-BUCKET_BYTES = 1 << 26
-"""Bytes per read and per broadcast; a row of a tensor is never split."""
+BUCKET_BYTES = 1 << 26  # bytes per read and per broadcast; a row of a tensor is never split
 
 NOT_PLAIN = ("quantization_config", "transformers_weights", "extra_files")
 """Settings in config.json with which transformers reads other files or changes the tensors."""
@@ -35,12 +34,9 @@ class ReaderFailed(Exception):
 
 
 class Loaded:
-    """A model before its weights are read.
-
-    The parameters of `model` are on the meta device, its buffers in memory. After an engine has sharded `model`, `fill`
-    loads the weights into the shards. If only transformers can read the files, `model` is whole, and `fill` does
-    nothing.
-    """
+    """A model before its weights are read. The parameters of `model` are on the meta device, its buffers in memory.
+    After an engine has sharded `model`, `fill` loads the weights into the shards. If only transformers can read the
+    files, `model` is whole, and `fill` does nothing."""
 
     def __init__(self, model: PreTrainedModel, parts: FileParts, reader: "ModelReader") -> None:
         self.model = model
@@ -80,11 +76,9 @@ class ModelReader:
         self._open, self._bucket = None, self._bucket[:0].clone()
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield at least elements [start, stop) of a flattened tensor, in the files' precision, as (offset, chunk).
-
-        The range may exceed the tensor. A chunk is valid until the next one. If one rank reads for all, the call is
-        collective and yields the whole tensor.
-        """
+        """Yield at least elements [start, stop) of a flattened tensor, in the files' precision, as (offset, chunk). The
+        range may exceed the tensor. A chunk is valid until the next one. If one rank reads for all, the call is
+        collective and yields the whole tensor."""
         tensor = self._headers[name]
         rows, width = math.prod(tensor.shape[:1]), math.prod(tensor.shape[1:])
         if rows * width == 0:

@@ -12,14 +12,10 @@ from rlhf.storage.files import write_folder
 class PolicyFiles:
     """The policy as a Hugging Face folder for vLLM, without weights: the first weight sync sends them."""
 
-    files: Mapping[str, bytes]
-    """Contents of the folder's small files by name."""
-    folder: Path
-    """Path of the folder, the same at every start, because vLLM's compile cache depends on it."""
-    eos: Sequence[int]
-    """Tokens that end a response."""
-    max_model_len: int
-    """Limit of prompt plus response in tokens."""
+    files: Mapping[str, bytes]  # contents of the folder's small files by name
+    folder: Path  # path of the folder, the same at every start, because vLLM's compile cache depends on it
+    eos: Sequence[int]  # tokens that end a response
+    max_model_len: int  # limit of prompt plus response in tokens
 
     def write(self) -> None:
         write_folder(self.folder, self.files)

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-Digest = tuple[int, int]
-"""Sum, and sum of squares, of a weight's words, each modulo 2**64."""
+Digest = tuple[int, int]  # sum, and sum of squares, of a weight's words, each modulo 2**64
 Digests = Mapping[str, Digest]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CPU_CHUNK, _GPU_CHUNK = 1 << 17, 1 << 22
-"""Elements summed at once; each needs eight bytes beside the weights."""
+_CPU_CHUNK, _GPU_CHUNK = 1 << 17, 1 << 22  # elements summed at once; each needs eight bytes beside the weights
 _MASK = (1 << 64) - 1
 _SHOWN = 8
 

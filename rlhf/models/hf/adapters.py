@@ -66,12 +66,9 @@ def is_adapted(names: Mapping[str, Any]) -> bool:
 
 
 def merged(base: Mapping[str, ReadableTensor], adapter: Adapter) -> dict[str, ReadableTensor]:
-    """Return the tensors of the base with the adapter merged.
-
-    A weight with factors becomes W + scaling * B A, with DoRA's magnitude if any, computed in float32 when it is read
-    and rounded once to W's type. Modules that were trained whole replace the base's.
-    Raises UserError for an unknown kind of adapter, or another base.
-    """
+    """Return the tensors of the base with the adapter merged. A weight with factors becomes W + scaling * B A, with
+    DoRA's magnitude if any, computed in float32 when it is read and rounded once to W's type. Modules that were trained
+    whole replace the base's. Raises UserError for an unknown kind of adapter, or another base."""
     _check(adapter)
     result, factors = dict(base), dict[str, dict[str, ReadableTensor]]()
     for name, tensor in adapter.tensors.items():

@@ -38,11 +38,9 @@ class Architecture:
 
 
 def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool | None = None) -> Architecture | None:
-    """Return the architecture that a folder's config.json names, else its causal LM.
-
-    Returns None, with a warning, for an architecture outside transformers. A value model has one output per token.
-    `tied` overrides the configuration's `tie_word_embeddings`.
-    """
+    """Return the architecture that a folder's config.json names, else its causal LM. Returns None, with a warning, for
+    an architecture outside transformers. A value model has one output per token. `tied` overrides the configuration's
+    `tie_word_embeddings`."""
     try:
         config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 
 from rlhf.storage.hashing import BLOCK
 
-Extent = tuple[int, int]
-"""Byte range [begin, end) of a block."""
-RankBytes = tuple[int, int, int]
-"""Byte range [begin, end) of a file, and the rank that has the bytes."""
+Extent = tuple[int, int]  # byte range [begin, end) of a block
+RankBytes = tuple[int, int, int]  # byte range [begin, end) of a file, and the rank that has the bytes
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,9 @@ takes longer than reading."""
 
 
 def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfPlan:
-    """Plan the Hugging Face folder of an open checkpoint; `where` is its path in messages.
-
-    Raises UserError if the configuration is missing or does not fit the tensors, and DamagedCheckpoint if tied tensors,
-    which are compared, cannot be read.
-    """
+    """Plan the Hugging Face folder of an open checkpoint; `where` is its path in messages. Raises UserError if the
+    configuration is missing or does not fit the tensors, and DamagedCheckpoint if tied tensors, which are compared,
+    cannot be read."""
     contents = source.contents
     if contents.model_files is None:
         raise UserError(f"{where} has no config and tokenizer of its model. Name a folder with --hf_model_path.")

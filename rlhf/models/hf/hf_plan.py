@@ -23,8 +23,7 @@ from rlhf.storage.hf_layout import (
 from rlhf.storage.index_rows import Tensors
 from rlhf.storage.shard_index import FLOATS, nbytes_of
 
-Progress = Callable[[int], None]
-"""Receives the number of bytes written since the last call."""
+Progress = Callable[[int], None]  # receives the number of bytes written since the last call
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,6 @@ class HfPlan:
         return lay_out_weights(self.tensors, self.shard_bytes, self.stem)
 
     def others(self) -> dict[str, bytes]:
-        """Return the contents of the files beside the weights, by name."""
         return self.small_files | index_of_weights(self.weights)
 
     @property

@@ -116,8 +116,7 @@ def write_exports(root: Path, exports: Mapping[str, HfExport], coordinator: Coor
     return Exported(files, [rank.seconds for rank in done])
 
 
-RankPlan = dict[str, list[BlockPlan]]
-"""One rank's work: for each folder, a plan per file."""
+RankPlan = dict[str, list[BlockPlan]]  # one rank's work: for each folder, a plan per file
 
 
 def _plan(

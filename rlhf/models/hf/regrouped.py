@@ -13,8 +13,7 @@ from rlhf.models.model_files import FileTensor
 from rlhf.storage.file_parts import parts_of
 from rlhf.storage.shards import DTYPE_NAMES
 
-Piece = tuple[str, int, int]
-"""Tensor name and elements [start, stop) in the checkpoint."""
+Piece = tuple[str, int, int]  # tensor name and elements [start, stop) in the checkpoint
 
 
 def as_in_files(source: TensorSource, hf_config: PretrainedConfig | None = None) -> TensorSource:

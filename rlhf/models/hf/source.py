@@ -82,8 +82,7 @@ class Contents:
 class TensorSource(Protocol):
     """An open checkpoint; has at most one tensor, or one rank's mapped file, in memory."""
 
-    layout: str
-    """Name of the layout in `--backend`."""
+    layout: str  # name of the layout in `--backend`
 
     @property
     def contents(self) -> Contents: ...

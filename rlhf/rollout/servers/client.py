@@ -15,13 +15,10 @@ from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.vllm.requests import copies_of, sampling_kwargs
 
 CONNECT_S = 10.0
-LOWEST_LOG_PROB = -9999.0
-"""Value that vLLM's server sends for a log-prob that is not a number."""
-ROUNDING = 1e-3
-"""Tolerance for log-probs above 0."""
+LOWEST_LOG_PROB = -9999.0  # value that vLLM's server sends for a log-prob that is not a number
+ROUNDING = 1e-3  # tolerance for log-probs above 0
 _COUNTERS = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total")
-SHOWN = 200
-"""Maximal number of characters of an answer in an error."""
+SHOWN = 200  # maximal number of characters of an answer in an error
 
 
 class ServerFailure(Exception):
@@ -91,10 +88,8 @@ class ServerClient:
 
     async def generate(self, requests: Sequence[Request], seed: int, label: str, version: int) -> list[Sample]:
         """Return samples of siblings by the weights `label`, those after `version` steps. Waits without a deadline.
-
         `seed` is the first sample's. Raises StaleAnswer if other weights made part of the answer, and UserError if the
-        server rejects the request, as any other server would.
-        """
+        server rejects the request, as any other server would."""
         first, n = requests[0], copies_of(requests)
         ask = self._ask
         body = {

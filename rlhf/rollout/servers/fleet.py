@@ -13,8 +13,7 @@ from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 CLOSE_S = 60.0
-CHECK_S = 5.0
-"""Interval in seconds between checks that the thread is alive."""
+CHECK_S = 5.0  # interval in seconds between checks that the thread is alive
 
 
 class Fleet:

@@ -26,8 +26,7 @@ from rlhf.rollout.vllm.requests import request_seed
 log = logging.getLogger(__name__)
 FleetState = Literal["ready", "weights", "done"]
 
-TICK_S = 0.25
-"""Interval in seconds between checks of the servers without other events."""
+TICK_S = 0.25  # interval in seconds between checks of the servers without other events
 NO_ANSWER = "no answer yet"
 
 
@@ -44,23 +43,18 @@ class _Member:
     log: Path | None = None
     starts: int = 0
     pushing: bool = False
-    load: int = 0
-    """Number of samples in flight."""
-    asks: dict[asyncio.Task, int] = field(default_factory=dict)
-    """Index of the siblings that each task has sent."""
+    load: int = 0  # number of samples in flight
+    asks: dict[asyncio.Task, int] = field(default_factory=dict)  # index of the siblings that each task has sent
     probe: asyncio.Task | None = None
-    probe_error: str = NO_ANSWER
-    """Error of the last probe; empty if the probe succeeded."""
+    probe_error: str = NO_ANSWER  # error of the last probe; empty if the probe succeeded
 
 
 @dataclass
 class _Generation:
-    groups: Sequence[Sequence[Request]]
-    """Siblings; one request asks a server for all samples of a group."""
+    groups: Sequence[Sequence[Request]]  # siblings; one request asks a server for all samples of a group
     seed: int
     step: int
-    queue: deque[int]
-    """Indices of the groups that are not sent yet."""
+    queue: deque[int]  # indices of the groups that are not sent yet
     samples: dict[int, list[Sample]] = field(default_factory=dict)
 
     @property
@@ -89,8 +83,7 @@ class FleetLoop:
         capacity: int,
     ) -> None:
         self.closing = False
-        self.error: BaseException | None = None
-        """An error that no restart of a server fixes."""
+        self.error: BaseException | None = None  # an error that no restart of a server fixes
         self._settings, self.processes, self._ask, self._capacity = settings, processes, ask, capacity
         self._secret, self._admission = secret, Admission(secret)
         self._budget = Budget(settings.max_failures)

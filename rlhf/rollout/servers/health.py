@@ -9,8 +9,7 @@ State = Literal["starting", "serving", "stale", "dead"]
 """`stale`: alive, with other weights than wanted. `dead`: not used until the back-off has passed."""
 Due = Literal["nothing", "start", "probe", "count", "push", "give_up"]
 
-PROBE_EVERY_S = 1.0
-"""Interval in seconds between probes of a starting server."""
+PROBE_EVERY_S = 1.0  # interval in seconds between probes of a starting server
 WATCH_EVERY_S = 10.0
 """Interval in seconds between probes of an idle server, and upper limit of the interval between token counts."""
 REASONS_KEPT = 3
@@ -21,8 +20,7 @@ class Budget:
 
     def __init__(self, max_failures: int) -> None:
         self.max_failures, self.in_a_row = max_failures, 0
-        self.needed = False
-        """Whether a caller waits for the fleet."""
+        self.needed = False  # whether a caller waits for the fleet
 
     @property
     def spent(self) -> bool:
@@ -44,12 +42,9 @@ class ServerHealth:
     """
 
     def __init__(self, settings: ServersConfig, budget: Budget, *, ours: bool, now: float) -> None:
-        self.reasons: deque[str] = deque(maxlen=REASONS_KEPT)
-        """Reasons of the last failures."""
-        self.failures = 0
-        """Failures in a row without a finished request between them."""
-        self.in_flight = 0
-        """Number of requests without an answer."""
+        self.reasons: deque[str] = deque(maxlen=REASONS_KEPT)  # reasons of the last failures
+        self.failures = 0  # failures in a row without a finished request between them
+        self.in_flight = 0  # number of requests without an answer
         self._settings, self._budget, self._ours = settings, budget, ours
         self._wanted: str | None = None
         self._half_pushed = False

@@ -54,8 +54,7 @@ class ServerEngine:
         # A server may outlive a trainer or a rollback; its old label must not equal a label of the next trainer.
         self._name = uuid.uuid4().hex[:12]
         self._label = ""
-        self._sizes: list[int] = []
-        """On the leader: each rank's number of requests in the present generation."""
+        self._sizes: list[int] = []  # on the leader: each rank's number of requests in the present generation
 
     def update_weights(self, weights: Weights, version: int) -> None:
         """Push to all live servers; other servers get the weights before they serve."""

@@ -25,8 +25,7 @@ from rlhf.rollout.weight_digest import WeightCheck, digest, read_digests
 from rlhf.storage.file_parts import FileParts, whole_in_files
 from rlhf.storage.scratch import Scratch
 
-PARTS = ("weights", "kv_cache")
-"""vLLM's names of the memory that its sleep releases."""
+PARTS = ("weights", "kv_cache")  # vLLM's names of the memory that its sleep releases
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class WeightsInFiles:
 
     shapes: Mapping[tuple[str, ...], Sequence[int]]
     """Shapes by names in files; all names of a tied weight form one key."""
-    parts: FileParts
-    """Slices of the trainer's and vLLM's fused weights that the files store as separate tensors."""
+    parts: FileParts  # slices of the trainer's and vLLM's fused weights that the files store as separate tensors
 
 
 class VllmEngine:

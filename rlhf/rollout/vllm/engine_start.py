@@ -31,8 +31,7 @@ ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-BLOCK = 128
-"""Tokens per block of vLLM's CPU cache."""
+BLOCK = 128  # tokens per block of vLLM's CPU cache
 
 
 def build_vllm_engine(

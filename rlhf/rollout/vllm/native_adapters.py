@@ -20,16 +20,13 @@ from rlhf.rollout.vllm.engine_start import build_vllm_engine
 from rlhf.rollout.vllm.model_digests import FACTORS
 from rlhf.rollout.weight_digest import digest
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's `max_lora_rank`."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's `max_lora_rank`
 
 
 class AdapterVllmEngine(VllmEngine):
-    """A `VllmEngine` that keeps the frozen base and applies the policy's adapters to each request.
-
-    Each update replaces the adapters by new ones, in the engine's precision and with a new number. Both are verified:
-    the adapters, and the base as sent at the first update.
-    """
+    """A `VllmEngine` that keeps the frozen base and applies the policy's adapters to each request. Each update replaces
+    the adapters by new ones, in the engine's precision and with a new number. Both are verified: the adapters, and the
+    base as sent at the first update."""
 
     def __init__(self, *arguments: Any, lora: LoraConfig, **named: Any) -> None:
         super().__init__(*arguments, **named)

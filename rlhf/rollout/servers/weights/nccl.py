@@ -31,8 +31,7 @@ class NcclGroup:
         self._control = control
         self._urls: list[str] = []
         self._communicator: Any = None
-        self.label = ""
-        """The servers' label of the weights of the last update."""
+        self.label = ""  # the servers' label of the weights of the last update
 
     def join(self, urls: Sequence[str]) -> bool:
         """Join a group with exactly these servers; return False on failure, without a second try for equal servers. A
@@ -151,7 +150,6 @@ class NcclGroup:
         """Do nothing: the group stays for the next update."""
 
     def leave(self) -> None:
-        """Destroy the group in any state."""
         communicator, self._communicator, self._urls = self._communicator, None, []
         if communicator is not None:
             communicator.destroy()
