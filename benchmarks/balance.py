@@ -1,13 +1,13 @@
-"""python -m benchmarks.balance: time that ranks in lockstep take for an update, over that of a perfect balance.
+"""python -m benchmarks.balance: compares the update time of ranks in lockstep with the time of a perfect balance.
 
-Simulated with the trainer's planner (`rlhf.learning.balancing`): 8 to 1,024 ranks, three distributions of lengths of
-3,000 tokens on average and 20,000 at most, 16 samples per prompt. A micro-batch takes as long as its costliest one over
-the ranks; a perfect balance is the cost of all samples divided by the ranks. Beside it stands the plain way: whole
-prompts, equally many on each rank, one sample per micro-batch.
+Simulates 8 to 1,024 ranks with the trainer's planner (`rlhf.learning.balancing`), for three length distributions with
+mean 3,000 and maximum 20,000 tokens and 16 samples per prompt. A micro-batch takes as long as its costliest one over
+the ranks; a perfect balance is the cost of all samples divided by the ranks. The `plain way` puts equally many whole
+prompts on each rank, with one sample per micro-batch.
 
-Where the longest sample alone costs more than a rank's part of its mini-batch, the samples do not suffice for a perfect
-balance: all wait for that sample, and `least` is what no plan gets below (1 elsewhere). The exit code is 0 when every
-plan takes less than 1.15 times the least.
+If one sample costs more than a rank's part of its mini-batch, all ranks wait for this sample and a perfect balance is
+impossible. `least` is the lower bound of all plans (otherwise 1). Exits with 0 if every plan takes less than 1.15 times
+`least`.
 """
 
 import argparse
@@ -28,14 +28,14 @@ LIMIT = 1.15
 
 
 def lognormal(prompts: int, rng: random.Random) -> list[int]:
-    """Every sample by itself."""
+    """Draw every sample's length independently."""
     sigma = 0.9
     middle = math.log(MEAN) - sigma**2 / 2
     return [_bounded(rng.lognormvariate(middle, sigma)) for _ in range(prompts * SAMPLES)]
 
 
 def truncated(prompts: int, rng: random.Random) -> list[int]:
-    """One in twenty goes on to the limit; the others are short."""
+    """Draw one sample in twenty at the limit, all others short."""
     share, sigma = 0.05, 0.75
     middle = math.log((MEAN - share * LONGEST) / (1 - share)) - sigma**2 / 2
     return [
@@ -45,7 +45,7 @@ def truncated(prompts: int, rng: random.Random) -> list[int]:
 
 
 def correlated(prompts: int, rng: random.Random) -> list[int]:
-    """Hard prompts, all of whose samples are long, and easy ones."""
+    """Draw hard prompts with only long samples, and easy prompts."""
     of_prompts, of_samples = 0.8, 0.4
     middle = math.log(MEAN) - (of_prompts**2 + of_samples**2) / 2
     return [
@@ -68,18 +68,18 @@ DISTRIBUTIONS: dict[str, Callable[[int, random.Random], list[int]]] = {
 
 @dataclass(frozen=True)
 class Balance:
-    """Figures of one case: times over a perfect balance, and micro-batches of a mini-batch."""
+    """Results of one case: times relative to a perfect balance, and micro-batches per mini-batch."""
 
     planned: float
     micro_batches: float
     plain: float | None
-    """None where the ranks do not divide the prompts."""
+    """None if the ranks do not divide the prompts."""
     least: float
-    """What no plan gets below: 1, or more where some mini-batches have a sample that costs more than a rank's part."""
+    """Lower bound of all plans: 1, or more if a mini-batch has a sample that costs more than a rank's part."""
 
 
 def balance(name: str, ranks: int, prompts: int, budget: int) -> Balance:
-    """Figures of mini-batches of so many prompts."""
+    """Simulate mini-batches of `prompts` prompts."""
     lengths = DISTRIBUTIONS[name](prompts * MINI_BATCHES, random.Random(f"{name} {ranks} {prompts}"))
     plan = SampleBalance.owned(lengths, balance_samples(lengths, MINI_BATCHES, ranks), MINI_BATCHES, ranks)
     planned, plain, micros, least = 0, 0, 0, 0.0
@@ -101,7 +101,6 @@ def balance(name: str, ranks: int, prompts: int, budget: int) -> Balance:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.balance", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128, 1024])
     parser.add_argument("--prompts-per-rank", type=int, default=2, help="of a mini-batch, 16 samples each (default 2)")
@@ -110,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = Table("ranks", "prompts", "lengths", "micro-batches", "plain way", "planned", "gain", "least")
     missed = 0
     for ranks in chosen.ranks:
-        # The second is dapo_math's mini-batch at any number of ranks.
+        # 32 prompts are dapo_math's mini-batch at any number of ranks.
         for prompts in dict.fromkeys((chosen.prompts_per_rank * ranks, 32)):
             for name in DISTRIBUTIONS:
                 found = balance(name, ranks, prompts, chosen.budget)

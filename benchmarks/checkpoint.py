@@ -1,12 +1,12 @@
-"""python -m benchmarks.checkpoint: what saves and loads cost beside what the disk and the memory allow, as ratios.
+"""python -m benchmarks.checkpoint: measures saves and loads relative to the limits of disk and memory.
 
-All ways save and load the same state in turn, in an order that rotates, on every rank at once; a time is the slowest
-rank's. A figure is the median of the runs, with the smallest and the largest in brackets, a ratio the median of the
-ratios of runs of one round. Loads from the disk begin with an empty page cache, those from tmpfs are from memory.
+All ways save and load the same state in rotating order, on all ranks at once; a time is the slowest rank's. Figures are
+medians with the minimum and maximum in brackets; ratios are medians over the ratios within a round. Loads from disk
+begin with an empty page cache, loads from tmpfs read memory.
 
-`asynchronous` compares the time for which a save behind the training stops it, ours and `dcp.async_save`, with a copy
-of the state into memory that is there already. The steps after it (matrix products of about 20 ms on every rank) run
-until the checkpoint is durable; `next steps` says how much slower.
+`asynchronous` compares how long background saves (this package's and `dcp.async_save`) stop the training with a copy of
+the state into allocated memory. Steps (matrix products of about 20 ms on every rank) run until the checkpoint is
+durable; `next steps` is their slowdown.
 """
 
 import argparse
@@ -33,14 +33,13 @@ Times = dict[str, list[float]]
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds of the slowest rank, from when every rank is ready."""
+    """Return the slowest rank's seconds, from the time when every rank is ready."""
     dist.barrier()
     return _slowest(_once(action))
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Let the next read of what lies in `folder` come from the disk; all of it must be there by fsync. Does nothing on
-    tmpfs."""
+    """Drop the fsynced files in `folder` from the page cache. Does nothing on tmpfs."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -51,7 +50,7 @@ def drop_from_cache(folder: Path) -> None:
 def save_and_load(
     root: Path, nbytes: int, repeats: int, skipped: list[str]
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of the saves and of the loads in `root` by way; the first round is not counted."""
+    """Return the seconds of saves and loads in `root` by way, without the first round."""
     found = ways(State(nbytes), skipped)
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in found}
     for repeat in range(repeats + 1):
@@ -74,7 +73,7 @@ def save_and_load(
 
 
 def steps_until(done: Callable[[], bool], work: Callable[[], None], deadline_s: float = 600.0) -> list[float]:
-    """Seconds of each step of `work` until `done`."""
+    """Return the seconds of each step of `work` until `done`."""
     seconds: list[float] = []
     end = time.perf_counter() + deadline_s
     while not seconds or not done():
@@ -87,7 +86,7 @@ def steps_until(done: Callable[[], bool], work: Callable[[], None], deadline_s: 
 
 
 def make_work() -> Callable[[], None]:
-    """A step of training for this rank, of about STEP_S when nothing else runs."""
+    """Return a simulated training step of this rank that takes about STEP_S on an idle machine."""
     a = torch.randn(384, 384)
     started, count = time.perf_counter(), 50
     for _ in range(count):
@@ -102,8 +101,8 @@ def make_work() -> Callable[[], None]:
 
 
 def asynchronous(behind: dict[str, Behind], state: State, repeats: int) -> dict[str, Times]:
-    """Seconds of a copy, of the stall, until the commit; steps meanwhile, and how much slower, of each way. The first
-    round is not counted."""
+    """Return by way the seconds of a copy, of the stall and until the commit, and the steps meanwhile with their
+    slowdown, without the first round."""
     live = state.tensors
     copies = [torch.zeros_like(tensor) for tensor in live]
     work = make_work()
@@ -134,14 +133,14 @@ def _once(work: Callable[[], object]) -> float:
 
 
 def _slowest(figure: float) -> float:
-    """The largest of all ranks'."""
+    """Return the largest value over all ranks."""
     tensor = torch.tensor(figure, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.item()
 
 
 def measure(rank: int, world_size: int, join: str, folders: dict[str, Path], arguments: argparse.Namespace) -> None:
-    """One rank, which works in an empty folder for each storage; the driver prints."""
+    """Run one rank, which uses an empty folder per storage. The driver prints."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{join}/store", rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
@@ -175,14 +174,13 @@ def measure(rank: int, world_size: int, join: str, folders: dict[str, Path], arg
 
 
 def say(*lines: str) -> None:
-    """Print on the driver, at once."""
+    """Print and flush on the driver."""
     if dist.get_rank() == 0:
         sys.stdout.write("".join(lines))
         sys.stdout.flush()
 
 
 def table_of_ways(where: str, times: dict[str, tuple[list[float], list[float]]]) -> list[str]:
-    """A row for each way."""
     limit = next(iter(times.values()))
     rows = []
     for name, (saves, loads) in times.items():
@@ -196,7 +194,6 @@ def table_of_ways(where: str, times: dict[str, tuple[list[float], list[float]]])
 
 
 def row_of_async(where: str, times: Times) -> str:
-    """One row."""
     cells = [
         f"{spread(times['copy'])} s",
         f"{spread(times['stall'])} s",

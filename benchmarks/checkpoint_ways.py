@@ -1,4 +1,4 @@
-"""Ways to save and load the same state, each on every rank: raw files, this package's, and those of other libraries."""
+"""Saves and loads the same state on every rank as raw files, with this package, and with other libraries."""
 
 import os
 import shutil
@@ -36,9 +36,9 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 class State:
-    """A model in training as a checkpoint sees it: float32 weights and two moments of `nbytes` in all ranks together.
+    """A simulated model in training: float32 weights and two moments with `nbytes` over all ranks together.
 
-    Each rank has an even range of rows of every tensor, as under FSDP2: layers of 16 MiB, and a small tensor for each.
+    Each rank has an equal range of rows of every tensor, as under FSDP2. Layers have 16 MiB and a small tensor each.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -59,7 +59,6 @@ class State:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """This rank's."""
         return list(self.local.values())
 
     def _shards(self, kind: str) -> dict[str, Shard]:
@@ -92,23 +91,22 @@ class State:
 
 
 class Way(ABC):
-    """A way to save the state into an empty folder that all ranks see, and to bring it back from there. All is
-    collective."""
+    """Saves the state into an empty shared folder and loads it from there. All methods are collective."""
 
-    def prepare(self, folder: Path) -> None:  # noqa: B027 - most have nothing to do
-        """What a run does once, before any save."""
+    def prepare(self, folder: Path) -> None:  # noqa: B027 - most ways need no preparation
+        """Do what a run does once before its first save."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Done when everything is durable."""
+        """Return when all bytes are durable."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Into the live tensors."""
+        """Load into the live tensors."""
 
 
 class Raw(Way):
-    """The limit: the bytes and nothing else, one file for each rank, fsynced."""
+    """The lower bound: only the bytes, one fsynced file per rank."""
 
     def __init__(self, state: State) -> None:
         self._views = [as_bytes(tensor) for tensor in state.tensors]
@@ -129,7 +127,7 @@ class Raw(Way):
 
 
 class Ours(Way):
-    """`Checkpointer` with synchronous saves; a load is a whole resume."""
+    """This package's `Checkpointer` with synchronous saves; a load is a complete resume."""
 
     def __init__(self, state: State) -> None:
         self._state, self._coordinator = state, Coordinator(GlooTransport())
@@ -145,7 +143,7 @@ class Ours(Way):
 
 
 class TorchSave(Way):
-    """torch.save of each rank's tensors, with the fsync that it leaves out; torch.load and a copy into place."""
+    """torch.save of each rank's tensors, plus the missing fsync; torch.load and a copy into the live tensors."""
 
     def __init__(self, state: State) -> None:
         self._tensors = {f"{name}.{kind}": tensor for (name, kind), tensor in state.local.items()}
@@ -163,7 +161,7 @@ class TorchSave(Way):
 
 
 class TorchMapped(TorchSave):
-    """`TorchSave`, whose load maps the file: each byte is read where it is copied into place."""
+    """`TorchSave` with a memory-mapped load, which reads each byte when it is copied."""
 
     def load(self, folder: Path) -> None:
         for name, tensor in torch.load(folder / self._name, weights_only=True, mmap=True).items():
@@ -171,7 +169,7 @@ class TorchMapped(TorchSave):
 
 
 def sharded(state: State) -> dict[str, Tensor]:
-    """The state as DTensors, as torch.distributed.checkpoint takes it. Collective."""
+    """Return the state as DTensors for torch.distributed.checkpoint. Collective."""
     mesh = init_device_mesh("cpu", (state.world_size,))
     return {
         f"{name}.{kind}": DTensor.from_local(tensor, mesh, [placement_types.Shard(0)])
@@ -180,7 +178,7 @@ def sharded(state: State) -> dict[str, Tensor]:
 
 
 class Dcp(Way):
-    """torch.distributed.checkpoint of sharded DTensors, which go and come in place."""
+    """torch.distributed.checkpoint of sharded DTensors, saved and loaded in place."""
 
     def __init__(self, state: State) -> None:
         self._tensors = sharded(state)
@@ -193,7 +191,7 @@ class Dcp(Way):
 
 
 class Model(nn.ParameterDict):
-    """Parameters of the state's shapes, whole, and what verl asks of a model."""
+    """Unsharded parameters of the state's shapes, with the attributes that verl needs."""
 
     def __init__(self, state: State) -> None:
         super().__init__({name.replace(".", "_"): torch.zeros(shape) for name, shape in state.shapes.items()})
@@ -204,7 +202,7 @@ class Model(nn.ParameterDict):
 
 
 def fsync_files(folder: Path) -> None:
-    """Make durable what all ranks have written into `folder`; they share the files out. Collective."""
+    """Fsync all ranks' files in `folder`, split over the ranks. Collective."""
     dist.barrier()
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files[dist.get_rank() :: dist.get_world_size()]:
@@ -213,10 +211,9 @@ def fsync_files(folder: Path) -> None:
 
 
 class DeepSpeed(Way):
-    """An engine of ZeRO stage 2 with as many weights and moments: its own save, with the fsync that it leaves out, and
-    its own load.
+    """DeepSpeed's own save, plus the missing fsync, and load for ZeRO stage 2 with the same weights and moments.
 
-    It writes the weights twice: whole, and as the master weights that its optimizer shards.
+    DeepSpeed writes the weights twice: unsharded, and as the optimizer's sharded master weights.
     """
 
     def __init__(self, state: State) -> None:
@@ -232,7 +229,7 @@ class DeepSpeed(Way):
         }
         optimizer = torch.optim.AdamW(model.parameters())
         self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-        # The moments come with the first step.
+        # The first step allocates the moments.
         self._engine.backward(sum(parameter.sum() for parameter in model.parameters()))
         self._engine.step()
 
@@ -246,21 +243,20 @@ class DeepSpeed(Way):
 
 
 class Verl(Way):
-    """verl's manager of FSDP2 checkpoints with as many weights and moments: its own save and load of model, optimizer
-    and extra.
+    """verl's own save and load of model, optimizer and extra for FSDP2 with the same weights and moments.
 
-    A save is timed with the fsync that it leaves out; beside the shards it has the generators and the model's
-    configuration. It checks no hashes and publishes nothing.
+    The time of a save includes the missing fsync. Besides the shards verl saves random generators and the model's
+    configuration. It checks no hashes and does not publish atomically.
     """
 
     def __init__(self, state: State) -> None:
-        os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")  # read once, at the import
+        os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")  # verl reads it once, at the import
         from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
         model = Model(state)
         fully_shard(model, mesh=init_device_mesh("cpu", (state.world_size,)))
         optimizer = torch.optim.AdamW(model.parameters())
-        # The moments come with the first step.
+        # The first step allocates the moments.
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
@@ -276,7 +272,7 @@ class Verl(Way):
 
 
 def ways(state: State, skipped: Sequence[str]) -> dict[str, Way]:
-    """Every way that is installed and whose name begins with none of `skipped`, the limit first."""
+    """Return every installed way whose name begins with no prefix in `skipped`, the lower bound first."""
     kinds: dict[str, Callable[[State], Way]] = {
         "raw write and fsync": Raw,
         "rlhf": Ours,
@@ -292,23 +288,23 @@ def ways(state: State, skipped: Sequence[str]) -> dict[str, Way]:
 
 
 class Behind(ABC):
-    """A way to save the state behind the training into a new folder for each step. All but `done` is collective."""
+    """Saves the state in the background into a new folder per step. All methods but `done` are collective."""
 
     @abstractmethod
     def start(self, step: int) -> None:
-        """Return as soon as the training may go on."""
+        """Start a save and return as soon as the training may continue."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether what was started is durable, and published where the way does that."""
+        """Return whether the save is durable, and published if the way publishes."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until it is, and make room for the next."""
+        """Wait for the save and free disk space for the next save."""
 
 
 class OursBehind(Behind):
-    """`Checkpointer` with `checkpoint.async_save` in `root`; saves have `contents` beside the usual."""
+    """This package's `Checkpointer` with `checkpoint.async_save` in `root`, saving `contents` besides the defaults."""
 
     def __init__(self, state: State, root: Path, contents: Sequence[str] = ()) -> None:
         self._checkpointer = make_checkpointer(
@@ -328,7 +324,7 @@ class OursBehind(Behind):
 
 
 class DcpBehind(Behind):
-    """`dcp.async_save` with its defaults, which sync every file; its folder has its own name from the beginning."""
+    """`dcp.async_save` with its defaults, which sync every file. Writes to the final folder name from the start."""
 
     def __init__(self, state: State, root: Path) -> None:
         self._tensors, self._root = sharded(state), root
@@ -353,7 +349,7 @@ class DcpBehind(Behind):
 def make_checkpointer(
     folder: Path, state: State, coordinator: Coordinator, *, async_save: bool, contents: Sequence[str] = ()
 ) -> Checkpointer:
-    """The checkpointer of a run in `folder` whose only role is `state`; saves have `contents` beside the usual."""
+    """Return the checkpointer of a run in `folder` with the role `state`, saving `contents` besides the defaults."""
     config = Config()
     config.model.path = "none"
     config.trainer.default_local_dir = str(folder)

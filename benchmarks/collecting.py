@@ -1,9 +1,9 @@
-"""Collection of one batch on two ranks, without the engine's arithmetic: seconds, and memory per token of a response.
+"""Measures the collection of a batch on two ranks without an engine: seconds, and memory per response token.
 
-The leader stands in for an engine that generates for all ranks: it has the tokens and log-probs of every sample as the
-tensors that the embedded engine decodes into. From there all goes as in a run: samples are cut from these tensors, sent
-to their rank, journaled, scored, hashed and collated into the batch; then the groups pass through a checkpoint's
-tensors. Texts are decoded for the rewards by the bundled tokenizer, which has a row of its own.
+The leader replaces an engine that generates for all ranks. It has every sample's tokens and log-probs in tensors like
+the embedded engine's. The rest is as in a run: samples are cut from the tensors, sent to their ranks, journaled,
+scored, hashed and collated; then the groups are converted to a checkpoint's tensors and back. The bundled tokenizer
+decodes texts for the rewards, in a row of its own.
 """
 
 import json
@@ -56,7 +56,7 @@ CPU = ", CPU"
 
 
 class Drawn(Decoding):
-    """A decoding that is over: all its tokens are drawn, and its samples are to be cut from them."""
+    """A finished decoding, from whose tensors samples are cut."""
 
     def __init__(self, requests: Sequence[Request], tokens: Tensor, log_probs: Tensor) -> None:
         self.requests, self.total = requests, len(tokens)
@@ -69,7 +69,7 @@ class Drawn(Decoding):
 
 @dataclass
 class StandIn:
-    """A `RolloutEngine` that has drawn everything on the leader already."""
+    """A `RolloutEngine` with all samples ready on the leader."""
 
     coordinator: Coordinator
     tokens: Tensor
@@ -77,7 +77,7 @@ class StandIn:
     dtype: torch.dtype = torch.float32
 
     def update_weights(self, *_: object) -> None:
-        """It has no weights."""
+        """Do nothing: there are no weights."""
 
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
         of_ranks = gather_requests(requests, range(RANKS), [0], self.coordinator)
@@ -95,27 +95,27 @@ class StandIn:
         return {}
 
     def close(self) -> None:
-        """It has nothing to close."""
+        """Do nothing."""
 
 
 class Lengths:
-    """The reward: how long the text is."""
+    """Rewards the length of the text."""
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return [Score(float(len(item.response))) for item in items]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 @dataclass
 class Watch:
-    """Wall and processor seconds of the phases, these by their names with CPU."""
+    """Measures each phase's wall seconds, and its processor seconds under the name with CPU."""
 
     seconds: Figures = field(default_factory=lambda: defaultdict(float))
 
     def timed(self, phase: str, function: Callable[..., T]) -> Callable[..., T]:
-        """`function`, whose time counts for `phase`."""
+        """Wrap `function` so that its time counts for `phase`."""
 
         def run(*arguments: Any, **named: Any) -> T:
             wall, cpu = time.monotonic(), time.process_time()
@@ -129,13 +129,13 @@ class Watch:
 
 
 def memory(name: str) -> int:
-    """`VmRSS` or `VmHWM` of this process, in bytes."""
+    """Return `VmRSS` or `VmHWM` of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
 def collector_of(engine: StandIn, prompts: int, length: int, folder: Path) -> Collector:
-    """The collector of a run with that engine, and with a journal."""
+    """Return the collector of a run with `engine` and a journal."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     rows = [Row(i, f"row {i}", [{"role": "user", "content": f"{i}+{i}="}], "sums", "", {}) for i in range(prompts)]
     every = PromptSet.in_memory(rows, tokenizer, LengthLimit(128, "error", "data.train_files"))
@@ -158,7 +158,7 @@ def collector_of(engine: StandIn, prompts: int, length: int, folder: Path) -> Co
 
 
 def collect(rank: int, samples: int, length: int, folder: Path) -> Figures:
-    """Collect one batch on this rank; returns its figures. Collective."""
+    """Collect one batch and return this rank's figures. Collective."""
     coordinator = Coordinator(GlooTransport())
     drawn = (samples, length) if rank == 0 else (0, 0)
     vocabulary = len(AutoTokenizer.from_pretrained(FOLDER))
@@ -170,7 +170,7 @@ def collect(rank: int, samples: int, length: int, folder: Path) -> Figures:
     generation.sampler.generate = watch.timed(PHASES[0], generation.sampler.generate)  # type: ignore[method-assign]
     generation._results = watch.timed(PHASES[2], generation._results)  # type: ignore[method-assign]
     coordinator.gather(None)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
     before, tokens_here = memory("VmRSS"), samples * length // RANKS
     collected = watch.timed("all", collector.collect)(1)
     for unit in ("", CPU):
@@ -196,14 +196,14 @@ def _rank(rank: int, samples: int, length: int, folder: Path) -> None:
 
 
 def measure(samples: int, length: int) -> list[Figures]:
-    """The figures of each rank. An error of one ends all."""
+    """Return the figures of each rank. An error on one rank ends all ranks."""
     with tempfile.TemporaryDirectory(prefix="rlhf-growth-") as folder:
         torch.multiprocessing.spawn(_rank, (samples, length, Path(folder)), RANKS)
         return [json.loads(Path(folder, f"figures-{rank}").read_text()) for rank in range(RANKS)]
 
 
 def table(samples: int, length: int, repeats: int) -> str:
-    """Medians over `repeats` runs, as a table."""
+    """Return a table of medians over `repeats` runs."""
     runs = [measure(samples, length) for _ in range(repeats)]
 
     def row(name: str, told: Callable[[Figures], str]) -> str:

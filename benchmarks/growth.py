@@ -1,11 +1,11 @@
-"""python -m benchmarks.growth: start and resume of a run with few and with many rows and history lines, side by side;
-and the collection of a large batch (`benchmarks/collecting.py`).
+"""python -m benchmarks.growth: compares start and resume of runs with few and many rows and history lines, and
+measures the collection of a large batch (`benchmarks/collecting.py`).
 
-Real commands with the bundled policy, until rank 0 begins its first step. `start` is that of a new run whose prompts
-are cached, `resume` that of one with a checkpoint and a long metric history; `first` is the start that made the cache.
-CPU time and memory are those of the rank with the most of them then; RSS has all pages of shared files that it has
-touched, PSS its part of them. Figures are medians; exit code 1 when many rows and lines cost more than 2 s or 200 MB
-more than few. On a machine that is not quiet the CPU time says more than the clock.
+Runs real commands with the bundled policy until rank 0 begins its first step. `first` starts a new run and builds the
+prompt cache, `start` starts a new run with the cache, `resume` has a checkpoint and a long metric history. CPU time and
+memory are the largest of any rank. RSS counts all touched pages of shared files, PSS the rank's part. Figures are
+medians. Exits with 1 if many rows and lines cost more than 2 s or 200 MB more than few. On a busy machine CPU time is
+more reliable than wall time.
 """
 
 import argparse
@@ -24,12 +24,12 @@ FEW = 1000
 LIMIT_S, LIMIT_MB = 2.0, 200.0
 DEADLINE_S = 1800.0
 Figures = tuple[float, float, float, float]
-"""Seconds, seconds of CPU time, RSS and PSS in MB."""
+"""Wall seconds, CPU seconds, RSS and PSS in MB."""
 FOLDER_VARIABLE, LINES_VARIABLE = "RLHF_BENCHMARK_FOLDER", "RLHF_BENCHMARK_LINES"
 
 
 def on_event(event: str) -> None:
-    """The listener in every rank: notes time and memory of each step's begin, and makes the history of step 1 long."""
+    """Record time and memory of each step's begin in every rank, and lengthen the history of step 1."""
     folder, rank = Path(os.environ[FOLDER_VARIABLE]), os.environ["RANK"]
     if event == "step.begin":
         memory = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
@@ -39,7 +39,7 @@ def on_event(event: str) -> None:
             file.write(json.dumps(entry) + "\n")
     history = next(folder.glob(f"rlhf/*/{HISTORY}"), None)
     if event == "metrics.after" and rank == "0" and history is not None and not (folder / "long").exists():
-        # Before the save: the checkpoint of step 1 has seen them all.
+        # Before the save, so that the checkpoint of step 1 covers all lines.
         last = history.read_text().splitlines()[-1]
         record = json.dumps(json.loads(last) | {"step": 0})
         with history.open("w") as file:
@@ -48,7 +48,7 @@ def on_event(event: str) -> None:
 
 
 def launch(folder: Path, data: Path, size: int, ranks: int, steps: int) -> Figures:
-    """Run the command until each rank has begun so many steps, then kill it; returns the figures at the first."""
+    """Run the command until each rank has begun `steps` steps, kill it, and return the figures of the first step."""
     for note in folder.glob("steps-*"):
         note.unlink()
     command = [
@@ -76,7 +76,7 @@ def launch(folder: Path, data: Path, size: int, ranks: int, steps: int) -> Figur
                     raise RuntimeError(f"the run did not come to step {steps}:\n{log.read_text()[-3000:]}")
                 time.sleep(0.05)
         finally:
-            process.kill()  # the ranks die with it
+            process.kill()  # kills the ranks, too
     first = [json.loads(lines[0]) for lines in notes]
     wanted = "Resumed step 1 " if steps == 1 else ""
     if not (folder / "long").exists() or wanted not in log.read_text():
@@ -86,7 +86,7 @@ def launch(folder: Path, data: Path, size: int, ranks: int, steps: int) -> Figur
 
 
 def write_rows(path: Path, size: int) -> None:
-    """So many problems with a solution of two hundred characters each."""
+    """Write `size` problems with solutions of two hundred characters."""
     with path.open("w") as file:
         for i in range(size):
             row = {"prompt": f"What is {i} + {i % 97}?", "answer": str(i + i % 97)}
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def starts(arguments: argparse.Namespace) -> int:
-    """Measure starts and resumes; 1 if many rows and lines cost too much."""
+    """Measure starts and resumes. Return 1 if many rows and lines cost too much."""
     sizes = (FEW, arguments.many)
     sys.stdout.write(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start, {arguments.ranks} ranks\n\n")
     figures: dict[tuple[str, int], list[Figures]] = {}
@@ -120,7 +120,7 @@ def starts(arguments: argparse.Namespace) -> int:
         data = Path(scratch)
         for size in sizes:
             write_rows(data / f"rows-{size}.jsonl", size)
-        time.sleep(3)  # a file that changed just now is hashed again at each start
+        time.sleep(3)  # each start would hash a file again that changed just now
         for repeat in range(-1, arguments.repeats):
             for size in sizes:
                 with tempfile.TemporaryDirectory(prefix="rlhf-growth-") as folder:
@@ -133,7 +133,7 @@ def starts(arguments: argparse.Namespace) -> int:
 
 
 def report(figures: dict[tuple[str, int], list[Figures]], sizes: tuple[int, int]) -> int:
-    """Print the medians; 1 if many cost too much."""
+    """Print the medians. Return 1 if many rows and lines cost too much."""
     failed = False
     sys.stdout.write("| | rows and lines | seconds | CPU | RSS | PSS |\n|---|---|---|---|---|---|\n")
     for kind in ("first", "start", "resume"):

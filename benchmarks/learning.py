@@ -1,12 +1,12 @@
-"""python -m benchmarks.learning: does each algorithm learn, with a policy that moves within a batch?
+"""python -m benchmarks.learning: checks that each algorithm learns off-policy, with several optimizer steps per batch.
 
-Trains every entry of `algorithm=`, and the default one with each setting of `VARIANTS`, from the same start with
-several optimizer steps per batch, so that ratios, clips and the critic matter, and prints a Markdown table of the
-held-out accuracy (greedy) along the way: the mean over the seeds and, of several, their standard deviation. The start
-is the bundled policy with noise on its weights, which leaves a fifth of its accuracy: it has to learn to add again, and
-how fast it does tells the algorithms apart. Rows are independent of each other: `--rows` prints some of them.
+Trains every entry of `algorithm=`, and the default algorithm with each setting of `VARIANTS`, from the same policy.
+Several steps per batch make ratios, clips and the critic matter. Prints a Markdown table of the greedy held-out
+accuracy over time: mean over seeds, and standard deviation if there are several. The start is the bundled policy with
+noise on its weights, which leaves a fifth of its accuracy. How fast a policy learns to add again distinguishes the
+algorithms. Rows are independent of each other; `--rows` selects some.
 
-Exit code 0 only when every run gains at least 20 points, clips something, and with a critic explains some of the
+Exits with 0 only if every run gains at least 20 points, clips some tokens, and with a critic explains some of the
 returns' variance.
 """
 
@@ -29,7 +29,7 @@ from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS
 from rlhf.models import tiny
 
 NOISE, NOISE_SEED = 0.3, 7
-"""Standard deviation of the noise, of that of each matrix."""
+"""Standard deviation of the noise relative to each matrix's, and seed."""
 GAIN = 0.20
 SETTINGS = (
     "actor.ppo_mini_batch_size=16",
@@ -39,14 +39,14 @@ SETTINGS = (
     "trainer.device=cpu",
 )
 CRITIC = (
-    # Not the weakened policy: it would have to learn what there is to say before it can say how good a start is.
+    # Not the weakened policy, which would have to learn to add before it can estimate values.
     f"critic.path={tiny.FOLDER}",
     "critic.ppo_epochs=2",
 )
 
 WEIGHED = "algorithm.rollout_correction.rollout_is=token"
 VARIANTS: dict[str, tuple[str, ...]] = {
-    # 5 % of the policy's weights; the rate is ten times that of the recipe.
+    # 5 % of the policy's weights, at ten times the recipe's learning rate.
     "lora": (
         *("model.lora.enabled=true", "model.lora.rank=4", "actor.optim.lr=2e-3"),
         "checkpoint.contents=[model,optimizer,extra]",
@@ -67,26 +67,26 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "lr_scheduler_interval": ("actor.optim.lr_scheduler_interval=training_step", "actor.optim.lr_warmup_steps=4"),
     "normalize_reward": ("algorithm=rloo", "algorithm.normalize_reward=running"),  # GRPO divides by its own deviation
 }
-"""Rows beside those of the algorithms: the default algorithm, or another one that is named, with other settings."""
+"""Further rows: the default algorithm, or a named algorithm, with other settings."""
 ROWS = (*ALGORITHMS, *VARIANTS)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run has come to."""
+    """Result of one run."""
 
     accuracy: dict[int, float]
     """Held-out accuracy by step, from 0."""
     clipped: float
-    """Mean share of tokens whose loss the clip changed. Without a clip: of KL-Cov the share with a penalty, of
-    SAPO what its gate took off."""
+    """Mean fraction of tokens whose loss the clip changed. KL-Cov: the fraction with a penalty. SAPO: the reduction by
+    its gate."""
     explained: float | None
-    """Explained variance of the returns: the mean over the best quarter of the steps in a row, since it falls again
-    when all is solved; None without a critic. One that says the same of every response has at most 0 in each step."""
+    """Explained variance of the returns, None without a critic: the mean over the best consecutive quarter of steps,
+    since it falls again when all prompts are solved. A critic with constant values explains at most 0."""
 
     @classmethod
     def of(cls, records: Sequence[dict]) -> "Run":
-        """From the metric records of its steps."""
+        """Return the result from the metric records of the steps."""
         steps = [record for record in records if "actor/pg_loss" in record]
         variances = [r["critic/explained_variance"] for r in steps if "critic/explained_variance" in r]
         width = max(1, len(variances) // 4)
@@ -99,11 +99,11 @@ class Run:
 
     @property
     def gain(self) -> float:
-        """Accuracy at the end less that at the start."""
+        """Accuracy at the end minus accuracy at the start."""
         return self.accuracy[max(self.accuracy)] - self.accuracy[0]
 
     def problems(self) -> Iterator[str]:
-        """What a run that learns as it should would not show."""
+        """Yield the reasons why the run fails the benchmark."""
         if self.gain < GAIN:
             yield f"gained {100 * self.gain:+.1f} points, fewer than {100 * GAIN:.0f}"
         if not self.clipped > 0:
@@ -120,7 +120,7 @@ def _clipped(record: dict) -> float:
 
 
 def weakened_policy(folder: Path) -> Path:
-    """The bundled policy with noise on its matrices, in `folder`."""
+    """Save the bundled policy with noise on its matrices in `folder`."""
     model = AutoModelForCausalLM.from_pretrained(tiny.FOLDER, dtype=torch.float32)
     generator = torch.Generator().manual_seed(NOISE_SEED)
     with torch.no_grad():
@@ -133,7 +133,7 @@ def weakened_policy(folder: Path) -> Path:
 
 
 def settings_of(row: str) -> tuple[str, ...]:
-    """The settings of a row's runs that are not the command's to choose."""
+    """Return the settings of a row that the command's options do not set."""
     if row in VARIANTS:
         return (*SETTINGS, *VARIANTS[row])
     critic = CRITIC if ESTIMATORS[ALGORITHMS[row].adv_estimator].critic else ()
@@ -141,11 +141,7 @@ def settings_of(row: str) -> tuple[str, ...]:
 
 
 def train(folder: Path, policy: Path, name: str, seed: int, arguments: argparse.Namespace) -> Run:
-    """One run to its end.
-
-    Raises:
-        RuntimeError: it has failed; with the end of what it said.
-    """
+    """Run one training to its end. Raises RuntimeError with the end of its output if the run fails."""
     label = f"{name}_{seed}"
     command = [
         *(sys.executable, "-m", "rlhf.train", f"trainer.seed={seed}", f"model.path={policy}"),
@@ -163,13 +159,12 @@ def train(folder: Path, policy: Path, name: str, seed: int, arguments: argparse.
 
 
 def mean_and_deviation(values: Sequence[float], form: str = ".1f") -> str:
-    """The mean, and of several values their standard deviation."""
+    """Format the mean, and the standard deviation of several values."""
     mean = f"{statistics.fmean(values):{form}}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):{form}}"
 
 
 def row(name: str, runs: Sequence[Run]) -> str:
-    """A row of the table."""
     curve = [mean_and_deviation([100 * run.accuracy[step] for run in runs]) for step in sorted(runs[0].accuracy)]
     gain = mean_and_deviation([100 * run.gain for run in runs])
     clipped = mean_and_deviation([100 * run.clipped for run in runs], ".2f")

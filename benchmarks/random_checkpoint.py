@@ -1,4 +1,4 @@
-"""Checkpoint of a random Llama, for benchmarks of the checkpoint's command."""
+"""Makes a checkpoint of a random Llama for benchmarks of checkpoint commands."""
 
 import shutil
 from pathlib import Path
@@ -24,7 +24,7 @@ RANKS, FOLDER = 2, "actor/model"
 
 
 def make_checkpoint(root: Path, nbytes: int) -> Path:
-    """A checkpoint of about `nbytes` bytes of weights below `root`, and the folder that its run began with."""
+    """Make a checkpoint with about `nbytes` bytes of weights, and its run's starting model, below `root`."""
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "vocab_size": 32_000}
     layers = max(1, round((nbytes / 4 - 2 * 32_000 * 1024) / (16 << 20)))
     config = LlamaConfig(num_hidden_layers=layers, **shape)  # type: ignore[arg-type]

@@ -1,18 +1,17 @@
-"""python -m benchmarks.recovery: from the SIGKILL of a rank to the next optimizer step, phase by phase, beside a cold
-start.
+"""python -m benchmarks.recovery: times the phases from a rank's SIGKILL to the next optimizer step, and a cold start.
 
-A small run of the bundled policy saves at step 3; its last rank is killed in step 6, and the supervisor brings all
-ranks back. Both columns are medians over the same runs, with the smallest and the largest in brackets, and so is the
-ratio of the two totals of a run. The phases are those of rank 0:
+A small run of the bundled policy saves at step 3. Its last rank is killed in step 6, and the supervisor restarts all
+ranks. Both columns and the ratio of the two totals are medians over the same runs, with minimum and maximum in
+brackets. The phases of rank 0:
 
-detection       until the supervisor has seen the crash and every rank has ended
-start           until the new process is there; after a crash this has the wait of trainer.restart_backoff_s, in a cold
-                start the supervisor and the imports of its launcher
-import          until the rank has all that it imports; plain starts (trainer.warm_start=false) have their imports here
-build           until the model, the data and everything else is there
-load            of the checkpoint
-first step      until its optimizer step; the sum up to here is the total
-replay          from the first step until where the run was killed: the work that was lost
+detection       until the supervisor has detected the crash and every rank has ended
+start           until the new process exists; includes the wait of trainer.restart_backoff_s after a crash, and the
+                supervisor with its launcher's imports in a cold start
+import          until all imports of the rank; plain starts (trainer.warm_start=false) import here
+build           until model, data and all other components are built
+load            loading the checkpoint
+first step      until the first optimizer step; the sum up to here is the total
+replay          from the first step until the point of the kill: the lost work
 """
 
 import argparse
@@ -35,14 +34,14 @@ PHASES = ("detection", "start", "import", "build", "load", "first step", "total"
 
 
 def process_started() -> float:
-    """When this process was made, in seconds since the epoch, to 10 ms."""
+    """Return the start time of this process in seconds since the epoch, to 10 ms."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - since_boot
 
 
 def write(folder: Path, **entry: object) -> None:
-    """Append to what the ranks have noted."""
+    """Append an entry to the ranks' notes."""
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({"time": time.time(), "rank": int(os.environ["RANK"]), **entry}) + "\n")
 
@@ -51,7 +50,7 @@ _seen = 0
 
 
 def on_event(event: str) -> None:
-    """The listener in every rank: notes the times, and kills the last rank once."""
+    """Note the times of events in every rank, and kill the last rank once."""
     global _seen
     folder = Path(os.environ[FOLDER_VARIABLE])
     if os.environ["RANK"] == "0" and event in ("step.begin", EVENT, "update.after"):
@@ -69,7 +68,7 @@ if FOLDER_VARIABLE in os.environ and os.environ.get("RANK") == "0":
 
 
 def run(folder: Path, ranks: int, more: list[str]) -> tuple[dict[str, float], dict[str, float]]:
-    """The phases of the recovery and of the cold start of one run, in seconds."""
+    """Return the seconds of each phase of one run's recovery and cold start."""
     pairs = [(10 + (7 * i) % 83, 10 + (11 * i) % 79) for i in range(40)]
     rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in pairs]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -109,7 +108,7 @@ def run(folder: Path, ranks: int, more: list[str]) -> tuple[dict[str, float], di
 
 
 def starting(events: list[dict], since: float) -> dict[str, float]:
-    """The phases that a cold start and a recovery have in common."""
+    """Return the phases that cold starts and recoveries share."""
     process = next(entry["started"] for entry in events if entry["event"] == "imported")
     return {
         "start": process - since,
@@ -120,7 +119,7 @@ def starting(events: list[dict], since: float) -> dict[str, float]:
 
 
 def time_of(events: list[dict], event: str, number: int = 1) -> float:
-    """When `event` came for the `number`th time."""
+    """Return the time of the `number`th `event`."""
     return [entry["time"] for entry in events if entry["event"] == event][number - 1]
 
 

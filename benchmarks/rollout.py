@@ -1,10 +1,9 @@
-"""python -m benchmarks.rollout: tokens per second of the rollout engines beside transformers' generate, as ratios.
+"""python -m benchmarks.rollout: compares the rollout engines' tokens per second with transformers' generate.
 
-The embedded engine, vLLM in this process (where it is installed) and `generate` as TRL calls it sample from the same
-model with the same prompts and limits, in turn, in an order that rotates. A figure is the median of the runs, with the
-smallest and the largest in brackets, a ratio that of runs of one round. `equal` lets every sample run to the limit;
-`skewed` ends samples by many end-of-sequence tokens, so that a few are much longer than the rest. On a CUDA device
-where there is one.
+The embedded engine, vLLM in this process (if installed) and `generate` as TRL calls it sample from the same model with
+the same prompts and limits, in rotating order, on a CUDA device if there is one. Figures are medians with minimum and
+maximum in brackets; ratios compare runs of one round. With `equal` every sample reaches the limit; with `skewed` many
+end-of-sequence tokens end samples, so that a few are much longer than others.
 """
 
 import argparse
@@ -30,12 +29,12 @@ from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.storage.scratch import Scratch
 
 HEAD = 32
-"""vLLM's kernels for CPUs know few sizes."""
+"""Head size; vLLM's CPU kernels support few sizes."""
 PROMPT_TOKENS = 32
 
 
 def build(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> PreTrainedModel:
-    """A random Llama of the asked size: what it says does not matter here, only how long it takes."""
+    """Build a random Llama of the given size, because only its speed matters."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -61,7 +60,7 @@ def start_vllm(
     device: torch.device,
     max_model_len: int,
 ) -> RolloutEngine:
-    """vLLM in this process with the weights of `model`."""
+    """Start vLLM in this process with the weights of `model`."""
     from rlhf.rollout.vllm.engine_start import build_vllm_engine
 
     files = hf_files(model.config, tokenizer, model.generation_config)
@@ -75,7 +74,7 @@ def start_vllm(
 
 
 def run_engine(engine: RolloutEngine, requests: list[Request], repeat: int) -> int:
-    """Tokens generated."""
+    """Generate, and return the number of tokens."""
     return sum(map(len, engine.generate(requests, seed=repeat, step=1)))
 
 
@@ -86,7 +85,7 @@ def run_generate(
     eos: list[int] | None,
     repeat: int,
 ) -> int:
-    """Tokens that `generate` makes of the left-padded batch of all samples, as trainers call it, without padding."""
+    """Call `generate` with one left-padded batch, as trainers do; return the number of tokens without padding."""
     torch.manual_seed(repeat)
     params = requests[0].params
     prompts = [r.token_ids for r in requests]
@@ -112,7 +111,7 @@ def run_generate(
 
 
 def speeds(ways: dict[str, Callable[[int], int]], repeats: int) -> dict[str, list[float]]:
-    """Tokens per second of each way, run after run, in turn; each runs once before, to warm up."""
+    """Return the tokens per second of each way's runs, interleaved, after one warm-up run of each way."""
     measured: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
         for name, run in rotated(ways.items(), repeat):
@@ -134,7 +133,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    # vLLM lives beside a rank's process group.
+    # vLLM runs beside a rank's process group.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)

@@ -1,15 +1,12 @@
-"""python -m benchmarks.scale: what each of many ranks sends, receives and computes for a save and a load, without the
-ranks.
+"""python -m benchmarks.scale: simulates each rank's messages and work for a save and a load on many ranks.
 
 The trainer's own functions build, merge, read and search the messages, the manifest and the indices of a model under
-FSDP2 for each number of ranks in turn, in one process and without a byte of weights. Figures are per rank: of the
-leader what it does for all, divided by their number, and of the others one rank's. Seconds are of the processor.
+FSDP2, in one process and without weights, for each number of ranks. Figures are per rank: one rank's own work, and the
+leader's work divided by the number of ranks. Seconds are processor seconds. Every rank of a load receives the manifest;
+the figures of the manifest and of verified blocks are per file and block of the checkpoint.
 
-The manifest goes to every rank of a load; its figures, and those of the blocks that a rank has proven, are per file and
-block of the checkpoint.
-
-The exit code is 0 when none of the figures grows with the ranks: from the fewest to the most each is at most twice as
-large (seconds three times), or small: below 64 KiB, 20 ms, and 4 blocks of an index.
+Exits with 0 if no figure grows with the ranks: from the fewest to the most ranks each figure at most doubles (seconds:
+triples), or stays below 64 KiB, 20 ms or 4 blocks of an index.
 """
 
 import argparse
@@ -56,26 +53,26 @@ MODELS = {
         "num_key_value_heads": 8,
     },
 }
-"""What a LlamaConfig of each size has other than its defaults."""
+"""Each size's LlamaConfig, without defaults."""
 COMPONENTS = {"actor/model": ("",), "actor/optimizer": (".exp_avg", ".exp_avg_sq", ".step")}
 SMALL = {"bytes": 64 << 10, "seconds": 0.02, "blocks": 4}
 SMALL_PER_ENTRY = {"bytes": 128, "seconds": 1e-4}
 GROWTH = {"bytes": 2.0, "seconds": 3.0, "blocks": 2.0}
 Figures = dict[str, float]
-"""By name, which ends with the unit."""
+"""Figures by name; names end with the unit."""
 PER_ENTRY = "per file and block"
 T = TypeVar("T")
 
 
 def model_shapes(size: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's parameters, by name; it is made on the meta device."""
+    """Return the shapes of a model's parameters by name."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**MODELS[size]))  # type: ignore[arg-type]
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def shards_of(shapes: dict[str, tuple[int, ...]], rank: int, world_size: int) -> dict[str, Shards]:
-    """Components of a rank as FSDP2 shards them, without memory."""
+    """Return a rank's components as FSDP2 shards them, without memory."""
     found: dict[str, dict[str, Shard]] = {folder: {} for folder in COMPONENTS}
     scalar = Shard((), (0,), torch.empty((), device="meta"), owner=rank == 0)
     for name, shape in shapes.items():
@@ -88,7 +85,7 @@ def shards_of(shapes: dict[str, tuple[int, ...]], rank: int, world_size: int) ->
 
 
 def written_by(components: dict[str, Shards], rank: int) -> RankFiles:
-    """Message of a rank to the leader once it has written its files."""
+    """Return a rank's message to the leader after it has written its files."""
     told = RankFiles()
     for folder, shards in components.items():
         flat, share = lay_out(rank_file(rank), shards)
@@ -102,9 +99,9 @@ def written_by(components: dict[str, Shards], rank: int) -> RankFiles:
 
 
 def timed(action: Callable[[], T], times: int = 1) -> tuple[T, float]:
-    """What `action` returns, and the seconds of the processor that it takes: the least of so many `times`.
+    """Return the result of `action` and its processor seconds, the minimum of `times` calls.
 
-    Milliseconds are doubled by a busy machine, or by a collection of the garbage of all ranks that were simulated.
+    A busy machine, or garbage collection over all simulated ranks, can double milliseconds.
     """
     taken = []
     gc.disable()
@@ -119,7 +116,7 @@ def timed(action: Callable[[], T], times: int = 1) -> tuple[T, float]:
 
 
 def save_figures(shapes: dict[str, tuple[int, ...]], world_size: int, folder: Path) -> tuple[Manifest, Figures]:
-    """Messages of a save, and what the leader makes of them; manifest and indices lie in `folder` afterwards."""
+    """Simulate the messages of a save, and the leader's work; write manifest and indices to `folder`."""
     middle = world_size // 2
     _, own_seconds = timed(lambda: pickle.dumps(written_by(shards_of(shapes, middle, world_size), middle)))
     messages = [pickle.dumps(written_by(shards_of(shapes, rank, world_size), rank)) for rank in range(world_size)]
@@ -152,7 +149,7 @@ def save_figures(shapes: dict[str, tuple[int, ...]], world_size: int, folder: Pa
 def load_figures(
     shapes: dict[str, tuple[int, ...]], world_size: int, folder: Path, manifest: Manifest
 ) -> Iterator[tuple[str, float]]:
-    """What a rank reads and computes to find its own in the checkpoint in `folder`."""
+    """Yield the figures of a rank's search for its shards in the checkpoint in `folder`."""
     raw = (folder / MANIFEST).read_bytes()
     _, seconds = timed(lambda: parse_manifest(raw, folder / MANIFEST))
     yield "load, the leader parses: seconds", seconds / world_size
@@ -188,14 +185,14 @@ def _entries(manifest: Manifest) -> int:
 
 
 def figures(shapes: dict[str, tuple[int, ...]], world_size: int) -> Figures:
-    """All figures at one number of ranks."""
+    """Return all figures for `world_size` ranks."""
     with tempfile.TemporaryDirectory() as name:
         manifest, saved = save_figures(shapes, world_size, Path(name))
         return saved | dict(load_figures(shapes, world_size, Path(name), manifest))
 
 
 def growing(table: dict[int, Figures]) -> list[str]:
-    """The figures that grow with the number of ranks."""
+    """Return the figures that grow with the number of ranks."""
     fewest, most = table[min(table)], table[max(table)]
     grown = []
     for name, value in fewest.items():
@@ -207,7 +204,7 @@ def growing(table: dict[int, Figures]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the figures; 0 when they are flat, 1 when one grows."""
+    """Print the figures. Return 1 if a figure grows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--model", choices=MODELS, default="7b")

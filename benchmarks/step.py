@@ -1,13 +1,12 @@
-"""python -m benchmarks.step: seconds, processor seconds and memory of a whole GRPO step beside TRL's and a bare loop's.
+"""python -m benchmarks.step: compares time, processor time and memory of a GRPO step with TRL's and a bare loop's.
 
-A step is a batch of prompts sampled, scored and trained on once: `python -m rlhf.train` with its embedded engine,
-`step_ways/trl_grpo.py` (TRL's GRPOTrainer, by the Python of --trl, in an environment of its own) and
-`step_ways/bare.py` (torch and `generate`). All have one small random Llama, float32, on CPUs, no reference policy, no
-gradient checkpointing, micro-batches of as many tokens, and random prompts and samples of their own. `equal`: no sample
-ends before the limit; `skewed`: each token ends its sample with a probability of 4 %, so that a few are much longer
-than the rest. Runs take turns in an order that rotates; each is a process tree of its own that is looked at from
-outside, from the third line that it writes after a step to the last but one. Figures are medians over runs, with the
-smallest and the largest beside them; ratios are medians of those of runs of one round.
+A step samples, scores and trains on a batch of prompts once. The ways are `python -m rlhf.train` with its embedded
+engine, `step_ways/trl_grpo.py` (TRL's GRPOTrainer, run by the Python of --trl in its own environment) and
+`step_ways/bare.py` (torch and `generate`). All use the same small random Llama, float32, CPUs, no reference policy, no
+gradient checkpointing and equal micro-batch tokens; prompts and samples are random. `equal`: no sample ends before the
+limit; `skewed`: each token ends its sample with probability 4 %, so that a few are much longer than others. Runs
+alternate in rotating order. Each run is a process tree measured from outside, from the third line that it writes after
+a step to the last but one. Figures are medians over runs with minimum and maximum; ratios are medians within rounds.
 """
 
 import argparse
@@ -30,9 +29,9 @@ from rlhf.models.tiny import FOLDER
 
 WAYS = Path(__file__).parent / "step_ways"
 WARM = 3
-"""Lines before the first that counts."""
+"""Lines before the first measured line."""
 LONGEST_PROMPT = 40
-"""Tokens of the longest of `write_prompts`, with those of its chat."""
+"""Tokens of the longest prompt of `write_prompts`, chat template included."""
 LIMITS = {"equal": 64, "skewed": 256}
 END_PROBABILITY = {"equal": 0.0, "skewed": 0.04}
 LOOK_S, MEMORY_S, LONGEST_S = 0.01, 0.2, 900.0
@@ -40,7 +39,7 @@ LOOK_S, MEMORY_S, LONGEST_S = 0.01, 0.2, 900.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Means per step of one run, and its largest memory: the sum over its processes of what each adds (PSS)."""
+    """Means per step of one run, and its peak memory, the sum of its processes' PSS."""
 
     seconds: float
     processor_seconds: float
@@ -48,8 +47,10 @@ class Cost:
 
 
 def build_model(folder: Path, shape: str, hidden: int, layers: int) -> None:
-    """A random Llama whose samples end with the asked probability: one direction of its states is constant, and only
-    the row of the end token in its output layer sees it."""
+    """Save a random Llama whose samples end with the probability of `shape`.
+
+    One direction of its states is constant, and only the end token's row in the output layer depends on this direction.
+    """
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     config = LlamaConfig(
@@ -81,7 +82,7 @@ def build_model(folder: Path, shape: str, hidden: int, layers: int) -> None:
 
 
 def write_prompts(path: Path) -> None:
-    """Sums of two to eight numbers: prompts of different lengths."""
+    """Write sums of two to eight numbers, so that prompts have different lengths."""
     generator = torch.Generator().manual_seed(1)
     lines = []
     for i in range(512):
@@ -91,7 +92,7 @@ def write_prompts(path: Path) -> None:
 
 
 def command_of(way: str, spec: dict, trl: str | None) -> list[str]:
-    """The command that makes `spec["steps"]` steps in this way."""
+    """Return the command that runs `spec["steps"]` steps in this way."""
     if way == "this trainer":
         return [
             *(sys.executable, "-m", "rlhf.train", "recipes=minimal", f"model.path={spec['model']}"),
@@ -112,7 +113,7 @@ def command_of(way: str, spec: dict, trl: str | None) -> list[str]:
 
 
 def measure(way: str, spec: dict, trl: str | None) -> Cost:
-    """One run from its start to its end; RuntimeError with its output if it fails or takes too long."""
+    """Measure one run. Raises RuntimeError with its output if the run fails or takes too long."""
     folder = Path(spec["folder"])
     folder.mkdir()
     lines = folder / "rlhf/minimal/metrics.jsonl" if way == "this trainer" else Path(spec["lines"])
@@ -189,7 +190,7 @@ def main() -> int:
 
 
 def compare(base: Path, shape: str, ranks: int, ways: list[str], arguments: argparse.Namespace) -> None:
-    """Measure all ways in rotated order and print a line of each, and the ratios to this trainer."""
+    """Measure all ways in rotating order, and print a line for each with the ratios to this trainer."""
     costs: dict[str, list[Cost]] = {way: [] for way in ways}
     for repeat in range(arguments.repeats):
         for way in rotated(ways, repeat):

@@ -1,10 +1,9 @@
-"""python -m benchmarks.tools: what `merge` of a checkpoint costs beside copying its bytes: seconds and memory.
+"""python -m benchmarks.tools: compares time and memory of `merge` with a copy of the checkpoint's bytes.
 
-A checkpoint of a random Llama (float32, divided over two ranks as FSDP2 does) is merged and copied in turn, each by a
-process of its own, from memory to the disk: as it is stored, and in bfloat16, for which torch is imported. The copy is
-`cp` and then `sync` of what it wrote, since a merge is on the disk when it ends; a merge hashes what it reads, and
-reads back what it wrote. The seconds are of the whole command, those of Python's imports are told beside them; where
-other work is on the machine, the processor's seconds say more. Memory is the largest resident set of the process.
+Separate processes merge and copy a checkpoint of a random Llama (float32, sharded over two ranks like FSDP2), from
+memory to disk: in the stored type, and in bfloat16, which imports torch. The copy is `cp` plus `sync`, since a merge
+ends with its files on disk. A merge also hashes its input and reads back its output. Seconds are of the whole command,
+with Python's imports shown beside. On a busy machine processor seconds are more reliable. Memory is the peak RSS.
 """
 
 import argparse
@@ -27,7 +26,7 @@ IMPORTS = "import rlhf.convert.verbs.convert, rlhf.convert.verbs.outputs, rlhf.c
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of processes, those of the processor, and the most memory that one had, in bytes."""
+    """Wall seconds and processor seconds of processes, and the largest memory of one in bytes."""
 
     seconds: float
     processor: float
@@ -35,15 +34,15 @@ class Cost:
 
 
 def make(root: Path, nbytes: int) -> Path:
-    """Checkpoint for the benchmark, made where it is called, by a process of its own: what is in the memory of this one
-    counts as a command's until that runs, so torch must not be in it."""
+    """Make the checkpoint in a separate process, because a command starts with this process's memory, so this process
+    must not import torch."""
     from benchmarks.random_checkpoint import make_checkpoint
 
     return make_checkpoint(root, nbytes)
 
 
 def run(*commands: Sequence[str]) -> Cost:
-    """Run commands one after the other; fails when one does."""
+    """Run commands one after the other, and raise an error if a command fails."""
     started, processor, most = time.monotonic(), 0.0, 0
     for command in commands:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -56,7 +55,7 @@ def run(*commands: Sequence[str]) -> Cost:
 
 
 def measure(checkpoint: Path, disk: Path, repeats: int, shard_size: str) -> dict[str, list[Cost]]:
-    """Costs of each way in turn; the first round is not counted."""
+    """Return the costs of each way, interleaved, without the first round."""
     target = disk / "target"
     merge = ["merge", "--local_dir", str(checkpoint), "--target_dir", str(target), "--max-shard-size", shard_size]
     ways: dict[str, list[list[str]]] = {
@@ -80,7 +79,7 @@ def measure(checkpoint: Path, disk: Path, repeats: int, shard_size: str) -> dict
 
 
 def table(costs: dict[str, list[Cost]]) -> list[str]:
-    """A row for each way: medians with their spread, and the ratios of runs of one round to the copy's."""
+    """Return a row for each way with medians, spread, and ratios to the copy within a round."""
     rows = ["| | seconds | to cp and sync | processor's seconds | to cp and sync | most memory |\n", "|---" * 6 + "|\n"]
     base = costs["cp and sync"]
     for name, runs in costs.items():

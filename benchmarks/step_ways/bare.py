@@ -1,7 +1,6 @@
-"""A whole GRPO step as a bare loop of torch and transformers' `generate`, for `benchmarks.step`: the least that works.
+"""Runs GRPO steps in a bare loop of torch and transformers' `generate`, as a lower bound for `benchmarks.step`.
 
-bare.py SPEC.json: one line in `spec["lines"]` after each step. No recovery, no metrics, no correction: what a trainer
-takes beyond it is what it does beyond it.
+bare.py SPEC.json writes one line to `spec["lines"]` after each step. The loop has no recovery, metrics or correction.
 """
 
 import json

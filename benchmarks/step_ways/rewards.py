@@ -1,11 +1,11 @@
-"""The reward of every way that `benchmarks.step` compares: something cheap that differs between a group's samples."""
+"""Scores responses for all ways of `benchmarks.step`: cheap, and different within a group."""
 
 
 def of_text(text: str) -> float:
-    """A number in [0, 1) from the length of a response."""
+    """Return a number in [0, 1) from the length of a response."""
     return float(len(text) % 7) / 7
 
 
 def score(solution_str: str, **columns: object) -> float:
-    """`of_text`, as this trainer calls a reward."""
+    """Return `of_text` with the signature of this trainer's reward functions."""
     return of_text(solution_str)

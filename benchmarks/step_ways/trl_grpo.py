@@ -1,4 +1,4 @@
-"""The same step by TRL's GRPOTrainer, for `benchmarks.step`; run by a Python that has TRL, without this project."""
+"""Runs GRPO steps with TRL's GRPOTrainer for `benchmarks.step`, by a Python with TRL and without this project."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Lines(TrainerCallback):
-    """One line in `path` after each step, by the first rank."""
+    """Writes one line to `path` after each step, on the first rank."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -24,7 +24,7 @@ class Lines(TrainerCallback):
 
 
 def reward(completions: list[str], **columns: object) -> list[float]:
-    """`of_text` of each, as TRL calls a reward."""
+    """Return `of_text` of each response with the signature of TRL's reward functions."""
     return [of_text(text) for text in completions]
 
 
