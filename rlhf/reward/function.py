@@ -33,7 +33,7 @@ def check_kwargs(config: RewardConfig) -> None:
     for name in config.kwargs:
         kwarg = f"reward.kwargs={config.kwargs}: {name}"
         if any(name in (*GIVEN[each.convention], *each.renamed, PROMPT) for each in known):
-            raise UserError(f"{kwarg} is what the trainer gives to the function. Take another name.")
+            raise UserError(f"{kwarg} is an argument that the trainer passes. Use another name.")
         # The parameters of an imported function are unknown before its file runs.
         if None not in signatures and not any(each.accepts(name) for each in known):
             named = [parameter for each in known for parameter in each.named]

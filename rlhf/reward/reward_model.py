@@ -94,8 +94,8 @@ class RewardModel:
         except jinja2.TemplateError as error:
             roles = ", ".join(message["role"] for message in chat)
             raise UserError(
-                f"reward_model.path={self._config.path}: its chat template refuses a chat (roles: {roles}): {error}. "
-                "Correct the prompts, or take another reward model."
+                f"reward_model.path={self._config.path}: its chat template rejects a chat (roles: {roles}): {error}. "
+                "Correct the prompts, or use another reward model."
             ) from error
         assert isinstance(text, str)
         return text

@@ -30,7 +30,7 @@ def check_reward(config: RewardConfig, reward_model: RewardModelConfig) -> None:
     if needs_reward_model(config) and reward_model.path is None:
         raise UserError(
             f"{SETTING}={config.functions}: {REWARD_MODEL} needs reward_model.path, a folder in Hugging "
-            f"Face format or a Hub name. Set it, or take {REWARD_MODEL} out."
+            f"Face format or a Hub name. Set it, or remove {REWARD_MODEL}."
         )
 
 
@@ -46,11 +46,9 @@ def check_functions(config: RewardConfig) -> None:
     labels = [label_of(function) for function in config.functions]
     for i, label in enumerate(labels):
         if label in labels[:i]:
-            raise UserError(
-                f"{setting}: {label} stands there twice, and both would be reward/{label}. Rename or remove one."
-            )
+            raise UserError(f"{setting}: two entries would both log reward/{label}. Rename or remove one.")
         if label in RESERVED:
-            raise UserError(f"{setting}: the metric reward/{label} has a meaning already. Rename the function {label}.")
+            raise UserError(f"{setting}: the metric reward/{label} is reserved. Rename the function {label}.")
     check_kwargs(config)
     _check_weights(config)
     _check_confinement(config)
@@ -59,10 +57,12 @@ def check_functions(config: RewardConfig) -> None:
 def _check_confinement(config: RewardConfig) -> None:
     for name in config.pass_env:
         if name not in os.environ:
-            raise UserError(f"reward.pass_env={config.pass_env}: {name} is not set. Set it, or take it out.")
+            raise UserError(f"reward.pass_env={config.pass_env}: {name} is not set. Set it, or remove it here.")
     for folder in config.writable:
         if not Path(folder).expanduser().is_dir():
-            raise UserError(f"reward.writable={config.writable}: {folder} is no folder. Make it, or take it out.")
+            raise UserError(
+                f"reward.writable={config.writable}: {folder} is not a folder. Create it, or remove it here."
+            )
 
 
 def _check_is_file(function: str) -> None:

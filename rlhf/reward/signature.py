@@ -132,7 +132,5 @@ class Signature:
                 "data's columns by their names, such as answer."
             )
         if not self.rest and _TRL.union(_RESPONSES).isdisjoint(self.named):
-            return (
-                f"takes none of {', '.join(_RESPONSES)}, so that it would not see the response. Name one, or **kwargs."
-            )
+            return f"takes none of {', '.join(_RESPONSES)}, so it would not see the response. Add one, or **kwargs."
         return None

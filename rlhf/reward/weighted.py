@@ -49,8 +49,8 @@ class Reward:
         for name in (*given.extra, *given.notes):
             if (other := self._meanings.setdefault(name, meaning)) != meaning:
                 raise UserError(
-                    f"reward.functions: {term.label} returned {name!r}, but the metric reward/{name} has a meaning "
-                    f"already: {other}. Give it another name."
+                    f"reward.functions: {term.label} returned {name!r}, but the metric reward/{name} is already "
+                    f"{other}. Give it another name."
                 )
         if given.score is None or math.isfinite(given.score):
             return given

@@ -153,4 +153,4 @@ def test_a_function_may_not_replace_a_metric(tmp_path, sums):
     (tmp_path / "r.py").write_text("def f(**kwargs):\n    return {'score': 1, 'mean': 2}\n")
     end = ranks(tmp_path / "log", small(tmp_path, "run", sums, f"reward.functions=[{tmp_path}/r.py:f]"))
     assert end.code == EXIT_USER_ERROR
-    assert "returned 'mean', but the metric reward/mean has a meaning already" in end.output
+    assert "returned 'mean', but the metric reward/mean is already" in end.output

@@ -336,7 +336,7 @@ def test_openrlhfs_signature_is_told_what_to_take(tmp_path):
     [
         ({"scales": 2}, "scales is a parameter of none of reward.functions="),
         ({"scales": 2}, "Did you mean scale?"),
-        ({"solution_str": "x"}, "solution_str is what the trainer gives to the function"),
+        ({"solution_str": "x"}, "solution_str is an argument that the trainer passes"),
     ],
 )
 def test_kwargs_that_nothing_takes_are_refused(folder, kwargs, message):

@@ -35,9 +35,9 @@ def test_what_is_right_passes(file):
         (["xyz"], {}, r"not of the form path/to/file\.py:name\.$"),
         (["rewards.py"], {}, r"rewards\.py is not of the form"),
         (["exact_match", "FILE:scor"], {}, "defines no 'scor'. Did you mean score?"),
-        (["FILE:score", "exact_match", "FILE:score"], {}, "score stands there twice"),
-        (["exact_match", "FILE:exact_match"], {}, "exact_match stands there twice"),
-        (["FILE:overlong"], {}, "reward/overlong has a meaning already"),
+        (["FILE:score", "exact_match", "FILE:score"], {}, "two entries would both log reward/score"),
+        (["exact_match", "FILE:exact_match"], {}, "two entries would both log reward/exact_match"),
+        (["FILE:overlong"], {}, "reward/overlong is reserved"),
         (["reward_model"], {}, r"reward_model needs reward_model\.path"),
         (
             ["exact_match"],

@@ -214,9 +214,9 @@ def test_failures_are_told_once_for_each_function_with_the_traceback(reward_of, 
 @pytest.mark.parametrize(
     ("bad", "meaning"),
     [
-        ("taken", "overlong has a meaning already: a figure of every run"),
-        ("same_number", "digit_count has a meaning already: what digits returns"),
-        ("name_of_another", "length has a meaning already: the score of length"),
+        ("taken", "overlong is already a figure of every run"),
+        ("same_number", "digit_count is already what digits returns"),
+        ("name_of_another", "length is already the score of length"),
     ],
 )
 def test_numbers_with_names_of_other_metrics_end_the_run_whatever_the_policy(reward_of, bad, meaning):
