@@ -31,7 +31,7 @@ from rlhf.config.names.hints import form_hint, hint, instead, nearest_setting, o
 from rlhf.config.rules.algorithm_rules import idle_critic
 from rlhf.config.rules.lora_rules import idle_lora
 from rlhf.errors import UserError, did_you_mean, nearest
-from rlhf.planning.suited import Machine, suited
+from rlhf.planning.device_defaults import Machine, device_defaults
 
 GLOBAL_PACKAGE = "# @package _global_"
 
@@ -99,7 +99,8 @@ def composition(overrides: list[str], library: Library, machine: Machine | None 
     if problems := [problem for key, value in values if (problem := _set(composed, key, value))]:
         raise UserError("\n".join(problems))
     with _interpolating():
-        for key, value in suited(lambda key: OmegaConf.select(composed, key), machine or Machine.here()).items():
+        defaults = device_defaults(lambda key: OmegaConf.select(composed, key), machine or Machine.here())
+        for key, value in defaults.items():
             OmegaConf.update(composed, key, value)
     return Composition(composed, values)
 

@@ -16,10 +16,10 @@ from rlhf.config.vllm_versions import installation_problem
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.planning.adapter_check import check_adapters
 from rlhf.planning.check import models_of, target_of
+from rlhf.planning.device_defaults import Machine
 from rlhf.planning.memory_plan import memory_plan
 from rlhf.planning.plan_text import document, page
 from rlhf.planning.remedies import remedies
-from rlhf.planning.suited import Machine
 from rlhf.printable import printable_output, write_error
 
 FLAGS = ("--json", "--help", "-h")

@@ -10,8 +10,8 @@ from rlhf.config.rules.lora_rules import suggested_rate
 from rlhf.config.rules.validate import number_of_ranks
 from rlhf.models.parameter_count import count_parameters, short_number
 from rlhf.planning.check import plan_of
+from rlhf.planning.device_defaults import Machine
 from rlhf.planning.plan_text import line
-from rlhf.planning.suited import Machine
 from rlhf.storage.layout import RUN_LOG, scan, step_of
 
 _COUNTED_BYTES = 32 << 20

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
-from rlhf.planning.suited import Machine
+from rlhf.planning.device_defaults import Machine
 
 compose_config(["trainer.total_training_steps=1"], Library.find(None), Machine(0, None))
 Figure().subplots().figure.savefig("/dev/null", format="png")

@@ -15,9 +15,9 @@ from rlhf.config import BackendConfig, LoraConfig
 from rlhf.config.library import Library
 from rlhf.planning.adapter_state import adapted
 from rlhf.planning.check import models_of, target_of
+from rlhf.planning.device_defaults import Machine
 from rlhf.planning.memory_plan import memory_plan
 from rlhf.planning.meta_shapes import of_config
-from rlhf.planning.suited import Machine
 from tests.support.tiny_models import causal_lm, tiny_config
 
 QWEN_7B = {

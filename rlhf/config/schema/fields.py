@@ -22,7 +22,7 @@ def setting(
     """Return a dataclass field with its rules in the metadata.
 
     Lists and dicts are copied per instance; sections are called. A `by_device` setting may be null in a recipe:
-    composition sets it to the device's default (`rlhf.planning.suited`). The default here is for a CPU.
+    composition sets it to the device's default (`rlhf.planning.device_defaults`). The default here is for a CPU.
     """
     metadata = {"choices": choices, "ge": ge, "gt": gt, "le": le, "resume": resume, "by_device": by_device}
     if isinstance(default, (list, dict)):

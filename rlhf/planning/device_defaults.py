@@ -31,7 +31,9 @@ class Machine:
         return device == "cuda" or (device == "auto" and self.gpus > 0)
 
 
-def suited(setting: Callable[[str], Any], machine: Machine, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def device_defaults(
+    setting: Callable[[str], Any], machine: Machine, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
     """Return the device's defaults of settings that are null, by dotted name.
 
     Args:
@@ -46,11 +48,11 @@ def suited(setting: Callable[[str], Any], machine: Machine, environ: Mapping[str
     if "RANK" in environ and "WORLD_SIZE" in environ:
         found["trainer.nproc"] = int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]))
     elif cuda:
-        found["trainer.nproc"] = max(1, machine.gpus - _of_servers(setting))
+        found["trainer.nproc"] = max(1, machine.gpus - _server_gpus(setting))
     return {key: value for key, value in found.items() if setting(key) is None}
 
 
-def _of_servers(setting: Callable[[str], Any]) -> int:
+def _server_gpus(setting: Callable[[str], Any]) -> int:
     """Return the number of GPUs used by servers that the run starts."""
     if setting("rollout.name") != "vllm_server" or setting("rollout.servers.urls"):
         return 0

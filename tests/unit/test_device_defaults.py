@@ -1,4 +1,4 @@
-"""Settings that are null: what suits GPUs and a CPU, who may say otherwise, what a resume on another device says."""
+"""Device defaults: values on GPUs and on a CPU, what overrides them, and a resume on another device."""
 
 import pytest
 
@@ -11,8 +11,8 @@ from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.errors import UserError
 from rlhf.launch.banner import banner
 from rlhf.planning import devices
+from rlhf.planning.device_defaults import Machine, device_defaults
 from rlhf.planning.devices import count_gpus
-from rlhf.planning.suited import Machine, suited
 
 GPUS = Machine(4, None)
 NO_GPU = Machine(0, None)
@@ -30,7 +30,7 @@ def chosen(config: Config) -> tuple[object, ...]:
     return tuple(SETTINGS[key].value(config) for key in KEYS)
 
 
-def test_these_settings_suit_the_device():
+def test_settings_with_device_defaults():
     assert {key for key, setting in SETTINGS.items() if setting.metadata["by_device"]} == set(KEYS)
 
 
@@ -72,9 +72,9 @@ def test_under_torchrun_the_ranks_are_torchrun_s():
     values = {"trainer.device": "auto"}
     environ = {"RANK": "3", "WORLD_SIZE": "16"}
     for machine in (GPUS, NO_GPU):
-        assert suited(values.get, machine, environ)["trainer.nproc"] == 16
-        assert suited(values.get, machine, environ | {"LOCAL_WORLD_SIZE": "8"})["trainer.nproc"] == 8
-    assert suited(values.get, GPUS, {"RANK": "3"})["trainer.nproc"] == 4
+        assert device_defaults(values.get, machine, environ)["trainer.nproc"] == 16
+        assert device_defaults(values.get, machine, environ | {"LOCAL_WORLD_SIZE": "8"})["trainer.nproc"] == 8
+    assert device_defaults(values.get, GPUS, {"RANK": "3"})["trainer.nproc"] == 4
 
 
 def test_what_ranks_read_has_the_values():
