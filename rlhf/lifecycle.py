@@ -30,9 +30,9 @@ def refuse_another_run(config: Config, coordinator: Coordinator) -> None:
     """
     if config.run_dir.is_dir():  # the imports are slow, and a new run does not need them yet
         from rlhf.checkpoint.start.comparison import check_unprepared
-        from rlhf.checkpoint.start.run_dir import refuse_earlier
+        from rlhf.checkpoint.start.run_dir import reject_earlier
 
-        refuse_earlier(config.run_dir, config.trainer)
+        reject_earlier(config.run_dir, config.trainer)
         check_unprepared(config.run_dir, config.trainer, ResolvedConfig.of(config), coordinator)
 
 
@@ -81,11 +81,11 @@ def _open(
     # Write nothing before the lock is taken: another process may be training in the directory.
     held.enter_context(run_lock_together(run_dir, coordinator))
     # These imports are slow. They come after the lock, so that a second start of the run fails at once.
-    from rlhf.checkpoint.remote.lease import release_held
+    from rlhf.checkpoint.remote.lease import release_leases
     from rlhf.checkpoint.start.domains import find_domains
     from rlhf.checkpoint.start.preparation import finished_step, prepare
 
-    held.callback(release_held)
+    held.callback(release_leases)
     locked()
     coordinator.domains = find_domains(run_dir, coordinator)
     coordinator.on_domain_leaders(lambda: wait_for_ranks(run_dir))

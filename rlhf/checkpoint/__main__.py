@@ -58,10 +58,10 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="VERB")
     for name in argv[:1] if argv[:1] and argv[0] in VERBS else VERBS:
         verb: Any = importlib.import_module(VERBS[name])
-        said, filled = ALIASES.get(name, (verb.HELP, {}))
-        command = commands.add_parser(name, help=said, description=said)
+        help_text, preset = ALIASES.get(name, (verb.HELP, {}))
+        command = commands.add_parser(name, help=help_text, description=help_text)
         verb.add_arguments(command)
-        command.set_defaults(run=verb.run, **filled)
+        command.set_defaults(run=verb.run, **preset)
     arguments = parser.parse_args(argv)
     # Only a terminal limits the width. No markup: names and texts come from files.
     piped = not sys.stdout.isatty()

@@ -70,7 +70,7 @@ class Checkpointer:
         self._copies = RemoteCopies(run_dir, trainer, settings) if copies else None
         # Created here, where all ranks call together: the thread must not use training's process groups.
         timeout = timedelta(seconds=settings.timeout_s)
-        self._behind = coordinator.another(timeout) if settings.async_save else None
+        self._background = coordinator.another(timeout) if settings.async_save else None
         self._stager = Stager()
         self._in_flight: SaveInFlight | None = None
         self._result: SaveResult | None = None
@@ -101,7 +101,7 @@ class Checkpointer:
             self._coordinator,
             resume_source(self._trainer),
         )
-        if self._behind is not None and self._saved_step is None:  # a later resume finds the copies allocated
+        if self._background is not None and self._saved_step is None:  # a later resume finds the copies allocated
             copied = self._state.copied_bytes(self._settings.contents, self._settings.hf_adapter)
             check_memory(copied, self._coordinator)
         if self._copies is not None:
@@ -110,7 +110,7 @@ class Checkpointer:
             return False
         self.loaded, manifest = loaded, loaded.manifest
         updated_at = None if self._state.reference is None else self._state.reference.updated_at
-        self._holds_now(loaded.path, manifest.step, updated_at)
+        self._record_saved(loaded.path, manifest.step, updated_at)
         if self._coordinator.is_leader:
             size, seconds = loaded.total_bytes / 2**20, loaded.seconds
             log.info("Resumed step %d from %s: %.1f MiB in %.2f s.", manifest.step, loaded.path, size, seconds)
@@ -118,7 +118,7 @@ class Checkpointer:
                 log.warning("%s: the state is exact, the bits of further steps are not promised.", difference)
         return True
 
-    def _holds_now(self, path: Path, step: int, reference_at: int | None) -> None:
+    def _record_saved(self, path: Path, step: int, reference_at: int | None) -> None:
         self._saved_step = step
         self._reference_at = {} if reference_at is None else {reference_at: path}
 
@@ -129,7 +129,7 @@ class Checkpointer:
             return self.save(step, metrics, last=last)
         if self._in_flight is not None and self._in_flight.over and not self.failed:
             self._settle()
-        return self._take_result()
+        return self._pop_result()
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None, *, last: bool = False) -> SaveResult | None:
         """Save `step` with its `metrics` unless it is saved already; first wait for the save in flight.
@@ -140,7 +140,7 @@ class Checkpointer:
         asked = time.monotonic()
         self._settle()
         if step == self._saved_step:
-            return self._take_result()
+            return self._pop_result()
         announce("commit.snapshot")
         started = time.monotonic()
         reference, settings = self._state.reference, self._settings
@@ -159,21 +159,21 @@ class Checkpointer:
             settings.hf_adapter,
         )
         save = SaveInFlight(step, updated_at, settings.timeout_s, last)
-        if self._behind is None:
+        if self._background is None:
             save.run(lambda: self._write(snapshot, self._coordinator, asked, started))
             self._in_flight = save
             self._settle()
-            return self._take_result()
+            return self._pop_result()
         try:
             draft = begin_checkpoint(snapshot, self._run_dir, self._coordinator)
         except SaveFailed as error:
-            self._end_or_go_on(error, last)
-            return self._take_result()
-        behind, staged = self._behind, self._stager.copy(snapshot, draft.linked)
+            self._raise_or_continue(error, last)
+            return self._pop_result()
+        background, staged = self._background, self._stager.copy(snapshot, draft.linked)
         blocked = time.monotonic() - asked
-        save.start(lambda: self._write(staged, behind, asked, started, draft, blocked))
+        save.start(lambda: self._write(staged, background, asked, started, draft, blocked))
         self._in_flight = save
-        return self._take_result()
+        return self._pop_result()
 
     def _write(
         self,
@@ -192,7 +192,7 @@ class Checkpointer:
             self._settings,
             self._deleter,
             draft,
-            make_way=(lambda: None) if self._copies is None else self._copies.make_way,
+            cancel_copy=(lambda: None) if self._copies is None else self._copies.cancel_copy,
         )
         now = time.monotonic()
         result = replace(
@@ -239,7 +239,7 @@ class Checkpointer:
         """Wait for the save in flight and for removals; return and fail like `save`."""
         self._settle()
         self._deleter.wait(self._settings.timeout_s)
-        return self._take_result()
+        return self._pop_result()
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -250,7 +250,7 @@ class Checkpointer:
         the remote up to `checkpoint.timeout_s`; on an early exit, a quarter of the grace period; after a crash, not at
         all.
         """
-        copies_s = patience_s = self._trainer.preempt_grace_s / 4
+        copies_s = grace_s = self._trainer.preempt_grace_s / 4
         try:
             try:
                 yield
@@ -267,7 +267,7 @@ class Checkpointer:
         except BaseException as error:
             copies_s = 0.0
             if isinstance(error, Exception) and self._in_flight is not None:
-                self._in_flight.linger(patience_s)
+                self._in_flight.wait_for_end(grace_s)
             raise
         finally:
             if self._copies is not None:
@@ -278,7 +278,7 @@ class Checkpointer:
         """Return whether the save in flight failed on this rank and must end the run, by a raise of `save` on all
         ranks."""
         save = self._in_flight
-        return save is not None and save.error is not None and not self._goes_on(save.error, save.last)
+        return save is not None and save.error is not None and not self._continues_after(save.error, save.last)
 
     def _settle(self) -> None:
         if (save := self._in_flight) is None:
@@ -289,18 +289,18 @@ class Checkpointer:
             result = save.wait()
         except SaveFailed as error:
             self._in_flight = None
-            self._end_or_go_on(error, save.last)
+            self._raise_or_continue(error, save.last)
             return
         self._in_flight, self._result = None, result
-        self._holds_now(result.path, save.step, save.reference_at)
+        self._record_saved(result.path, save.step, save.reference_at)
 
-    def _goes_on(self, error: BaseException, last: bool) -> bool:
+    def _continues_after(self, error: BaseException, last: bool) -> bool:
         # Once the ranks have lost each other, no later save can succeed.
         lost = isinstance(error.__cause__, LostPeer)
         return self._settings.on_save_error == "continue" and isinstance(error, SaveFailed) and not lost and not last
 
-    def _end_or_go_on(self, error: SaveFailed, last: bool) -> None:
-        if self._goes_on(error, last):
+    def _raise_or_continue(self, error: SaveFailed, last: bool) -> None:
+        if self._continues_after(error, last):
             if self._coordinator.is_leader:
                 log.error("%s Training goes on (checkpoint.on_save_error=continue).", error)
             return
@@ -308,6 +308,6 @@ class Checkpointer:
             raise UserError(f"{error} Fix it and run the same command again.") from error
         raise error
 
-    def _take_result(self) -> SaveResult | None:
+    def _pop_result(self) -> SaveResult | None:
         result, self._result = self._result, None
         return result

@@ -96,19 +96,19 @@ class CheckedCopy:
     def _verify_headers(self) -> None:
         for path, header in self._headers.items():
             found = bytearray(len(header))
-            with self._as_not_written([path]):
+            with self._naming_targets([path]):
                 self._targets[path].read_at(0, memoryview(found))
                 if found != header:
                     raise DamagedCheckpoint(f"{path}: another header")
 
     def _verify_block(self, block: Block) -> int:
         """Compare a block of the source with its hash once more, as read from the targets."""
-        with self._as_not_written(dict.fromkeys(part.target for part in self._ranges[block])):
+        with self._naming_targets(dict.fromkeys(part.target for part in self._ranges[block])):
             self._files.compare_block(*block, self._read_back(block))
         return 0
 
     @contextmanager
-    def _as_not_written(self, targets: Iterable[str]) -> Iterator[None]:
+    def _naming_targets(self, targets: Iterable[str]) -> Iterator[None]:
         """Change an error about damage to name the copy, in one of `targets`."""
         try:
             yield

@@ -80,7 +80,7 @@ def index_of_weights(files: Iterable[WeightsFile]) -> dict[str, bytes]:
     return {WEIGHTS_INDEX: (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()}
 
 
-def saying_dtype(small_files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
+def with_dtype(small_files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
     """Return `small_files` with `dtype` (float32, ...) in config.json; unchanged for None."""
     if dtype is None or MODEL_CONFIG not in small_files:
         return dict(small_files)

@@ -89,7 +89,7 @@ class CheckedFiles:
                 start, view = start + length, view[length:]
         self._read_blocks(name, parts)
 
-    def prove(self, name: str, blocks: Iterable[int]) -> None:
+    def verify_blocks(self, name: str, blocks: Iterable[int]) -> None:
         """Read blocks only to compare them with their hashes."""
         self._read_blocks(name, {number: [] for number in blocks})
 

@@ -135,7 +135,7 @@ class ShardIndex:
         try:
             length = int.from_bytes(files.start(self.path, 8), "little")
             head = json.loads(files.start(self.path, 8 + length)[8:])
-            self._take(head["__metadata__"])
+            self._parse_metadata(head["__metadata__"])
             rows = (files.size(self.path) - 8 - length) / ROW_BYTES
             if (found := sum(self._count.tolist())) != rows:
                 raise ValueError(f"its files have {found} rows of {rows:g}")
@@ -143,7 +143,7 @@ class ShardIndex:
             raise DamagedCheckpoint(f"{self.path}: is no index ({type(error).__name__}: {error})") from None
         self._first_row = 8 + length
 
-    def _take(self, metadata: dict[str, Any]) -> None:
+    def _parse_metadata(self, metadata: dict[str, Any]) -> None:
         tensors, listed = json.loads(metadata["tensors"]), json.loads(metadata["files"])
         self.tensors: Tensors = {name: (dtype, tuple(shape)) for name, (dtype, shape) in sorted(tensors.items())}
         for dtype, shape in self.tensors.values():

@@ -194,7 +194,7 @@ def fail_on_one(rank: int, tmp_path: Path, where: str) -> tuple[str, bool, list[
             module, name = {
                 "begin": (save_draft, "_link_folder"),
                 "manifest": (publication, "_seal"),
-                "rename": (publication, "_give_name"),
+                "rename": (publication, "_rename_final"),
             }[where]
             broken.enter_context(replaced(module, name, failing))
         try:

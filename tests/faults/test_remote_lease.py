@@ -16,7 +16,7 @@ import pytest
 
 from rlhf.checkpoint.remote import lease as lease_module
 from rlhf.checkpoint.remote import retries
-from rlhf.checkpoint.remote.lease import LEASE, Lease, release_held
+from rlhf.checkpoint.remote.lease import LEASE, Lease, release_leases
 from rlhf.checkpoint.remote.remote_store import RemoteStore
 from rlhf.errors import UserError
 from rlhf.storage.layout import step_dir
@@ -79,24 +79,24 @@ def die(lease: Lease) -> None:
 
 def test_a_second_machine_is_refused_and_told_who_is_there(store, tmp_path, leases, monkeypatch):
     first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
-    first.take()
+    first.acquire()
     monkeypatch.setattr(lease_module, "EXPIRY_S", LONG_S)
     with pytest.raises(UserError, match=rf"is in use by alpha \({tmp_path}/alpha, process {os.getpid()}\)"):
-        second.take()
+        second.acquire()
     time.sleep(2 * EXPIRY_S)
     with pytest.raises(UserError, match="is in use by alpha"):
-        second.take()
+        second.acquire()
     first.confirm()
     # The same run again, another process of it or the next start, goes on at once.
-    machine("alpha", store, tmp_path, leases).take()
+    machine("alpha", store, tmp_path, leases).acquire()
 
 
 def test_the_lease_of_a_dead_machine_ends_by_itself(store, tmp_path, leases):
     first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
-    first.take()
+    first.acquire()
     die(first)
     started = time.monotonic()
-    second.take()
+    second.acquire()
     assert EXPIRY_S <= time.monotonic() - started < LONG_S
     # It was only cut off, and is back.
     with pytest.raises(UserError, match="is in use by beta"):
@@ -108,16 +108,16 @@ def test_the_lease_of_a_dead_machine_ends_by_itself(store, tmp_path, leases):
 def test_who_leaves_in_order_keeps_nobody_waiting(store, tmp_path, leases, monkeypatch):
     monkeypatch.setattr(lease_module, "EXPIRY_S", LONG_S)
     first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
-    first.take()
+    first.acquire()
     first.release()
     assert store.read(LEASE) is None
-    second.take()
+    second.acquire()
 
 
 def test_a_renewal_under_way_does_not_outlive_the_lease(store, tmp_path, leases, monkeypatch):
-    monkeypatch.setattr(lease_module, "GIVE_BACK_S", LONG_S)
+    monkeypatch.setattr(lease_module, "RELEASE_S", LONG_S)
     lease = machine("alpha", store, tmp_path, leases)
-    lease.take()
+    lease.acquire()
     write, begun, go_on, written = store.write, threading.Event(), threading.Event(), threading.Event()
 
     def slowly(*arguments) -> None:
@@ -140,21 +140,21 @@ def test_a_renewal_under_way_does_not_outlive_the_lease(store, tmp_path, leases,
 def test_a_dead_process_of_this_machine_keeps_nobody_waiting(store, tmp_path, leases, monkeypatch):
     monkeypatch.setattr(lease_module, "EXPIRY_S", LONG_S)
     first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
-    first.take()
+    first.acquire()
     die(first)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     store.write(LEASE, [json.dumps(json.loads(store.read(LEASE) or b"") | {"pid": ended.pid}).encode()])
     second._me["machine"] = "alpha"
-    second.take()
+    second.acquire()
     second.confirm()
 
 
 def test_processes_of_one_run_that_renew_at_the_same_time_keep_it(tmp_path, leases):
     store = RemoteStore(f"file://{tmp_path}/remote")
     supervisor, rank = (machine("alpha", store, tmp_path, leases) for _ in range(2))
-    supervisor.take()
-    rank.take()
+    supervisor.acquire()
+    rank.acquire()
     over = threading.Event()
 
     def renew() -> None:
@@ -174,8 +174,8 @@ def test_processes_of_one_run_that_renew_at_the_same_time_keep_it(tmp_path, leas
 
 def test_a_holder_killed_while_it_renewed_leaves_it_to_the_run(store, tmp_path, leases):
     supervisor, rank = (machine("alpha", store, tmp_path, leases) for _ in range(2))
-    supervisor.take()
-    rank.take()
+    supervisor.acquire()
+    rank.acquire()
     die(rank)
     die(supervisor)
     for holder in (supervisor, rank):
@@ -198,7 +198,7 @@ def test_one_of_many_at_the_same_time_gets_it(store, tmp_path, leases, monkeypat
     def race(lease: Lease) -> None:
         together.wait(DEADLINE_S)
         with suppress(UserError):
-            lease.take()
+            lease.acquire()
             holding.append(lease)
 
     for over in ("nobody's", "a dead one's"):
@@ -231,9 +231,9 @@ def test_a_start_on_another_machine_is_refused_before_it_fetches(tmp_path, lease
     prepare(other)
     assert (step_dir(other.run_dir, 2) / "manifest.json").exists()
     with pytest.raises(UserError, match="is in use by"):
-        machine("gamma", remote_store(config), tmp_path, leases).take()
-    release_held()
-    machine("gamma", remote_store(config), tmp_path, leases).take()
+        machine("gamma", remote_store(config), tmp_path, leases).acquire()
+    release_leases()
+    machine("gamma", remote_store(config), tmp_path, leases).acquire()
 
 
 def test_copies_end_when_another_machine_has_taken_over(tmp_path, leases, caplog):

@@ -63,11 +63,11 @@ def removed_for(
     needed: int,
     victims: Callable[[], list[Path]],
     deleter: Deleter,
-    make_way: Callable[[], None] = lambda: None,
+    cancel_copy: Callable[[], None] = lambda: None,
 ) -> list[int | None]:
     """The steps that are gone once there is room."""
     before = steps(disk)
-    make_room(disk, needed, victims, deleter, DEADLINE_S, ALONE, make_way)
+    make_room(disk, needed, victims, deleter, DEADLINE_S, ALONE, cancel_copy)
     return [step for step in before if step not in steps(disk)]
 
 
@@ -147,7 +147,7 @@ def test_trash_is_room_to_come(disk):
     for number in range(2000):
         (trash / f"{number}").touch()
     assert free(disk) < 4 * MIB
-    deleter.take(trash)
+    deleter.submit(trash)
     assert removed_for(disk, 4 * MIB, never, deleter) == []
     assert not trash.exists()
     assert steps(disk) == [4, 6]
@@ -181,17 +181,17 @@ def test_a_copy_under_way_makes_way(disk, deleter):
         pins[-1].mkdir()
         os.link(step_dir(disk, step) / "actor/model/weights", pins[-1] / "weights")
 
-    def make_way() -> None:
+    def cancel_copy() -> None:
         for pin in pins:
             if pin.exists() and not (disk / pin.name.split("-")[1]).exists():
                 remove(pin)
 
     removal.discard(step_dir(disk, 2))
     leave(disk, MIB)
-    assert removed_for(disk, 3 * MIB, never, deleter, make_way) == []
+    assert removed_for(disk, 3 * MIB, never, deleter, cancel_copy) == []
     assert [pin.exists() for pin in pins] == [False, True, True]
     rule = after_the_save(disk, 8, max_to_keep=1)
-    assert removed_for(disk, 5 * MIB, rule, deleter, make_way) == [4]
+    assert removed_for(disk, 5 * MIB, rule, deleter, cancel_copy) == [4]
     assert [pin.exists() for pin in pins] == [False, False, True]
     assert steps(disk) == [6]
 

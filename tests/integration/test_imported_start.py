@@ -99,7 +99,7 @@ def test_a_start_says_where_it_is_from_and_what_begins_anew(tmp_path, trained, s
     (line,) = [text for text in caplog.messages if "was imported" in text]
     assert f"{target} was imported from {tmp_path / 'theirs'} (held). A new run begins there, after step 4" in line
     assert "with actor's weights, actor's moments, actor's schedule" in line
-    assert "not that run continued to the bit: reference, generators, data begin anew." in line
+    assert "It does not continue that run bit for bit: reference, generators, data start afresh." in line
     assert stream.state == {"count": 7}, "as it was at the start"
     assert "bits of further steps" not in caplog.text
     assert "RNG state" not in caplog.text

@@ -192,10 +192,10 @@ def test_room_for_a_save_goes_before_a_copy_that_nothing_else_keeps(tmp_path, ca
 
     def short_of_room(number: int, call: str, path: str) -> None:
         if call == "open wb" and "global_step_2" in path:
-            copies.make_way()
+            copies.cancel_copy()
             assert list(config.run_dir.glob(f"{PIN}*")), "it still has a name in the run directory"
             shutil.rmtree(step_dir(config.run_dir, 2), ignore_errors=True)
-            copies.make_way()
+            copies.cancel_copy()
             assert not list(config.run_dir.glob(f"{PIN}*"))
             WEATHER.before = lambda number, call, path: None
 

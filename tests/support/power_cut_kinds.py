@@ -13,9 +13,9 @@ from unittest import mock
 from rlhf.checkpoint.commit import pointer
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.commit.output_folder import output_folder
-from rlhf.checkpoint.remote.lease import release_held
+from rlhf.checkpoint.remote.lease import release_leases
 from rlhf.checkpoint.save import disk_space
-from rlhf.checkpoint.verbs.pruning import carry_out, plan_pruning, run_at_rest
+from rlhf.checkpoint.verbs.pruning import plan_pruning, remove_planned, run_at_rest
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_DONE
 from rlhf.launch import supervisor
@@ -185,9 +185,9 @@ def pruned(root: Path, book: Book) -> None:
     run_dir = run.config.run_dir
     with run_at_rest(run_dir):
         rules = replace(run.config.checkpoint, max_to_keep=1)
-        plan = plan_pruning(run_dir, rules, set_aside=True, prove=verify)
+        plan = plan_pruning(run_dir, rules, set_aside=True, verify=verify)
         assert [path.name for path in plan.checkpoints] == ["global_step_1", "global_step_2"]
-        assert carry_out(plan) == []
+        assert remove_planned(plan) == []
 
 
 def domains(root: Path, book: Book) -> None:
@@ -239,7 +239,7 @@ def remote(root: Path, book: Book) -> None:
 def fetched(root: Path, book: Book) -> None:
     """A start on another machine, whose empty disk the newest copy is brought to."""
     remote(root, book)
-    release_held()
+    release_leases()
     book.note("only", [book.saves[4]])
     run = begin(book, start_of(root / "another", checkpoint__remote=f"file://{root}/{REMOTE}"), course=2)
     run.train(1)

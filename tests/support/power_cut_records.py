@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint.remote.lease import release_held
+from rlhf.checkpoint.remote.lease import release_leases
 from tests.support.power_cut_kinds import KINDS, REMOTE, restarted
 from tests.support.power_cut_runs import Book, Saved, promises_at
 from tests.support.power_cut_states import Disk, Shelf, Tree
@@ -38,7 +38,7 @@ def record(kind: str, folder: Path) -> Record:
     with recording(root) as recorder:
         book = Book(recorder)
         KINDS[kind](root, book)
-    release_held()
+    release_leases()
     return proven(Record(kind, root, recorder.ops, book.notes, book.saves), recorder)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf.checkpoint.remote.lease import release_held
+from rlhf.checkpoint.remote.lease import release_leases
 from tests.support.power_cut_checks import wrong
 from tests.support.power_cut_kinds import REMOTE
 from tests.support.power_cut_records import Record
@@ -64,7 +64,7 @@ class Bench:
             found = wrong(promises_at(self.made.notes, moment), root, go_on=self.states % every == 1 % every)
         finally:
             # Or it would be renewed, behind the next states, in a folder that is theirs.
-            release_held()
+            release_leases()
         if found:
             self.failures.append(describe(self.made, moment, tree, found))
         return not found

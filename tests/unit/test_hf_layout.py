@@ -8,7 +8,7 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from rlhf.storage import hf_layout
-from rlhf.storage.hf_layout import index_of_weights, lay_out_weights, saying_dtype
+from rlhf.storage.hf_layout import index_of_weights, lay_out_weights, with_dtype
 
 TENSORS = {
     "a": ("BF16", (3,)),
@@ -63,8 +63,8 @@ def test_safetensors_opens_what_is_written_by_the_layout(tmp_path, monkeypatch, 
 
 def test_configuration_says_the_type_of_the_weights(tmp_path):
     small = {"config.json": b'{"model_type": "qwen2", "torch_dtype": "float32"}', "tokenizer.json": b"{}"}
-    assert saying_dtype(small, None) == small
-    said = saying_dtype(small, "bfloat16")
+    assert with_dtype(small, None) == small
+    said = with_dtype(small, "bfloat16")
     assert said["tokenizer.json"] == small["tokenizer.json"]
     (tmp_path / "config.json").write_bytes(said["config.json"])
     assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16

@@ -9,7 +9,7 @@ import pytest
 from rlhf import events
 from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.commit import output_folder as target_module
-from rlhf.checkpoint.commit.output_folder import output_folder, prove
+from rlhf.checkpoint.commit.output_folder import output_folder, verify_written
 from rlhf.errors import UserError
 from rlhf.storage import files
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -114,10 +114,10 @@ def test_targets_that_would_cost_something(tmp_path, monkeypatch):
 
 def test_what_is_not_as_it_was_written_is_named(tmp_path):
     written = [write_file(tmp_path, name, [os.urandom(1000)]) for name in ("a", "deep/b")]
-    prove(tmp_path, written)
+    verify_written(tmp_path, written)
     flip_bit(tmp_path / "deep" / "b", 77)
     with pytest.raises(DamagedCheckpoint, match=r"deep/b was not written.*differs from its hash"):
-        prove(tmp_path, written)
+        verify_written(tmp_path, written)
 
 
 def test_a_runs_checkpoints_are_not_replaced(tmp_path):

@@ -100,9 +100,9 @@ def test_a_flip_is_found_by_whoever_reads_its_block_and_by_nobody_else(root, tmp
                 with pytest.raises(DamagedCheckpoint, match="f: content differs from its hash"):
                     files.read("f", [(other * BLOCK + 100, into)])
                 with pytest.raises(DamagedCheckpoint, match="f: content differs from its hash"):
-                    files.prove("f", files.blocks("f"))
+                    files.verify_blocks("f", files.blocks("f"))
             flip_bit(tmp_path / "f", 8 * BLOCK * block + bit)
-    files.prove("f", files.blocks("f"))
+    files.verify_blocks("f", files.blocks("f"))
 
 
 def test_what_is_cut_missing_or_unknown_is_damage(root, tmp_path):
@@ -130,7 +130,7 @@ def test_reading_needs_only_a_fixed_buffer_beside_the_destination(tmp_path):
     tracemalloc.start()
     try:
         files.read("f", [(0, memoryview(into)[: 2 * SIZE]), (3 * SIZE, memoryview(into)[3 * SIZE :])])
-        files.prove("f", files.blocks("f"))
+        files.verify_blocks("f", files.blocks("f"))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -13,7 +13,7 @@ class Deleter:
         self._changed = threading.Condition()
         self._trash: list[Path] = []
 
-    def take(self, trash: Path) -> None:
+    def submit(self, trash: Path) -> None:
         """Delete `trash` soon; nobody else may touch it any more."""
         with self._changed:
             self._trash.append(trash)

@@ -172,7 +172,7 @@ def damage_in(files: CheckedFiles, names: Iterable[str], read: Callable[[int], N
             files.check_entry(name)
             blocks = files.blocks(name)
             for first in range(0, len(blocks), BLOCKS_AT_A_TIME):
-                files.prove(name, blocks[first : first + BLOCKS_AT_A_TIME])
+                files.verify_blocks(name, blocks[first : first + BLOCKS_AT_A_TIME])
                 read(min(BLOCKS_AT_A_TIME * BLOCK, files.size(name) - first * BLOCK))
         except DamagedCheckpoint as problem:
             problems.append(str(problem))

@@ -15,7 +15,7 @@ LONGEST_NAME = 255
 
 def problems_of(payload: dict[str, Any]) -> Iterator[str]:
     """Yield the invalid fields of a manifest of the present format, one line each; all fields must exist."""
-    wrong = [said.format(name) for names, fits, said in FORMS for name in names if not fits(payload[name])]
+    wrong = [message.format(name) for names, fits, message in FORMS for name in names if not fits(payload[name])]
     if wrong:
         yield from wrong
         return

@@ -45,7 +45,7 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
     make_dir_durably(target.parent)
     if not remove_leftovers(target):
         raise UserError(f"{target} is being written by another process. Wait for it, or give another target.")
-    folder, lock = _made(target)
+    folder, lock = _create_locked(target)
     try:
         announce("target.begin")
         yield folder
@@ -60,14 +60,14 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
             os.close(lock)
 
 
-def prove(root: Path, written: Iterable[WrittenFile]) -> None:
+def verify_written(root: Path, written: Iterable[WrittenFile]) -> None:
     """Read back the files `written` below `root`; raise DamagedCheckpoint with the name of a file that differs."""
     described = describe(list(written))
     files = CheckedFiles(root, described)
     for name in described:
         try:
             files.check_entry(name)
-            files.prove(name, files.blocks(name))
+            files.verify_blocks(name, files.blocks(name))
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{root / name} was not written as it should be, try again: {error}") from None
 
@@ -91,14 +91,14 @@ def check_target(target: Path, overwrite: bool, sources: Iterable[Path]) -> None
         raise UserError(f"{target} is there already. Give another target, or --overwrite to replace it.")
     if real in (Path.cwd(), *Path.cwd().parents, Path.home()) or target.is_mount():
         raise UserError(f"{target} is no folder that may be replaced. Give a new one in it.")
-    if overwrite and (found := _checkpoint_in(target)) is not None:
+    if overwrite and (found := _find_checkpoint(target)) is not None:
         raise UserError(
             f"{found} is a checkpoint of a run, which --overwrite does not replace. Give another target, or remove it "
             "yourself."
         )
 
 
-def _checkpoint_in(target: Path) -> Path | None:
+def _find_checkpoint(target: Path) -> Path | None:
     """Return a checkpoint that a run has saved: `target` itself, or one up to three folders below it."""
     if (target / MANIFEST).is_file() and step_of(target) is not None:
         try:
@@ -140,7 +140,7 @@ def remove_leftovers(target: Path) -> bool:
     return True
 
 
-def _made(target: Path) -> tuple[Path, int | None]:
+def _create_locked(target: Path) -> tuple[Path, int | None]:
     """Create a folder beside `target` and its lock, which shows a living writer; None on a file system without
     locks."""
     while True:

@@ -12,7 +12,7 @@ from rlhf.storage.layout import POINTER, scan, step_of
 log = logging.getLogger(__name__)
 
 
-def pointed(run_dir: Path) -> int | None:
+def read_pointer(run_dir: Path) -> int | None:
     try:
         return int((run_dir / POINTER).read_text())
     except (OSError, ValueError):
@@ -43,7 +43,7 @@ def point_elsewhere(leaving: Path) -> None:
 def point_to_newest(run_dir: Path) -> None:
     """Make the pointer name a scan's newest checkpoint. A kill before its update left one that retention may remove."""
     newest = next((step_of(path) for path in scan(run_dir)), None)
-    if pointed(run_dir) != newest:
+    if read_pointer(run_dir) != newest:
         # The kill may have come before the checkpoint's name was durable: a power cut would leave only the pointer.
         fsync_dir(run_dir)
         point_to(run_dir, newest)

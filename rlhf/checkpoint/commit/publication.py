@@ -52,14 +52,14 @@ def publish(run_dir: Path, temporary: Path, step: int, manifest: Manifest | None
 
     try:
         coordinator.on_domain_leaders(seal)
-        coordinator.on_domain_leaders(lambda: _give_name(run_dir, temporary, step, renamed))
+        coordinator.on_domain_leaders(lambda: _rename_final(run_dir, temporary, step, renamed))
     except Exception as error:
-        raise give_up(run_dir, step, temporary, coordinator, error, renamed) from error
-    coordinator.on_domain_leaders(lambda: _point(run_dir, step, "commit.published"))
+        raise abort_save(run_dir, step, temporary, coordinator, error, renamed) from error
+    coordinator.on_domain_leaders(lambda: _update_pointer(run_dir, step, "commit.published"))
     return step_dir(run_dir, step)
 
 
-def give_up(
+def abort_save(
     run_dir: Path,
     step: int,
     temporary: Path | None,
@@ -99,8 +99,8 @@ def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
                 step in there and (there[step] == sealed or None in (there[step], sealed)) for there in named
             )
             if step is not None and committed and not step_dir(run_dir, step).exists():
-                _give_name(run_dir, temporary, step, [])
-                _point(run_dir, step)
+                _rename_final(run_dir, temporary, step, [])
+                _update_pointer(run_dir, step)
                 log.warning(
                     "The commit of step %d was interrupted between the nodes' disks, and is complete now.", step
                 )
@@ -125,7 +125,7 @@ def _seal(temporary: Path, manifest: Manifest, coordinator: Coordinator) -> None
         fsync_dir(temporary.parent)
 
 
-def _give_name(run_dir: Path, temporary: Path, step: int, renamed: list[Path]) -> None:
+def _rename_final(run_dir: Path, temporary: Path, step: int, renamed: list[Path]) -> None:
     """Rename a sealed directory to its final name, durably; raise FileExistsError when the step is published already.
     `renamed` gets the name right after the rename, even if the sync fails."""
     final = step_dir(run_dir, step)
@@ -138,15 +138,15 @@ def _give_name(run_dir: Path, temporary: Path, step: int, renamed: list[Path]) -
     fsync_dir(run_dir)
 
 
-def _point(run_dir: Path, step: int, then: str | None = None) -> None:
-    """Point to a published step, and announce `then`; a pointer that cannot be written undoes nothing."""
+def _update_pointer(run_dir: Path, step: int, event: str | None = None) -> None:
+    """Point to a published step, and announce `event`; a pointer that cannot be written undoes nothing."""
     announce("commit.pointer")
     try:
         point_to(run_dir, step)
     except OSError as error:
         log.error("The pointer in %s could neither be written nor removed: %s", run_dir, error)
-    if then is not None:
-        announce(then)
+    if event is not None:
+        announce(event)
 
 
 def _sealed(run_dir: Path) -> dict[Path, str | None]:

@@ -69,31 +69,31 @@ def victims(
     settings: CheckpointConfig,
     newest_step: int,
     coordinator: Coordinator,
-    coming: Mapping[str, float] | None = None,
+    new_metrics: Mapping[str, float] | None = None,
 ) -> list[Path]:
     """Return the checkpoints that may go once `newest_step` is published, oldest first. Collective.
 
     Never returns `newest_step`. A step that one storage domain keeps stays in all of them, so that it stays whole.
-    `coming` are the metrics of `newest_step` before it is published. A later checkpoint exists only when it could
+    `new_metrics` are the metrics of `newest_step` before it is published. A later checkpoint exists only when it could
     neither be read nor set aside: it does not count and stays. Raises OSError on every rank when a disk cannot be read.
     """
-    looked = coordinator.on_domain_leaders(lambda: _goes(run_dir, settings, newest_step, coming))
-    steps = sorted({step for goes in looked for step in goes})
-    return [step_dir(run_dir, step) for step in steps if all(goes.get(step, True) for goes in looked)]
+    by_domain = coordinator.on_domain_leaders(lambda: _removable(run_dir, settings, newest_step, new_metrics))
+    steps = sorted({step for removable in by_domain for step in removable})
+    return [step_dir(run_dir, step) for step in steps if all(removable.get(step, True) for removable in by_domain)]
 
 
-def _goes(
-    run_dir: Path, settings: CheckpointConfig, newest_step: int, coming: Mapping[str, float] | None
+def _removable(
+    run_dir: Path, settings: CheckpointConfig, newest_step: int, new_metrics: Mapping[str, float] | None
 ) -> dict[int, bool]:
     paths = {step: path for path in scan(run_dir) if (step := step_of(path)) is not None}
-    metrics = {step: _known(path, settings) for step, path in paths.items() if step <= newest_step}
-    if coming is not None:
-        metrics[newest_step] = coming
-    why = reasons(figures_of(metrics, settings), settings)
-    return {step: step != newest_step and why.get(step) == [] for step in paths}
+    metrics = {step: _stored_metrics(path, settings) for step, path in paths.items() if step <= newest_step}
+    if new_metrics is not None:
+        metrics[newest_step] = new_metrics
+    reasons_by_step = reasons(figures_of(metrics, settings), settings)
+    return {step: step != newest_step and reasons_by_step.get(step) == [] for step in paths}
 
 
-def _known(path: Path, settings: CheckpointConfig) -> Mapping[str, float] | None:
+def _stored_metrics(path: Path, settings: CheckpointConfig) -> Mapping[str, float] | None:
     if not settings.keep_best:
         return {}
     try:
@@ -119,16 +119,16 @@ def retire(run_dir: Path, settings: CheckpointConfig, step: int, deleter: Delete
     new checkpoint is published, and an old one that cannot be removed costs disk space, not the run.
     """
     try:
-        going = victims(run_dir, settings, step, coordinator)
-        coordinator.on_domain_leaders(lambda: remove_checkpoints(going, deleter))
+        paths = victims(run_dir, settings, step, coordinator)
+        coordinator.on_domain_leaders(lambda: remove_checkpoints(paths, deleter))
     except OSError as error:
         if coordinator.is_leader:
             log.error("An old checkpoint in %s could not be removed: %s", run_dir, error)
 
 
-def remove_checkpoints(going: Iterable[Path], deleter: Deleter) -> None:
+def remove_checkpoints(paths: Iterable[Path], deleter: Deleter) -> None:
     """Rename the checkpoints that exist here to trash; `deleter` deletes them."""
-    for path in going:
+    for path in paths:
         if path.exists():
             announce("commit.prune")
-            deleter.take(to_trash(path))
+            deleter.submit(to_trash(path))

@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from rlhf.checkpoint.commit.manifest import Manifest, manifest_bytes, read_manifest
-from rlhf.checkpoint.commit.output_folder import output_folder, prove
+from rlhf.checkpoint.commit.output_folder import output_folder, verify_written
 from rlhf.checkpoint.export.hf_work import hf_work
 from rlhf.checkpoint.export.layout_native import open_source
 from rlhf.config.schema.checkpoint import CheckpointConfig
@@ -38,7 +38,7 @@ def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> Non
         return
     checkpoint, target = step_dir(run_dir, step), run_dir / HF_FOLDER
     manifest, origin = read_manifest(checkpoint), _origin(checkpoint, settings)
-    if _is_there(checkpoint, manifest, settings, target):
+    if _has_export(checkpoint, manifest, settings, target):
         return
     if missing := [name for name in manifest.files if not (checkpoint / name).exists()]:
         log.warning(
@@ -53,7 +53,7 @@ def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> Non
     with output_folder(target, overwrite=True, sources=[checkpoint]) as folder:
         for role in manifest.roles:
             _write_role(checkpoint, role, settings, folder)
-        prove(folder, [write_json(folder, SOURCE, origin)])
+        verify_written(folder, [write_json(folder, SOURCE, origin)])
     log.info("The model for other tools, as of %s, was written to %s.", checkpoint.name, target)
 
 
@@ -62,7 +62,7 @@ def explain_no_export(run_dir: Path, settings: CheckpointConfig, step: int) -> N
     if "hf_model" not in settings.contents:
         return
     checkpoint, target = step_dir(run_dir, step), run_dir / HF_FOLDER
-    if not _is_there(checkpoint, read_manifest(checkpoint), settings, target):
+    if not _has_export(checkpoint, read_manifest(checkpoint), settings, target):
         log.warning(
             "checkpoint.contents=%s: no model can be written to %s. Export it to another place: python -m "
             "rlhf.checkpoint export %s TARGET",
@@ -72,12 +72,12 @@ def explain_no_export(run_dir: Path, settings: CheckpointConfig, step: int) -> N
         )
 
 
-def _is_there(checkpoint: Path, manifest: Manifest, settings: CheckpointConfig, target: Path) -> bool:
+def _has_export(checkpoint: Path, manifest: Manifest, settings: CheckpointConfig, target: Path) -> bool:
     """Return whether the checkpoint itself or `target` has the export, and log where."""
     place = None
     if "hf_model" in manifest.contents and _form(asdict(settings)) == _form(_stored(checkpoint, manifest)):
         place = checkpoint / manifest.roles[0] / HF_FOLDER
-    elif _written_from(target) == _origin(checkpoint, settings):
+    elif _read_origin(target) == _origin(checkpoint, settings):
         place = target
     if place is not None:
         log.info("The model for other tools is in %s.", place)
@@ -98,7 +98,7 @@ def _stored(checkpoint: Path, manifest: Manifest) -> Mapping[str, Any]:
     return stored_sections(CheckedFiles(checkpoint, manifest.files).content(CONFIG), manifest.release)["checkpoint"]
 
 
-def _written_from(target: Path) -> Any:
+def _read_origin(target: Path) -> Any:
     """Return the contents of an earlier export's `SOURCE` file, or None when there is none or it is unreadable."""
     try:
         return parse_json(read_regular(target / SOURCE, LARGEST_SOURCE), SOURCE)

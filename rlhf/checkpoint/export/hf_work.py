@@ -4,7 +4,7 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
-from rlhf.checkpoint.commit.output_folder import prove
+from rlhf.checkpoint.commit.output_folder import verify_written
 from rlhf.checkpoint.export.layout_native import NativeCheckpoint
 from rlhf.models.hf.hf_plan import HfOptions, HfPlan, Progress, has_experts, plan_as_stored
 from rlhf.models.hf.source import TensorSource
@@ -53,7 +53,7 @@ class Computed:
         """
         from rlhf.models.hf.hf_writer import write_hf_folder
 
-        prove(folder, write_hf_folder(self._source, self.plan, folder, progress))
+        verify_written(folder, write_hf_folder(self._source, self.plan, folder, progress))
 
 
 class Copied:
@@ -72,7 +72,7 @@ class Copied:
                 except DamagedCheckpoint as error:
                     raise self._source.damaged(error) from None
                 copy.finish()
-        prove(folder, [write_file(folder, name, [content]) for name, content in self.plan.others().items()])
+        verify_written(folder, [write_file(folder, name, [content]) for name, content in self.plan.others().items()])
 
     def _ranges(self, files: list[WeightsFile]) -> list[RangeCopy]:
         """Return where the bytes of the tensors in `files` are, and where they go."""

@@ -53,7 +53,7 @@ def _of_checkpoint(files: CheckedFiles, manifest: Manifest, folder: str) -> dict
 def _of_start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: str) -> dict[str, bytes]:
     model, setting, path, revision = _start(checkpoint, manifest, files, role)
     template = model["chat_template"] if setting == "model.path" else None
-    folder = _found(checkpoint, setting, path, revision)
+    folder = _resolve(checkpoint, setting, path, revision)
     _check_start(checkpoint, manifest, setting, path, folder)
     contents = read_small_files(folder)
     if template is not None:
@@ -72,7 +72,7 @@ def base_folder(checkpoint: Path, manifest: Manifest, files: CheckedFiles, given
     """Return the folder with the base model of a checkpoint's adapters: `given`, or `model.path` of its configuration.
     Raises UserError when the folder is gone or has another model."""
     _, setting, path, revision = _start(checkpoint, manifest, files, "actor")
-    folder = given or _found(checkpoint, setting, path, revision, weights=True)
+    folder = given or _resolve(checkpoint, setting, path, revision, weights=True)
     _check_start(checkpoint, manifest, setting, str(folder) if given else path, folder)
     return folder
 
@@ -97,7 +97,7 @@ def _check_start(checkpoint: Path, manifest: Manifest, setting: str, path: str, 
         raise UserError(f"{setting}={path} is no longer what {checkpoint} was trained from. {REMEDY}")
 
 
-def _found(checkpoint: Path, setting: str, path: str, revision: str | None, *, weights: bool = False) -> Path:
+def _resolve(checkpoint: Path, setting: str, path: str, revision: str | None, *, weights: bool = False) -> Path:
     """Return the folder that a checkpoint's setting names; a Hub name is downloaded, with the weights if `weights`."""
     local = Path(path).expanduser()
     if local.is_dir():

@@ -28,7 +28,7 @@ class Fetched:
 
     def __init__(self, located: FileLocations, coordinator: Coordinator) -> None:
         self._located, self._coordinator = located, coordinator
-        self._own = located.held.get(coordinator.domain, frozenset())
+        self._own = located.by_domain.get(coordinator.domain, frozenset())
         self._root: Path | None = None
         self._got: dict[int, set[tuple[str, int]]] = {domain: set() for domain in coordinator.domain_leaders}
         self.bytes = 0
@@ -44,8 +44,8 @@ class Fetched:
             return
         lacking = {name: sorted(blocks) for name, blocks in wanted.items() if name not in self._own}
         receivers: dict[tuple[str, int], set[int]] = {}
-        for domain, wishes in zip(self._coordinator.domains, self._coordinator.gather(lacking), strict=True):
-            for block in ((name, number) for name, numbers in wishes.items() for number in numbers):
+        for domain, requests in zip(self._coordinator.domains, self._coordinator.gather(lacking), strict=True):
+            for block in ((name, number) for name, numbers in requests.items() for number in numbers):
                 if block not in self._got[domain]:
                     self._got[domain].add(block)
                     receivers.setdefault(block, set()).add(domain)
@@ -68,7 +68,7 @@ class Fetched:
         problem: Exception | None = None
         for (name, number), domains in sorted(receivers.items()):
             size = min(BLOCK, self._located.manifest.files[name]["size"] - number * BLOCK)
-            message, source = memory[: 1 + size], self._located.holder(name)
+            message, source = memory[: 1 + size], self._located.source_domain(name)
             if me == source:
                 try:
                     own.read(name, [(number * BLOCK, _view(message))])
@@ -82,13 +82,13 @@ class Fetched:
                 self._coordinator.receive(message, source)
                 if message[0] and problem is None:
                     try:
-                        self._keep(name, number, _view(message))
+                        self._store(name, number, _view(message))
                     except OSError as error:
                         problem = error
         if problem is not None:
             raise problem
 
-    def _keep(self, name: str, number: int, content: memoryview) -> None:
+    def _store(self, name: str, number: int, content: memoryview) -> None:
         assert self._root is not None
         write_range(self._root / name, self._located.manifest.files[name]["size"], number * BLOCK, content)
         self.bytes += len(content)

@@ -21,15 +21,14 @@ from rlhf.storage.reading import CheckedFiles
 
 @dataclass(frozen=True)
 class FileLocations:
-    """Locates one checkpoint's files: its path in this rank's storage domain (which need not exist), manifest and
-    domains.
+    """Locates one checkpoint's files. `path` is in this rank's storage domain and need not exist.
 
-    `held` maps each domain, in ascending order, to the names of its files.
+    `by_domain` maps each domain, in ascending order, to the names of its files.
     """
 
     path: Path
     manifest: Manifest
-    held: dict[int, frozenset[str]]
+    by_domain: dict[int, frozenset[str]]
 
     @classmethod
     def whole(cls, path: Path, manifest: Manifest) -> "FileLocations":
@@ -37,21 +36,21 @@ class FileLocations:
         return cls(path, manifest, {0: frozenset(manifest.files)})
 
     @property
-    def nowhere(self) -> list[str]:
+    def missing(self) -> list[str]:
         """The files that no domain has."""
-        return [name for name in self.manifest.files if not any(name in names for names in self.held.values())]
+        return [name for name in self.manifest.files if not any(name in names for names in self.by_domain.values())]
 
     @property
-    def divided(self) -> bool:
+    def may_be_elsewhere(self) -> bool:
         """Whether a missing file may be on a disk that is not mounted; otherwise the missing file is damage."""
-        return len(self.held) > 1 or any(DOMAINS in entry for entry in self.manifest.files.values())
+        return len(self.by_domain) > 1 or any(DOMAINS in entry for entry in self.manifest.files.values())
 
-    def holder(self, name: str) -> int:
+    def source_domain(self, name: str) -> int:
         """Return the first domain that has a file, or 0 when none has."""
-        return next((domain for domain, names in self.held.items() if name in names), 0)
+        return next((domain for domain, names in self.by_domain.items() if name in names), 0)
 
-    def missing(self) -> str:
-        names = self.nowhere
+    def missing_text(self) -> str:
+        names = self.missing
         size = sum(self.manifest.files[name]["size"] for name in names) / 2**20
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         return f"{self.path.name} is not complete: on no node's disk are {shown} ({size:.1f} MiB)"
@@ -64,7 +63,7 @@ def published(run_dir: Path, coordinator: Coordinator) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class _Holding:
+class _DomainFiles:
     """A storage domain's part of a checkpoint: the manifest's hash or its problem, and a bit for each present file."""
 
     manifest_hash: str | None = None
@@ -88,34 +87,34 @@ def _locate_over_domains(path: Path, coordinator: Coordinator) -> FileLocations:
     """Locate files across domains; only domains with the same manifest count together. A folder of the same name that
     an earlier run left on a disk does not count."""
     domains = coordinator.domain_leaders
-    holdings = dict(zip(domains, coordinator.on_domain_leaders(lambda: _holding(path)), strict=True))
+    parts = dict(zip(domains, coordinator.on_domain_leaders(lambda: _read_domain_files(path)), strict=True))
     found: dict[str, dict[int, int]] = {}
-    for domain, holding in holdings.items():
-        if holding.manifest_hash is not None:
-            found.setdefault(holding.manifest_hash, {})[domain] = holding.present
+    for domain, own in parts.items():
+        if own.manifest_hash is not None:
+            found.setdefault(own.manifest_hash, {})[domain] = own.present
     if not found:
-        problems = [holding.problem for holding in holdings.values() if holding.problem]
+        problems = [own.problem for own in parts.values() if own.problem]
         raise DamagedCheckpoint(problems[0] if problems else f"{path} is gone")
     group = max(found.values(), key=_number_of_files)
     manifest = coordinator.on_rank(min(group), lambda: read_manifest(path))
     names = sorted(manifest.files)
-    held = {domain: frozenset(n for i, n in enumerate(names) if group.get(domain, 0) >> i & 1) for domain in domains}
-    return FileLocations(path, manifest, held)
+    here = {domain: frozenset(n for i, n in enumerate(names) if group.get(domain, 0) >> i & 1) for domain in domains}
+    return FileLocations(path, manifest, here)
 
 
-def _holding(path: Path) -> _Holding:
+def _read_domain_files(path: Path) -> _DomainFiles:
     if not path.exists():
-        return _Holding()
+        return _DomainFiles()
     try:
         raw = manifest_bytes(path)
         manifest = parse_manifest(raw, path / MANIFEST)
     except OtherFormat:
         raise
     except DamagedCheckpoint as error:
-        return _Holding(problem=str(error))
+        return _DomainFiles(problem=str(error))
     present = _present(path, manifest)
     bits = sum(1 << number for number, name in enumerate(sorted(manifest.files)) if name in present)
-    return _Holding(xxhash.xxh3_128_hexdigest(raw), None, bits)
+    return _DomainFiles(xxhash.xxh3_128_hexdigest(raw), None, bits)
 
 
 def _present(path: Path, manifest: Manifest) -> set[str]:

@@ -76,17 +76,17 @@ def load_state(
     loading = _Loading(located, state, load_contents, coordinator, changed)
     fetched = Fetched(located, coordinator)
     try:
-        if len(located.held) > 1:
-            for ask in (loading.ask_for_indices, loading.ask_for_the_rest):
-                loading.raise_together(coordinator.combine(ask, _combined))
+        if len(located.by_domain) > 1:
+            for request in (loading.request_indices, loading.request_rest):
+                loading.raise_together(coordinator.combine(request, _combined))
                 fetched.get(loading.files, loading.wanted)
         loading.raise_together(coordinator.combine(loading.read, _combined))
         numbers = BlockNumbers(located, loading.files)
-        proven = coordinator.union(numbers.bits(loading.files.checked))
-        found = coordinator.combine(lambda: loading.verify_rest(numbers, proven), _combined)
+        verified = coordinator.union(numbers.bits(loading.files.checked))
+        found = coordinator.combine(lambda: loading.verify_rest(numbers, verified), _combined)
         loading.raise_together(found)
         coordinator.collect(lambda: loading.apply(seed))
-        size = sum(coordinator.gather(fetched.bytes)) if len(located.held) > 1 else 0
+        size = sum(coordinator.gather(fetched.bytes)) if len(located.by_domain) > 1 else 0
         if size and coordinator.is_leader:
             log.info("Fetched %.1f MiB of %s from other nodes' disks.", size / 2**20, located.path.name)
     finally:
@@ -142,17 +142,17 @@ class _Loading:
             # Promise 4, promise 6: damage found by one rank makes every rank reject this checkpoint.
             raise DamagedCheckpoint(f"{self._path} is damaged: " + "; ".join(outcome.damage))
 
-    def ask_for_indices(self) -> _Outcome:
-        """Add the index files, which `ask_for_the_rest` reads, to `wanted`."""
+    def request_indices(self) -> _Outcome:
+        """Add the index files, which `request_rest` reads, to `wanted`."""
         names = [f"{folder}/{INDEX}" for _, folder, *_ in self._tensors()]
         self.wanted = {name: self.files.blocks(name) for name in names if name in self._manifest.files}
         return self.outcome
 
-    def ask_for_the_rest(self) -> _Outcome:
+    def request_rest(self) -> _Outcome:
         """Add all that `read` reads to `wanted`."""
         self.wanted |= {name: self.files.blocks(name) for name in self._own_documents()}
         for _, folder, shards, what, setting in self._tensors():
-            with self._noting():
+            with self._recording_damage():
                 if PurePosixPath(folder).name == HF_FOLDER:
                     self.wanted |= {name: self.files.blocks(name) for name in self._manifest.in_folder(folder)}
                 else:
@@ -162,22 +162,22 @@ class _Loading:
     def read(self) -> _Outcome:
         """Fill the tensors, and read the other files that this rank restores."""
         for part, folder, shards, what, setting in self._tensors():
-            with self._counting(part), self._noting():
+            with self._timing(part), self._recording_damage():
                 self._reader(folder, shards, what, setting).read_into(shards)
-        with self._counting(REST):
+        with self._timing(REST):
             for name in self._own_documents():
-                with self._noting():
+                with self._recording_damage():
                     self._documents[name] = _parsed(name, self.files.content(name))
         return self.outcome
 
-    def verify_rest(self, numbers: BlockNumbers, proven: bytes) -> _Outcome:
+    def verify_rest(self, numbers: BlockNumbers, verified: bytes) -> _Outcome:
         """Verify this rank's share of the files that no rank read, given the blocks that ranks have verified. A damaged
         model in `hf_model` is damage, even if the run itself does not read it."""
         # One domain that has a file verifies it, or the driver's domain if the file is gone.
         domain = self._coordinator.domain
-        names = [name for name in self._manifest.files if self._located.holder(name) == domain]
-        with self._counting(REST):
-            rest = numbers.not_in(proven, self.files, names)
+        names = [name for name in self._manifest.files if self._located.source_domain(name) == domain]
+        with self._timing(REST):
+            rest = numbers.not_in(verified, self.files, names)
             self.outcome.damage += verify_share(self.files, names, rest, self._coordinator)
         return self.outcome
 
@@ -284,20 +284,20 @@ class _Loading:
         seed_everything(seed + self._manifest.step, self._rank)
 
     @contextmanager
-    def _noting(self) -> Iterator[None]:
+    def _recording_damage(self) -> Iterator[None]:
         try:
             yield
         except DamagedCheckpoint as problem:
             self.outcome.damage.append(str(problem))
 
     @contextmanager
-    def _counting(self, name: str) -> Iterator[None]:
+    def _timing(self, name: str) -> Iterator[None]:
         """Add the block's bytes and seconds to the throughput of the part `name`."""
         before, started = self.files.bytes_read, time.monotonic()
         yield
-        known = self.outcome.by_part.get(name, Throughput())
+        total = self.outcome.by_part.get(name, Throughput())
         self.outcome.by_part[name] = Throughput(
-            known.bytes + self.files.bytes_read - before, known.seconds + time.monotonic() - started
+            total.bytes + self.files.bytes_read - before, total.seconds + time.monotonic() - started
         )
 
 

@@ -52,9 +52,9 @@ def restore(
 
     def attempt(located: FileLocations) -> LoadResult:
         begins = source is not None and located.path.parent.resolve() / located.path.name == source
-        wanted = _wanted(located.manifest, settings, begins=begins)
+        wanted = _parts_to_load(located.manifest, settings, begins=begins)
         if located.manifest.imported:
-            _refuse_an_end(located, state)
+            _check_steps_left(located, state)
         check = partial(
             check_compatible,
             located.path,
@@ -65,7 +65,7 @@ def restore(
             moving_reference=state.reference is not None,
             allow_change=trainer.allow_config_change,
         )
-        changed = coordinator.on_rank(located.holder(CONFIG), check)
+        changed = coordinator.on_rank(located.source_domain(CONFIG), check)
         left_out = [part for part in ("optimizer", "extra") if part not in wanted]
         if located.manifest.imported and coordinator.is_leader:
             log.warning("%s", _describe_start(located, state, wanted))
@@ -77,7 +77,7 @@ def restore(
     return _with_newest_intact(run_dir, source, coordinator, attempt)
 
 
-def _wanted(manifest: Manifest, settings: CheckpointConfig, *, begins: bool) -> list[str]:
+def _parts_to_load(manifest: Manifest, settings: CheckpointConfig, *, begins: bool) -> list[str]:
     if begins and settings.load_contents is not None:
         return settings.load_contents
     # An imported checkpoint has its source's contents, whatever this run will save. A restart must not change a run, so
@@ -94,10 +94,10 @@ def _with_newest_intact(
     for path in published(run_dir, coordinator):
         try:
             located = locate_files(path, coordinator)
-            if located.nowhere and located.divided:
+            if located.missing and located.may_be_elsewhere:
                 incomplete.append(located)
                 if coordinator.is_leader:
-                    log.error("%s; looking for an older one.", located.missing())
+                    log.error("%s; looking for an older one.", located.missing_text())
                 continue
             result = attempt(located)
         except OtherFormat as error:
@@ -121,8 +121,8 @@ def _with_newest_intact(
 def _from_source(source: Path, coordinator: Coordinator, attempt: Callable[[FileLocations], T]) -> T:
     try:
         located = locate_files(source, coordinator)
-        if located.nowhere and located.divided:
-            raise DamagedCheckpoint(located.missing())
+        if located.missing and located.may_be_elsewhere:
+            raise DamagedCheckpoint(located.missing_text())
         return attempt(located)
     except DamagedCheckpoint as error:
         raise UserError(f"trainer.resume_from_path cannot be used: {error}. Name another checkpoint.") from error
@@ -140,8 +140,8 @@ def _reject_second_start(
         others = f" Damaged or set aside before: {', '.join(damaged)}." if damaged else ""
         raise UserError(
             f"No checkpoint in {run_dir} is complete, and the run will not start again at step 0 by itself. "
-            f"{'. '.join(located.missing() for located in incomplete)}.{others} Start again with the disks (or nodes) "
-            "that have these files, in any order, or start anew with trainer.overwrite=true or another "
+            f"{'. '.join(located.missing_text() for located in incomplete)}.{others} Start again with the disks (or "
+            "nodes) that have these files, in any order, or start anew with trainer.overwrite=true or another "
             "trainer.experiment_name."
         )
     if damaged:
@@ -167,7 +167,7 @@ def _set_aside(path: Path, damage: DamagedCheckpoint | None = None) -> bool:
     return True
 
 
-def _refuse_an_end(located: FileLocations, state: RunState) -> None:
+def _check_steps_left(located: FileLocations, state: RunState) -> None:
     """Raise UserError for a checkpoint at the run's last step or beyond, which only the ranks can know."""
     step = located.manifest.step
     if state.driver.ends_with(step, 0.0):
@@ -181,18 +181,18 @@ def _refuse_an_end(located: FileLocations, state: RunState) -> None:
 def _describe_start(located: FileLocations, state: RunState, load_contents: Collection[str]) -> str:
     """Return one line about the new run: its checkpoint's source, and the parts of `state` that start afresh."""
     manifest = located.manifest
-    taken: list[str] = []
-    anew: list[str] = []
+    restored: list[str] = []
+    fresh: list[str] = []
     for role in state.roles:
-        there = role in manifest.roles
-        moments = "optimizer" in load_contents and f"{role}/optimizer/{INDEX}" in manifest.files
-        schedule = "extra" in load_contents and f"{role}/{SCHEDULE}" in manifest.files
-        for part, comes in (("weights", there), ("moments", moments), ("schedule", schedule)):
-            (taken if comes else anew).append(f"{role}'s {part}")
-    anew += ["reference"] if state.reference is not None else []
-    anew += ["generators", *state.stateful]
+        has_role = role in manifest.roles
+        has_optimizer = "optimizer" in load_contents and f"{role}/optimizer/{INDEX}" in manifest.files
+        has_schedule = "extra" in load_contents and f"{role}/{SCHEDULE}" in manifest.files
+        for part, found in (("weights", has_role), ("moments", has_optimizer), ("schedule", has_schedule)):
+            (restored if found else fresh).append(f"{role}'s {part}")
+    fresh += ["reference"] if state.reference is not None else []
+    fresh += ["generators", *state.stateful]
     origin = f"{manifest.imported['path']} ({manifest.imported['layout']})"
     return (
         f"{located.path} was imported from {origin}. A new run begins there, after step {manifest.step}, with "
-        f"{', '.join(taken)}. It is not that run continued to the bit: {', '.join(anew)} begin anew."
+        f"{', '.join(restored)}. It does not continue that run bit for bit: {', '.join(fresh)} start afresh."
     )

@@ -49,7 +49,7 @@ def verify_share(
     for name, numbers in share.items():
         try:
             files.check_entry(name)
-            files.prove(name, numbers)
+            files.verify_blocks(name, numbers)
         except DamagedCheckpoint as problem:
             problems.append(str(problem))
     return problems
@@ -74,7 +74,7 @@ def newest_usable(run_dir: Path, coordinator: Coordinator) -> Path | None:
     for path in published(run_dir, coordinator):
         try:
             located = locate_files(path, coordinator)
-            problems = [located.missing()] if located.nowhere else _of_every_disk(located, coordinator)
+            problems = [located.missing_text()] if located.missing else _of_every_disk(located, coordinator)
         except (DamagedCheckpoint, OSError) as error:
             problems = [str(error)]
         if not problems:
@@ -85,4 +85,4 @@ def newest_usable(run_dir: Path, coordinator: Coordinator) -> Path | None:
 
 
 def _of_every_disk(located: FileLocations, coordinator: Coordinator) -> list[str]:
-    return damage_of(located, sorted(located.held.get(coordinator.domain, ())), coordinator)
+    return damage_of(located, sorted(located.by_domain.get(coordinator.domain, ())), coordinator)

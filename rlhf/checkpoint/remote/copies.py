@@ -89,7 +89,7 @@ class RemoteCopies:
             self._bytes, self._seconds = 0, 0.0
             return found
 
-    def make_way(self) -> None:
+    def cancel_copy(self) -> None:
         """For a save short of disk space: give up the copy in progress if only it keeps a removed checkpoint's
         bytes."""
         with self._changed:
@@ -126,9 +126,9 @@ class RemoteCopies:
         try:
             store = self._retries.call("opening", partial(RemoteStore, remote_url(self._trainer, self._settings)))
             self._lease = Lease(store, self._run_dir, self._retries)
-            self._lease.take()
+            self._lease.acquire()
             claim(store, self._run_dir, self._trainer, self._retries)
-            self._look(store)
+            self._list_copies(store)
             while True:
                 self._copy_next(store)
         except Stopped:
@@ -148,7 +148,7 @@ class RemoteCopies:
         assert self._lease is not None
         return self._lease
 
-    def _look(self, store: RemoteStore) -> None:
+    def _list_copies(self, store: RemoteStore) -> None:
         """List the complete copies, and remove half-copied or half-removed ones of earlier starts."""
         run_id, others = read_run_file(self._run_dir)["run_id"], 0
         for step in self._retries.call("listing", store.steps):

@@ -47,9 +47,9 @@ def download(url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> b
         return True
     reason, text = fault
     if reason == DISK:
-        raise UserError(_refused(url, text))
+        raise UserError(_disk_error_message(url, text))
     if reason != DAMAGE:
-        raise UserError(unreadable(url, text))
+        raise UserError(unreadable_message(url, text))
     if coordinator.is_leader:
         log.error("%s; falling back to the copy before it.", text)
     return False
@@ -81,7 +81,7 @@ class _Download:
             make_dir(self._run_dir)
             return begin(self._run_dir, self._copy.step), self._run_dir / fresh_name(TEMPORARY, "run")
         except OSError as error:
-            raise UserError(_refused(self._url, str(error))) from error
+            raise UserError(_disk_error_message(self._url, str(error))) from error
 
     def _reach(self) -> bool:
         self._store = _reach(self._url, self._copy, leads=self._coordinator.is_leader)
@@ -124,14 +124,14 @@ def _reach(url: str, copy: Copy, *, leads: bool) -> RemoteStore | None:
     return store if found is not None and hash_of(found) == copy.manifest_hash else None
 
 
-def unreadable(url: str, text: str) -> str:
+def unreadable_message(url: str, text: str) -> str:
     return (
         f"checkpoint.remote: {url} may hold checkpoints of this run and cannot be read ({text}). "
         "Start again when it can."
     )
 
 
-def _refused(url: str, text: str) -> str:
+def _disk_error_message(url: str, text: str) -> str:
     return f"A checkpoint from {url} cannot be written: {text}. Fix it and start again."
 
 

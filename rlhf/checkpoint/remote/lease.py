@@ -31,7 +31,7 @@ SETTLE_S = 2.0
 LOOKS, LOOK_AGAIN_S = 6, 0.1
 """Reads of an incomplete lease, and seconds between them: a folder shows a lease during its write."""
 STALLED_S = 30.0
-GIVE_BACK_S = 1.0
+RELEASE_S = 1.0
 """Seconds to wait for a silent remote when returning the lease."""
 
 
@@ -52,7 +52,7 @@ class Lease:
             "machine": machine(),
         }
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Acquire the lease, and renew it in a thread from now on.
 
         Waits up to EXPIRY_S seconds for a lease that nobody renews to expire; raises UserError with the holder's name
@@ -61,8 +61,8 @@ class Lease:
         if self._read() is not None or not self._retries.call("writing the lease", self._create):
             seen = self._read()
             if seen is not None and not self._is_mine(seen):
-                self._outlive(seen)
-            self._write_over(seen)
+                self._wait_for_expiry(seen)
+            self._take_over(seen)
         threading.Thread(target=self._keep, name="remote-lease", daemon=True).start()
 
     def check(self) -> None:
@@ -74,7 +74,7 @@ class Lease:
         """Read the lease before writing or removing anything remote; raise UserError when another machine has it."""
         seen = self._read()
         if not _parsed(seen):
-            self._write_over(seen)
+            self._take_over(seen)
         elif not self._is_mine(seen):
             self._lost = _in_use(self._store, seen)
         self.check()
@@ -86,11 +86,11 @@ class Lease:
 
         def remove() -> None:
             with self._writing:  # a renewal in progress would recreate the lease
-                if self._is_mine(self._look()):
+                if self._is_mine(self._read_once()):
                     self._store.remove_object(LEASE)
 
         try:
-            Retries(self._store.url, stalled_s=GIVE_BACK_S, give_up_s=0.0).call("giving the lease back", remove)
+            Retries(self._store.url, stalled_s=RELEASE_S, give_up_s=0.0).call("releasing the lease", remove)
         except Exception as error:
             log.info("%s/%s could not be removed (%s); it ends by itself.", self._store.url, LEASE, one_line(error))
 
@@ -106,13 +106,13 @@ class Lease:
 
     def _renew(self) -> None:
         with self._writing:
-            seen = self._look()
+            seen = self._read_once()
             if _parsed(seen) and not self._is_mine(seen):
                 self._lost = _in_use(self._store, seen)
             elif not self._stop.is_set():
                 self._store.write(LEASE, [self._text()])
 
-    def _outlive(self, seen: bytes) -> None:
+    def _wait_for_expiry(self, seen: bytes) -> None:
         """Wait until another machine's lease `seen` has expired."""
         holder, started = _parsed(seen), time.monotonic()
         if holder.get("machine") == self._me["machine"] and not _is_alive(holder.get("pid")):
@@ -129,7 +129,7 @@ class Lease:
                 raise UserError(_in_use(self._store, now))
         log.warning("%s gave no sign of life for %g s: its lease is over.", _name(holder), EXPIRY_S)
 
-    def _write_over(self, over: bytes | None) -> None:
+    def _take_over(self, over: bytes | None) -> None:
         """Write our lease over the expired lease `over`, and check that ours stays."""
         before = self._read()
         mine = self._is_mine(before)
@@ -142,9 +142,9 @@ class Lease:
             raise UserError(_in_use(self._store, seen))
 
     def _read(self) -> bytes | None:
-        return self._retries.call("reading the lease", self._look)
+        return self._retries.call("reading the lease", self._read_once)
 
-    def _look(self) -> bytes | None:
+    def _read_once(self) -> bytes | None:
         """Return the lease, or an incomplete one whose writer is dead."""
         for look in range(LOOKS):
             if look:
@@ -165,26 +165,26 @@ class Lease:
         return json.dumps(self._me | {"pid": _pid_of_run(), "renewed": renewed, "beat": uuid.uuid4().hex}).encode()
 
 
-_held: list[Lease] = []
+_leases: list[Lease] = []
 
 
-def hold(store: RemoteStore, run_dir: Path) -> None:
-    """Acquire the lease for this process, until `release_held`. A silent remote is only a warning, since the copies
+def acquire_lease(store: RemoteStore, run_dir: Path) -> None:
+    """Acquire the lease for this process, until `release_leases`. A silent remote is only a warning, since the copies
     behind the training acquire the lease again."""
     lease = Lease(store, run_dir, Retries(store.url, stalled_s=STALLED_S, give_up_s=STALLED_S))
     try:
-        lease.take()
+        lease.acquire()
     except UserError:
         raise
     except Exception as error:
         log.warning("%s does not answer (%s); training goes on and tries again.", store.url, one_line(error))
     else:
-        _held.append(lease)
+        _leases.append(lease)
 
 
-def release_held() -> None:
-    while _held:
-        _held.pop().release()
+def release_leases() -> None:
+    while _leases:
+        _leases.pop().release()
 
 
 def _pid_of_run() -> int:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint.remote.download import CHECK_S, DOWNLOAD_S, download, unreadable
+from rlhf.checkpoint.remote.download import CHECK_S, DOWNLOAD_S, download, unreadable_message
 from rlhf.checkpoint.remote.remote_store import Copy, RemoteStore, remote_url
 from rlhf.checkpoint.remote.retries import Retries, one_line
 from rlhf.checkpoint.state.run_file import read_run_file
@@ -35,13 +35,13 @@ def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfi
     if remote is None:
         return None
     if remote.startswith("file://"):
-        _keep_apart(run_dir, trainer, remote)
+        _check_separate(run_dir, trainer, remote)
     retries = Retries(f"checkpoint.remote={remote}", stalled_s=CHECK_S, give_up_s=CHECK_S)
     try:
         store = retries.call("opening", partial(RemoteStore, remote_url(trainer, settings)), final=(Exception,))
         retries.call("writing", store.check, final=FIXED_BY_USERS)
     except Exception as error:
-        if not _needs_a_person(error) and scan(run_dir):
+        if not _needs_user(error) and scan(run_dir):
             log.warning(
                 "checkpoint.remote=%s does not answer (%s); training goes on and tries again.", remote, one_line(error)
             )
@@ -54,13 +54,13 @@ def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfi
     return store
 
 
-def _needs_a_person(error: Exception) -> bool:
+def _needs_user(error: Exception) -> bool:
     read_only = isinstance(error, OSError) and error.errno == errno.EROFS
     # Object stores' clients have their own classes for missing credentials.
     return isinstance(error, FIXED_BY_USERS) or read_only or "Credential" in type(error).__name__
 
 
-def _keep_apart(run_dir: Path, trainer: TrainerConfig, remote: str) -> None:
+def _check_separate(run_dir: Path, trainer: TrainerConfig, remote: str) -> None:
     folder = Path(remote.removeprefix("file://"))
     target = (folder / trainer.project_name / trainer.experiment_name).resolve()
     if target == run_dir.resolve() or run_dir.resolve() in target.parents:
@@ -113,7 +113,7 @@ def _copies_to_try(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, so
                 yield copy
                 damaged += 1
     except Exception as error:
-        raise UserError(unreadable(store.url, one_line(error))) from error
+        raise UserError(unreadable_message(store.url, one_line(error))) from error
     if damaged:
         raise UserError(
             f"Every checkpoint in {store.url} is damaged, and the run will not start again at step 0 by itself. Start "

@@ -54,7 +54,7 @@ class SaveInFlight:
         """The error that ended the save; None while the save runs and after a success."""
         return self._outcome.exception() if self.over else None
 
-    def linger(self, seconds: float) -> None:
+    def wait_for_end(self, seconds: float) -> None:
         """Wait at most `seconds` until the save has ended, well or not."""
         concurrent.futures.wait([self._outcome], seconds)
 

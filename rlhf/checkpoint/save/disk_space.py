@@ -27,32 +27,31 @@ def make_room(
     deleter: Deleter,
     timeout_s: float,
     coordinator: Coordinator,
-    make_way: Callable[[], None] = lambda: None,
+    cancel_copy: Callable[[], None] = lambda: None,
 ) -> None:
     """Make sure that the disk of the storage domain that this rank leads has `needed` free bytes. Collective.
 
-    First calls `make_way`, which gives up a copy to the remote that keeps removed checkpoints' bytes on the disk. Then
-    waits at most `timeout_s` seconds for `deleter`. Then removes as many from the front of `victims()` as needed: the
-    checkpoints that retention will remove anyway, oldest first, but only those older than the newest checkpoint that a
-    resume could load (every domain reads its part to find it). All disks remove the same checkpoints. Raises OSError
-    (ENOSPC) on every rank with the sizes of a disk that is too full; removes nothing if all victims together would not
-    be enough.
+    First calls `cancel_copy` and waits at most `timeout_s` seconds for `deleter`. Then removes as many from the front
+    of `victims()` as needed: the checkpoints that retention will remove anyway, oldest first, but only those older than
+    the newest checkpoint that a resume could load (every domain reads its part to find it). All disks remove the same
+    checkpoints. Raises OSError (ENOSPC) on every rank with the sizes of a disk that is too full; removes nothing if all
+    victims together would not be enough.
     """
-    if not any(coordinator.on_domain_leaders(lambda: _is_short(run_dir, needed, deleter, timeout_s, make_way))):
+    if not any(coordinator.on_domain_leaders(lambda: _is_short(run_dir, needed, deleter, timeout_s, cancel_copy))):
         return
     # Promise 9.
-    may_go = _older_than_the_newest_usable(run_dir, victims(), coordinator)
-    going = may_go[: max(coordinator.on_domain_leaders(lambda: _how_many(run_dir, needed, may_go)))]
-    coordinator.on_domain_leaders(lambda: remove_checkpoints(going, deleter))
-    left = may_go[len(going) :]
-    coordinator.on_domain_leaders(lambda: _await_removal(run_dir, needed, deleter, timeout_s, make_way, left))
+    removable = _older_than_the_newest_usable(run_dir, victims(), coordinator)
+    chosen = removable[: max(coordinator.on_domain_leaders(lambda: _count_to_remove(run_dir, needed, removable)))]
+    coordinator.on_domain_leaders(lambda: remove_checkpoints(chosen, deleter))
+    left = removable[len(chosen) :]
+    coordinator.on_domain_leaders(lambda: _await_removal(run_dir, needed, deleter, timeout_s, cancel_copy, left))
 
 
-def _is_short(run_dir: Path, needed: int, deleter: Deleter, timeout_s: float, make_way: Callable[[], None]) -> bool:
+def _is_short(run_dir: Path, needed: int, deleter: Deleter, timeout_s: float, cancel_copy: Callable[[], None]) -> bool:
     """Return whether space is short even after pending deletions."""
     if _free(run_dir) >= needed:
         return False
-    make_way()
+    cancel_copy()
     if not deleter.wait(0):
         _await_room(run_dir, needed, deleter, timeout_s)
     return _free(run_dir) < needed
@@ -64,29 +63,29 @@ def _older_than_the_newest_usable(run_dir: Path, victims: list[Path], coordinato
     return [] if newest is None else [path for path in victims if (step_of(path) or 0) < (step_of(newest) or 0)]
 
 
-def _how_many(run_dir: Path, needed: int, may_go: list[Path]) -> int:
-    """Return how many checkpoints from the front of `may_go` this disk must remove."""
+def _count_to_remove(run_dir: Path, needed: int, removable: list[Path]) -> int:
+    """Return how many checkpoints from the front of `removable` this disk must remove."""
     free = _free(run_dir)
-    enough = next((n for n in range(len(may_go) + 1) if free + bytes_freed_by(may_go[:n]) >= needed), None)
+    enough = next((n for n in range(len(removable) + 1) if free + bytes_freed_by(removable[:n]) >= needed), None)
     if enough is None:
-        raise _too_little(run_dir, needed, may_go)
+        raise _disk_full(run_dir, needed, removable)
     if enough:
         log.warning(
             "The disk has %s free and the save needs %s: removing %s first, which retention gives up after this save.",
             _mib(free),
             _mib(needed),
-            ", ".join(path.name for path in may_go[:enough]),
+            ", ".join(path.name for path in removable[:enough]),
         )
     return enough
 
 
 def _await_removal(
-    run_dir: Path, needed: int, deleter: Deleter, timeout_s: float, make_way: Callable[[], None], left: list[Path]
+    run_dir: Path, needed: int, deleter: Deleter, timeout_s: float, cancel_copy: Callable[[], None], left: list[Path]
 ) -> None:
-    make_way()
+    cancel_copy()
     _await_room(run_dir, needed, deleter, timeout_s)
     if _free(run_dir) < needed:
-        raise _too_little(run_dir, needed, left)
+        raise _disk_full(run_dir, needed, left)
 
 
 def bytes_freed_by(paths: list[Path]) -> int:
@@ -118,11 +117,11 @@ def _free(run_dir: Path) -> int:
     return stats.f_bavail * stats.f_frsize
 
 
-def _too_little(run_dir: Path, needed: int, may_go: list[Path]) -> OSError:
+def _disk_full(run_dir: Path, needed: int, removable: list[Path]) -> OSError:
     text = f"the save needs {_mib(needed)} and the disk has {_mib(_free(run_dir))} free"
-    if may_go:
-        named = ", ".join(path.name for path in may_go)
-        text += f"; removing {named}, which retention allows, would free only {_mib(bytes_freed_by(may_go))}"
+    if removable:
+        named = ", ".join(path.name for path in removable)
+        text += f"; removing {named}, which retention allows, would free only {_mib(bytes_freed_by(removable))}"
     else:
         text += "; there is no checkpoint that may go before the new one is whole"
     return OSError(errno.ENOSPC, text, str(run_dir))

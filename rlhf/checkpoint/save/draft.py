@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf.checkpoint.commit.formats import FORMAT
 from rlhf.checkpoint.commit.manifest import DOMAINS, read_manifest
-from rlhf.checkpoint.commit.publication import give_up, temporary_name
+from rlhf.checkpoint.commit.publication import abort_save, temporary_name
 from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
@@ -48,7 +48,7 @@ def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator
         def agree() -> list[str]:
             for folder, source in snapshot.unchanged.items():
                 merged = over_domains([tried[leader][folder] for leader in coordinator.domain_leaders], coordinator)
-                if merged and _all_of(source, folder, merged, coordinator):
+                if merged and _is_complete(source, folder, merged, coordinator):
                     entries[folder] = merged
             return list(entries)
 
@@ -57,7 +57,7 @@ def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator
             if folder not in linked:
                 coordinator.on_domain_leaders(partial(_unlink_folder, root, folder))
     except Exception as error:
-        raise give_up(run_dir, snapshot.step, root, coordinator, error) from error
+        raise abort_save(run_dir, snapshot.step, root, coordinator, error) from error
     return Draft(root, {folder: entries.get(folder, {}) for folder in linked})
 
 
@@ -77,7 +77,7 @@ def over_domains(by_domain: list[Entries], coordinator: Coordinator) -> Entries:
     }
 
 
-def _all_of(source: Path, folder: str, names: Collection[str], coordinator: Coordinator) -> bool:
+def _is_complete(source: Path, folder: str, names: Collection[str], coordinator: Coordinator) -> bool:
     """Return whether the domains' `names` are all files that the checkpoint `source` has in `folder`; on the leader."""
     return len(coordinator.domain_leaders) == 1 or read_manifest(source).in_folder(folder).keys() == set(names)
 

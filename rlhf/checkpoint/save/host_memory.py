@@ -40,10 +40,10 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[int]:
         own = top / path.lstrip("/")
         # In a container the path may be the host's; then the limit is at the top.
         for group in {top, own, *(parent for parent in own.parents if parent.is_relative_to(top))}:
-            yield from _left(group, *names)
+            yield from _remaining(group, *names)
 
 
-def _left(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
+def _remaining(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
     limits, usage = _lines(group / limit), _lines(group / used)
     if limits and usage and limits[0] != "max":
         # The kernel evicts inactive file pages on demand.

@@ -17,7 +17,7 @@ from rlhf.checkpoint.commit import retention
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest, describe
-from rlhf.checkpoint.commit.publication import give_up, publish
+from rlhf.checkpoint.commit.publication import abort_save, publish
 from rlhf.checkpoint.save.disk_space import make_room
 from rlhf.checkpoint.save.draft import Draft, Entries, begin_checkpoint, over_domains
 from rlhf.checkpoint.save.snapshot import Snapshot
@@ -69,7 +69,7 @@ def write_checkpoint(
     settings: CheckpointConfig,
     deleter: Deleter,
     draft: Draft | None = None,
-    make_way: Callable[[], None] = lambda: None,
+    cancel_copy: Callable[[], None] = lambda: None,
 ) -> SaveResult:
     """Commit `snapshot` (begun as `draft`) as `run_dir/global_step_N` and apply retention. Collective.
 
@@ -82,8 +82,8 @@ def write_checkpoint(
     try:
         snapshot = _with_shared_files(snapshot, coordinator)
         needed = _needed(snapshot, draft.linked, coordinator)
-        may_go = partial(retention.victims, run_dir, settings, snapshot.step, coordinator, snapshot.metrics)
-        make_room(run_dir, needed, may_go, deleter, settings.timeout_s / 2, coordinator, make_way)
+        find_victims = partial(retention.victims, run_dir, settings, snapshot.step, coordinator, snapshot.metrics)
+        make_room(run_dir, needed, find_victims, deleter, settings.timeout_s / 2, coordinator, cancel_copy)
         ranks = coordinator.collect(lambda: _write_files(root, snapshot, draft.linked, coordinator.rank))
         exported = write_exports(root, snapshot.exports, coordinator)
         if ranks is not None and exported is not None:
@@ -95,7 +95,7 @@ def write_checkpoint(
         total_bytes, by_part = coordinator.broadcast(None if commit is None else commit.figures)
     except Exception as error:
         # Promise 8.
-        raise give_up(run_dir, snapshot.step, root, coordinator, error) from error
+        raise abort_save(run_dir, snapshot.step, root, coordinator, error) from error
     path = publish(run_dir, root, snapshot.step, None if commit is None else commit.manifest, coordinator)
     retention.retire(run_dir, settings, snapshot.step, deleter, coordinator)
     return SaveResult(path, total_bytes, time.monotonic() - started, by_part)

@@ -44,10 +44,10 @@ def check_same_run(
     for path in [*paths, *([] if source is None else [source])]:
         try:
             located = locate_files(path, coordinator)
-            if located.nowhere and located.divided:
+            if located.missing and located.may_be_elsewhere:
                 continue
             check = partial(_check, path, located.manifest, config, trainer, begins=path == source)
-            coordinator.on_rank(located.holder(CONFIG), check)
+            coordinator.on_rank(located.source_domain(CONFIG), check)
         except OtherFormat as error:
             raise UserError(f"{error}; or {NEW_RUN}.") from None
         except DamagedCheckpoint:

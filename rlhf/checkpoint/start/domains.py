@@ -34,7 +34,7 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
     token = run_dir / f"{TEMPORARY}token-{coordinator.rank}-{uuid.uuid4().hex}"
     try:
         tokens = coordinator.everywhere(lambda: create_empty(token).name)
-        seen = _look_until_agreed(run_dir, tokens, coordinator)
+        seen = _poll_until_agreed(run_dir, tokens, coordinator)
     finally:
         with suppress(OSError):  # must not hide a failed creation
             remove_file(token)
@@ -45,7 +45,7 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
     return domains
 
 
-def _look_until_agreed(run_dir: Path, tokens: list[str], coordinator: Coordinator) -> list[frozenset[int]]:
+def _poll_until_agreed(run_dir: Path, tokens: list[str], coordinator: Coordinator) -> list[frozenset[int]]:
     """Return the ranks whose `tokens` each rank sees in its directory, once they agree."""
     seen: list[frozenset[int]] = []
     for look in range(LOOKS_IN_DISAGREEMENT):

@@ -12,7 +12,7 @@ from typing import Any
 from rlhf.checkpoint.commit.publication import roll_forward
 from rlhf.checkpoint.load.locations import locate_files, published
 from rlhf.checkpoint.load.verification import damage_of
-from rlhf.checkpoint.remote.lease import hold
+from rlhf.checkpoint.remote.lease import acquire_lease
 from rlhf.checkpoint.remote.remote_start import claim_at_start, open_remote, restore
 from rlhf.checkpoint.remote.remote_store import RemoteStore
 from rlhf.checkpoint.start import run_dir as directory
@@ -59,7 +59,7 @@ def prepare(
         nonlocal remote
         remote = open_remote(run_dir, trainer, settings)
         if remote is not None:
-            hold(remote, run_dir)
+            acquire_lease(remote, run_dir)
 
     launch = _launch(run_dir, coordinator)
     coordinator.on_domain_leaders(lambda: directory.make(run_dir, trainer, launch))
@@ -90,18 +90,18 @@ def finished_step(
             located = locate_files(path, coordinator)
         except DamagedCheckpoint:
             return None
-        if located.nowhere:
+        if located.missing:
             continue
         drivers = coordinator.on_domain_leaders(lambda: directory.driver_state_of(path))  # noqa: B023
         driver = next((driver for driver in drivers if driver is not None), None)
         if located.manifest.imported or driver is None or not directory.at_end(trainer, driver):
             return None
         # Read all bytes only when the run ends here; otherwise the ranks verify them in parallel.
-        mine = [name for name in located.manifest.files if located.holder(name) == coordinator.domain]
+        mine = [name for name in located.manifest.files if located.source_domain(name) == coordinator.domain]
         if damage_of(located, mine, coordinator):
             return None
         compare = partial(compare_finished, path, located.manifest, config)
-        for change in coordinator.on_rank(located.holder(CONFIG), compare):
+        for change in coordinator.on_rank(located.source_domain(CONFIG), compare):
             if coordinator.is_leader:
                 log.info("The run is finished; a setting that it had otherwise does not act any more: %s", change)
         return driver["step"]

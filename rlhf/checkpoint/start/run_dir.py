@@ -30,7 +30,7 @@ RECORDED = (HISTORY, SAMPLES, "tensorboard", "report", HF_FOLDER)
 def make(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
     """Create the directory; empty it but for the locks if this `launch` overwrites the run and has not done so yet."""
     make_dir_durably(run_dir)
-    if trainer.overwrite and not is_of(launch, run_dir):
+    if trainer.overwrite and not prepared_by(launch, run_dir):
         if existing := scan(run_dir):
             log.warning(
                 "trainer.overwrite=true: deleting the checkpoints up to step %s of %s.", step_of(existing[0]), run_dir
@@ -42,22 +42,22 @@ def make(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
 
 
 def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
-    """Remove the leftovers of an interrupted save or upload, and update the pointer; raise like `refuse_earlier`."""
+    """Remove the leftovers of an interrupted save or upload, and update the pointer; raise like `reject_earlier`."""
     if removed := clean_leftovers(run_dir):
         log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))
     try:
         remove_leftovers(run_dir / HF_FOLDER)
     except OSError as error:
         log.error("An interrupted export in %s could not be removed (%s); the next start tries again.", run_dir, error)
-    refuse_earlier(run_dir, trainer, launch)
+    reject_earlier(run_dir, trainer, launch)
     remove_pins(run_dir)
     point_to_newest(run_dir)
 
 
-def refuse_earlier(run_dir: Path, trainer: TrainerConfig, launch: Collection[str] = ()) -> None:
+def reject_earlier(run_dir: Path, trainer: TrainerConfig, launch: Collection[str] = ()) -> None:
     """Raise UserError for `resume_mode=disable` on a directory with checkpoints that are not of this `launch`."""
     asked = trainer.resume_mode == "disable" and not trainer.overwrite
-    if asked and not is_of(launch, run_dir) and (existing := scan(run_dir)):
+    if asked and not prepared_by(launch, run_dir) and (existing := scan(run_dir)):
         raise UserError(
             f"trainer.resume_mode=disable, but {run_dir} holds checkpoints up to step {step_of(existing[0])}. Set "
             "trainer.overwrite=true to delete them, trainer.experiment_name to something new, or "
@@ -65,7 +65,7 @@ def refuse_earlier(run_dir: Path, trainer: TrainerConfig, launch: Collection[str
         )
 
 
-def is_of(launch: Collection[str], run_dir: Path) -> bool:
+def prepared_by(launch: Collection[str], run_dir: Path) -> bool:
     """Return whether an earlier attempt of this `launch` prepared the directory. torchrun prepares again at each
     restart, and checkpoints saved meanwhile are the run's own."""
     return bool(launch) and not set(launch).isdisjoint(read_run_file(run_dir).get(AGENTS, ()))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rlhf.checkpoint.commit.manifest import Manifest, damage_in
 from rlhf.checkpoint.state.driver_state import parse_driver_state
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
-from rlhf.checkpoint.verbs.places import looked_at
+from rlhf.checkpoint.verbs.places import read_or_problem
 from rlhf.checkpoint.verbs.runs import FoundCheckpoint
 from rlhf.checkpoint.verbs.shown import as_json, size_text, sizes_of
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     documents = []
     for found in runs:
         checkpoint = found.checkpoints[0]
-        details = looked_at(Path(checkpoint.name), lambda: _details(checkpoint))  # noqa: B023
+        details = read_or_problem(Path(checkpoint.name), lambda: _details(checkpoint))  # noqa: B023
         document = {"path": checkpoint.name, "problem": details} if isinstance(details, str) else details
         documents.append(document)
         if not arguments.json:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.commit.retention import figures_of, ranking_metric, reasons
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
-from rlhf.checkpoint.verbs.places import Unreadable, looked_at
+from rlhf.checkpoint.verbs.places import Unreadable, read_or_problem
 from rlhf.checkpoint.verbs.runs import FoundRun, rules_of_save
 from rlhf.checkpoint.verbs.shown import as_json, sizes_of
 from rlhf.checkpoint.verbs.stored_rules import RULES
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     runs, problems = find_runs(arguments.path)
     documents = []
     for found in runs:
-        document = _looked_through(found)
+        document = _document(found)
         documents.append(document)
         if not arguments.json:
             if len(runs) > 1:
@@ -45,13 +45,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     return EXIT_CRASHED if unread or problems else EXIT_DONE
 
 
-def _looked_through(found: FoundRun) -> dict[str, Any]:
+def _document(found: FoundRun) -> dict[str, Any]:
     """Return the output about a run as a document."""
     rules = None if found.alone else found.rules()
     rows: list[dict[str, Any]] = []
     for checkpoint in found.checkpoints:
         row: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
-        manifest = looked_at(Path(checkpoint.name), checkpoint.manifest)
+        manifest = read_or_problem(Path(checkpoint.name), checkpoint.manifest)
         if isinstance(manifest, Unreadable):
             row |= {"state": manifest.state, "problem": manifest}
         else:
@@ -88,8 +88,8 @@ def _kept(rows: list[dict[str, Any]], rules: CheckpointConfig | None) -> list[li
     """Return the reasons to keep each checkpoint (none: it may go), or None if the rules are unknown."""
     if rules is None:
         return [None] * len(rows)
-    why = reasons(figures_of({row["step"]: row.get("metrics") for row in rows}, rules), rules)
-    return [why[row["step"]] for row in rows]
+    found = reasons(figures_of({row["step"]: row.get("metrics") for row in rows}, rules), rules)
+    return [found[row["step"]] for row in rows]
 
 
 def _show(document: dict[str, Any], console: Console) -> None:

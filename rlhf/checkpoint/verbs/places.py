@@ -53,7 +53,7 @@ class Unreadable(str):
         return made
 
 
-def looked_at(place: Path, look: Callable[[], T]) -> T | Unreadable:
+def read_or_problem(place: Path, look: Callable[[], T]) -> T | Unreadable:
     """Return the result of `look` at `place`, or the line about its error."""
     try:
         return look()

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
 from rlhf.checkpoint.verbs.addresses import find_runs
-from rlhf.checkpoint.verbs.places import looked_at
-from rlhf.checkpoint.verbs.pruning import PruningPlan, bytes_freed, carry_out, plan_pruning, run_at_rest
+from rlhf.checkpoint.verbs.places import read_or_problem
+from rlhf.checkpoint.verbs.pruning import PruningPlan, bytes_freed, plan_pruning, remove_planned, run_at_rest
 from rlhf.checkpoint.verbs.runs import LocalCheckpoint, LocalRun, rules_of_save
 from rlhf.checkpoint.verbs.shown import as_json, size_text
 from rlhf.checkpoint.verbs.stored_rules import RULES
@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Prune the runs at PATH one after the other; an error in one run does not stop the others."""
-    given = {name: value for name in RULES if (value := _given(name, getattr(arguments, name))) is not _NOT_GIVEN}
+    given = {
+        name: value for name in RULES if (value := _parse_option(name, getattr(arguments, name))) is not _NOT_GIVEN
+    }
     if "://" in arguments.path:
         raise UserError(f"{arguments.path}: checkpoint.remote_max_to_keep says what stays in a remote folder.")
     runs, problems = find_runs(arguments.path)
@@ -59,7 +61,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         except (UserError, OSError) as error:
             if len(runs) == 1 and isinstance(error, UserError):
                 raise
-            document = {"path": found.name, "problem": _told(error, found)}
+            document = {"path": found.name, "problem": _error_text(error, found)}
             worst = EXIT_USER_ERROR if isinstance(error, UserError) else max(worst, EXIT_CRASHED)
         if document.get("left") and worst == EXIT_DONE:
             worst = EXIT_CRASHED
@@ -78,11 +80,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 _NOT_GIVEN: Any = object()
 
 
-def _told(error: UserError | OSError, found: LocalRun) -> str:
+def _error_text(error: UserError | OSError, found: LocalRun) -> str:
     return str(error) if isinstance(error, UserError) else f"{error.filename or found.name}: {error.strerror}"
 
 
-def _given(name: str, text: str | None) -> Any:
+def _parse_option(name: str, text: str | None) -> Any:
     """Return the value of an option that overrides a rule."""
     if text is None:
         return _NOT_GIVEN
@@ -107,7 +109,7 @@ def _rules(found: LocalRun, given: Mapping[str, Any]) -> CheckpointConfig:
     """Return the run's stored rules, overridden by `given`."""
     stored = found.rules()
     for checkpoint in found.checkpoints if stored is None else ():
-        manifest = looked_at(checkpoint.path, checkpoint.manifest)
+        manifest = read_or_problem(checkpoint.path, checkpoint.manifest)
         if not isinstance(manifest, str) and (stored := rules_of_save(checkpoint, manifest)) is not None:
             break
     if stored is None and "max_to_keep" not in given:
@@ -120,20 +122,20 @@ def _rules(found: LocalRun, given: Mapping[str, Any]) -> CheckpointConfig:
 
 def _pruned(found: LocalRun, rules: CheckpointConfig, arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.yes:
-        plan = plan_pruning(found.path, rules, set_aside=arguments.set_aside, prove=_looks_whole)
+        plan = plan_pruning(found.path, rules, set_aside=arguments.set_aside, verify=_check_sizes)
         return _document(plan, bytes_freed(plan.going), [])
     with run_at_rest(found.path):
         plan = plan_pruning(
             found.path,
             rules,
             set_aside=arguments.set_aside,
-            prove=lambda path: verify_found(LocalCheckpoint(path)),
+            verify=lambda path: verify_found(LocalCheckpoint(path)),
         )
         freed = bytes_freed(plan.going)
-        return _document(plan, freed, carry_out(plan))
+        return _document(plan, freed, remove_planned(plan))
 
 
-def _looks_whole(path: Path) -> Manifest:
+def _check_sizes(path: Path) -> Manifest:
     """Return a checkpoint's manifest if its files exist with the right sizes; their bytes are not read."""
     manifest = read_manifest(path)
     here = manifest.expected_at(path)

@@ -50,9 +50,9 @@ class PruningPlan:
 
 
 def plan_pruning(
-    run_dir: Path, rules: CheckpointConfig, *, set_aside: bool, prove: Callable[[Path], Manifest]
+    run_dir: Path, rules: CheckpointConfig, *, set_aside: bool, verify: Callable[[Path], Manifest]
 ) -> PruningPlan:
-    """Plan removals by `rules`, with `set_aside` also of directories set aside. `prove` returns an intact checkpoint's
+    """Plan removals by `rules`, with `set_aside` also of directories set aside. `verify` returns an intact checkpoint's
     manifest, or raises DamagedCheckpoint or OSError.
 
     Raises UserError for a run with checkpoints on several disks: no disk knows what the others keep.
@@ -60,7 +60,7 @@ def plan_pruning(
     leftovers = sorted(path for path in run_dir.iterdir() if _is_leftover(path))
     for path in [*scan(run_dir), *leftovers]:
         _reject_domains(run_dir, path)
-    newest = next((step_of(path) for path in scan(run_dir) if _is_whole(path, prove)), None)
+    newest = next((step_of(path) for path in scan(run_dir) if _is_whole(path, verify)), None)
     if newest is None:
         return PruningPlan(run_dir, rules, None)  # promise 10
     alone = Coordinator(Transport())
@@ -78,7 +78,7 @@ def run_at_rest(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def carry_out(plan: PruningPlan) -> list[Path]:
+def remove_planned(plan: PruningPlan) -> list[Path]:
     """Make the removals of `plan` within `run_at_rest`, each by a rename first; return the paths that a disk still
     has."""
     if not plan.going:
@@ -118,9 +118,9 @@ def _files(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names)
 
 
-def _is_whole(path: Path, prove: Callable[[Path], Manifest]) -> bool:
+def _is_whole(path: Path, verify: Callable[[Path], Manifest]) -> bool:
     try:
-        prove(path)
+        verify(path)
     except (DamagedCheckpoint, OSError):
         return False
     return True

@@ -17,7 +17,7 @@ from rlhf.storage.layout import MANIFEST, step_dir, step_of
 from rlhf.storage.reading import CheckedFiles
 
 T = TypeVar("T")
-PATIENCE_S = 60.0
+RETRY_S = 60.0
 """Seconds to retry a call, and seconds that a call may make no progress."""
 
 
@@ -68,19 +68,19 @@ class RemoteRun:
 
 def find_remote_runs(url: str) -> tuple[list[FoundRun], list[str]]:
     url = url.rstrip("/")
-    retries = Retries(url, stalled_s=PATIENCE_S, give_up_s=PATIENCE_S)
+    retries = Retries(url, stalled_s=RETRY_S, give_up_s=RETRY_S)
     parent, _, last = url.rpartition("/")
     if (step := step_of(Path(last))) is not None:
-        store = _opened(parent, retries)
-        if step not in _listed(store, store.steps, retries):
+        store = _open(parent, retries)
+        if step not in _list(store, store.steps, retries):
             raise UserError(f"{url} does not exist.")
         return [RemoteRun(store, [step], retries, alone=True)], []
 
     def look(folder: str) -> tuple[FoundRun | None, list[str]]:
-        store = _opened(folder, retries)
-        if steps := _listed(store, store.steps, retries):
+        store = _open(folder, retries)
+        if steps := _list(store, store.steps, retries):
             return RemoteRun(store, steps, retries), []
-        names = _listed(store, store.folders, retries)
+        names = _list(store, store.folders, retries)
         return None, [f"{folder}/{name}" for name in names if not name.startswith(".")]
 
     runs = runs_below(url, look)
@@ -92,15 +92,15 @@ def find_remote_runs(url: str) -> tuple[list[FoundRun], list[str]]:
     return sorted(runs, key=lambda run: run.name), []
 
 
-def _opened(url: str, retries: Retries) -> RemoteStore:
-    return _needed(url, partial(retries.call, "opening", partial(RemoteStore, url), final=(Exception,)))
+def _open(url: str, retries: Retries) -> RemoteStore:
+    return _call(url, partial(retries.call, "opening", partial(RemoteStore, url), final=(Exception,)))
 
 
-def _listed(store: RemoteStore, listing: Callable[[], list[T]], retries: Retries) -> list[T]:
-    return _needed(store.url, partial(retries.call, "listing", listing, final=(Exception,)))
+def _list(store: RemoteStore, listing: Callable[[], list[T]], retries: Retries) -> list[T]:
+    return _call(store.url, partial(retries.call, "listing", listing, final=(Exception,)))
 
 
-def _needed(url: str, action: Callable[[], T]) -> T:
+def _call(url: str, action: Callable[[], T]) -> T:
     """Return the result of `action`; raises UserError for any error."""
     try:
         return action()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
-from rlhf.checkpoint.verbs.places import looked_at
+from rlhf.checkpoint.verbs.places import read_or_problem
 from rlhf.checkpoint.verbs.stored_rules import LARGEST_CONFIG, parse_rules
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
@@ -88,14 +88,14 @@ class LocalRun:
         return self._checkpoints
 
     def rules(self) -> CheckpointConfig | None:
-        text = looked_at(self.path, lambda: read_regular(self.path / RESOLVED, LARGEST_CONFIG))
+        text = read_or_problem(self.path, lambda: read_regular(self.path / RESOLVED, LARGEST_CONFIG))
         return None if isinstance(text, str) else parse_rules(text)
 
     def pointer(self) -> str | None:
         pointer = self.path / POINTER
         if not pointer.is_file():
             return None
-        return looked_at(self.path, lambda: read_regular(pointer, LARGEST_POINTER).decode().strip())
+        return read_or_problem(self.path, lambda: read_regular(pointer, LARGEST_POINTER).decode().strip())
 
     def set_aside(self) -> list[tuple[str, str]]:
         return [(reason, path.name) for reason in SET_ASIDE for path in set_aside_dirs(self.path, reason)]
@@ -123,7 +123,7 @@ def local_runs_below(root: Path) -> tuple[list[LocalRun], list[str]]:
     problems: list[str] = []
 
     def look(folder: Path) -> tuple[LocalRun | None, list[Path]]:
-        names = looked_at(folder, lambda: _folders(folder) if folder.is_dir() else [])
+        names = read_or_problem(folder, lambda: _folders(folder) if folder.is_dir() else [])
         if isinstance(names, str):
             problems.append(names)
             return None, []
@@ -143,5 +143,5 @@ def rules_of_save(checkpoint: FoundCheckpoint, manifest: Manifest) -> Checkpoint
     """Return the retention rules that a checkpoint was saved with, or None if unknown."""
     if manifest.files.get(CONFIG, {}).get("size", 0) > LARGEST_CONFIG:
         return None
-    text = looked_at(Path(checkpoint.name), lambda: checkpoint.files(manifest).content(CONFIG))
+    text = read_or_problem(Path(checkpoint.name), lambda: checkpoint.files(manifest).content(CONFIG))
     return None if isinstance(text, str) else parse_rules(text, manifest.release)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rlhf.checkpoint.commit.manifest import Manifest, damage_in
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
-from rlhf.checkpoint.verbs.places import Unreadable, looked_at
+from rlhf.checkpoint.verbs.places import Unreadable, read_or_problem
 from rlhf.checkpoint.verbs.runs import FoundCheckpoint
 from rlhf.checkpoint.verbs.shown import as_json, sizes_of, work_bar
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 def _verified(checkpoint: FoundCheckpoint) -> tuple[str, dict[str, Any]]:
     """Return the result for a checkpoint, as a line and as a document."""
     document: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
-    manifest = looked_at(Path(checkpoint.name), lambda: verify_found(checkpoint))
+    manifest = read_or_problem(Path(checkpoint.name), lambda: verify_found(checkpoint))
     if isinstance(manifest, Unreadable):
         return manifest, document | {"state": manifest.state, "problem": manifest}
     here, files = len(checkpoint.here(manifest)), len(manifest.files)

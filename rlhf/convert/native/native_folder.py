@@ -9,7 +9,7 @@ import torch
 
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
-from rlhf.checkpoint.commit.output_folder import output_folder, prove
+from rlhf.checkpoint.commit.output_folder import output_folder, verify_written
 from rlhf.checkpoint.start.run_dir import new_run_id
 from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.convert.native.named_as_trained import TrainedTensor, named_as_trained
@@ -88,7 +88,7 @@ def write_native_folder(
         for role, plan in plans.items():
             files += _write_role(root, role, plan, done, progress)
         done.manifest.files.update(describe(files))
-        prove(root, files)
+        verify_written(root, files)
         write_manifest(root, done.manifest)
     return done
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from rlhf.checkpoint.commit.output_folder import output_folder, prove, step_named
+from rlhf.checkpoint.commit.output_folder import output_folder, step_named, verify_written
 from rlhf.checkpoint.verbs.shown import size_text, work_bar
 from rlhf.errors import EXIT_DONE
 from rlhf.printable import printable
@@ -72,7 +72,7 @@ def to_other_folder(
         with output_folder(target, overwrite=overwrite, sources=_sources(origin)) as folder:
             with work_bar(f"{target}", size) as progress:
                 written = partial(write, **options)(source, folder, progress=progress)
-            prove(folder, written)
+            verify_written(folder, written)
         infos, files = source.contents.tensors.values(), _files(target)
         kept = {str(info.dtype).removeprefix("torch.") for info in infos}
     return {

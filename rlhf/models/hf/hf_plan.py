@@ -18,7 +18,7 @@ from rlhf.storage.hf_layout import (
     WeightsFile,
     index_of_weights,
     lay_out_weights,
-    saying_dtype,
+    with_dtype,
 )
 from rlhf.storage.index_rows import Tensors
 from rlhf.storage.shard_index import FLOATS, nbytes_of
@@ -102,7 +102,7 @@ def planned(
     if options.tied is not None:
         changes = changes | {"tie_word_embeddings": options.tied}
     files = dict(small) | ({MODEL_CONFIG: as_json(config | changes)} if changes else {})
-    return HfPlan(tensors, saying_dtype(files, _main_dtype(tensors)), options.shard_bytes)
+    return HfPlan(tensors, with_dtype(files, _main_dtype(tensors)), options.shard_bytes)
 
 
 def in_dtype(tensors: Tensors, dtype: str | None) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -25,7 +25,7 @@ from rlhf.storage.boxes import Strided, bounds, layout_of, overlaps, range_box, 
 from rlhf.storage.file_parts import FileParts, shards_in_files
 from rlhf.storage.files import SharedFile, WrittenFile, write_file
 from rlhf.storage.hashing import BLOCK
-from rlhf.storage.hf_layout import WeightsFile, saying_dtype
+from rlhf.storage.hf_layout import WeightsFile, with_dtype
 from rlhf.storage.shard_index import ITEM_BYTES, FileShards, parts_of_ranks
 from rlhf.storage.shards import DTYPES, Shards, as_bytes, laid_out, lay_out, tensor_table
 
@@ -44,7 +44,7 @@ class HfExport:
     def of(cls, shards: Shards, dtype: str | None, parts: FileParts, files: Mapping[str, bytes]) -> "HfExport":
         """Export `shards` with floating-point weights in `dtype` (`checkpoint.hf_dtype`) and small `files`."""
         tensors = in_dtype(tensor_table(shards_in_files(shards, parts)), dtype)
-        return cls(shards, parts, HfPlan(tensors, saying_dtype(files, dtype)))
+        return cls(shards, parts, HfPlan(tensors, with_dtype(files, dtype)))
 
     @classmethod
     def of_adapter(cls, shards: Shards, dtype: str | None, files: Mapping[str, bytes]) -> "HfExport":
