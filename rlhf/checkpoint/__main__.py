@@ -28,15 +28,15 @@ within `run`, so that `--help` and mistakes are fast."""
 ALIASES: dict[str, tuple[str, dict[str, str | None]]] = {
     "merge": ("convert --to hf: make a Hugging Face folder of a training checkpoint", {"to": "hf", "adapter": None}),
     "export": (
-        "convert --to hf --backend native: make a Hugging Face folder of one of our runs or checkpoints",
+        "convert --to hf --backend native: make a Hugging Face folder of a run or native checkpoint",
         {"to": "hf", "adapter": None, "backend": "native"},
     ),
     "import": ("convert --to native: another tool's checkpoint becomes the start of a new run", {"to": "native"}),
 }
 """Alias of `convert` -> its help, and the arguments that it sets."""
 
-ROOM = "Free some room there, or give a place on another disk."
-RIGHT = "Give another place, or get the right to this one."
+ROOM = "Free disk space there, or give a path on another disk."
+RIGHT = "Give another path, or get permission for this one."
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), RIGHT),
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = CommandParser(prog="python -m rlhf.checkpoint", description=__doc__)
     if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
-        parser.error(f"{argv[0]} is no verb; it is one of {', '.join(VERBS)}.{did_you_mean(nearest(argv[0], VERBS))}")
+        parser.error(f"{argv[0]} is not a verb; use one of {', '.join(VERBS)}.{did_you_mean(nearest(argv[0], VERBS))}")
     commands = parser.add_subparsers(required=True, metavar="VERB")
     for name in argv[:1] if argv[:1] and argv[0] in VERBS else VERBS:
         verb: Any = importlib.import_module(VERBS[name])
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         write_error(printable(f"{error.filename}: {error.strerror}" + (f". {remedy}" if remedy else "")))
         return EXIT_CRASHED
     except KeyboardInterrupt:
-        sys.stderr.write("Stopped. Nothing is left half done; the same command again finishes.\n")
+        sys.stderr.write("Stopped. Nothing is left half done; run the same command again to finish.\n")
         return EXIT_INTERRUPTED
 
 

@@ -114,7 +114,7 @@ class CheckedCopy:
             yield
         except DamagedCheckpoint as error:
             names = " or ".join(str(self._root / target) for target in targets)
-            raise DamagedCheckpoint(f"{names} was not written as it should be, try again: {error}") from None
+            raise DamagedCheckpoint(f"{names} was not written correctly, try again: {error}") from None
 
     def _read_back(self, block: Block) -> Iterator[memoryview]:
         """Yield a block's bytes from the targets; bytes that no target has come from the source."""

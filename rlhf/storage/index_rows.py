@@ -88,7 +88,7 @@ def parse_rows(rows: Rows, table: Table) -> Parts:
     boxed = number < 0
     tensor = np.where(boxed, -1 - number, number) if boxed.any() else number
     if len(rows) and tensor.max() >= len(table.shapes):
-        raise ValueError("rows of tensors that are not there")
+        raise ValueError("rows of unknown tensors")
     if tensor is number:
         _check_inside(rows, tensor, table.sizes[tensor], table)
         return Parts(rows, tensor, start, stop, stop - start, np.arange(len(rows)))
@@ -107,7 +107,7 @@ def _check_inside(rows: Rows, tensor: NDArray[np.int64], limit: NDArray[np.int64
     _, start, stop = rows.T
     if len(wrong := np.flatnonzero((start < 0) | (start >= stop) | (stop > limit))):
         number, shown = tensor[wrong[0]], rows[wrong[0], 1:].tolist()
-        raise ValueError(f"shards of {table.names[number]} that are not in its {table.sizes[number]} elements: {shown}")
+        raise ValueError(f"shards of {table.names[number]} outside its {table.sizes[number]} elements: {shown}")
 
 
 def _dimensions(number: NDArray[np.int64], ndim: NDArray[np.int64]) -> NDArray[np.int64]:

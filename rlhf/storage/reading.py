@@ -82,7 +82,7 @@ class CheckedFiles:
         parts: dict[int, list[Range]] = {}
         for start, view in sorted(ranges, key=lambda part: part[0]):
             if start + len(view) > size:
-                raise DamagedCheckpoint(f"{name}: ends before byte {start + len(view)}, which an index says is there")
+                raise DamagedCheckpoint(f"{name}: ends before byte {start + len(view)}, which an index lists")
             while view:
                 length = BLOCK - start % BLOCK
                 parts.setdefault(start // BLOCK, []).append((start, view[:length]))
@@ -164,7 +164,7 @@ def parse_json(content: bytes, name: str) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{name}: is no JSON: {error}") from None
+        raise DamagedCheckpoint(f"{name}: is not valid JSON: {error}") from None
 
 
 def read_regular(path: Path, limit: int) -> bytes:
@@ -191,11 +191,11 @@ def _regular(path: Path, name: str) -> Iterator[int]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ELOOP):  # a socket; a cycle of links
-            raise DamagedCheckpoint(f"{name} is no file") from error
+            raise DamagedCheckpoint(f"{name} is not a regular file") from error
         raise
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise DamagedCheckpoint(f"{name} is no file")
+            raise DamagedCheckpoint(f"{name} is not a regular file")
         yield descriptor
     finally:
         os.close(descriptor)

@@ -29,12 +29,12 @@ def read_safetensors_header(files: CheckedFiles, name: str) -> tuple[dict[str, A
     length = 8 + int.from_bytes(files.start(name, 8), "little")
     header = parse_json(files.start(name, length)[8:], name)
     if not isinstance(header, dict):
-        raise DamagedCheckpoint(f"{name}: is no safetensors file")
+        raise DamagedCheckpoint(f"{name}: is not a safetensors file")
     header.pop("__metadata__", None)
     for tensor, entry in header.items():
         offsets = entry.get("data_offsets") if _describes_tensor(entry) else None
         if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise DamagedCheckpoint(f"{name}: does not say where {tensor!r} is")
+            raise DamagedCheckpoint(f"{name}: has no valid offsets of {tensor!r}")
     return header, length
 
 

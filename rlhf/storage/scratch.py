@@ -107,6 +107,6 @@ def _remove(folder: Path) -> None:
         try:
             remove_file(path, missing_ok=True)
         except OSError as error:
-            log.warning("Shared memory of a process that is no more cannot be removed: %s.", error)
+            log.warning("Shared memory of a dead process cannot be removed: %s.", error)
     # The name shows others that this is a scratch folder, so the folder goes last.
     remove_dir(folder, ignore_errors=True)

@@ -100,7 +100,7 @@ def _check(tensors: Tensors, shares: Sequence[FileShards], table: Table) -> byte
     expected = hash_of_table(tensors)
     for rank, share in enumerate(shares):
         if share.table != expected:
-            raise ValueError(f"ranks disagree about the tensors: rank {rank} has others than rank 0")
+            raise ValueError(f"ranks disagree about the tensors: rank {rank} has other tensors than rank 0")
     content = b"".join(share.rows for share in shares)
     parts = parse_rows(as_rows(content), table)
     if (wrong := not_covered(parts, table)) is not None:
@@ -138,9 +138,9 @@ class ShardIndex:
             self._parse_metadata(head["__metadata__"])
             rows = (files.size(self.path) - 8 - length) / ROW_BYTES
             if (found := sum(self._count.tolist())) != rows:
-                raise ValueError(f"its files have {found} rows of {rows:g}")
+                raise ValueError(f"its files list {found} rows instead of {rows:g}")
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
-            raise DamagedCheckpoint(f"{self.path}: is no index ({type(error).__name__}: {error})") from None
+            raise DamagedCheckpoint(f"{self.path}: is not a valid index ({type(error).__name__}: {error})") from None
         self._first_row = 8 + length
 
     def _parse_metadata(self, metadata: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ class ShardIndex:
             if missing is None:
                 return pieces
         assert missing is not None
-        raise DamagedCheckpoint(f"{self.path}: has not all elements of {missing}{_shown(wanted[missing])}")
+        raise DamagedCheckpoint(f"{self.path}: lacks elements of {missing}{_shown(wanted[missing])}")
 
     def _find(
         self, wanted: Mapping[str, Box], parts: Parts, places: NDArray[np.intp], positions: NDArray[np.int64]

@@ -22,7 +22,9 @@ class WholeTensors:
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
                 if end - begin != ITEM_BYTES.get(entry["dtype"], 0) * math.prod(entry["shape"]):
-                    raise DamagedCheckpoint(f"{folder}/{file_name}: says that {name} has {end - begin} bytes")
+                    raise DamagedCheckpoint(
+                        f"{folder}/{file_name}: {name} has the wrong number of bytes, {end - begin}"
+                    )
                 self.tensors[name] = entry["dtype"], tuple(entry["shape"])
                 self._places[name] = file_name, length + begin
 

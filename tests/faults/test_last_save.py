@@ -129,7 +129,7 @@ def test_a_finished_run_without_its_copies_is_to_be_started_again(tmp_path):
         command = [*small(tmp_path, "run", sums), *settings]
         lacking = (
             f"The training is finished and saved in {tmp_path / 'rlhf/run'}, but checkpoint.remote=file://{remote} "
-            "lacks global_step_2. The same command goes on with copying."
+            "lacks global_step_2. Run the same command again to copy the rest."
         )
         first, again = train_forked(command), train_forked(command)
     assert first.code == again.code == EXIT_REQUEUE, first.output + again.output

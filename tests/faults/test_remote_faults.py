@@ -126,7 +126,7 @@ def test_the_end_of_the_training_does_not_wait_for_a_dead_remote(tmp_path, url, 
     assert copy_all(config, deadline_s=0.5) == [4, 2]
     assert time.monotonic() - started < 60
     assert "Not copied to" in caplog.text
-    assert "global_step_4, global_step_2. The next start goes on with it." in caplog.text
+    assert "global_step_4, global_step_2. The next start copies the rest." in caplog.text
     WEATHER.__init__()
     assert copy_all(config) == []
     assert_intact(config, tmp_path, 4, 2)

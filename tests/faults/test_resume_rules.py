@@ -76,7 +76,7 @@ def test_other_model_files_are_refused_and_another_architecture_cannot_be_forced
     LlamaForCausalLM(config).save_pretrained(folder)
     end = case.start(f"model.path={folder}", "trainer.allow_config_change=true")
     assert end.code == EXIT_USER_ERROR
-    assert "are of another architecture than model.path" in end.output
+    assert "do not fit the architecture of model.path" in end.output
     assert "Traceback" not in end.output
     assert saved_steps(case.run_dir) == [3]
 

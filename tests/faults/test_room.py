@@ -88,7 +88,7 @@ def test_what_retention_gives_up_anyway_goes_first_and_no_more_than_it_takes(dis
     assert free(disk) >= 4 * MIB
     assert steps(disk) == [6, 8]
     assert (disk / POINTER).read_text() == "8\n"
-    assert "removing global_step_2, global_step_4 first, which retention gives up after this save" in caplog.text
+    assert "removing global_step_2, global_step_4 first, which retention would remove later" in caplog.text
     # As much again, although one more may go: 6 is enough, and 8 is the newest.
     leave_less = free(disk) - MIB
     (disk / "more").write_bytes(bytes(leave_less))
@@ -121,7 +121,7 @@ def test_nothing_goes_when_no_checkpoint_is_intact(disk, deleter):
         publish(disk, step, nbytes=2 * MIB)
         flip_bit(step_dir(disk, step) / "actor/model/weights", 999)
     leave(disk, MIB)
-    with pytest.raises(OSError, match="there is no checkpoint that may go before the new one is whole"):
+    with pytest.raises(OSError, match="no checkpoint may be removed before the new one is complete"):
         removed_for(disk, 2 * MIB, after_the_save(disk, 6, max_to_keep=1), deleter)
     assert steps(disk) == [2, 4]
 

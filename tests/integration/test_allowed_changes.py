@@ -144,7 +144,7 @@ def of(scenario: str, *keys_and_values: str) -> dict[str, Case]:
     return {text.partition("=")[0]: Case(text, scenario) for text in keys_and_values}
 
 
-OTHER_ADAPTERS = "are of another architecture than model.path"
+OTHER_ADAPTERS = "do not fit the architecture of model.path"
 CASES: dict[str, Case] = {
     **grpo(
         "trainer.seed=2",

@@ -167,13 +167,13 @@ def test_a_run_that_began_with_a_part_restarts_from_its_own_saves_with_all(tmp_p
         own = whole_state(backend)
         assert resume(config, backend) == 3
         assert equal_bits(whole_state(backend), own | {"model": saved[1]["model"]})
-    assert "goes on without its optimizer and extra, as checkpoint.load_contents says" in caplog.text
+    assert "continues without its optimizer and extra, as checkpoint.load_contents says" in caplog.text
     caplog.clear()
     make_checkpointer(config, trained, 4).save(4)
     backend = make_backend(2, train_steps=1)
     assert resume(config, backend) == 4
     assert equal_bits(whole_state(backend), whole_state(trained))
-    assert "goes on without" not in caplog.text
+    assert "continues without" not in caplog.text
 
 
 def test_a_run_that_does_not_save_all_is_told_at_a_restart(tmp_path, trained, caplog):
@@ -182,7 +182,7 @@ def test_a_run_that_does_not_save_all_is_told_at_a_restart(tmp_path, trained, ca
     make_checkpointer(config, trained, 3).save(3)
     config.checkpoint.contents = list(CONTENTS)
     assert resume(config, make_backend(2)) == 3
-    assert "goes on without its optimizer and extra, which were not saved" in caplog.text
+    assert "continues without its optimizer and extra, which were not saved" in caplog.text
 
 
 def test_training_goes_on_from_a_resume_as_if_it_had_never_stopped(saved):
@@ -226,7 +226,8 @@ def test_another_architecture_is_refused_with_names_and_shapes(tmp_path, item):
     checkpoint = step_dir(config.run_dir, 3)
     state = RunState({"actor": make_backend(2)}, make_driver())
     with pytest.raises(
-        UserError, match=r"of another architecture than model\.path: lm_head\.weight.* is not in the ch.*; and \d+ more"
+        UserError,
+        match=r"do not fit the architecture of model\.path: lm_head\.weight.* is not in the ch.*; and \d+ more",
     ):
         load_state(FileLocations.whole(checkpoint, verify(checkpoint)), state, [item], 1, Coordinator(GlooTransport()))
 

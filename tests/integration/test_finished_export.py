@@ -95,7 +95,7 @@ def test_finished_run_writes_what_it_is_asked_for_once(tmp_path, said):
     folder = config.run_dir / "huggingface" / "actor"
     assert again(tmp_path, ASKED) == EXIT_DONE
     assert f"The model for other tools, as of global_step_{STEPS}, was written to {folder.parent}." in said.text
-    assert "does not act any more" not in said.text
+    assert "changed setting has no effect" not in said.text
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert equal_bits({name: p.detach() for name, p in model.named_parameters()}, role.weights)
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(TINY_POLICY).chat_template

@@ -214,7 +214,7 @@ def test_another_architecture_is_refused_at_the_import_and_at_the_start(tmp_path
     assert not any(tmp_path.iterdir())
     config = make_config(tmp_path)
     begin_at(config, imported(source, tmp_path))
-    with pytest.raises(UserError, match=r"actor's weights in .* are of another architecture than model\.path"):
+    with pytest.raises(UserError, match=r"actor's weights in .* do not fit the architecture of model\.path"):
         resume(config, make_backend(2, tied=True))
 
 
@@ -224,7 +224,7 @@ def test_mistakes_are_told_before_anything_is_written(tmp_path, trained, source)
         imported(nameless, tmp_path)
     assert not any(tmp_path.iterdir())
     assert step_dir(tmp_path, 4) == imported(source, tmp_path)
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         imported(source, tmp_path)
     imported(source, tmp_path, overwrite=True)
     with pytest.raises(UserError, match=r"LlamaForTokenClassification\) does not know, such as lm_head\.weight"):

@@ -107,7 +107,7 @@ def test_mistakes_are_one_line_and_write_nothing(model, tmp_path, capsys):
     assert "give one target" in refusal(capsys, model, target, "--to", "hf", "--output_path", tmp_path / "y")
     assert "--tp=3" in refusal(capsys, model, target, "--to", "megatron", "--tp", 3)
     assert "--pp=0" in refusal(capsys, model, target, "--to", "megatron", "--pp", 0)
-    assert "holds what is read" in refusal(capsys, model, model, "--to", "dcp", "--overwrite")
+    assert "contains the source" in refusal(capsys, model, model, "--to", "dcp", "--overwrite")
     assert not target.parent.exists() or not any(target.parent.iterdir())
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -203,7 +203,7 @@ def test_room_for_a_save_goes_before_a_copy_that_nothing_else_keeps(tmp_path, ca
     copies.start()
     assert copies.finish(DEADLINE_S) == []
     assert complete_steps(config) == remote_store(config).steps() == []
-    assert "a save needs its room" in caplog.text
+    assert "a save needs its disk space" in caplog.text
 
 
 def test_a_damaged_local_checkpoint_never_becomes_a_complete_copy(tmp_path, folder_url, caplog):

@@ -90,7 +90,7 @@ def test_state_is_exactly_equal_at_another_number_of_ranks(config, ranks, writer
         warned = [line for line in result["warnings"] if f"has no RNG state for rank {writers} and above" in line]
         assert len(warned) == (rank == writers)
     by = "1 rank" if writers == 1 else f"{writers} ranks"
-    assert any(f"saved by {by} and goes on with {readers}" in line for line in loaded[0]["warnings"])
+    assert any(f"saved by {by} and continues with {readers}" in line for line in loaded[0]["warnings"])
     # Really sharded, and 515 rows of the vocabulary divide by neither 2 nor 3.
     sizes = [result["sizes"]["lm_head.weight"] for result in loaded]
     assert sum(sizes) == 515 * 12

@@ -179,7 +179,7 @@ DAMAGE = {
     "an end": (WEIGHTS, lambda raw: raw[:-9], "bytes instead of"),
     "one byte more": (WEIGHTS, lambda raw: raw + b"x", "bytes instead of"),
     "a manifest": ("global_step_4/manifest.json", lambda raw: raw[:-9], "is damaged"),
-    "the step": ("global_step_4/manifest.json", None, "is of step 2, and its folder of another"),
+    "the step": ("global_step_4/manifest.json", None, "is of step 2, but its folder is named for another"),
 }
 
 
@@ -201,10 +201,10 @@ def test_what_is_not_there(remote, command):
     assert (code, "rank_00000.safetensors: missing" in out) == (1, True)
     fs.rm_file(f"{root}/global_step_4/manifest.json")
     code, out, _ = command("list", remote)
-    assert (code, "never committed, or its copy is under way" in out) == (1, True)
+    assert (code, "never committed, or its copy is in progress" in out) == (1, True)
     for address, said in (
         (f"{remote}/global_step_7", "does not exist"),
-        (f"{remote}/nothing", "holds no checkpoint"),
+        (f"{remote}/nothing", "has no checkpoint"),
         ("nowhere://x", "cannot be read"),
     ):
         code, out, err = command("verify", address)

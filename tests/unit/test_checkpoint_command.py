@@ -196,7 +196,7 @@ def test_absent_and_empty_paths(tmp_path, command, action):
     assert f"{tmp_path / 'nothing'} does not exist. Give a run directory" in err
     code, out, err = command(action, tmp_path)
     assert (code, out) == (2, "")
-    assert f"{tmp_path} holds no checkpoint (global_step_N)" in err
+    assert f"{tmp_path} has no checkpoint (global_step_N)" in err
 
 
 def test_names_with_brackets_are_shown_as_they_are(tmp_path, command):

@@ -106,7 +106,7 @@ def test_no_manifest_means_never_committed(checkpoint, tmp_path):
     with pytest.raises(DamagedCheckpoint, match=r"no manifest\.json: it was never committed"):
         verify(checkpoint)
     (checkpoint / "manifest.json").mkdir()
-    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is no file"):
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is not a regular file"):
         verify(checkpoint)
     with pytest.raises(DamagedCheckpoint, match="never committed"):
         verify(tmp_path / "nothing")
@@ -144,7 +144,7 @@ def test_a_checkpoint_reached_through_a_link_is_intact(checkpoint):
 
 def test_a_checkpoint_in_another_steps_folder_is_none(checkpoint):
     moved = checkpoint.rename(checkpoint.parent / "global_step_4")
-    with pytest.raises(DamagedCheckpoint, match="is of step 3, and its folder of another"):
+    with pytest.raises(DamagedCheckpoint, match="is of step 3, but its folder is named for another"):
         verify(moved)
 
 

@@ -108,15 +108,13 @@ def test_roles_never_come_from_different_checkpoints(config, name):
 
 def test_another_architecture_of_the_critic_names_its_setting(config):
     make_checkpointer(config, two_roles(1), 2).save(2)
-    with pytest.raises(
-        UserError, match=r"critic's weights in .* are of another architecture than critic\.path: weight"
-    ):
+    with pytest.raises(UserError, match=r"critic's weights in .* do not fit the architecture of critic\.path: weight"):
         resume(config, {"actor": PlainRole(300), "critic": PlainRole(201)})
 
 
 def test_a_reference_of_another_architecture_is_refused(config):
     make_checkpointer(config, PlainRole(), 2, reference=PlainReference(10)).save(2)
-    with pytest.raises(UserError, match=r"reference weights in .* are of another architecture than model\.path"):
+    with pytest.raises(UserError, match=r"reference weights in .* do not fit the architecture of model\.path"):
         resume(config, PlainRole(), reference=PlainReference(11))
 
 
@@ -149,7 +147,7 @@ def test_a_part_that_the_checkpoint_does_not_know_starts_at_its_beginning(config
         checkpointer.resume()
     assert (data.state, guards.state) == ({"count": 7}, {"count": 100})
     [line] = caplog.messages
-    assert line == f"{step_dir(config.run_dir, 2)} has no state of guards, which starts at its beginning."
+    assert line == f"{step_dir(config.run_dir, 2)} has no state of guards, which starts afresh."
     # Also on the way back to that checkpoint later on.
     guards.state["count"] = 105
     checkpointer.resume()
@@ -170,7 +168,7 @@ def test_what_bits_depend_on_is_stored_and_told_at_a_resume(tmp_path, caplog):
     checkpointer = make_checkpointer(config, PlainRole(), threads=[4])
     checkpointer._identity = replace(checkpointer._identity, versions={"torch": "0.1"})
     assert checkpointer.resume()
-    assert "goes on with 0.1: the state is exact, the bits of further steps are not promised" in caplog.text
+    assert "continues with 0.1: the state is exact, the bits of further steps are not promised" in caplog.text
 
 
 def test_another_numerics_version_is_told_at_a_resume_and_another_release_is_not(tmp_path, caplog):
@@ -186,4 +184,4 @@ def test_another_numerics_version_is_told_at_a_resume_and_another_release_is_not
     assert checkpointer.resume()
     [line] = caplog.messages
     assert f"numerics version {NUMERICS} " in line
-    assert f"goes on with {NUMERICS + 1} (rlhf 9.0.0): the state is exact" in line
+    assert f"continues with {NUMERICS + 1} (rlhf 9.0.0): the state is exact" in line

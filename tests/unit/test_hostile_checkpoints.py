@@ -74,7 +74,7 @@ def test_a_manifest_that_is_none(run_dir, harm, capsys):
     # The intact one beside it is still told of.
     assert look("list", run_dir, capsys)[1].count(" committed") == 1 + (harm[0] in ("nothing", "a dangling link"))
     assert look("verify", run_dir, capsys)[1].count(": intact") == 1
-    assert "the newest whole one is 2" in prune_to_one(run_dir, capsys)
+    assert "the newest intact one is 2" in prune_to_one(run_dir, capsys)
     alone = Coordinator(Transport())
     assert newest_usable(run_dir, alone) == step_dir(run_dir, 2)
     assert driver_state_of(newest) is None
@@ -93,7 +93,7 @@ def test_a_file_that_is_none(run_dir, harm, capsys):
     assert look("list", newest, capsys)[0] == 0
     assert look("inspect", newest, capsys)[0] == (1 if DRIVER_STATE in said else 0)
     assert newest_usable(run_dir, Coordinator(Transport())) == step_dir(run_dir, 2)
-    assert "keeps steps 2, 4; the newest whole one is 2" in prune_to_one(run_dir, capsys)
+    assert "keeps steps 2, 4; the newest intact one is 2" in prune_to_one(run_dir, capsys)
 
 
 @pytest.mark.parametrize("harm", WRONG_DOCUMENTS.items(), ids=lambda harm: harm[0])

@@ -162,7 +162,7 @@ def test_a_tree_of_mischief_does_not_hide_a_run(saved, tmp_path, capsys):
         assert said.replace("never committed", "").count(count) == (1 if verb == "inspect" else 2)
     code, said = look("prune", tree, capsys, "--max-to-keep", "1")
     assert code == 0
-    assert said.count("no checkpoint is whole") == 2
+    assert said.count("no checkpoint is intact") == 2
     assert "would remove global_step_2" in said
 
 

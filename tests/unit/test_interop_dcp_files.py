@@ -208,7 +208,7 @@ def lose_chunk(folder: Path) -> None:
         (name_a_number, "does not have torch's structure"),
         (name_no_type, "does not have torch's structure"),
         (lose_chunks, "does not have torch's structure"),
-        (pipe, "is no file"),
+        (pipe, "is not a regular file"),
         (ask_for_bytes, "is truncated, or not metadata"),
         (change_torch, "changes Metadata"),
     ],

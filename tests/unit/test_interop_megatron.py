@@ -217,7 +217,7 @@ def mix_iterations(root: Path, _: Path) -> None:
             "ranks=2 does not divide the model's 25 int.* Set --hf_model_path",
         ),
         (change_config(attention_bias=True), "attention_bias=true"),
-        (config_pipe, "config.json is not a config.json of transformers: .* is no file"),
+        (config_pipe, "config.json is not a config.json of transformers: .* is not a regular file"),
     ],
 )
 def test_a_broken_folder_gets_one_line(models: Any, tmp_path: Path, spoil: Any, message: str) -> None:

@@ -163,7 +163,7 @@ def test_export_takes_the_newest_of_a_run(tmp_path, command):
     assert equal_bits(load_file(tmp_path / "out/model.safetensors"), {"weight": PlainRole(seed=3).weight})
     code, _, err = command("export", config.run_dir, tmp_path / "out")
     assert (code, err.count("\n")) == (2, 1)
-    assert "is there already" in err
+    assert "exists already" in err
     flip_bit(step_dir(config.run_dir, 2) / "actor/model/rank_00000.safetensors", 9000)
     code, _, err = command("export", config.run_dir, tmp_path / "out", "--overwrite")
     assert (code, err.count("\n")) == (1, 1)
@@ -200,7 +200,7 @@ def test_mistakes_get_one_line(models, tmp_path, command):
     for options, message in (
         (["--local_dir", tmp_path / "nothing"], "does not exist"),
         (["--local_dir", tmp_path / "empty"], "contains no checkpoint of a known layout"),
-        (["--local_dir", tmp_path / "empty", "--backend", "native"], "holds no checkpoint of this trainer"),
+        (["--local_dir", tmp_path / "empty", "--backend", "native"], "has no checkpoint of this trainer"),
         (["--local_dir", tmp_path / "empty", "--backend", "huggingface"], "has no weights of a Hugging Face model"),
         (["--local_dir", run_dir, "--role", "critic"], "has no role critic"),
         (["--local_dir", run_dir, "--hf_model_path", models / "llama"], "does not know, such as weight"),
@@ -309,7 +309,7 @@ def save_part(rank: int, folder: Path, contents: str) -> None:
 
 def test_mistyped_words_get_one_line(capsys):
     for arguments, message in (
-        (["exprot", "a", "b"], "exprot is no verb; .*Did you mean export?"),
+        (["exprot", "a", "b"], "exprot is not a verb; .*Did you mean export?"),
         (["export", "a", "b", "--dtpye", "bfloat16"], "--dtpye bfloat16 is not known. Did you mean --dtype?"),
         (["export", "a", "b", "c"], "c is not known."),
     ):

@@ -96,7 +96,7 @@ def test_the_newest_whole_checkpoint_of_a_run(run_dir, caplog):
         assert source.path == step_dir(run_dir, 2)
     assert "actor/model/rank_00000.safetensors: missing" in caplog.text
     with (
-        pytest.raises(DamagedCheckpoint, match=r"is not whole: actor/model/rank_00000\.safetensors: missing"),
+        pytest.raises(DamagedCheckpoint, match=r"is not complete: actor/model/rank_00000\.safetensors: missing"),
         opened(step_dir(run_dir, 4)),
     ):
         pass
@@ -154,7 +154,7 @@ def test_the_model_files_of_the_start(tmp_path):
         assert source.contents.model_files == TINY_POLICY
     shutil.rmtree(base)
     with (
-        pytest.raises(UserError, match=r"was trained from model\.path=.*cannot be had.*--hf_model_path"),
+        pytest.raises(UserError, match=r"was trained from model\.path=.*cannot be loaded.*--hf_model_path"),
         opened(config.run_dir),
     ):
         pass

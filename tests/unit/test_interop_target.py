@@ -62,7 +62,7 @@ def test_a_target_that_is_there(tmp_path):
     target.mkdir()
     with output_folder(target) as folder:  # one that somebody made for it
         write_small(folder / "a", b"1")
-    with pytest.raises(UserError, match=f"{target} is there already.*--overwrite"), output_folder(target):
+    with pytest.raises(UserError, match=f"{target} exists already.*--overwrite"), output_folder(target):
         pass
     with output_folder(target, overwrite=True) as folder:
         write_small(folder / "b", b"2")
@@ -95,14 +95,14 @@ def test_targets_that_would_cost_something(tmp_path, monkeypatch):
     checkpoint = publish(tmp_path / "runs", 3)
     monkeypatch.chdir(source)
     wrong = {
-        source: "holds what is read",
-        tmp_path / "runs": "holds what is read",
+        source: "contains the source",
+        tmp_path / "runs": "contains the source",
         checkpoint / "merged": "lies in the checkpoint",
-        tmp_path / "file": "is no folder",
-        tmp_path / "link": "holds what is read",
-        tmp_path / "dangling": "is no folder",
-        tmp_path / "file" / "deep" / "out": f"{tmp_path}/file is no folder",
-        tmp_path / "dangling" / "out": "dangling is no folder",
+        tmp_path / "file": "is not a folder",
+        tmp_path / "link": "contains the source",
+        tmp_path / "dangling": "is not a folder",
+        tmp_path / "file" / "deep" / "out": f"{tmp_path}/file is not a folder",
+        tmp_path / "dangling" / "out": "dangling is not a folder",
     }
     for target, message in wrong.items():
         with pytest.raises(UserError, match=message), output_folder(target, overwrite=True, sources=[source]):
@@ -168,7 +168,7 @@ def test_a_full_disk_is_one_line_and_nothing_else(command, model, tmp_path, caps
         arguments = [str(word) for word in command(model, folder)]
         assert main(arguments) == 1
         said = capsys.readouterr().err
-        assert ": No space left on device. Free some room there, or give a place on another disk." in said
+        assert ": No space left on device. Free disk space there, or give a path on another disk." in said
         assert (said.count("\n"), ".incomplete" in said) == (1, False)
         assert names(folder) == ["mine"]
 
@@ -192,5 +192,5 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(model, tmp_path, capsys, monkeypa
 
     events.subscribe(interrupt)
     assert main(["import", str(model), str(tmp_path / "global_step_0")]) == 130
-    assert capsys.readouterr().err == "Stopped. Nothing is left half done; the same command again finishes.\n"
+    assert capsys.readouterr().err == "Stopped. Nothing is left half done; run the same command again to finish.\n"
     assert names(tmp_path) == []

@@ -67,7 +67,7 @@ def test_it_removes_what_the_trainers_retention_would(run_dir, tmp_path, command
     assert [line.split()[1] for line in out.splitlines() if "removed" in line] == [
         f"global_step_{step}" for step in (1, 2, 5, 6)
     ]
-    assert "keeps steps 3, 4, 7, 8; the newest whole one is 8" in out
+    assert "keeps steps 3, 4, 7, 8; the newest intact one is 8" in out
     assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]
     assert "nothing to remove" in command("prune", run_dir, "--yes")[1]
 
@@ -117,7 +117,7 @@ def test_the_newest_whole_checkpoint_stays(run_dir, command):
     code, out, _ = command("prune", run_dir, "--yes", "--max-to-keep", "1", "--keep-every", "null", "--keep-best", "0")
     assert code == 0
     assert steps(run_dir) == [6, 7, 8]
-    assert "the newest whole one is 6" in out
+    assert "the newest intact one is 6" in out
 
 
 def test_a_flipped_bit_is_seen_before_anything_goes(run_dir, command):
@@ -136,7 +136,7 @@ def test_where_nothing_is_whole_nothing_goes(run_dir, command):
         (step_dir(run_dir, step) / "manifest.json").unlink()
     before = everything(run_dir)
     _, out, _ = command("prune", run_dir, "--yes", "--set-aside", "--max-to-keep", "1")
-    assert "no checkpoint is whole, so nothing goes" in out
+    assert "no checkpoint is intact, so nothing is removed" in out
     assert {name: raw for name, raw in everything(run_dir).items() if not name.endswith(".lock")} == before
 
 

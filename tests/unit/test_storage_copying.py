@@ -76,7 +76,7 @@ def test_damage_of_the_copy_is_named(source, tmp_path, name, bit):
     with closing(CheckedCopy(source, pieces(4), tmp_path / "out", HEADERS)) as copy:
         copy.write()
         flip_bit(tmp_path / "out" / name, bit)
-        with pytest.raises(DamagedCheckpoint, match=f"{name}.* was not written as it should be, try again"):
+        with pytest.raises(DamagedCheckpoint, match=f"{name}.* was not written correctly, try again"):
             copy.finish()
 
 
@@ -84,5 +84,5 @@ def test_a_copy_that_was_cut_off_is_named(source, tmp_path):
     with closing(CheckedCopy(source, pieces(5), tmp_path / "out", HEADERS)) as copy:
         copy.write()
         os.truncate(tmp_path / "out" / "two", 100_000)
-        with pytest.raises(DamagedCheckpoint, match=r"two.* was not written as it should be, try again: two: ends at"):
+        with pytest.raises(DamagedCheckpoint, match=r"two.* was not written correctly, try again: two: ends at"):
             copy.finish()

@@ -240,7 +240,7 @@ def test_merge_refuses_gaps_and_overlaps(ranges):
 
 
 def test_merge_refuses_what_is_not_in_a_tensor():
-    with pytest.raises(ValueError, match="shards of w that are not in its 10 elements"):
+    with pytest.raises(ValueError, match="shards of w outside its 10 elements"):
         merge_shares(TABLE, shares((0, 11)))
 
 
@@ -248,7 +248,7 @@ def test_merge_refuses_what_is_not_in_a_tensor():
 def test_merge_refuses_ranks_that_disagree(other):
     of_0, of_1 = shares((0, 5), (5, 10))
     of_1 = replace(of_1, table=hash_of_table(TABLE | {"w": other}))
-    with pytest.raises(ValueError, match="rank 1 has others than rank 0"):
+    with pytest.raises(ValueError, match="rank 1 has other tensors than rank 0"):
         merge_shares(TABLE, [of_0, of_1])
 
 
@@ -368,7 +368,7 @@ def test_a_file_or_an_index_that_is_too_short_is_an_error_not_garbage(tmp_path):
         TensorReader.of_component(files_below(tmp_path), "model").read_into({"w": Shard((8,), (0,), torch.zeros(8))})
     file.write_bytes(whole)
     index.write_bytes(index.read_bytes()[:-24] + rows_of([(0, range_box(0, 7))]))
-    with pytest.raises(DamagedCheckpoint, match=r"has not all elements of w\[0:8\]"):
+    with pytest.raises(DamagedCheckpoint, match=r"lacks elements of w\[0:8\]"):
         TensorReader.of_component(files_below(tmp_path), "model").read_into({"w": Shard((8,), (0,), torch.zeros(8))})
 
 

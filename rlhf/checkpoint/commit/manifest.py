@@ -126,7 +126,7 @@ def read_manifest(root: Path) -> Manifest:
     manifest = parse_manifest(manifest_bytes(root), root / MANIFEST)
     named = step_of(root.absolute())
     if named is not None and named != manifest.step:
-        raise DamagedCheckpoint(f"{root / MANIFEST} is of step {manifest.step}, and its folder of another")
+        raise DamagedCheckpoint(f"{root / MANIFEST} is of step {manifest.step}, but its folder is named for another")
     return manifest
 
 
@@ -137,7 +137,7 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
         document = json.loads(raw)
         payload = document.get("payload") if isinstance(document, dict) else None
         if not isinstance(payload, dict):
-            raise ValueError("it is no manifest of this trainer")
+            raise ValueError("it is not a manifest of this trainer")
         # Each content has one text: comparing texts also finds a flip that JSON ignores, such as one in white space.
         if _text(payload) != raw:
             raise ValueError("its checksum does not match")

@@ -20,7 +20,7 @@ def problems_of(payload: dict[str, Any]) -> Iterator[str]:
         yield from wrong
         return
     if payload["imported"] and not {"layout", "path"} <= payload["imported"].keys():
-        yield "its imported does not say from where"
+        yield "its imported has no layout or path"
     if any(isinstance(figure, int) and abs(figure) > LARGEST_SIZE for figure in payload["metrics"].values()):
         yield "its metrics are not finite numbers"
     for name, entry in payload["files"].items():
@@ -37,8 +37,8 @@ def _name_problem(name: str) -> str | None:
     except UnicodeEncodeError:
         parts = []
     if not parts or str(pure) != name or name == MANIFEST:
-        return "is no name of a file"
-    return "is no name of a file" if any(b"\0" in part or len(part) > LONGEST_NAME for part in parts) else None
+        return "is not a valid file name"
+    return "is not a valid file name" if any(b"\0" in part or len(part) > LONGEST_NAME for part in parts) else None
 
 
 def _entry_problem(entry: dict[str, Any]) -> str | None:
@@ -46,7 +46,7 @@ def _entry_problem(entry: dict[str, Any]) -> str | None:
     if not _is_count(size):
         return "has no size"
     if not isinstance(digits, str) or len(digits) != -(-size // BLOCK) * HASH_DIGITS:
-        return "has not one hash for each block"
+        return "does not have one hash per block"
     domains = entry.get("domains", [])
     return None if _is_list(domains, int) else "has no list of storage domains"
 
@@ -64,16 +64,16 @@ def _is_mapping(value: object, kind: Any) -> bool:
 
 
 FORMS: Sequence[tuple[Sequence[str], Callable[[Any], bool], str]] = (
-    (("backend", "config_hash", "created"), lambda value: isinstance(value, str), "its {} is no text"),
-    (("step", "world_size", "numerics"), _is_count, "its {} is no number of 0 or more"),
-    (("contents", "roles"), lambda value: _is_list(value, str), "its {} are no list of texts"),
-    (("threads",), lambda value: _is_list(value, int), "its {} are no list of numbers"),
+    (("backend", "config_hash", "created"), lambda value: isinstance(value, str), "its {} is not a string"),
+    (("step", "world_size", "numerics"), _is_count, "its {} is not an integer of 0 or more"),
+    (("contents", "roles"), lambda value: _is_list(value, str), "its {} is not a list of strings"),
+    (("threads",), lambda value: _is_list(value, int), "its {} is not a list of integers"),
     (
         ("fingerprints", "versions", "linked", "imported"),
         lambda value: _is_mapping(value, str),
-        "its {} are no texts by name",
+        "its {} does not map names to strings",
     ),
-    (("metrics",), lambda value: _is_mapping(value, int | float), "its {} are not all numbers"),
-    (("files",), lambda value: _is_mapping(value, dict), "its {} are no entries by name"),
+    (("metrics",), lambda value: _is_mapping(value, int | float), "its {} does not map names to numbers"),
+    (("files",), lambda value: _is_mapping(value, dict), "its {} does not map names to entries"),
 )
 """Fields, their check, and the message for a field that fails it."""

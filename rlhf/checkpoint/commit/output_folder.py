@@ -69,7 +69,7 @@ def verify_written(root: Path, written: Iterable[WrittenFile]) -> None:
             files.check_entry(name)
             files.verify_blocks(name, files.blocks(name))
         except DamagedCheckpoint as error:
-            raise DamagedCheckpoint(f"{root / name} was not written as it should be, try again: {error}") from None
+            raise DamagedCheckpoint(f"{root / name} was not written correctly, try again: {error}") from None
 
 
 def check_target(target: Path, overwrite: bool, sources: Iterable[Path]) -> None:
@@ -78,19 +78,19 @@ def check_target(target: Path, overwrite: bool, sources: Iterable[Path]) -> None
     real = target.resolve()
     for source in [path.resolve() for path in sources]:
         if real == source or real in source.parents:
-            raise UserError(f"{target} holds what is read ({source}). Give another target.")
+            raise UserError(f"{target} contains the source {source}. Give another target.")
     for parent in real.parents:
         if (parent / MANIFEST).is_file():
-            raise UserError(f"{target} lies in the checkpoint {parent}, which nothing is written into. Give another.")
+            raise UserError(f"{target} is in the checkpoint {parent}, which never changes. Give another target.")
     there = next(parent for parent in target.parents if parent.is_symlink() or parent.exists())
     if not there.is_dir():
-        raise UserError(f"{there} is no folder, so {target} cannot be made in it. Give another target.")
+        raise UserError(f"{there} is not a folder, so {target} cannot be created in it. Give another target.")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise UserError(f"{target} is no folder. Give another target.")
+        raise UserError(f"{target} is not a folder. Give another target.")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise UserError(f"{target} is there already. Give another target, or --overwrite to replace it.")
+        raise UserError(f"{target} exists already. Give another target, or --overwrite to replace it.")
     if real in (Path.cwd(), *Path.cwd().parents, Path.home()) or target.is_mount():
-        raise UserError(f"{target} is no folder that may be replaced. Give a new one in it.")
+        raise UserError(f"{target} must not be replaced. Give a new folder in it.")
     if overwrite and (found := _find_checkpoint(target)) is not None:
         raise UserError(
             f"{found} is a checkpoint of a run, which --overwrite does not replace. Give another target, or remove it "

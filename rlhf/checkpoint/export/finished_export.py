@@ -64,7 +64,7 @@ def explain_no_export(run_dir: Path, settings: CheckpointConfig, step: int) -> N
     checkpoint, target = step_dir(run_dir, step), run_dir / HF_FOLDER
     if not _has_export(checkpoint, read_manifest(checkpoint), settings, target):
         log.warning(
-            "checkpoint.contents=%s: no model can be written to %s. Export it to another place: python -m "
+            "checkpoint.contents=%s: no model can be written to %s. Export it to another folder: python -m "
             "rlhf.checkpoint export %s TARGET",
             settings.contents,
             run_dir / HF_FOLDER,

@@ -50,7 +50,7 @@ def open_source(origin: Origin) -> "NativeCheckpoint":
     names = list(dict.fromkeys(path.name for folder in folders for path in scan(folder)))
     if not any((folder / name / MANIFEST).is_file() for folder in folders for name in names):
         raise UserError(
-            f"{origin.path} holds no checkpoint of this trainer ({MANIFEST}, or global_step_N with one). Give a run "
+            f"{origin.path} has no checkpoint of this trainer ({MANIFEST}, or global_step_N with one). Give a run "
             "directory, <default_local_dir>/<project>/<experiment>, or a checkpoint in it; `merge` and `import` take "
             "those of other trainers."
         )
@@ -61,7 +61,7 @@ def open_source(origin: Origin) -> "NativeCheckpoint":
             return _opened(there or [folders[0] / name], origin)
         except DamagedCheckpoint as problem:
             problems.append(str(problem))
-            log.warning("%s; the one before it is looked at.", problem)
+            log.warning("%s; trying the checkpoint before it.", problem)
     raise DamagedCheckpoint("; ".join(problems))
 
 
@@ -120,7 +120,7 @@ class NativeCheckpoint:
         whole = [Path(name).name for name in manifest.in_folder(folder) if name.endswith(".safetensors")]
         if not whole:
             raise UserError(
-                f"{self.path} has no weights of {role}: checkpoint.contents was {', '.join(manifest.contents)}. Take a "
+                f"{self.path} has no weights of {role}: checkpoint.contents was {', '.join(manifest.contents)}. Use a "
                 "checkpoint with model or hf_model."
             )
         return folder, WholeTensors(self.files, folder, whole)
@@ -226,5 +226,5 @@ def _files_in(folders: list[Path], manifest: Manifest) -> CheckedFiles:
     if missing:
         more = f"; and {len(missing) - 3} more" if len(missing) > 3 else ""
         parts = " If nodes had disks of their own, give each one's folder." if len(folders) == 1 else ""
-        raise DamagedCheckpoint(f"{folders[0]} is not whole: {'; '.join(problems[:3])}{more}.{parts}")
+        raise DamagedCheckpoint(f"{folders[0]} is not complete: {'; '.join(problems[:3])}{more}.{parts}")
     return files

@@ -58,7 +58,7 @@ def _of_start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: s
     contents = read_small_files(folder)
     if template is not None:
         if not (text := Path(template).expanduser()).is_file():
-            raise UserError(f"model.chat_template={template} of {checkpoint} is not there any more. {REMEDY}")
+            raise UserError(f"model.chat_template={template} of {checkpoint} does not exist any more. {REMEDY}")
         contents = with_chat_template(contents, text.read_bytes())
     return contents
 
@@ -87,7 +87,7 @@ def _start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: str)
             setting, path, revision = "critic.path", config["critic"]["path"], None
         model["chat_template"]
     except (ValueError, KeyError, TypeError, DamagedCheckpoint) as error:
-        raise UserError(f"{checkpoint / CONFIG} does not say where its model is from ({error}). {REMEDY}") from None
+        raise UserError(f"{checkpoint / CONFIG} does not name its model ({error}). {REMEDY}") from None
     return model, setting, str(path), revision
 
 
@@ -108,5 +108,5 @@ def _resolve(checkpoint: Path, setting: str, path: str, revision: str | None, *,
         return resolve_path(ModelSource(setting, path, revision), weights=weights)
     except UserError as error:
         raise UserError(
-            f"{checkpoint} was trained from {setting}={path}, which cannot be had: {error} {REMEDY}"
+            f"{checkpoint} was trained from {setting}={path}, which cannot be loaded: {error} {REMEDY}"
         ) from None

@@ -59,7 +59,7 @@ def check_compatible(
             raise UserError(
                 f"{text}. Restore them, or accept that the run changes with trainer.allow_config_change=true."
             )
-        log.warning("%s; going on because trainer.allow_config_change=true.", text)
+        log.warning("%s; continuing because trainer.allow_config_change=true.", text)
     log_changes(changes)
     return frozenset(change.key for change in changes.trajectory)
 
@@ -85,19 +85,19 @@ def same_bits_problems(manifest: Manifest, identity: Identity, world_size: int) 
     lines = []
     if manifest.world_size != world_size:
         writers = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
-        lines.append(f"It was saved by {writers} and goes on with {world_size}")
+        lines.append(f"It was saved by {writers} and continues with {world_size}")
     elif manifest.threads != identity.threads:
         saved, present = (", ".join(map(str, sorted(set(threads)))) for threads in (manifest.threads, identity.threads))
-        lines.append(f"Its ranks had {saved} CPU threads each and go on with {present} (trainer.threads_per_rank)")
+        lines.append(f"Its ranks had {saved} CPU threads each and continue with {present} (trainer.threads_per_rank)")
     if manifest.numerics != identity.numerics:
         before, now = manifest.release, identity.versions.get("rlhf")
         lines.append(
-            f"It was saved with numerics version {manifest.numerics} (rlhf {before}) and goes on with "
+            f"It was saved with numerics version {manifest.numerics} (rlhf {before}) and continues with "
             f"{identity.numerics} (rlhf {now})"
         )
     # Releases of one numerics version compute the same bits.
     for name in sorted((manifest.versions.keys() | identity.versions.keys()) - {"rlhf"}):
         saved, present = (versions.get(name, "none") for versions in (manifest.versions, identity.versions))
         if saved != present:
-            lines.append(f"It was saved with {name} {saved} and goes on with {present}")
+            lines.append(f"It was saved with {name} {saved} and continues with {present}")
     return lines

@@ -192,18 +192,18 @@ class _Loading:
         if state.carried is not None and any(key.startswith(OF_SAMPLES) for key in self._changed):
             state.carried.load_tensors([])
             if self._manifest.in_folder(CARRIED) and self._rank == 0:
-                log.warning("%s has samples of other settings for later steps; they are dropped.", self._path)
+                log.warning("%s has samples for later steps from other settings; they are dropped.", self._path)
         elif state.carried is not None:
             state.carried.load_tensors([self._documents[name] for name in self._carried()])
         elif self._manifest.in_folder(CARRIED) and self._rank == 0:
             log.warning(
-                "%s has samples carried over to later steps; this run does not carry any, they are dropped.", self._path
+                "%s has samples carried over to later steps; this run carries none, so they are dropped.", self._path
             )
         saved = self._documents[DRIVER_STATE]
         state.driver.load_state_dict(saved)
         for name, stateful in state.stateful.items():
             if name not in saved and self._rank == 0 and not self._manifest.imported:
-                log.warning("%s has no state of %s, which starts at its beginning.", self._path, name)
+                log.warning("%s has no state of %s, which starts afresh.", self._path, name)
             stateful.load_state_dict(saved[name] if name in saved else json.loads(state.initial[name]))
         # Last: nothing loaded afterwards may advance the generators.
         if "extra" in self._contents:
@@ -242,10 +242,10 @@ class _Loading:
             reader = TensorReader.of_component(self.files, folder, self._rank, self._world_size)
         if mismatches := reader.mismatches(shards):
             shown = "; ".join(mismatches[:5]) + (f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else "")
-            raise UserError(f"{what} in {self._path} are of another architecture than {setting}: {shown}.")
+            raise UserError(f"{what} in {self._path} do not fit the architecture of {setting}: {shown}.")
         if (rounded := reader.rounded(shards)) and self._rank == 0:
             log.warning(
-                "%s in %s were rounded to %s (checkpoint.hf_dtype): the run goes on from other weights than it had.",
+                "%s in %s were rounded to %s (checkpoint.hf_dtype): the run continues from other weights than it had.",
                 what.capitalize(),
                 self._path,
                 " and ".join(sorted(set(rounded.values()))),

@@ -71,7 +71,7 @@ def restore(
             log.warning("%s", _describe_start(located, state, wanted))
         elif left_out and coordinator.is_leader:
             why = "as checkpoint.load_contents says" if begins else "which were not saved: a crash changes this run"
-            log.warning("%s: the run goes on without its %s, %s.", located.path, " and ".join(left_out), why)
+            log.warning("%s: the run continues without its %s, %s.", located.path, " and ".join(left_out), why)
         return load_state(located, state, wanted, trainer.seed, coordinator, changed)
 
     return _with_newest_intact(run_dir, source, coordinator, attempt)

@@ -42,8 +42,7 @@ def check_base(path: Path, manifest: Manifest, config: ResolvedConfig, diff: Con
     before = next((change.stored for change in diff.harmless if change.key == BASE), present)
     was = f"which was {before}" if before != present else "which had other files then"
     raise UserError(
-        f"{BASE}={present} is another base than the one beside which the adapters in {path} were trained, {was}. "
-        f"Restore that; or {NEW_RUN}."
+        f"{BASE}={present} is not the base model of the adapters in {path}, {was}. Restore that; or {NEW_RUN}."
     )
 
 

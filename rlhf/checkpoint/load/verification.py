@@ -80,7 +80,7 @@ def newest_usable(run_dir: Path, coordinator: Coordinator) -> Path | None:
         if not problems:
             return path
         if coordinator.is_leader:
-            log.warning("%s is passed over: %s", path, "; ".join(problems))
+            log.warning("%s is skipped: %s", path, "; ".join(problems))
     return None
 
 

@@ -95,7 +95,9 @@ class RemoteCopies:
         with self._changed:
             pin, self._pin = self._pin, None
             if pin is not None and not checkpoint_of(pin).exists():
-                log.warning("%s is not copied to checkpoint.remote: a save needs its room.", checkpoint_of(pin).name)
+                log.warning(
+                    "%s is not copied to checkpoint.remote: a save needs its disk space.", checkpoint_of(pin).name
+                )
                 remove_dir(pin, ignore_errors=True)
             else:
                 self._pin = pin
@@ -116,7 +118,7 @@ class RemoteCopies:
         if left:
             names = ", ".join(step_dir(Path(), step).name for step in left)
             log.warning(
-                "Not copied to checkpoint.remote=%s: %s. The next start goes on with it.",
+                "Not copied to checkpoint.remote=%s: %s. The next start copies the rest.",
                 self._settings.remote,
                 names,
             )
@@ -227,7 +229,7 @@ class RemoteCopies:
         except FileNotFoundError as error:
             raise LocalFault(f"{error.filename} is missing") from error
         except OSError as error:
-            log.warning("%s cannot be linked and is copied from its place: %s", path.name, error)
+            log.warning("%s cannot be linked and is copied without links: %s", path.name, error)
             return path
         with self._changed:
             self._pin = pin
@@ -242,7 +244,7 @@ class RemoteCopies:
             problems := verify_files(source, manifest)
         ):
             # The remote copy may be of another trajectory or damaged, but it may also be the better one.
-            raise DamagedCheckpoint(f"{'; '.join(problems)}; the copy that is there stays as it is")
+            raise DamagedCheckpoint(f"{'; '.join(problems)}; the existing copy is unchanged")
         run_files = _describe_run_files(self._run_dir, source, step)
         # Before the first file: an old copy may have other files.
         self._complete.pop(step, None)
@@ -316,7 +318,7 @@ def check_copied(left: list[int], run_dir: Path, settings: CheckpointConfig) -> 
         names = ", ".join(step_dir(Path(), step).name for step in left)
         raise Unsaved(
             f"The training is finished and saved in {run_dir}, but checkpoint.remote={settings.remote} lacks {names}. "
-            "The same command goes on with copying."
+            "Run the same command again to copy the rest."
         )
 
 

@@ -172,10 +172,10 @@ def _fetch_run_file(store: RemoteStore, copy: Copy, root: Path, name: str, retri
     """Fetch a run file that was copied with `copy`; log a warning and return False when it differs from its hash."""
     try:
         if name not in copy.run_files:
-            raise DamagedCheckpoint("remote.json does not know it")
+            raise DamagedCheckpoint("remote.json does not list it")
         _fetch(store, copy.step, root, RUN_FILES[name], copy.run_files[name], retries)
     except DamagedCheckpoint:
-        log.warning("%s: %s of step %d is damaged or missing and is left out.", store.url, name, copy.step)
+        log.warning("%s: %s of step %d is damaged or missing and is skipped.", store.url, name, copy.step)
         return False
     return True
 

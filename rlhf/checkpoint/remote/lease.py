@@ -92,7 +92,7 @@ class Lease:
         try:
             Retries(self._store.url, stalled_s=RELEASE_S, give_up_s=0.0).call("releasing the lease", remove)
         except Exception as error:
-            log.info("%s/%s could not be removed (%s); it ends by itself.", self._store.url, LEASE, one_line(error))
+            log.info("%s/%s could not be removed (%s); it expires by itself.", self._store.url, LEASE, one_line(error))
 
     def _keep(self) -> None:
         try:
@@ -117,9 +117,7 @@ class Lease:
         holder, started = _parsed(seen), time.monotonic()
         if holder.get("machine") == self._me["machine"] and not _is_alive(holder.get("pid")):
             return
-        log.warning(
-            "%s is leased to %s. Waiting up to %g s for a sign of life.", self._store.url, _name(holder), EXPIRY_S
-        )
+        log.warning("%s is leased to %s. Waiting up to %g s for a renewal.", self._store.url, _name(holder), EXPIRY_S)
         while time.monotonic() - started < EXPIRY_S:
             time.sleep(POLL_S)
             now = self._read()
@@ -127,7 +125,7 @@ class Lease:
                 return
             if now != seen:
                 raise UserError(_in_use(self._store, now))
-        log.warning("%s gave no sign of life for %g s: its lease is over.", _name(holder), EXPIRY_S)
+        log.warning("%s did not renew its lease for %g s: the lease has expired.", _name(holder), EXPIRY_S)
 
     def _take_over(self, over: bytes | None) -> None:
         """Write our lease over the expired lease `over`, and check that ours stays."""
@@ -210,6 +208,6 @@ def _name(holder: dict[str, Any]) -> str:
 def _in_use(store: RemoteStore, seen: bytes | None) -> str:
     return (
         f"checkpoint.remote: {store.url} is in use by {_name(_parsed(seen))}; two runs would write over each other's "
-        "copies. Stop that one, or set another trainer.experiment_name or checkpoint.remote. The lease of a machine "
-        f"that has died ends {EXPIRY_S:g} s after its last sign of life; {LEASE} there may be removed by hand as well."
+        "copies. Stop that one, or set another trainer.experiment_name or checkpoint.remote. A dead machine's "
+        f"lease expires {EXPIRY_S:g} s after its last renewal; you may also delete {LEASE}."
     )

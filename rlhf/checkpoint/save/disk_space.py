@@ -71,7 +71,7 @@ def _count_to_remove(run_dir: Path, needed: int, removable: list[Path]) -> int:
         raise _disk_full(run_dir, needed, removable)
     if enough:
         log.warning(
-            "The disk has %s free and the save needs %s: removing %s first, which retention gives up after this save.",
+            "The disk has %s free and the save needs %s: removing %s first, which retention would remove later.",
             _mib(free),
             _mib(needed),
             ", ".join(path.name for path in removable[:enough]),
@@ -123,7 +123,7 @@ def _disk_full(run_dir: Path, needed: int, removable: list[Path]) -> OSError:
         named = ", ".join(path.name for path in removable)
         text += f"; removing {named}, which retention allows, would free only {_mib(bytes_freed_by(removable))}"
     else:
-        text += "; there is no checkpoint that may go before the new one is whole"
+        text += "; no checkpoint may be removed before the new one is complete"
     return OSError(errno.ENOSPC, text, str(run_dir))
 
 

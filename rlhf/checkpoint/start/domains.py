@@ -56,8 +56,8 @@ def _poll_until_agreed(run_dir: Path, tokens: list[str], coordinator: Coordinato
         time.sleep(LOOK_AGAIN_S)
     views = "; ".join(f"rank {rank} sees {sorted(mine)}" for rank, mine in enumerate(seen))
     raise UserError(
-        f"The ranks disagree about who shares the run directory {run_dir} ({views}). See to it that its file system "
-        "shows new files on all nodes, or set trainer.default_local_dir to a folder on another one."
+        f"The ranks disagree about who shares the run directory {run_dir} ({views}). Use a file system that shows new "
+        "files on all nodes, or set trainer.default_local_dir to a folder on such a file system."
     )
 
 
@@ -70,7 +70,7 @@ def _agree(seen: list[frozenset[int]]) -> bool:
 def _log_domains(domains: list[int]) -> None:
     ranks = {domain: [rank for rank, d in enumerate(domains) if d == domain] for domain in sorted(set(domains))}
     log.info(
-        "The ranks have %d storage domains: %s. Each holds its own ranks' files of every checkpoint.",
+        "The ranks have %d storage domains: %s. Each stores its own ranks' files of every checkpoint.",
         len(ranks),
         "; ".join(f"ranks {', '.join(map(str, members))}" for members in ranks.values()),
     )

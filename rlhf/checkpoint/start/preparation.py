@@ -103,7 +103,7 @@ def finished_step(
         compare = partial(compare_finished, path, located.manifest, config)
         for change in coordinator.on_rank(located.source_domain(CONFIG), compare):
             if coordinator.is_leader:
-                log.info("The run is finished; a setting that it had otherwise does not act any more: %s", change)
+                log.info("The run is finished; this changed setting has no effect: %s", change)
         return driver["step"]
     return None
 
@@ -133,7 +133,9 @@ def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
     known = [run for run in coordinator.on_domain_leaders(lambda: read_run_file(run_dir)) if run]
     if len({run["run_id"] for run in known}) > 1 and coordinator.is_leader:
         names = ", ".join(run["run_id"] for run in known)
-        log.warning("The nodes' disks are of different runs (run.json: %s); going on as %s.", names, known[0]["run_id"])
+        log.warning(
+            "The nodes' disks are of different runs (run.json: %s); continuing as %s.", names, known[0]["run_id"]
+        )
     if known:
         return known[0]
     ids = [run_id for run_id in coordinator.on_domain_leaders(lambda: directory.newest_run_id(run_dir)) if run_id]

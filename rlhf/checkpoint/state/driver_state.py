@@ -70,11 +70,11 @@ def parse_driver_state(content: bytes, name: str) -> dict[str, Any]:
     """Parse the driver state in the file `name`; raise DamagedCheckpoint unless each field has its type."""
     state = parse_json(content, name)
     if not isinstance(state, dict):
-        raise DamagedCheckpoint(f"{name}: is no driver state")
+        raise DamagedCheckpoint(f"{name}: is not a driver state")
     for field, kind in get_type_hints(DriverState).items():
         # A whole number may stand for a float.
         if field not in state or not isinstance(state[field], kind | int if isinstance(0.0, kind) else kind):
-            raise DamagedCheckpoint(f"{name}: has no {field} of a run")
+            raise DamagedCheckpoint(f"{name}: {field} is missing or has the wrong type")
         if isinstance(state[field], int) and abs(state[field]) > LARGEST:
-            raise DamagedCheckpoint(f"{name}: has a {field} of no run")
+            raise DamagedCheckpoint(f"{name}: {field} is out of range")
     return state

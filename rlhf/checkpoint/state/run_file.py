@@ -27,9 +27,7 @@ def read_run_file(run_dir: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except DamagedCheckpoint as problem:
-        raise UserError(
-            f"{path} is not what a run has written ({problem}). Remove it: the newest checkpoint says whose it is."
-        ) from None
+        raise UserError(f"{path} is damaged ({problem}). Remove it: the newest checkpoint has the run's id.") from None
     return run
 
 

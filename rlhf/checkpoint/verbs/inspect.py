@@ -19,7 +19,7 @@ from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import DRIVER_STATE, INDEX
 
-HELP = "what one checkpoint holds, the newest of a run: roles, tensors, driver state"
+HELP = "show one checkpoint, the newest of a run: roles, tensors, driver state"
 
 LONGEST = 200
 """Characters of a value of the driver state that are shown."""

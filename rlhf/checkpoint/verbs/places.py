@@ -33,8 +33,8 @@ def checkpoints_at(path: Path) -> list[Path]:
         # A checkpoint copied or set aside under another name.
         if (path / MANIFEST).is_file():
             return [path]
-        what = "is no directory" if os.path.lexists(path) else "does not exist"
-        what = "holds no checkpoint (global_step_N)" if path.is_dir() else what
+        what = "is not a directory" if os.path.lexists(path) else "does not exist"
+        what = "has no checkpoint (global_step_N)" if path.is_dir() else what
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
     raise UserError(
@@ -64,4 +64,4 @@ def read_or_problem(place: Path, look: Callable[[], T]) -> T | Unreadable:
     except OSError as error:
         return Unreadable(f"{error.filename or place} cannot be read: {error.strerror}")
     except UnicodeDecodeError:
-        return Unreadable(f"{place} holds a text that is none")
+        return Unreadable(f"{place} is not valid UTF-8")

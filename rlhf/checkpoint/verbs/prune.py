@@ -22,14 +22,14 @@ from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import step_of
 
-HELP = "remove the checkpoints that retention would, and what kills have left; without --yes only show them"
+HELP = "remove checkpoints as retention would, and kills' leftovers; without --yes only show them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a run directory or a folder of many")
-    parser.add_argument("--max-to-keep", metavar="N", help="keep the newest so many; null keeps all")
-    parser.add_argument("--keep-every", metavar="N", help="keep those whose step is a multiple; null keeps none")
-    parser.add_argument("--keep-best", metavar="N", help="keep the best so many")
+    parser.add_argument("--max-to-keep", metavar="N", help="keep the newest N; null keeps all")
+    parser.add_argument("--keep-every", metavar="N", help="keep those whose step is a multiple of N; null keeps none")
+    parser.add_argument("--keep-best", metavar="N", help="keep the best N")
     parser.add_argument(
         "--best-metric", metavar="NAME", help="the figure that --keep-best ranks by; null: the headline"
     )
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         name: value for name in RULES if (value := _parse_option(name, getattr(arguments, name))) is not _NOT_GIVEN
     }
     if "://" in arguments.path:
-        raise UserError(f"{arguments.path}: checkpoint.remote_max_to_keep says what stays in a remote folder.")
+        raise UserError(f"{arguments.path}: set checkpoint.remote_max_to_keep to limit a remote folder.")
     runs, problems = find_runs(arguments.path)
     worst = EXIT_CRASHED if problems else EXIT_DONE
     documents: list[dict[str, Any]] = []
@@ -114,8 +114,8 @@ def _rules(found: LocalRun, given: Mapping[str, Any]) -> CheckpointConfig:
             break
     if stored is None and "max_to_keep" not in given:
         raise UserError(
-            f"{found.name}: no settings of its run can be read (resolved.yaml, a checkpoint's config.yaml), so nobody "
-            "knows what it keeps. Give --max-to-keep, and --keep-every and --keep-best where they apply."
+            f"{found.name}: no settings of its run can be read (resolved.yaml, a checkpoint's config.yaml), so its "
+            "retention is unknown. Give --max-to-keep, and --keep-every and --keep-best where they apply."
         )
     return replace(stored or CheckpointConfig(), **given)
 
@@ -170,7 +170,7 @@ def _lines(document: dict[str, Any], *, removed: bool) -> list[str]:
     if document["problem"] is not None:
         return [document["problem"]]
     if document["newest_whole"] is None:
-        return [f"{path}: no checkpoint is whole, so nothing goes: what is there may be all that is left."]
+        return [f"{path}: no checkpoint is intact, so nothing is removed: the damaged ones may be all that is left."]
     stay = ", ".join(map(str, document["kept"]))
     rules = ", ".join(f"{name}={'null' if value is None else value}" for name, value in document["rules"].items())
     lines = [f"{path}: {rules}"]
@@ -179,9 +179,9 @@ def _lines(document: dict[str, Any], *, removed: bool) -> list[str]:
         kind = "" if entry["kind"] == "checkpoint" else f", {entry['kind']}"
         lines.append(f"  {verb} {entry['name']} ({size_text(entry['bytes'])}{kind})")
     keeps = "keeps" if removed else "would keep"
-    lines.append(f"  {keeps} steps {stay}; the newest whole one is {document['newest_whole']}")
+    lines.append(f"  {keeps} steps {stay}; the newest intact one is {document['newest_whole']}")
     if document["left"]:
-        lines.append(f"  not removed, the disk refused: {', '.join(document['left'])}; run it again")
+        lines.append(f"  not removed because of disk errors: {', '.join(document['left'])}; run it again")
     elif document["going"]:
         done = "freed" if removed else "to be freed; --yes removes"
         lines.append(f"  {size_text(document['bytes'])} {done}")

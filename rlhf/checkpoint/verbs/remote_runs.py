@@ -31,10 +31,14 @@ class RemoteCheckpoint:
         read = partial(self._store.read, object_name(self.step, MANIFEST))
         raw = ask(self._retries, f"reading {self.name}", read)
         if raw is None:
-            raise DamagedCheckpoint(f"{self.name} has no {MANIFEST}: it was never committed, or its copy is under way")
+            raise DamagedCheckpoint(
+                f"{self.name} has no {MANIFEST}: it was never committed, or its copy is in progress"
+            )
         manifest = parse_manifest(raw, Path(self.name, MANIFEST))
         if manifest.step != self.step:
-            raise DamagedCheckpoint(f"{self.name}/{MANIFEST} is of step {manifest.step}, and its folder of another")
+            raise DamagedCheckpoint(
+                f"{self.name}/{MANIFEST} is of step {manifest.step}, but its folder is named for another"
+            )
         return manifest
 
     def files(self, manifest: Manifest) -> CheckedFiles:
@@ -86,8 +90,8 @@ def find_remote_runs(url: str) -> tuple[list[FoundRun], list[str]]:
     runs = runs_below(url, look)
     if not runs:
         raise UserError(
-            f"{url} holds no checkpoint (global_step_N). Give the remote folder of a run, "
-            "<checkpoint.remote>/<project>/<experiment>, or a folder of such."
+            f"{url} has no checkpoint (global_step_N). Give the remote folder of a run, "
+            "<checkpoint.remote>/<project>/<experiment>, or a parent folder."
         )
     return sorted(runs, key=lambda run: run.name), []
 

@@ -110,7 +110,7 @@ def runs_below(root: T, look: Callable[[T], tuple[R | None, Sequence[T]]]) -> li
         for folder in level:
             seen += 1
             if seen > MOST_FOLDERS:
-                raise UserError(f"{root} has more than {MOST_FOLDERS} folders. Give one that is nearer to the runs.")
+                raise UserError(f"{root} has more than {MOST_FOLDERS} folders. Give one nearer to the runs.")
             run, inside = look(folder)
             runs += [] if run is None else [run]
             below += inside
