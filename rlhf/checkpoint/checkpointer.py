@@ -148,15 +148,7 @@ class Checkpointer:
         unchanged = None if updated_at is None else self._reference_at.get(updated_at)
         rank, text = self._coordinator.rank, self._config.text
         snapshot = take_snapshot(
-            step,
-            settings.contents,
-            self._state,
-            text,
-            rank,
-            unchanged,
-            metrics,
-            settings.hf_dtype,
-            settings.hf_adapter,
+            step, settings.contents, self._state, text, rank, unchanged, metrics, settings.hf_dtype, settings.hf_adapter
         )
         save = SaveInFlight(step, updated_at, settings.timeout_s, last)
         if self._background is None:

@@ -48,8 +48,7 @@ class CheckedCopy:
         # The targets are written from start to end, as far as the order of the sources allows.
         order = {path: number for number, path in enumerate(headers)}
         self._blocks = sorted(
-            self._ranges,
-            key=lambda block: min((order[part.target], part.position) for part in self._ranges[block]),
+            self._ranges, key=lambda block: min((order[part.target], part.position) for part in self._ranges[block])
         )
 
     def write(self, progress: Callable[[int], None] = lambda count: None) -> None:

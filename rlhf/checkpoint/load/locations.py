@@ -6,13 +6,7 @@ from pathlib import Path
 
 import xxhash
 
-from rlhf.checkpoint.commit.manifest import (
-    DOMAINS,
-    Manifest,
-    manifest_bytes,
-    parse_manifest,
-    read_manifest,
-)
+from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, manifest_bytes, parse_manifest, read_manifest
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.layout import MANIFEST, scan, step_of

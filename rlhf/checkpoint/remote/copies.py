@@ -118,9 +118,7 @@ class RemoteCopies:
         if left:
             names = ", ".join(step_dir(Path(), step).name for step in left)
             log.warning(
-                "Not copied to checkpoint.remote=%s: %s. The next start copies the rest.",
-                self._settings.remote,
-                names,
+                "Not copied to checkpoint.remote=%s: %s. The next start copies the rest.", self._settings.remote, names
             )
         return left
 

@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint.commit.publication import begin, publish
-from rlhf.checkpoint.remote.remote_store import (
-    RUN_FILES,
-    THREADS,
-    Copy,
-    LocalFault,
-    RemoteStore,
-    hash_of,
-    object_name,
-)
+from rlhf.checkpoint.remote.remote_store import RUN_FILES, THREADS, Copy, LocalFault, RemoteStore, hash_of, object_name
 from rlhf.checkpoint.remote.retries import Retries, Stopped, in_threads, one_line
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator

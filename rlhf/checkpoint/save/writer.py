@@ -54,10 +54,7 @@ class SaveResult:
     def metrics(self) -> dict[str, float]:
         """Return seconds, bytes and bytes per second: totals as `perf/save_*`, each part's as `perf/save_*/PART`.
         `timing_s/save_checkpoint` is the training's wait."""
-        waited = {
-            "timing_s/save_checkpoint": self.blocked_seconds,
-            "perf/save_wait_seconds": self.wait_seconds,
-        }
+        waited = {"timing_s/save_checkpoint": self.blocked_seconds, "perf/save_wait_seconds": self.wait_seconds}
         return waited | throughput_figures("save", Throughput(self.total_bytes, self.seconds), self.by_part)
 
 

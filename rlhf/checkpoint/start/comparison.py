@@ -27,11 +27,7 @@ MODEL_NAMES = ("model.path", "model.revision", "critic.path", "reward_model.path
 
 
 def check_same_run(
-    run_dir: Path,
-    trainer: TrainerConfig,
-    config: ResolvedConfig,
-    resumed_from: str | None,
-    coordinator: Coordinator,
+    run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, resumed_from: str | None, coordinator: Coordinator
 ) -> None:
     """Raise UserError if the checkpoint that a resume would load has settings of another run, or a step beyond the
     requested run's end. Collective; changes nothing.

@@ -34,11 +34,7 @@ PART = 4 << 20
 
 
 def prepare(
-    run_dir: Path,
-    trainer: TrainerConfig,
-    settings: CheckpointConfig,
-    config: ResolvedConfig,
-    coordinator: Coordinator,
+    run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig, config: ResolvedConfig, coordinator: Coordinator
 ) -> None:
     """Prepare the run directory of each storage domain for the ranks. Collective; raises the same error on every rank.
 

@@ -126,10 +126,7 @@ def _pruned(found: LocalRun, rules: CheckpointConfig, arguments: argparse.Namesp
         return _document(plan, bytes_freed(plan.going), [])
     with run_at_rest(found.path):
         plan = plan_pruning(
-            found.path,
-            rules,
-            set_aside=arguments.set_aside,
-            verify=lambda path: verify_found(LocalCheckpoint(path)),
+            found.path, rules, set_aside=arguments.set_aside, verify=lambda path: verify_found(LocalCheckpoint(path))
         )
         freed = bytes_freed(plan.going)
         return _document(plan, freed, remove_planned(plan))
