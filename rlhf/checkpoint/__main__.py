@@ -23,8 +23,8 @@ VERBS = {
     "diff": "rlhf.convert.verbs.diff",
     "push": "rlhf.convert.verbs.pushing",
 }
-"""Verb -> its module, with `HELP`, `add_arguments(parser)` and `run(arguments, console) -> int`. A module imports torch
-within `run`, so that `--help` and mistakes are fast."""
+"""Verb -> its module, with `HELP`, `add_arguments(parser)` and `run(arguments, console) -> int`. Imports torch in
+`run`."""
 ALIASES: dict[str, tuple[str, dict[str, str | None]]] = {
     "merge": ("convert --to hf: make a Hugging Face folder of a training checkpoint", {"to": "hf", "adapter": None}),
     "export": (
@@ -48,9 +48,8 @@ EXIT_INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a verb and return its exit code: 0 when all is done, or everything checked is intact or equal; 1 when
-    something is damaged, unequal, unreadable or not writable; 2 for a user's mistake, reported in one line; 130 after
-    Ctrl-C."""
+    """Run a verb; return 0 when all is done, intact or equal, 1 for damage, a difference or a failed read or write, 2
+    for a user's mistake (one line), 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     parser = CommandParser(prog="python -m rlhf.checkpoint", description=__doc__)
     if argv and not argv[0].startswith("-") and argv[0] not in VERBS:

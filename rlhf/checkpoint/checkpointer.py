@@ -82,11 +82,8 @@ class Checkpointer:
         self._reference_at: dict[int, Path] = {}
 
     def resume(self) -> bool:
-        """Restore the newest intact checkpoint; return False, with nothing changed, for a run that has none yet.
-
-        In a running process, this restores the state right after that save or after the resume from it. Raises
-        UserError when the checkpoint and the configuration do not fit, or when no intact checkpoint is left.
-        """
+        """Restore the newest intact checkpoint, which rolls back a running process; return False for a run without any.
+        Raises UserError when the checkpoint and the configuration do not fit, or when no intact checkpoint is left."""
         self._settle()
         timeout_s = self._settings.timeout_s
         # Ranks may restart without a new setup of the directory; no save is in flight here.
@@ -195,14 +192,8 @@ class Checkpointer:
         )
         if coordinator.is_leader:
             size, seconds = result.total_bytes / 2**20, max(result.seconds, 1e-9)
-            log.info(
-                "Saved %s: %.1f MiB in %.2f s (%.0f MiB/s); the training waited %.2f s.",
-                result.path,
-                size,
-                seconds,
-                size / seconds,
-                result.blocked_seconds,
-            )
+            text = "Saved %s: %.1f MiB in %.2f s (%.0f MiB/s); the training waited %.2f s."
+            log.info(text, result.path, size, seconds, size / seconds, result.blocked_seconds)
         if self._copies is not None:
             self._copies.published(result.path)
         return result
@@ -238,9 +229,8 @@ class Checkpointer:
         """Run a block; after a normal end or a UserError, the last save is committed.
 
         After another error on this rank, wait for the save in flight too, for a quarter of the grace period at most:
-        that save may be the only progress of a run that crashes at one step. At the end of the run, wait for copies to
-        the remote up to `checkpoint.timeout_s`; on an early exit, a quarter of the grace period; after a crash, not at
-        all.
+        that save may be the only progress of a run that crashes at one step. Wait for copies to the remote up to
+        `checkpoint.timeout_s` at the end, a quarter of the grace period on an early exit, and not at all after a crash.
         """
         copies_s = grace_s = self._trainer.preempt_grace_s / 4
         try:

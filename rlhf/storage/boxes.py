@@ -137,11 +137,8 @@ def layout_of(inner: Box, outer: Box, shape: Sequence[int]) -> Strided:
 
 
 def runs(*layouts: Strided) -> tuple[int, list[NDArray[np.int64]]]:
-    """Split layouts of the same sizes into runs that are contiguous in all of them.
-
-    Returns:
-        The length of a run, and for each layout the offsets at which the runs begin, in elements.
-    """
+    """Split layouts of the same sizes into runs that are contiguous in all of them; return the length of a run, and for
+    each layout the offsets at which the runs begin, in elements."""
     length = min(map(_run_length, layouts))
     begins = []
     for layout in layouts:

@@ -139,6 +139,5 @@ def _within(parts: list[RangeCopy], start: int, stop: int) -> Iterator[RangeCopy
 
 
 def _cut(part: RangeCopy, start: int, stop: int) -> RangeCopy:
-    """Return the part of a range in the bytes [start, stop)."""
     low, high = max(part.start, start), min(part.stop, stop)
     return RangeCopy(part.source, low, high, part.target, part.position + low - part.start)

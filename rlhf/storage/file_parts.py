@@ -20,7 +20,6 @@ class FilePart:
 
     @property
     def stop(self) -> int:
-        """The element after the last one."""
         return self.start + math.prod(self.shape)
 
 
@@ -29,7 +28,6 @@ FileParts = Mapping[str, Sequence[FilePart]]
 
 
 def parts_of(parts: FileParts, name: str, shape: Sequence[int]) -> Sequence[FilePart]:
-    """Return the Hugging Face tensors of one weight."""
     return parts.get(name) or [FilePart(name, 0, tuple(shape))]
 
 

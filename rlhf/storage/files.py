@@ -62,7 +62,6 @@ def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> W
 
 
 def described(path: str, content: bytes) -> WrittenFile:
-    """Return the entry that `write_file` returns for these bytes."""
     hashes = BlockHashes()
     hashes.update(memoryview(content))
     return WrittenFile(path, hashes.size, hashes.hexdigests())
@@ -281,7 +280,6 @@ def exchange(path: Path, other: Path) -> bool:
 
 
 def _swap(path: str, other: str) -> int:
-    """Call Linux' renameat2; return its errno, or 0."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return errno.ENOSYS

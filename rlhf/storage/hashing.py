@@ -15,7 +15,6 @@ class BlockHashes:
         self._digest = xxhash.xxh3_128()
 
     def update(self, view: memoryview) -> None:
-        """Add the next bytes, any number of them."""
         while view:
             part = view[: BLOCK - self.size % BLOCK]
             self._digest.update(part)

@@ -39,8 +39,7 @@ class WeightsFile:
 
 
 def lay_out_weights(tensors: Tensors, shard_bytes: int | None = None, stem: str = STEM) -> list[WeightsFile]:
-    """Return files for `tensors` (name -> safetensors type and shape), filled in order up to `shard_bytes` each (None:
-    `SHARD_BYTES`).
+    """Return files for `tensors` (name -> safetensors type and shape), filled in order up to `shard_bytes` each.
 
     Within a file, wider types come first, as the specification asks, so that each tensor is aligned to its items.
     """

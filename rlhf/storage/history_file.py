@@ -47,8 +47,7 @@ def _tail(path: Path, size: int) -> str | None:
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield each whole line with its step, or nothing for a missing file. Skips a torn last line. Raises DamagedHistory
-    for a line without a step."""
+    """Yield each whole line with its step; raise DamagedHistory for a line without a step. Skips a torn last line."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -70,8 +69,7 @@ def parsed(path: Path, number: int, line: bytes) -> dict[str, float]:
 
 
 def end_of_step(path: Path, step: int, mark: HistoryMark | None) -> int:
-    """Return the bytes of the records up to and including `step`. If the `mark` of that step's checkpoint fits, returns
-    at once, else reads the lines; raises DamagedHistory."""
+    """Return the bytes of the records up to `step`, at once if its checkpoint's `mark` fits; raises DamagedHistory."""
     if mark is not None and mark.fits(path):
         return mark.size
     size = 0

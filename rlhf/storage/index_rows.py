@@ -111,12 +111,8 @@ def _check_inside(rows: Rows, tensor: NDArray[np.int64], limit: NDArray[np.int64
 
 
 def _dimensions(number: NDArray[np.int64], ndim: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the dimension of each row within its shard.
-
-    Args:
-        number: first column of the rows.
-        ndim: number of rows of the row's shard: the dimensions of a box, 1 for a range.
-    """
+    """Return the dimension of each row within its shard. `number` is the first column of the rows; `ndim` is the number
+    of rows of each row's shard: the dimensions of a box, 1 for a range."""
     at = np.arange(len(number))
     begins = np.diff(number, prepend=number[0] - 1) != 0
     dimension = (at - np.maximum.accumulate(np.where(begins, at, 0))) % np.maximum(ndim, 1)
@@ -153,12 +149,8 @@ def _by_tensor(tensor: NDArray[np.int64], which: NDArray[np.intp]) -> Iterator[t
 
 def ranges_not_covering(ranges: Rows, sizes: NDArray[np.int64], first: NDArray[np.int64] | None = None) -> int | None:
     """Return the number of a tensor of which the ranges do not cover all wanted elements exactly once; None if none.
-
-    Args:
-        ranges: [n, 3], (tensor, start, stop).
-        sizes: [tensors], number of wanted elements.
-        first: [tensors], first wanted element; None for 0.
-    """
+    `ranges` are [n, 3] (tensor, start, stop). `sizes` [tensors] are the numbers of wanted elements, `first` [tensors]
+    the first wanted elements (None for 0)."""
     first = np.zeros_like(sizes) if first is None else first
     ranges = ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))]
     number, start, stop = ranges.T

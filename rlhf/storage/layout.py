@@ -29,7 +29,6 @@ _SET_ASIDE = re.compile(r"global_step_[0-9]+\.(damaged|superseded|incomplete)-[0
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
-    """Return the directory of the published checkpoint of `step`."""
     return run_dir / f"global_step_{step}"
 
 
@@ -40,8 +39,7 @@ def step_of(path: Path) -> int | None:
 
 
 def scan(run_dir: Path) -> list[Path]:
-    """Return the published directories by name, newest step first. The scan decides; the pointer file is only a hint
-    for users and tools."""
+    """Return the published directories, newest step first. The pointer file is only a hint for users and tools."""
     if not run_dir.is_dir():
         return []
     found = {step: path for path in run_dir.iterdir() if (step := step_of(path)) is not None and path.is_dir()}

@@ -148,8 +148,8 @@ class CheckedFiles:
 
 
 class UnverifiedFiles(CheckedFiles):
-    """Reads the files `names` below `root` without hashes, up to their present size. Raises DamagedCheckpoint, with the
-    file's name, for a missing file."""
+    """Reads the files `names` below `root`, at their present sizes, without hashes; raises DamagedCheckpoint for a
+    missing one."""
 
     def __init__(self, root: Path, names: Iterable[str]) -> None:
         super().__init__(root, {name: {"size": _size_of(root / name, name)} for name in names})

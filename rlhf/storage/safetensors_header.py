@@ -24,8 +24,8 @@ def make_safetensors_header(tensors: Tensors, metadata: Mapping[str, str] | None
 
 
 def read_safetensors_header(files: CheckedFiles, name: str) -> tuple[dict[str, Any], int]:
-    """Return a safetensors file's tensors by name (`dtype`, `shape`, `data_offsets`), and the position of their data.
-    Raises DamagedCheckpoint for another kind of file."""
+    """Return a safetensors file's tensors by name and the position of their data; raise DamagedCheckpoint if
+    invalid."""
     length = 8 + int.from_bytes(files.start(name, 8), "little")
     header = parse_json(files.start(name, length)[8:], name)
     if not isinstance(header, dict):

@@ -23,8 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Scratch:
-    """Creates a folder for this process, and a prefix for names in /dev/shm; `close` removes the folder and those
-    names.
+    """Creates a folder for this process and a prefix for names in /dev/shm; `close` removes them.
 
     A killed process leaves both, but the kernel releases its lock on the folder. So the next Scratch of this user on
     this machine recognises and removes the leftovers.
@@ -102,7 +101,6 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a scratch folder; leftovers that cannot be removed stop nobody."""
     for path in SHARED_MEMORY.glob(f"*{folder.name}*"):
         try:
             remove_file(path, missing_ok=True)

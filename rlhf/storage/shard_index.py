@@ -167,11 +167,8 @@ class ShardIndex:
         return dict(zip(self._names, found.tolist(), strict=True))
 
     def find(self, wanted: Mapping[str, Box], rank: int, world_size: int) -> list[Piece]:
-        """Return the pieces that make up the wanted parts (tensor name -> one part, not empty).
-
-        First reads the rows of the files in which this rank probably finds its parts, and all files' rows only if
-        needed.
-        """
+        """Return the pieces that make up the wanted parts (tensor name -> one part, not empty). First reads the rows of
+        the files in which this rank probably finds its parts, and all files' rows only if needed."""
         for files in (self._probable(rank, world_size), np.arange(len(self._file_names))):
             pieces, missing = self._find(wanted, *self._read(files))
             if missing is None:
@@ -218,11 +215,8 @@ class ShardIndex:
         return pieces, None
 
     def _probable(self, rank: int, world_size: int) -> NDArray[np.intp]:
-        """Return the files in which this rank probably finds its parts.
-
-        These are the files at the same relative position among all files, the file of this rank's number, and the
-        first file, which has the tensors that are not sharded.
-        """
+        """Return the files in which this rank probably finds its parts: those at its relative position among all files,
+        the file of its number, and the first file, which has the tensors that are not sharded."""
         count = len(self._file_names)
         low, high = count * rank // world_size - 1, -(-count * (rank + 1) // world_size) + 1
         return np.array(sorted({n for n in (0, rank, *range(low, high)) if 0 <= n < count}), dtype=np.intp)

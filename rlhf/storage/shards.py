@@ -132,7 +132,6 @@ class TensorReader:
 
     @classmethod
     def of_component(cls, files: CheckedFiles, folder: str, rank: int = 0, world_size: int = 1) -> "TensorReader":
-        """Return a reader of a folder that `write_shards` wrote."""
         return cls(files, folder, ShardIndex(files, folder), rank, world_size)
 
     @classmethod
@@ -142,7 +141,6 @@ class TensorReader:
 
     @property
     def tensors(self) -> Tensors:
-        """Types and shapes of the stored tensors, by name."""
         return self._index.tensors
 
     def rounded(self, shards: Shards) -> dict[str, str]:
@@ -155,8 +153,7 @@ class TensorReader:
         return {name: dtype for name, dtype, other in both if dtype != other and {dtype, other} <= FLOATS}
 
     def mismatches(self, shards: Shards) -> list[str]:
-        """Return the differences of the stored names, shapes and types from those of `shards`, a line each. A type that
-        `rounded` returns is no difference."""
+        """Return differences from the names, shapes and types of `shards`, a line each, without those of `rounded`."""
         stored, wanted = dict(self.tensors), tensor_table(shards)
         stored |= {name: (wanted[name][0], stored[name][1]) for name in self.rounded(shards)}
         lines = [f"{name} is not in the checkpoint" for name in wanted.keys() - stored.keys()]

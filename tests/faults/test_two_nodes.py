@@ -124,7 +124,7 @@ def test_a_run_that_is_killed_and_swapped_ends_like_one_that_is_not(tmp_path, su
     # The nodes come back in another order, and are killed before they get anywhere.
     ends = train_on([b, a], sums, at("update.before", 1, "SIGKILL", rank=0))
     assert all(end.code != 0 for end in ends), ends
-    completed = "The commit of step 6 was interrupted between the nodes' disks, and is complete now."
+    completed = "Completed the commit of step 6, interrupted between the nodes' disks."
     assert completed in ends[0].output
     assert "Resumed step 6" in ends[0].output
     assert [saved_steps(node.run_dir) for node in (a, b)] == [[6, 3], [6, 3]]

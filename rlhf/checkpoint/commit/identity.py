@@ -30,7 +30,6 @@ class Identity:
     def of_run(
         cls, backend: str, config_yaml: str, fingerprints: Mapping[str, str], threads: Sequence[int]
     ) -> "Identity":
-        """Return the identity of a run in this process with the resolved configuration `config_yaml`."""
         versions = {
             "rlhf": rlhf.__version__,
             "torch": version("torch"),

@@ -26,26 +26,20 @@ LARGEST_BYTES = 256 << 20
 BLOCKS_AT_A_TIME = 64
 """Blocks verified between two progress reports."""
 DOMAINS = "domains"
-"""Key of a file's entry: the storage domains (`rlhf.ranks.coordinator`) that had the file at the save. Without the key,
-all of them."""
+"""Key of a file's entry: the storage domains (`rlhf.ranks.coordinator`) that saved the file; without the key, all."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Lists a checkpoint's contents. `files` maps each path to its size and hashes; the JSON text has a checksum of its
-    own.
+    """Lists a checkpoint's contents. `files` maps each path to its size and hashes.
 
-    Where nodes have their own disks, the same manifest is on each, and entries list the domains that have the file
-    (`DOMAINS`).
-
-    `threads` are the CPU threads of each rank, on which bits depend. `numerics` is the numerics version
+    Where nodes have their own disks, each disk has the same manifest, and `DOMAINS` of a file lists the domains that
+    have it. `threads` are the CPU threads of each rank, on which bits depend. `numerics` is the numerics version
     (`rlhf.numerics`) of the release that saved the checkpoint. `format` is the stored format, but the fields are always
     those of the present one (see `formats`). `fingerprints` identify the files that settings name (`model.path` and so
     on), by the settings' present names. `linked` maps each folder of hard links to the checkpoint that it shares files
-    with. `metrics` are the step's.
-
-    `imported` is the source (`layout` and `path`) of an imported checkpoint, which has no configuration; otherwise
-    empty.
+    with. `metrics` are the step's. `imported` is the source (`layout` and `path`) of an imported checkpoint, which has
+    no configuration; otherwise it is empty.
     """
 
     step: int
@@ -67,7 +61,6 @@ class Manifest:
 
     @property
     def release(self) -> str | None:
-        """The release of this trainer that saved the checkpoint."""
         return self.versions.get("rlhf")
 
     @property

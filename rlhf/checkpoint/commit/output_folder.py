@@ -73,7 +73,6 @@ def verify_written(root: Path, written: Iterable[WrittenFile]) -> None:
 
 
 def check_target(target: Path, overwrite: bool, sources: Iterable[Path]) -> None:
-    """Raise UserError when `output_folder` must not write `target`."""
     target = target.absolute()
     real = target.resolve()
     for source in [path.resolve() for path in sources]:

@@ -20,8 +20,7 @@ def read_pointer(run_dir: Path) -> int | None:
 
 
 def point_to(run_dir: Path, step: int | None) -> None:
-    """Make the pointer name the checkpoint of `step`, or none. Removes and logs a pointer that cannot be written;
-    raises OSError when that fails as well."""
+    """Make the pointer name the checkpoint of `step`, or none; remove and log a pointer that cannot be written."""
     pointer = run_dir / POINTER
     if step is None:
         remove_file_durably(pointer)

@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 
 def temporary_name(step: int) -> str:
-    """Return a unique name for the directory in which the checkpoint of `step` is written."""
     return fresh_name(TEMPORARY, step_dir(Path(), step).name)
 
 
@@ -101,9 +100,7 @@ def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
             if step is not None and committed and not step_dir(run_dir, step).exists():
                 _rename_final(run_dir, temporary, step, [])
                 _update_pointer(run_dir, step)
-                log.warning(
-                    "The commit of step %d was interrupted between the nodes' disks, and is complete now.", step
-                )
+                log.warning("Completed the commit of step %d, interrupted between the nodes' disks.", step)
 
     coordinator.on_domain_leaders(complete)
 
@@ -159,9 +156,8 @@ def _sealed(run_dir: Path) -> dict[Path, str | None]:
 
 
 def _step_of_temporary(path: Path) -> int | None:
-    return (
-        step_of(Path(path.name.removeprefix(TEMPORARY).rpartition("-")[0])) if path.name.startswith(TEMPORARY) else None
-    )
+    name = path.name
+    return step_of(Path(name.removeprefix(TEMPORARY).rpartition("-")[0])) if name.startswith(TEMPORARY) else None
 
 
 def _manifest_hash(path: Path) -> str | None:

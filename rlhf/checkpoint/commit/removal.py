@@ -19,8 +19,7 @@ def to_trash(path: Path) -> Path:
 
 
 def delete(leftover: Path) -> bool:
-    """Delete a path that has lost its name; return whether it is gone. A path that cannot be removed (still open over
-    NFS, a busy mount) costs disk space, not the run."""
+    """Delete a path without a name; return False for a busy one (open over NFS, a mount): it costs disk space only."""
     try:
         remove(leftover)
     except OSError as error:

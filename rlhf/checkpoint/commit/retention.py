@@ -115,8 +115,7 @@ def _metrics(path: Path, version: tuple[int, ...]) -> dict[str, float]:
 def retire(run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter, coordinator: Coordinator) -> None:
     """Remove what no rule keeps, the same steps in every storage domain, once `step` is published. Collective.
 
-    One rename to trash removes each checkpoint's name; `deleter` deletes the bytes. Never raises for a disk error: the
-    new checkpoint is published, and an old one that cannot be removed costs disk space, not the run.
+    Never raises for a disk error: an old checkpoint that cannot be removed costs disk space, not the run.
     """
     try:
         paths = victims(run_dir, settings, step, coordinator)

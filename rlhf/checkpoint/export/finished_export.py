@@ -29,10 +29,11 @@ LARGEST_SOURCE = 1 << 16
 
 
 def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> None:
-    """Export a run that finished at `step` to the Hugging Face folders that `settings` ask for, and log where they are.
+    """Export a run that finished at `step` as `settings` ask, to `run_dir/huggingface/ROLE`, and log where the export
+    is.
 
-    Never writes into a checkpoint: folders that it lacks go to `run_dir/huggingface/ROLE`, and replace those of another
-    checkpoint or dtype. Raises UserError when the config or tokenizer cannot be found any more.
+    Uses folders in the checkpoint if they fit, but never writes into one. Replaces exports of another checkpoint or
+    dtype. Raises UserError when the config or tokenizer cannot be found any more.
     """
     if "hf_model" not in settings.contents:
         return
@@ -99,7 +100,6 @@ def _stored(checkpoint: Path, manifest: Manifest) -> Mapping[str, Any]:
 
 
 def _read_origin(target: Path) -> Any:
-    """Return the contents of an earlier export's `SOURCE` file, or None when there is none or it is unreadable."""
     try:
         return parse_json(read_regular(target / SOURCE, LARGEST_SOURCE), SOURCE)
     except (OSError, DamagedCheckpoint):

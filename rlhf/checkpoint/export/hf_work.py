@@ -21,11 +21,8 @@ FILES_AT_A_TIME = 32
 
 def hf_work(source: TensorSource, where: Path, options: HfOptions) -> "Computed | Copied":
     """Return the work that makes a folder of an open checkpoint, which errors call `where`; raise like
-    `plan_hf_folder`.
-
-    Weights of native checkpoints that keep their dtype are copied without torch, which takes longer to import than a GB
-    to copy.
-    """
+    `plan_hf_folder`. Copies unchanged weights of native checkpoints without torch, whose import takes longer than to
+    copy a GB."""
     if isinstance(source, NativeCheckpoint) and not source.adapted:
         plan = plan_as_stored(source.weights.tensors, source.model_files, options)
         if plan is not None:
@@ -46,11 +43,7 @@ class Computed:
         self.plan, self._source = plan_hf_folder(source, where, options), source
 
     def write(self, folder: Path, progress: Progress = lambda count: None) -> None:
-        """Write the folder and read it back.
-
-        Raises DamagedCheckpoint, with the file's name, when a file of the checkpoint or the folder differs from its
-        hash.
-        """
+        """Write the folder and read it back; raise DamagedCheckpoint, with the file's name, for a hash mismatch."""
         from rlhf.models.hf.hf_writer import write_hf_folder
 
         verify_written(folder, write_hf_folder(self._source, self.plan, folder, progress))
@@ -75,7 +68,6 @@ class Copied:
         verify_written(folder, [write_file(folder, name, [content]) for name, content in self.plan.others().items()])
 
     def _ranges(self, files: list[WeightsFile]) -> list[RangeCopy]:
-        """Return where the bytes of the tensors in `files` are, and where they go."""
         source, tensors = self._source, self.plan.tensors
         target = {name: (file.name, first) for file in files for name, first in file.first_byte.items()}
         wholes = {name: whole_box(tensors[name][1]) for name in target}

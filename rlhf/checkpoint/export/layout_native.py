@@ -107,7 +107,6 @@ class NativeCheckpoint:
         self._own = None if self._given else NativeModelFiles(self.path, self.manifest, self.files, origin.role)
 
     def _weights_of(self, role: str) -> tuple[str, ShardIndex | WholeTensors]:
-        """Return the folder of the weights in the checkpoint, and the location of each tensor in it."""
         manifest = self.manifest
         if role == REFERENCE_ROLE and manifest.in_folder(REFERENCE):
             return REFERENCE, ShardIndex(self.files, REFERENCE)
@@ -176,7 +175,6 @@ class NativeCheckpoint:
 
     @cached_property
     def _adapter_tensors(self) -> "Mapping[str, ReadableTensor]":
-        """The adapter's tensors, or those of base and adapter merged."""
         if self._asked == KEEP:
             return self._adapter.tensors
         from rlhf.checkpoint.export.native_adapter import merged_into

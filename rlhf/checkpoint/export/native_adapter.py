@@ -28,12 +28,8 @@ class _Stored:
 def adapter_in(
     checkpoint: Path, tensors: NativeTensors, settings: Mapping[str, Any], model_files: Path
 ) -> adapters.Adapter:
-    """Return the adapter that a checkpoint's weights are.
-
-    Args:
-        settings: the section `model` of the checkpoint's configuration.
-        model_files: a folder with the config.json of the base.
-    """
+    """Return the adapter that a checkpoint's weights are. `settings` are the section `model` of the checkpoint's
+    configuration, `model_files` a folder with the config.json of the base."""
     own = {name.removeprefix(PREFIX): name for name in tensors.infos}
     kind = parse_model_config(read_small_files(model_files), model_files)["model_type"]
     config = adapter_config(settings["lora"], own, str(settings["path"]), kind)

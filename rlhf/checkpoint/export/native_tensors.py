@@ -33,7 +33,6 @@ class NativeTensors:
         return self._ahead.pop(name)[start:stop]
 
     def _batch(self, name: str) -> list[str]:
-        """Return `name` and the whole tensors after it that are read together."""
         size = 0
 
         def fits(following: str) -> bool:

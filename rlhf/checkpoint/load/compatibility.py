@@ -24,11 +24,10 @@ def check_compatible(
     moving_reference: bool,
     allow_change: bool,
 ) -> frozenset[str]:
-    """Raise UserError unless the run `identity` with `config` may continue from this checkpoint.
+    """Raise UserError unless the run `identity` with `config` may continue from this checkpoint; log differences.
 
-    Logs differences and returns the settings that change the run. `moving_reference`: whether the run's reference
-    policy moves. `allow_change`: `trainer.allow_config_change`. Of an imported checkpoint only the contents are
-    checked: it belongs to no run.
+    Returns the settings that change the run. `moving_reference`: the run's reference policy moves. `allow_change`:
+    `trainer.allow_config_change`. Of an imported checkpoint only the contents are checked: it belongs to no run.
     """
     if not {"model", "hf_model"} & set(load_contents):
         raise UserError(
@@ -65,7 +64,6 @@ def check_compatible(
 
 
 def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerprints: Mapping[str, str]) -> list[str]:
-    """Return one line per setting whose files differ from the checkpoint's."""
     lines = []
     for setting in sorted(manifest.fingerprints.keys() | fingerprints.keys()):
         stored, present = manifest.fingerprints.get(setting), fingerprints.get(setting)

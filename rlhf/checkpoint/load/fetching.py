@@ -35,11 +35,8 @@ class Fetched:
         """Bytes that this rank received as a leader."""
 
     def get(self, files: CheckedFiles, wanted: Mapping[str, Iterable[int]]) -> None:
-        """Fetch those of the blocks `wanted`, by file, that only other domains have, and let `files` find them.
-        Collective.
-
-        Raises DamagedCheckpoint on every rank when a block differs from its hash, OSError when a disk fails.
-        """
+        """Fetch blocks `wanted`, by file, that only other domains have, and let `files` find them. Collective. Raises
+        DamagedCheckpoint on every rank when a block differs from its hash, OSError when a disk fails."""
         if len(self._got) == 1:
             return
         lacking = {name: sorted(blocks) for name, blocks in wanted.items() if name not in self._own}

@@ -66,11 +66,10 @@ def load_state(
 ) -> LoadResult:
     """Restore `state` and this rank's generators from a checkpoint, in place, so that it can be repeated. Collective.
 
-    Ranks first fetch files that only another node's disk has, as far as they read them. Raises DamagedCheckpoint on
-    every rank unless each byte of the checkpoint matches its hash; by then tensors may be overwritten, but nothing
-    else. A driver state without one of this run's parts leaves that part at its start, with a warning. The settings
-    `changed` since the save discard obsolete state: generators of another seed, and samples carried over to later
-    steps.
+    Ranks first fetch the files that they read and only another node's disk has. Raises DamagedCheckpoint on every rank
+    unless each byte of the checkpoint matches its hash; by then tensors may be overwritten, but nothing else. A part
+    that the stored driver state lacks starts afresh, with a warning. The settings `changed` since the save discard
+    obsolete state: generators of another seed, and samples carried over to later steps.
     """
     started = time.monotonic()
     loading = _Loading(located, state, load_contents, coordinator, changed)
@@ -160,7 +159,6 @@ class _Loading:
         return self.outcome
 
     def read(self) -> _Outcome:
-        """Fill the tensors, and read the other files that this rank restores."""
         for part, folder, shards, what, setting in self._tensors():
             with self._timing(part), self._recording_damage():
                 self._reader(folder, shards, what, setting).read_into(shards)

@@ -17,8 +17,7 @@ BASE = "model.path"
 
 
 def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> ConfigDiff:
-    """Return the differences of `config` from the configuration of the checkpoint at `path`; none for an imported one.
-    Raises DamagedCheckpoint when the stored bytes differ from their hash."""
+    """Return the changes of `config` since the checkpoint at `path`; raise DamagedCheckpoint for a hash mismatch."""
     # Reading a configuration takes longer than loading a small model.
     if manifest.imported or manifest.config_hash == config.hash:
         return ConfigDiff([], [])
@@ -30,11 +29,8 @@ def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> Con
 
 
 def check_base(path: Path, manifest: Manifest, config: ResolvedConfig, diff: ConfigDiff, base: str) -> None:
-    """Raise UserError when the checkpoint at `path` has adapters of a base model other than the one with fingerprint
-    `base`: no setting makes them fit.
-
-    `diff`: the result of `changes_since`.
-    """
+    """Raise UserError when the checkpoint's adapters have a base model other than the one with fingerprint `base`: no
+    setting makes them fit. `diff`: the result of `changes_since`."""
     stored = manifest.fingerprints.get(BASE)
     if stored in (None, base) or not config.setting("model.lora.enabled"):
         return

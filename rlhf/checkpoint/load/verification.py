@@ -66,11 +66,8 @@ def damage_of(located: FileLocations, names: Sequence[str], coordinator: Coordin
 
 
 def newest_usable(run_dir: Path, coordinator: Coordinator) -> Path | None:
-    """Return the checkpoint that a resume would load now, or None. Collective; reads every byte of the checkpoints
-    tried.
-
-    It is the newest one of which the storage domains together have every file, each undamaged.
-    """
+    """Return the newest checkpoint of which the storage domains together have every file undamaged, for a resume, or
+    None. Collective; reads every byte of the checkpoints tried."""
     for path in published(run_dir, coordinator):
         try:
             located = locate_files(path, coordinator)

@@ -42,11 +42,10 @@ STALLED_S = 300.0
 
 
 class RemoteCopies:
-    """Copies a run's checkpoints to its remote folder, newest first, on the leader only. One thread makes all network
-    calls.
+    """Copies a run's checkpoints to its remote folder, newest first, in a thread of the leader. Failures never raise.
 
     A checkpoint in the run directory that is not complete in the remote folder is pending, whichever process published
-    it: a restart needs no memory. Failures never raise.
+    it: a restart needs no memory.
     """
 
     def __init__(self, run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> None:
@@ -217,11 +216,8 @@ class RemoteCopies:
                 remove_pin(source)
 
     def _pinned(self, path: Path) -> Path:
-        """Pin `path`, so that local retention cannot remove its files before they are copied.
-
-        Returns `path` itself where the file system has no links; raises DamagedCheckpoint or LocalFault when a file is
-        gone.
-        """
+        """Pin `path`, so that local retention cannot remove its files before they are copied; return `path` itself
+        without hard links. Raises DamagedCheckpoint or LocalFault when a file is gone."""
         try:
             pin = pin_checkpoint(path)
         except FileNotFoundError as error:

@@ -28,11 +28,11 @@ Fault = tuple[int, str]
 
 
 def download(url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> bool:
-    """Publish `copy` in `run_dir`, with every file verified, after run.json and the history. Collective over the ranks
-    that share the directory.
+    """Publish `copy`, every file verified, in `run_dir`, after run.json and the history; return False for a damaged
+    copy.
 
-    Returns False on every rank, with nothing changed, when a file is missing or damaged. Raises UserError on every rank
-    when the disk fails or the remote stops answering.
+    Collective over the ranks that share the directory. Raises UserError on every rank when the disk fails or the remote
+    stops answering.
     """
     fault = _Download(url, copy, run_dir, coordinator).run()
     if fault is None:

@@ -53,11 +53,8 @@ class Lease:
         }
 
     def acquire(self) -> None:
-        """Acquire the lease, and renew it in a thread from now on.
-
-        Waits up to EXPIRY_S seconds for a lease that nobody renews to expire; raises UserError with the holder's name
-        when the holder renews the lease.
-        """
+        """Acquire the lease, and renew it in a thread from now on. Waits up to EXPIRY_S seconds for another's lease to
+        expire; raises UserError with the holder's name when the holder renews it."""
         if self._read() is not None or not self._retries.call("writing the lease", self._create):
             seen = self._read()
             if seen is not None and not self._is_mine(seen):
@@ -113,7 +110,6 @@ class Lease:
                 self._store.write(LEASE, [self._text()])
 
     def _wait_for_expiry(self, seen: bytes) -> None:
-        """Wait until another machine's lease `seen` has expired."""
         holder, started = _parsed(seen), time.monotonic()
         if holder.get("machine") == self._me["machine"] and not _is_alive(holder.get("pid")):
             return

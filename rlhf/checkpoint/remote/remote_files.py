@@ -21,11 +21,8 @@ FINAL = (ImportError, ValueError, PermissionError, FileNotFoundError, NotADirect
 
 
 class RemoteFiles(CheckedFiles):
-    """Reads files of the copy of `step` in `store` and verifies them by its manifest; THREADS parts of CHUNK bytes at a
-    time.
-
-    Reads raise DamagedCheckpoint like CheckedFiles, and OSError when the network fails.
-    """
+    """Reads and verifies files of the copy of `step` in `store`, THREADS parts of CHUNK bytes at a time. Reads raise
+    DamagedCheckpoint like CheckedFiles, and OSError when the network fails."""
 
     def __init__(self, store: RemoteStore, step: int, files: Mapping[str, Mapping[str, Any]], retries: Retries) -> None:
         super().__init__(Path(), files)
@@ -44,7 +41,6 @@ class RemoteFiles(CheckedFiles):
             list(threads.map(lambda group: self._read_group(name, group, parts), groups))
 
     def _read_group(self, name: str, numbers: list[int], parts: dict[int, list[Range]]) -> None:
-        """Read neighbouring blocks with one call."""
         first, size = numbers[0] * BLOCK, self.size(name)
         end = min((numbers[-1] + 1) * BLOCK, size)
         content = memoryview(self._ask(name, lambda path: self._store.part(path, first, end)))
@@ -66,11 +62,8 @@ class RemoteFiles(CheckedFiles):
 
 
 def ask(retries: Retries, what: str, action: Callable[[], T]) -> T:
-    """Return the result of a network call.
-
-    Raises FileNotFoundError for a missing object. Any other error of the client becomes an OSError with the remote's
-    name.
-    """
+    """Return the result of a network call; raise FileNotFoundError for a missing object, and OSError with the remote's
+    name for any other error of the client."""
     try:
         return retries.call(what, action, final=FINAL)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):

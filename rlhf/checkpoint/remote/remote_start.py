@@ -25,11 +25,8 @@ FIXED_BY_USERS = (ImportError, ValueError, PermissionError, FileNotFoundError, N
 def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> RemoteStore | None:
     """Return the remote folder after a test write, or None without `checkpoint.remote`.
 
-    If the remote does not answer, log that and return None, provided the run directory has checkpoints.
-
-    Raises:
-        UserError: the user must fix something; or the remote does not answer and the run directory has no checkpoints,
-            so that only the remote's can decide where the run begins.
+    If the remote does not answer, log that and return None, provided the run directory has checkpoints. Otherwise the
+    remote's decide where the run begins: raise UserError. Also raises UserError for what the user must fix.
     """
     remote = settings.remote
     if remote is None:

@@ -60,8 +60,7 @@ class Copy:
 
 
 class RemoteStore:
-    """Reads and writes one run's remote folder. Every method makes one or a few network calls and raises their errors;
-    nothing is retried here."""
+    """Reads and writes one run's remote folder with a few network calls per method, without retries."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -29,13 +29,12 @@ class _Try:
 
 
 class Retries:
-    """Retries calls until they succeed; all threads that call one remote share an instance, since it fails for all of
+    """Retries calls until they succeed; all threads that call one remote share an instance, as it fails for all of
     them.
 
     The wait after a failure starts at FIRST_WAIT_S and doubles up to LONGEST_WAIT_S; a success resets it. Each wait is
     logged once. A call without a `beat` for `stalled_s` seconds counts as failed, and its daemon thread is abandoned.
-    With `give_up_s`, a call's error is raised after that many seconds without progress: no try had more beats than
-    earlier tries.
+    `give_up_s` raises a call's error after that many seconds in which no try had more beats than earlier tries.
     """
 
     def __init__(self, place: str, *, stalled_s: float, give_up_s: float | None = None) -> None:
@@ -48,8 +47,8 @@ class Retries:
         self._stopped = False
 
     def call(self, what: str, action: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T:
-        """Return the result of `action`, which may run several times. Raises Stopped after `stop`, and errors of the
-        types `final` at once."""
+        """Return the result of `action`, retried; raise Stopped after `stop`, and errors of the types `final` at
+        once."""
         furthest = _Try()
         while True:
             self._wait()

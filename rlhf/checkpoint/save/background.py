@@ -14,11 +14,8 @@ from rlhf.ranks.transport import LostPeer
 
 @dataclass
 class SaveInFlight:
-    """Runs the save of `step`.
-
-    `reference_at`: the step of the moving reference's last change, as saved; None without a moving reference. `last`:
-    no training follows the save.
-    """
+    """Runs the save of `step`. `reference_at`: the step of a moving reference's last change, as saved, or None. `last`:
+    no training follows the save."""
 
     step: int
     reference_at: int | None
@@ -28,7 +25,6 @@ class SaveInFlight:
     _started: float = field(default_factory=time.monotonic)
 
     def run(self, write: Callable[[], SaveResult]) -> None:
-        """Run `write` and store its result or error."""
         try:
             announce("commit.before")
             try:

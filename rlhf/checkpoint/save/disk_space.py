@@ -48,7 +48,6 @@ def make_room(
 
 
 def _is_short(run_dir: Path, needed: int, deleter: Deleter, timeout_s: float, cancel_copy: Callable[[], None]) -> bool:
-    """Return whether space is short even after pending deletions."""
     if _free(run_dir) >= needed:
         return False
     cancel_copy()

@@ -83,13 +83,12 @@ def _is_complete(source: Path, folder: str, names: Collection[str], coordinator:
 
 
 def _link_folder(root: Path, source: Path, folder: str) -> Entries | None:
-    """Hard-link the files of `source`'s `folder` into the draft; return their manifest entries. Another domain's leader
-    links the files that only its disk has.
+    """Hard-link the files of `source`'s `folder`, as far as this domain has them, and return their manifest entries.
 
     Returns None, logged and with nothing left behind, when that fails: another file system, no hard links, a missing
     source, or another format, whose files may have another form. Published checkpoints may share a file because nobody
-    ever writes into one. The file system's link count keeps the file while any checkpoint has it, so retention needs no
-    knowledge of links.
+    ever writes into one. The link count keeps the file while any checkpoint has it, so retention needs no knowledge of
+    links.
     """
     try:
         manifest = read_manifest(source)

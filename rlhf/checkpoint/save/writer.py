@@ -68,11 +68,8 @@ def write_checkpoint(
     draft: Draft | None = None,
     cancel_copy: Callable[[], None] = lambda: None,
 ) -> SaveResult:
-    """Commit `snapshot` (begun as `draft`) as `run_dir/global_step_N` and apply retention. Collective.
-
-    Raises SaveFailed on every rank when any rank fails; then nothing is left behind and earlier checkpoints are
-    unchanged.
-    """
+    """Commit `snapshot` (begun as `draft`) as `run_dir/global_step_N` and apply retention. Collective. Raises
+    SaveFailed on every rank when any rank fails; then nothing is left behind and earlier checkpoints are unchanged."""
     started = time.monotonic()
     draft = draft or begin_checkpoint(snapshot, run_dir, coordinator)
     root = draft.root

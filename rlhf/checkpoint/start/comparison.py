@@ -29,11 +29,8 @@ MODEL_NAMES = ("model.path", "model.revision", "critic.path", "reward_model.path
 def check_same_run(
     run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, resumed_from: str | None, coordinator: Coordinator
 ) -> None:
-    """Raise UserError if the checkpoint that a resume would load has settings of another run, or a step beyond the
-    requested run's end. Collective; changes nothing.
-
-    `resumed_from`: the entry in run.json.
-    """
+    """Raise UserError if the checkpoint for a resume has settings of another run, or a step beyond the requested run's
+    end. Collective; changes nothing. `resumed_from`: the entry in run.json."""
     source = resume_source(trainer)
     forks = source is not None and coordinator.broadcast(str(source)) != resumed_from
     paths = [] if forks else published(run_dir, coordinator)

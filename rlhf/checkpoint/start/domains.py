@@ -23,11 +23,10 @@ LOOKS, LOOKS_IN_DISAGREEMENT = 2, 120
 
 
 def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
-    """Return each rank's storage domain: the lowest rank that sees the same run directory. Collective; creates the
-    directory.
+    """Return each rank's storage domain, the lowest rank that sees the same run directory. Collective.
 
-    Each rank writes a token file into its directory, all look which tokens they see, and each removes its token. Raises
-    UserError when the ranks contradict each other.
+    Each rank creates the directory, writes a token file into it, checks which tokens it sees, and removes its token.
+    Raises UserError when the ranks contradict each other.
     """
     if coordinator.world_size == 1:
         return [0]

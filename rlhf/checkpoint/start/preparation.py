@@ -79,8 +79,8 @@ def prepare(
 def finished_step(
     run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, coordinator: Coordinator
 ) -> int | None:
-    """Return the run's last step if its newest complete checkpoint has reached it and is intact, else None. Collective.
-    Call it after `check_same_run`. Raises UserError when the run was finished with another model."""
+    """Return the last step of a finished and intact run that has passed `check_same_run`, else None. Collective. Raises
+    UserError when the run was finished with another model."""
     for path in published(run_dir, coordinator):
         try:
             located = locate_files(path, coordinator)

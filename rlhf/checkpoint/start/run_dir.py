@@ -79,7 +79,6 @@ def _remove(path: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a directory `global_step_N`."""
     return step_of(path) is not None and path.is_dir()
 
 
@@ -100,7 +99,6 @@ def new_run_id() -> str:
 
 
 def newest_run_id(run_dir: Path) -> str | None:
-    """Return the run id of the newest readable checkpoint."""
     return next((state.get("run_id") for path in scan(run_dir) if (state := driver_state_of(path)) is not None), None)
 
 

@@ -36,7 +36,6 @@ class DriverState:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is at its end."""
         return self.ends_with(self.step, self.epochs)
 
     def ends_with(self, step: int, epochs: float) -> bool:
@@ -52,7 +51,6 @@ class DriverState:
         self.wall_seconds += seconds
 
     def note_accuracy(self, accuracy: float | None) -> None:
-        """Record the best held-out accuracy and its step."""
         if accuracy is not None and (self.best_accuracy is None or accuracy > self.best_accuracy):
             self.best_accuracy, self.best_step = accuracy, self.step
 

@@ -12,8 +12,7 @@ from rlhf.storage.reading import parse_json, read_regular
 
 LARGEST = 1 << 20
 AGENTS = "agents"
-"""The torchrun processes of the present launch, when the launch must recognise its own saves (`trainer.overwrite`, and
-`trainer.resume_mode=disable`)."""
+"""The launch's torchrun processes, by which it recognises its saves (`overwrite`, `resume_mode=disable`)."""
 
 
 def read_run_file(run_dir: Path) -> dict[str, Any]:

@@ -23,18 +23,14 @@ class RunState:
     reference: MovingReference | None = None
     carried: Carried | None = None
     initial: dict[str, str] = field(init=False)
-    """The states of `stateful` at the start, for a roll-back to a checkpoint that lacks them. JSON, so that changes of
-    an object do not reach them."""
+    """The initial states of `stateful` for a roll-back to a checkpoint without them; as JSON, which never changes."""
 
     def __post_init__(self) -> None:
         self.initial = {name: json.dumps(stateful.state_dict()) for name, stateful in self.stateful.items()}
 
     def copied_bytes(self, contents: Collection[str], hf_adapter: str = "keep") -> int:
-        """Return the bytes that this rank copies for an asynchronous save.
-
-        These are the live tensors that it writes, and its part of a model merged for an export. The arguments are
-        settings of `checkpoint`.
-        """
+        """Return the bytes that this rank copies for an asynchronous save with these settings of `checkpoint`: the live
+        tensors that it writes, and its part of a model merged for an export."""
         live = [role.model_shards() for role in self.roles.values() if {"model", "hf_model"} & set(contents)]
         live += [role.optimizer_shards() for role in self.roles.values() if "optimizer" in contents]
         if self.reference is not None:

@@ -20,8 +20,7 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def find_runs(address: str) -> tuple[list[FoundRun], list[str]]:
-    """Return the runs at `address`, and a line for each unreadable folder. Raises UserError for an address without
-    checkpoints, and for a remote folder that cannot be listed."""
+    """Return the runs at `address`, and a line per unreadable folder; raise UserError without any checkpoint."""
     if "://" in address:
         from rlhf.checkpoint.verbs.remote_runs import find_remote_runs  # imports fsspec
 

@@ -46,7 +46,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _document(found: FoundRun) -> dict[str, Any]:
-    """Return the output about a run as a document."""
     rules = None if found.alone else found.rules()
     rows: list[dict[str, Any]] = []
     for checkpoint in found.checkpoints:
@@ -93,7 +92,6 @@ def _kept(rows: list[dict[str, Any]], rules: CheckpointConfig | None) -> list[li
 
 
 def _show(document: dict[str, Any], console: Console) -> None:
-    """Print a table of a run's checkpoints: facts from the manifest, or the manifest's problem."""
     metrics = [row.get("metrics") for row in document["checkpoints"]]
     metric = ranking_metric(metrics, CheckpointConfig(**(document["rules"] or {})))
     names = (

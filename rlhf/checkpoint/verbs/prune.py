@@ -85,7 +85,6 @@ def _error_text(error: UserError | OSError, found: LocalRun) -> str:
 
 
 def _parse_option(name: str, text: str | None) -> Any:
-    """Return the value of an option that overrides a rule."""
     if text is None:
         return _NOT_GIVEN
     rule = next(field for field in fields(CheckpointConfig) if field.name == name).metadata
@@ -106,7 +105,6 @@ def _parse_option(name: str, text: str | None) -> Any:
 
 
 def _rules(found: LocalRun, given: Mapping[str, Any]) -> CheckpointConfig:
-    """Return the run's stored rules, overridden by `given`."""
     stored = found.rules()
     for checkpoint in found.checkpoints if stored is None else ():
         manifest = read_or_problem(checkpoint.path, checkpoint.manifest)

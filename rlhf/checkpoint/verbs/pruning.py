@@ -31,11 +31,8 @@ ASIDE = ("damaged", "superseded", "incomplete")
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """Planned removals from a run directory.
-
-    `newest` is the step of the newest intact checkpoint. Without one it is None and nothing is removed: the damaged
-    ones may be all that is left.
-    """
+    """Planned removals from a run directory. `newest` is the step of the newest intact checkpoint, or None: then
+    nothing is removed, since the damaged ones may be all that is left."""
 
     run_dir: Path
     rules: CheckpointConfig
@@ -53,10 +50,8 @@ def plan_pruning(
     run_dir: Path, rules: CheckpointConfig, *, set_aside: bool, verify: Callable[[Path], Manifest]
 ) -> PruningPlan:
     """Plan removals by `rules`, with `set_aside` also of directories set aside. `verify` returns an intact checkpoint's
-    manifest, or raises DamagedCheckpoint or OSError.
-
-    Raises UserError for a run with checkpoints on several disks: no disk knows what the others keep.
-    """
+    manifest, or raises DamagedCheckpoint or OSError. Raises UserError for a run with checkpoints on several disks: no
+    disk knows what the others keep."""
     leftovers = sorted(path for path in run_dir.iterdir() if _is_leftover(path))
     for path in [*scan(run_dir), *leftovers]:
         _reject_domains(run_dir, path)
@@ -97,8 +92,7 @@ def remove_planned(plan: PruningPlan) -> list[Path]:
 
 
 def bytes_freed(going: Iterable[Path]) -> dict[Path, int]:
-    """Return the bytes that each removal frees. A file that several paths share counts for the last; a file with a name
-    elsewhere, for none."""
+    """Return the bytes that each removal frees; a shared file counts for the removal of its last name."""
     names: dict[tuple[int, int], int] = {}
     freed = {}
     for root in going:

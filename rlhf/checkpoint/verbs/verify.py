@@ -38,7 +38,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _verified(checkpoint: FoundCheckpoint) -> tuple[str, dict[str, Any]]:
-    """Return the result for a checkpoint, as a line and as a document."""
     document: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
     manifest = read_or_problem(Path(checkpoint.name), lambda: verify_found(checkpoint))
     if isinstance(manifest, Unreadable):
