@@ -222,7 +222,7 @@ def test_a_start_on_another_machine_is_refused_before_it_fetches(tmp_path, lease
     config = make_run(tmp_path / "a", 2, remote=f"file://{tmp_path}/remote")
     assert copy_all(config) == []
     holder = machine("alpha", remote_store(config), tmp_path, leases)
-    holder.take()
+    holder.acquire()
     other = on_empty_disk(config, tmp_path / "b")
     with pytest.raises(UserError, match="is in use by alpha"):
         prepare(other)

@@ -130,7 +130,7 @@ def test_mistakes_are_one_line_and_write_nothing(saved, tmp_path, capsys):
     capsys.readouterr()
     assert "--overwrite" in told(capsys, bare, target, "--hf_model_path", TINY_POLICY)
     within = target / "global_step_1"
-    assert "lies in the checkpoint" in told(capsys, bare, within, "--hf_model_path", TINY_POLICY)
+    assert "is in the checkpoint" in told(capsys, bare, within, "--hf_model_path", TINY_POLICY)
     assert f"{saved} contains the source" in told(capsys, saved, saved, "--overwrite")
 
 

@@ -211,7 +211,7 @@ def test_mistakes_and_damage_are_one_line(config, server, command, tmp_path, mon
     link.symlink_to("/etc/hostname")
     for path, repository, said in (
         (tmp_path / "nothing", REPOSITORY, "does not exist"),
-        (tmp_path, REPOSITORY, "holds no checkpoint"),
+        (tmp_path, REPOSITORY, "has no checkpoint"),
         (link.parent, REPOSITORY, "leads out of the folder"),
         (config.run_dir, "a/b/c", "NAMESPACE/NAME"),
         (config.run_dir, "others/model", "answered 403"),

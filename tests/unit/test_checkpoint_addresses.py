@@ -236,7 +236,7 @@ def test_a_network_that_fails(tmp_path, command, monkeypatch):
             raise OSError(5, "asked for by the test", path)
 
     WEATHER.before = gone
-    monkeypatch.setattr(remote_runs, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(remote_runs, "RETRY_S", 0.1)
     code, out, _ = command("verify", remote)
     assert code == 1
     assert "asked for by the test" in out.splitlines()[0]

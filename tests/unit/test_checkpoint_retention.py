@@ -256,7 +256,7 @@ def test_the_reaper_takes_more_while_it_works(tmp_path):
         trash = tmp_path / f"{TRASH}{number}"
         trash.mkdir()
         (trash / "file").write_bytes(bytes(1000))
-        deleter.take(trash)
+        deleter.submit(trash)
     assert deleter.wait(DEADLINE_S)
     assert names(tmp_path) == set()
     assert clean_leftovers(tmp_path) == []

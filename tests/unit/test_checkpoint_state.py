@@ -162,7 +162,7 @@ def test_what_bits_depend_on_is_stored_and_told_at_a_resume(tmp_path, caplog):
     assert "the bits of further steps are not promised" not in caplog.text
     assert resume(config, PlainRole(), threads=[8]) == 2
     assert (
-        "Its ranks had 4 CPU threads each and go on with 8 (trainer.threads_per_rank): the state is exact"
+        "Its ranks had 4 CPU threads each and continue with 8 (trainer.threads_per_rank): the state is exact"
         in caplog.text
     )
     checkpointer = make_checkpointer(config, PlainRole(), threads=[4])

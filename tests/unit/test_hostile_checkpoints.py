@@ -119,7 +119,7 @@ def test_weights_with_a_lying_header_are_damage(tmp_path, lie, capsys):
     proven(WEIGHTS, lie[1])(newest)
     assert [look(verb, newest, capsys)[0] for verb in LOOKS] == [0, 0, 0]
     if lie[0] == "no tensors":  # which is true, and of another model
-        with pytest.raises(UserError, match="another architecture"):
+        with pytest.raises(UserError, match="do not fit the architecture"):
             resume(config, PlainRole())
     else:
         assert resume(config, PlainRole()) == 2

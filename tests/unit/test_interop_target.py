@@ -97,7 +97,7 @@ def test_targets_that_would_cost_something(tmp_path, monkeypatch):
     wrong = {
         source: "contains the source",
         tmp_path / "runs": "contains the source",
-        checkpoint / "merged": "lies in the checkpoint",
+        checkpoint / "merged": "is in the checkpoint",
         tmp_path / "file": "is not a folder",
         tmp_path / "link": "contains the source",
         tmp_path / "dangling": "is not a folder",
@@ -107,7 +107,7 @@ def test_targets_that_would_cost_something(tmp_path, monkeypatch):
     for target, message in wrong.items():
         with pytest.raises(UserError, match=message), output_folder(target, overwrite=True, sources=[source]):
             pass
-    with pytest.raises(UserError, match="may be replaced"), output_folder(tmp_path, overwrite=True):
+    with pytest.raises(UserError, match="must not be replaced"), output_folder(tmp_path, overwrite=True):
         pass
     assert names(tmp_path) == ["dangling", "file", "link", "runs"]
 
