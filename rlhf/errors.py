@@ -28,8 +28,8 @@ class RunEnded(Exception):
     """
 
     def __init__(self, exit_code: int, run_dir: Path) -> None:
-        goes_on = "The same call goes on from its newest checkpoint." if exit_code == EXIT_REQUEUE else "See its log."
-        super().__init__(f"The run in {run_dir} ended with exit code {exit_code}. {goes_on}")
+        then = "The same call continues the run." if exit_code == EXIT_REQUEUE else "See its log."
+        super().__init__(f"The run in {run_dir} ended with exit code {exit_code}. {then}")
         self.exit_code = exit_code
 
 

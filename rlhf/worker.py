@@ -154,7 +154,8 @@ def _guarded(work: Callable[[_Evidence], None]) -> int:
         collectives.stop()
         return EXIT_DONE
     except Preempted as request:
-        log.info("%s", request)
+        if SUPERVISOR_PID not in os.environ:  # the supervisor logs that all ranks have saved
+            log.info("%s", request)
         return EXIT_REQUEUE
     except Unsaved as error:
         evidence.end("unsaved", str(error))

@@ -208,19 +208,19 @@ class Checkpointer:
         self._settle()
         try:
             self.save(step, metrics, last=True)
-            self.finish()
+            self.finish(log_wait=False)
         except SaveFailed as error:
             newest = next(iter(scan(self._run_dir)), None)
-            then = f"goes on from {newest}" if newest else "starts from the beginning"
+            then = f"continues from {newest}" if newest else "starts the run again"
             # Promise 18.
             raise Unsaved(
                 f"Asked to stop: left without saving step {step}. {error} The same command {then}."
             ) from error
-        raise Preempted(f"Asked to stop: saved step {step} and left; the same command goes on from there.")
+        raise Preempted(f"Asked to stop: saved step {step} and left. The same command continues from there.")
 
-    def finish(self) -> SaveResult | None:
+    def finish(self, *, log_wait: bool = True) -> SaveResult | None:
         """Wait for the save in flight and for removals; return and fail like `save`."""
-        self._settle()
+        self._settle(log_wait=log_wait)
         self._deleter.wait(self._settings.timeout_s)
         return self._pop_result()
 
@@ -262,10 +262,10 @@ class Checkpointer:
         save = self._in_flight
         return save is not None and save.error is not None and not self._continues_after(save.error, save.last)
 
-    def _settle(self) -> None:
+    def _settle(self, *, log_wait: bool = True) -> None:
         if (save := self._in_flight) is None:
             return
-        if not save.over and self._coordinator.is_leader:
+        if log_wait and not save.over and self._coordinator.is_leader:
             log.info("Waiting for the checkpoint of step %d, which is still being written.", save.step)
         try:
             result = save.wait()

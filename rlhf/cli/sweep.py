@@ -90,7 +90,7 @@ def run_all(runs: Sequence[PlannedRun], start: Callable[[Config], int]) -> int:
             log.error("%s", error)
             codes.append(EXIT_USER_ERROR)
         if codes[-1] == EXIT_REQUEUE:
-            log.warning("The sweep stops with run %d of %d. The same command goes on from there.", number, len(runs))
+            log.warning("The sweep stops in run %d of %d.", number, len(runs))
             return EXIT_REQUEUE
     failed = [(run, code) for run, code in zip(runs, codes, strict=True) if code != EXIT_DONE]
     log.info("%d of %d runs are done.", len(runs) - len(failed), len(runs))

@@ -7,6 +7,7 @@ from pathlib import Path
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.launch.interface import RankExit
 from rlhf.ranks.status import RankError, RankStatus
+from rlhf.ranks.stop import STARTS_AGAIN
 
 _TRACEBACK_LINES = 15
 
@@ -176,9 +177,5 @@ def _first_error(cause: int | None, statuses: dict[int, RankStatus]) -> tuple[in
 
 
 def next_start(checkpoint: Path | None) -> str:
-    """Return a sentence on where the same command continues: at `checkpoint`, or from the beginning."""
-    return (
-        f"The same command continues from {checkpoint}."
-        if checkpoint
-        else "The same command starts from the beginning."
-    )
+    """Return a sentence on where the same command continues."""
+    return f"The same command continues from {checkpoint}." if checkpoint else STARTS_AGAIN

@@ -150,7 +150,7 @@ def run_attempts(
 
 
 def _log_idle(stop: StopRequest, checkpoint: Path | None) -> None:
-    log.warning("%s %s. %s", stop.signal_name, IDLE, evidence.next_start(checkpoint))
+    log.warning("%s %s %s", stop.signal_name, IDLE, evidence.next_start(checkpoint))
 
 
 def _log_leaving(

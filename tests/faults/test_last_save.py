@@ -67,7 +67,7 @@ def test_asked_to_stop_it_says_what_is_there(config, saved):
     for kind, message, said in run_thread_ranks(2, end, config, "leave", errno.EIO, saved):
         assert kind is Unsaved
         assert message.startswith("Asked to stop: left without saving step 3. The checkpoint of step 3 in ")
-        newest = f"goes on from {config.run_dir / 'global_step_1'}." if saved else "starts from the beginning."
+        newest = f"continues from {config.run_dir / 'global_step_1'}." if saved else "starts the run again."
         assert message.endswith(f"The same command {newest}")
         assert not any("step 3" in line and "goes on" in line for line in said)
     assert published(config) == saved
@@ -100,7 +100,7 @@ def save_and_leave(rank: int, config: Config) -> str:
 def test_a_save_that_succeeds_is_said_to_be_there(config):
     # Promise 18.
     for message in run_thread_ranks(2, save_and_leave, config):
-        assert message == "Asked to stop: saved step 1 and left; the same command goes on from there."
+        assert message == "Asked to stop: saved step 1 and left. The same command continues from there."
     assert published(config) == [1]
 
 

@@ -282,7 +282,7 @@ def test_a_request_to_stop_does_not_wait_for_imports(config, supervised, tmp_pat
     assert supervised("", "slow_import") == EXIT_REQUEUE
     assert time.monotonic() - begin < 60
     assert starts(config) == []
-    assert said(caplog) == ["SIGTERM while no rank was training. The same command starts from the beginning."]
+    assert said(caplog) == ["SIGTERM while no rank was training. The same command starts the run again."]
 
 
 def test_imports_that_hang_are_left_to_the_ranks(config, supervised, tmp_path, caplog):

@@ -219,7 +219,7 @@ block()
     assert time.monotonic() - begin < 60
     assert not any(alive(pid) for _, pid in starts(config))
     said = [record.getMessage() for record in caplog.records if record.name.startswith("rlhf")]
-    assert said[-1] == "SIGTERM while no rank was training. The same command starts from the beginning."
+    assert said[-1] == "SIGTERM while no rank was training. The same command starts the run again."
     assert len(said) == 1 + (not config.trainer.warm_start), said
 
 

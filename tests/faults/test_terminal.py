@@ -144,7 +144,7 @@ DEATHS = {
     "Ctrl-C while loading": Death(
         "",
         EXIT_REQUEUE,
-        "SIGINT while no rank was training. The same command starts from the beginning.",
+        "SIGINT while no rank was training. The same command starts the run again.",
         lambda terminal: terminal.process.sendintr(),
         "loading the weights",
         LOADING,
@@ -282,7 +282,7 @@ def test_the_first_second(tmp_path, columns, torch_import_s):
     terminal.process.sendintr()
     assert terminal.end() == EXIT_REQUEUE
     assert_in_order(terminal)
-    said = "SIGINT while no rank was training. The same command starts it again."
+    said = "SIGINT while no rank was training. The same command starts the run again."
     assert "".join(terminal.lines).count("SIGINT") == 1
     # A line may end with the space where it breaks, which the screen does not tell from an empty place.
     assert "".join("".join(terminal.lines).split()).endswith("".join(said.split()))

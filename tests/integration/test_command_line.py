@@ -168,7 +168,7 @@ def test_an_early_request_to_stop_ends_the_command_in_one_line(tmp_path, number)
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(number)
-    said = f"{number.name} while no rank was training. The same command starts it again.\n"
+    said = f"{number.name} while no rank was training. The same command starts the run again.\n"
     assert process.communicate()[1].decode() == said
     assert process.returncode == EXIT_REQUEUE
 

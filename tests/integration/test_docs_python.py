@@ -104,4 +104,4 @@ def test_a_callback_stops_a_run_in_a_thread_and_the_next_call_finishes_it(folder
 def test_a_run_that_is_stopped_says_so(folder, monkeypatch):
     error = rlhf.RunEnded(EXIT_REQUEUE, folder)
     assert error.exit_code == EXIT_REQUEUE
-    assert "The same call goes on" in str(error)
+    assert "The same call continues the run." in str(error)

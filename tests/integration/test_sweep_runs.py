@@ -78,5 +78,5 @@ def test_sigterm_between_two_runs_stops_the_sweep(tmp_path):
     process.send_signal(signal.SIGTERM)
     said = process.stderr.read()
     assert process.wait() == EXIT_REQUEUE
-    assert said.endswith("SIGTERM while no rank was training. The same command starts it again.\n")
+    assert said.endswith("SIGTERM while no rank was training. The same command starts the run again.\n")
     assert "runs are done" not in said

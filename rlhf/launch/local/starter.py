@@ -25,7 +25,11 @@ from rlhf.ranks.parent import SUPERVISOR_PID
 from rlhf.ranks.status import clear_statuses
 
 _LOOK_S = 0.1
-_COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+# With the default handler of SIGINT, Ctrl-C leaves no traceback of this process on the terminal.
+_COUNT = """
+import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
+import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+"""
 
 A = TypeVar("A", Forked, Devices)
 log = logging.getLogger(__name__)
