@@ -1,4 +1,4 @@
-"""Shared parts of the tests of checkpoints: a plain role, a small policy under FSDP2, and real ranks on gloo."""
+"""Shares parts of checkpoint tests: a plain role, a small policy under FSDP2, and real ranks on gloo."""
 
 import os
 import pickle
@@ -50,7 +50,7 @@ IDENTITY = Identity(
 
 
 class PlainRole:
-    """A role of plain tensors: rank `rank` of `world_size` holds an even range of one weight and of its moment."""
+    """A role of plain tensors: each rank has an even range of one weight and its moment."""
 
     def __init__(self, size: int = 1000, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
         self.weight, self.start = even_range(size, rank, world_size, seed)
@@ -81,7 +81,7 @@ class PlainRole:
 
 
 class PlainReference:
-    """A moving reference of one plain tensor, of which rank `rank` of `world_size` holds an even range."""
+    """A moving reference of one plain tensor, with an even range per rank."""
 
     def __init__(self, size: int = 1000, rank: int = 0, world_size: int = 1) -> None:
         self._own = size, rank, world_size
@@ -89,7 +89,7 @@ class PlainReference:
         self.weight, self.start = even_range(size, rank, world_size, seed=0)
 
     def update(self, step: int) -> None:
-        """Move to what the reference is after `step`, in place."""
+        """Set the reference to its values after `step`, in place."""
         self.weight.copy_(even_range(*self._own, seed=step)[0])
         self.updated_at = step
 
@@ -104,7 +104,7 @@ class PlainReference:
 
 
 class PlainPart:
-    """A part of the driver state that counts."""
+    """A counter in the driver state."""
 
     def __init__(self, count: int = 0) -> None:
         self.state: dict[str, Any] = {"count": count}
@@ -117,7 +117,7 @@ class PlainPart:
 
 
 class PlainCarried:
-    """What a rank carries over: some tensors, or none."""
+    """Tensors that a rank carries over, or none."""
 
     def __init__(self, tensors: dict[str, Tensor] | None = None) -> None:
         self.held = [tensors] if tensors else []
@@ -130,13 +130,13 @@ class PlainCarried:
 
 
 def even_range(size: int, rank: int, world_size: int, seed: int) -> tuple[Tensor, int]:
-    """The part of `rank` of a random tensor that follows from `seed`, and where it starts."""
+    """Return the part of `rank` of a random tensor from `seed`, and its start."""
     start, stop = size * rank // world_size, size * (rank + 1) // world_size
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))[start:stop].clone(), start
 
 
 def make_config(folder: Path) -> Config:
-    """A configuration whose run directory is `folder`/rlhf/default; a save is committed when it returns."""
+    """Return a configuration with the run directory `folder`/rlhf/default and synchronous saves."""
     config = Config()
     config.checkpoint.async_save = False
     config.model.path = str(TINY_POLICY)
@@ -158,7 +158,7 @@ def make_checkpointer(
     carried: Carried | None = None,
     threads: list[int] | None = None,
 ) -> Checkpointer:
-    """A checkpointer of one actor (or of several roles by name); the driver state that it saves stands at `step`."""
+    """Return a checkpointer of one actor, or of several roles by name, whose driver state is at `step`."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     roles = role if isinstance(role, Mapping) else {"actor": role}
     driver = driver or make_driver(step)
@@ -172,13 +172,12 @@ def make_checkpointer(
 
 
 def make_driver(step: int = 0) -> DriverState:
-    """Where a run of ten steps stands."""
+    """Return the driver state of a run of ten steps after `step`."""
     return DriverState("r", 10, 5.0, step=step)
 
 
 def resume(config: Config, role: TrainState | Mapping[str, TrainState], *arguments: Any, **parts: Any) -> int | None:
-    """Resume with a new checkpointer (see `make_checkpointer`), which has ended then, and return the step, None when
-    there is no checkpoint."""
+    """Resume with a new checkpointer (see `make_checkpointer`), end it, and return the step, or None."""
     driver = make_driver()
     checkpointer = make_checkpointer(config, role, 0, *arguments, driver=driver, **parts)
     with checkpointer.committing():
@@ -186,19 +185,19 @@ def resume(config: Config, role: TrainState | Mapping[str, TrainState], *argumen
 
 
 def begin_at(config: Config, source: Path, load: list[str] | None = None) -> None:
-    """Let the run begin at the checkpoint `source`, of which it reads the parts `load` (None: `contents`)."""
+    """Configure the run to begin at the checkpoint `source` and load the parts `load` (None: `contents`)."""
     config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", str(source)
     config.checkpoint.load_contents = load
 
 
 def save_steps(config: Config, role: TrainState, *steps: int) -> None:
-    """Save `role` as it is as the checkpoints of `steps`."""
+    """Save the present `role` as the checkpoints of `steps`."""
     for step in steps:
         assert make_checkpointer(config, role, step).save(step) is not None
 
 
 def make_backend(seed: int, *, train_steps: int = 0, tied: bool = False) -> Fsdp2Backend:
-    """A random one-layer policy under FSDP2 with odd sizes, `train_steps` optimizer steps from its start."""
+    """Return a random one-layer policy with odd sizes under FSDP2, after `train_steps` optimizer steps."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
     torch.manual_seed(seed)
     shape = {"hidden_size": 12, "intermediate_size": 17, "num_hidden_layers": 1, "num_attention_heads": 3}
@@ -231,7 +230,7 @@ def make_backend(seed: int, *, train_steps: int = 0, tied: bool = False) -> Fsdp
 
 
 def whole_state(backend: Fsdp2Backend) -> dict[str, dict[str, Any]]:
-    """Copies of everything that a checkpoint restores in a role, by item of `checkpoint.contents`. Collective."""
+    """Copy all state that a checkpoint restores in a role, by item of `checkpoint.contents`. Collective."""
     optimizer = {
         f"{name}.{key}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
         for name, parameter in backend.module.named_parameters()
@@ -246,8 +245,7 @@ def whole_state(backend: Fsdp2Backend) -> dict[str, dict[str, Any]]:
 
 
 def equal_bits(a: Any, b: Any) -> bool:
-    """Whether two nests of mappings, lists, tensors and plain values are the same; in tensors NaNs and signs of zeros
-    included."""
+    """Return whether two nested structures are equal, in tensors bit for bit, including NaNs and signs of zeros."""
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(equal_bits(a[key], b[key]) for key in a)
     if isinstance(a, list):
@@ -259,7 +257,7 @@ def equal_bits(a: Any, b: Any) -> bool:
 
 
 def files_of(checkpoint: Path) -> set[str]:
-    """Every file below `checkpoint`, relative to it."""
+    """Return every file below `checkpoint`, as relative paths."""
     return {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
 
 
@@ -273,8 +271,7 @@ def flip_bit(path: Path, bit: int) -> None:
 
 
 def lose_on_disk(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
-    """Let reads of the file `path` fail with the error `code`, as only a broken disk does: here the call that reads the
-    bytes."""
+    """Make reads of the file `path` fail with the error `code`, like a broken disk."""
     preadv = os.preadv
 
     def failing(descriptor: int, *arguments: Any) -> int:
@@ -287,7 +284,7 @@ def lose_on_disk(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call `listener` at every event of this process for a while."""
+    """Call `listener` at every event of this process in the block."""
     events.subscribe(listener)
     try:
         yield
@@ -297,7 +294,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def world_of_one(folder: Path) -> Iterator[None]:
-    """A gloo process group of this process alone."""
+    """Create a gloo process group with only this process."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     try:
         yield
@@ -306,11 +303,9 @@ def world_of_one(folder: Path) -> Iterator[None]:
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float, join: Path) -> list:
-    """`function(rank, *arguments)` in `world_size` real processes; what each returned, "died" for one that ended by
-    itself.
+    """Run `function(rank, *arguments)` in `world_size` real processes; return each result, or "died".
 
-    They join a gloo group over files in the folder `join`. Fails when one raises, or when one is still there after
-    `deadline_s`.
+    The processes join a gloo group over files in the folder `join`. Fails if a process raises or exceeds `deadline_s`.
     """
     join.mkdir(parents=True, exist_ok=True)
     pipes, processes = [], []
@@ -356,7 +351,7 @@ def _rank(rank: int, world_size: int, join: str, sender: Any, function: Callable
         outcome = None, function(rank, *arguments)
     except BaseException:
         outcome = traceback.format_exc(), None
-    # Not sender.send, which would share the memory of tensors with a process that is about to end.
+    # Not sender.send, which would share tensors' memory with a process that ends soon.
     sender.send_bytes(pickle.dumps(outcome))
     sender.close()
     # Peers may still need the connection; the parent ends all ranks at once.

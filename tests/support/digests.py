@@ -1,10 +1,9 @@
-"""Print digests of short runs, and whether they are the known ones: `python -m tests.support.digests [RUN...]`.
+"""Prints digests of short runs and compares them with known digests: `python -m tests.support.digests [RUN...]`.
 
-A digest covers names, types, shapes and values, not files: it survives a change of the form of a file. It depends
-neither on the number of ranks that shards are cut for nor on the order of entries. `known_digests.json` has the digests
-by places: what decides the bits beside the code (see `place`). Exit code 0 when all digests are the known ones, 1 when
-one differs, 2 when this place is unknown; `--record` then adds the digests of this tree to the table.
-`--of CHECKPOINT` prints the digests of a checkpoint that is there already.
+A digest covers names, types, shapes and values, independent of file formats, the number of ranks and the order of
+entries. `known_digests.json` has the digests by place, the part of the machine that decides the bits (see `place`).
+Exits with 0 if all digests are known, 1 if one differs, 2 if this place is unknown; `--record` then adds the digests of
+this tree to the table. `--of CHECKPOINT` prints the digests of an existing checkpoint.
 """
 
 import argparse
@@ -33,11 +32,11 @@ from tests.support.launching import ranks
 
 TABLE = Path(__file__).with_name("known_digests.json")
 STEPS = 4
-"""Steps of the LoRA, PPO and DAPO runs."""
+"""Steps of the lora, ppo and dapo runs."""
 OFFLINE_STEPS = {"offline_3": 3, "offline": 20}
 """Steps of the runs of the offline recipe."""
 RANKS = {"offline_3": 1, "offline": 1, "lora": 1, "ppo": 2, "dapo": 1}
-"""Runs, with the number of ranks of each."""
+"""Number of ranks of each run."""
 SWITCHES = (
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
@@ -49,15 +48,15 @@ SWITCHES = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "DNNL_DEFAULT_FPMATH_MODE",
 )
-"""Variables by which MKL and oneDNN choose their kernels."""
+"""Environment variables by which MKL and oneDNN choose kernels."""
 
 Digests = Mapping[str, str]
-"""Part of a checkpoint or of its run -> sha256."""
+"""SHA-256 by part of a checkpoint or its run."""
 
 
 def place() -> dict[str, str]:
-    """What decides the bits beside the code: torch's version, the processor's maker and widest instructions, those that
-    torch's own kernels use (`ATEN_CPU_CAPABILITY`), and every set variable of `SWITCHES`."""
+    """Return all that decides the bits besides the code: torch's version, the processor's vendor and widest
+    instructions, those of torch's own kernels (`ATEN_CPU_CAPABILITY`), and each set variable of `SWITCHES`."""
     lines = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
     cpu = {name.strip(): value.split() for name, value in lines.items()}
     widest = next((name for name in ("avx512f", "avx2") if name in cpu.get("flags", [])), "others")
@@ -71,7 +70,7 @@ def place() -> dict[str, str]:
 
 
 def run_arguments(run: str, folder: Path) -> list[str]:
-    """The settings of a run of `RANKS`; each rank computes with one thread on the CPU."""
+    """Return the settings of a run of `RANKS`, with one CPU thread per rank."""
     if run not in OFFLINE_STEPS:
         return overrides(folder, run, STEPS, RANKS[run], PROFILES[run])
     return [
@@ -85,7 +84,7 @@ def run_arguments(run: str, folder: Path) -> list[str]:
 
 
 def digests_of_run(run: str, folder: Path) -> Digests:
-    """Make a run of `RANKS` in `folder` and return the digests of its last checkpoint and of its metrics."""
+    """Run `run` in `folder` and return the digests of its last checkpoint and its metrics."""
     end = ranks(folder / f"{run}.log", run_arguments(run, folder), nproc=RANKS[run])
     assert end.code == EXIT_DONE, end.output
     run_dir = folder / "rlhf" / run
@@ -93,7 +92,7 @@ def digests_of_run(run: str, folder: Path) -> Digests:
 
 
 def digests_of_checkpoint(path: Path) -> Digests:
-    """Digests of everything that a checkpoint restores and of the models that it exports, by part."""
+    """Return the digests of all state that a checkpoint restores and of its exported models, by part."""
     manifest = verify(path)
     files = CheckedFiles(path, manifest.files)
     digests = {folder: of_tensors(_component(files, folder)) for folder in _components(manifest)}
@@ -113,7 +112,7 @@ def digests_of_checkpoint(path: Path) -> Digests:
 
 
 def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """The digest of names, types, shapes and values of CPU tensors."""
+    """Return the digest of names, types, shapes and values of CPU tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
@@ -122,18 +121,18 @@ def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def of_values(values: Any) -> str:
-    """The digest of what JSON can say, whatever the order of keys."""
+    """Return the digest of JSON values, independent of the order of keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _components(manifest: Manifest) -> list[str]:
-    """The folders of tensors that lie in shards."""
+    """Return the folders with sharded tensors."""
     names = [f"{role}/{item}" for role in manifest.roles for item in ("model", "optimizer")]
     return [folder for folder in (*names, REFERENCE) if f"{folder}/{INDEX}" in manifest.files]
 
 
 def _component(files: CheckedFiles, folder: str) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors of a folder of shards."""
+    """Yield the unsharded tensors of a folder of shards."""
     reader = TensorReader.of_component(files, folder)
     for name, (dtype, shape) in reader.tensors.items():
         tensor = torch.empty(shape, dtype=DTYPES[dtype])
@@ -151,7 +150,7 @@ def _whole(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _group(group: Any) -> list[Any]:
-    """A prompt's samples that wait for their step, as numbers and texts."""
+    """Return a carried group as numbers and texts."""
     samples = [
         [_plain(sample.token_ids), _plain(sample.log_probs), sample.finish_reason, sample.version]
         for sample in group.samples
@@ -164,18 +163,18 @@ def _plain(numbers: Any) -> list:
 
 
 def known(here: Mapping[str, str]) -> dict[str, dict[str, str]] | None:
-    """The known digests of each run at a place, None where nothing is known."""
+    """Return the known digests of each run at a place, or None for an unknown place."""
     return next((entry["digests"] for entry in json.loads(TABLE.read_text()) if here in entry["places"]), None)
 
 
 def known_everywhere(run: str) -> Digests:
-    """The known digests of the parts of a run that are the same at every known place: no kernel decides them."""
+    """Return the digests of a run's parts that are equal at every known place, because no kernel affects them."""
     first, *others = (entry["digests"][run] for entry in json.loads(TABLE.read_text()))
     return {part: digest for part, digest in first.items() if all(other.get(part) == digest for other in others)}
 
 
 def record(here: Mapping[str, str], digests: Mapping[str, Digests]) -> None:
-    """Add a place that is unknown to the table, beside the places that have the same digests."""
+    """Add an unknown place to the table, to the places with the same digests."""
     entries = json.loads(TABLE.read_text())
     same = next((entry for entry in entries if entry["digests"] == digests), None)
     if same is None:

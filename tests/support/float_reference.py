@@ -1,7 +1,6 @@
-"""The formulas once more, as loops over Python floats (float64), written from the papers: what the tensor functions are
-held against.
+"""Computes the papers' formulas as loops over Python floats (float64), as references for the tensor functions.
 
-Tables are lists of rows. Tokens outside a mask are dropped first, so that nothing here can depend on them.
+Tables are lists of rows. Tokens outside a mask are dropped first, so that no result depends on them.
 """
 
 import itertools
@@ -25,7 +24,7 @@ def tokens_of(row: Row, mask: Row) -> list[float]:
 
 
 def on_tokens(per_row: Table, mask: Table) -> list[list[float]]:
-    """Values of the tokens in the mask, back in their columns; zero elsewhere."""
+    """Return the values of the tokens in the mask in their columns, and zeros elsewhere."""
     result = []
     for values, row in zip(per_row, mask, strict=True):
         left = iter(values)
@@ -33,7 +32,7 @@ def on_tokens(per_row: Table, mask: Table) -> list[list[float]]:
     return result
 
 
-# Advantages. All return rows of the tokens in the mask.
+# Advantages. All functions return rows of the tokens in the mask.
 
 
 def scores(rewards: Table, mask: Table) -> list[float]:
@@ -49,7 +48,7 @@ def whiten(rows: Table) -> list[list[float]]:
 
 
 def gae(rewards: Table, values: Table, mask: Table, gamma: float, lam: float) -> tuple[list, list]:
-    """Advantages before whitening, as the sum over l of (gamma * lam)^l * delta_{t+l}, and the returns."""
+    """Return the advantages before whitening, the sum over l of (gamma * lam)^l * delta_{t+l}, and the returns."""
     advantages, returns = [], []
     for r, v, m in zip(rewards, values, mask, strict=True):
         r, v = tokens_of(r, m), [*tokens_of(v, m), 0.0]
@@ -70,7 +69,7 @@ def grpo(of_group: Sequence[float], norm_by_std: bool) -> list[float]:
 
 
 def rloo(of_group: Sequence[float]) -> list[float]:
-    """The score less the mean of the others."""
+    """Return each score minus the mean of the other scores."""
     result = []
     for i, score in enumerate(of_group):
         others = [s for j, s in enumerate(of_group) if j != i]
@@ -83,7 +82,7 @@ def less_group_mean(of_group: Sequence[float]) -> list[float]:
 
 
 def pass_at_k(of_group: Sequence[float], k: int, norm_by_std: bool) -> list[float]:
-    """Every way to take k: the mean of the best where the response is taken, less the mean over all ways."""
+    """Return the mean best score over k-subsets with the response, minus the mean over all k-subsets."""
     ways = list(itertools.combinations(range(len(of_group)), k))
     best = [max(of_group[i] for i in way) for way in ways]
     deviation = math.sqrt(mean([(value - mean(best)) ** 2 for value in best]))
@@ -97,7 +96,7 @@ def pass_at_k(of_group: Sequence[float], k: int, norm_by_std: bool) -> list[floa
 def by_group(
     rewards: Table, mask: Table, group_size: int, function: Callable[[Sequence[float]], list[float]]
 ) -> list[list[float]]:
-    """`function` of the scores of each group, on every token."""
+    """Apply `function` to each group's scores, and spread the results to every token."""
     every = scores(rewards, mask)
     groups = [every[start : start + group_size] for start in range(0, len(every), group_size)]
     numbers = [number for group in groups for number in function(group)]
@@ -109,11 +108,11 @@ def rewards_to_go(rewards: Table, mask: Table, gamma: float) -> list[list[float]
     return [[sum(gamma ** (s - t) * row[s] for s in range(t, len(row))) for t in range(len(row))] for row in rows]
 
 
-# Losses of one token, with what is logged about it.
+# Losses of one token, with its metrics.
 
 
 def vanilla(log_prob: float, old: float, advantage: float, low: float, high: float, c: float) -> list[float]:
-    """The loss, whether clipping changed it, whether dual clip did."""
+    """Return the loss, whether clipping changed it, and whether dual clip changed it."""
     ratio = math.exp(clip(log_prob - old, -20, 20))
     unclipped, clipped = -advantage * ratio, -advantage * clip(ratio, 1 - low, 1 + high)
     loss, ceiling = max(unclipped, clipped), -advantage * c
@@ -129,8 +128,7 @@ def gspo(
     low: float,
     high: float,
 ) -> list[list[float]]:
-    """Loss and clipping of the tokens of one response; `now` are the same log-probs where the formula stops their
-    gradient."""
+    """Return loss and clipping of a response's tokens; `now` are the log-probs where the formula stops gradients."""
     result = []
     for t, log_prob in enumerate(log_probs):
         of_sequence = mean([n - o for n, o in zip(now, old, strict=True)])
@@ -141,26 +139,26 @@ def gspo(
 
 
 def cispo(log_prob: float, now: float, old: float, advantage: float, low: float, high: float) -> list[float]:
-    """The loss and whether the weight was clipped; `now` is the same log-prob where the formula stops its gradient."""
+    """Return the loss and whether the weight was clipped; `now` is the log-prob where the formula stops gradients."""
     ratio = math.exp(clip(now - old, -20, 20))
     weight = clip(ratio, 1 - low, 1 + high)
     return [-weight * advantage * log_prob, float(weight != ratio)]
 
 
 def clip_cov(log_prob: float, old: float, advantage: float, chosen: float, low: float, high: float) -> list[float]:
-    """The loss, whether PPO's clip changed it, whether the token was chosen to have none."""
+    """Return the loss, whether PPO's clip changed it, and whether the token was chosen to have no loss."""
     loss, clipped, _ = vanilla(log_prob, old, advantage, low, high, math.inf)
     return [0.0 if chosen else loss, clipped, chosen]
 
 
 def kl_cov(log_prob: float, old: float, advantage: float, chosen: float, weight: float) -> list[float]:
-    """The loss, and whether the token was chosen to be held near the old policy."""
+    """Return the loss, and whether the token was chosen for the KL penalty."""
     ratio = math.exp(clip(log_prob - old, -20, 20))
     return [-advantage * ratio + (weight * abs(log_prob - old) if chosen else 0.0), chosen]
 
 
 def sapo(log_prob: float, old: float, advantage: float, tau_pos: float, tau_neg: float) -> list[float]:
-    """The loss, and the gate's slope at the ratio by that at 1."""
+    """Return the loss, and the gate's slope at the ratio relative to its slope at 1."""
     ratio, tau = math.exp(clip(log_prob - old, -20, 20)), tau_pos if advantage > 0 else tau_neg
 
     def gate(x: float) -> float:
@@ -191,7 +189,7 @@ def kl(log_prob: float, ref: float, kind: str) -> float:
 def is_weights(
     old: Table, rollout: Table, mask: Table, level: str, threshold: float, lower: float | None
 ) -> list[list[list[float]]]:
-    """Weight and truncation, or masking with a lower bound, of the tokens in the mask, row by row."""
+    """Return weight and truncation (or masking, with a lower bound) of the tokens in the mask, row by row."""
     result = []
     for o, r, m in zip(old, rollout, mask, strict=True):
         ratios = [math.exp(clip(d, -20, 20)) for d in differences(o, r, m)]
@@ -208,7 +206,7 @@ def is_weights(
 def accepted(
     old: Table, rollout: Table, mask: Table, kind: str, threshold: float, lower: float | None
 ) -> list[list[float]]:
-    """Whether each token in the mask is trained on, row by row."""
+    """Return whether each token in the mask is accepted for training, row by row."""
     result = []
     for o, r, m in zip(old, rollout, mask, strict=True):
         of_row = []
@@ -231,14 +229,14 @@ def differences(one: Row, other: Row, mask: Row) -> list[float]:
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
-    """DAPO's three cases, up to the limit."""
+    """Return DAPO's punishment by its three cases, up to the limit."""
     if length <= max_length - buffer:
         return 0.0
     return ((max_length - buffer) - length) / buffer * factor
 
 
 def aggregate(values: Table, mask: Table, mode: str, scale_factor: float) -> float:
-    """One number from token values: tokens outside the mask don't exist, rows without tokens don't count."""
+    """Aggregate token values to one number, without tokens outside the mask and rows without tokens."""
     rows = [row for row in (tokens_of(*both) for both in zip(values, mask, strict=True)) if row]
     if mode == "token-mean":
         return sum(map(sum, rows)) / sum(map(len, rows))

@@ -1,4 +1,4 @@
-"""Damage to checkpoints that no accident does: manifests, files and documents such as nobody's trainer has written."""
+"""Damages checkpoints as no accident would: manifests, files and documents that no trainer writes."""
 
 import json
 import os
@@ -25,7 +25,7 @@ PATIENCE_S = 20
 
 @contextmanager
 def short_timeouts() -> Iterator[None]:
-    """What waits for a pipe is ended by a failure."""
+    """Fail a test that waits too long, for example for a pipe."""
 
     def hangs(*_: object) -> None:
         raise AssertionError(f"nothing for {PATIENCE_S} s")
@@ -40,7 +40,7 @@ def short_timeouts() -> Iterator[None]:
 
 
 def intact_run(folder: Path) -> Path:
-    """A run directory with intact checkpoints of steps 2 and 4."""
+    """Make a run directory with intact checkpoints of steps 2 and 4."""
     config = make_config(folder)
     config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
     save_steps(config, PlainRole(), 2, 4)
@@ -48,7 +48,7 @@ def intact_run(folder: Path) -> Path:
 
 
 def look(verb: str, path: Path | str, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
-    """Exit code and output of a verb, which is fit for people and, with --json, for scripts."""
+    """Return exit code and output of a verb, and check that the output is printable or, with --json, JSON."""
     code, said = _looked(verb, str(path), capsys, *options)
     again, document = _looked(verb, str(path), capsys, *options, "--json")
     assert again == code
@@ -66,7 +66,7 @@ def _looked(verb: str, path: str, capsys: pytest.CaptureFixture[str], *options: 
 
 
 def manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """A manifest with a valid checksum, with other fields."""
+    """Change a manifest's fields, with a valid checksum."""
 
     def harm(checkpoint: Path) -> None:
         payload = json.loads((checkpoint / MANIFEST).read_text())["payload"]
@@ -81,17 +81,17 @@ def field(name: str, value: object) -> Callable[[Path], None]:
 
 
 def entry(name: str, value: object) -> Callable[[Path], None]:
-    """A manifest with one file more, or another entry of one."""
+    """Add or replace a file's entry in the manifest."""
     return manifest(lambda payload: payload | {"files": payload["files"] | {name: value}})
 
 
 def content(raw: bytes | str) -> Callable[[Path], None]:
-    """Other bytes in the place of the manifest's."""
+    """Replace the manifest's bytes."""
     return lambda checkpoint: (checkpoint / MANIFEST).write_bytes(raw if isinstance(raw, bytes) else raw.encode())
 
 
 def instead(make: Callable[[Path], object], name: str = MANIFEST) -> Callable[[Path], None]:
-    """Something else in the place of a file."""
+    """Replace a file by a different kind of file."""
 
     def harm(checkpoint: Path) -> None:
         (checkpoint / name).unlink()
@@ -101,7 +101,7 @@ def instead(make: Callable[[Path], object], name: str = MANIFEST) -> Callable[[P
 
 
 def proven(name: str, raw: bytes) -> Callable[[Path], None]:
-    """Other bytes of a file, for which the manifest has the hash."""
+    """Replace a file's bytes and its hash in the manifest."""
 
     def harm(checkpoint: Path) -> None:
         (checkpoint / name).unlink()
@@ -113,7 +113,7 @@ def proven(name: str, raw: bytes) -> Callable[[Path], None]:
 
 def bind(path: Path) -> None:
     here = Path.cwd()
-    os.chdir(path.parent)  # the name of a socket is short
+    os.chdir(path.parent)  # a socket's path must be short
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path.name)

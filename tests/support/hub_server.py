@@ -1,7 +1,6 @@
-"""Server of the Hub's HTTP protocol, as far as its real client needs it to make repositories, upload and download.
+"""Serves the Hub's HTTP protocol, as far as the real client needs it to make repositories, upload and download.
 
-Uploads go the way of git LFS (no xet). What is sent is proven: an object's bytes by its SHA-256, a commit's files by
-the objects that are there.
+Uploads use git LFS (no xet). The server verifies each object's SHA-256, and that a commit's objects exist.
 """
 
 import base64
@@ -27,12 +26,12 @@ from rlhf.convert.huggingface import hub
 
 TOKEN = "hf_" + "t" * 34
 LARGE = 1000
-"""Bytes from which a file is an object of LFS; the real one asks for 10 MB or a binary ending."""
+"""Smallest size of LFS objects in bytes; the real Hub uses 10 MB, or a binary suffix."""
 
 
 @dataclass
 class Repository:
-    """One model repository: the files of each branch, `sha256:...` for an object of LFS, and its commits' messages."""
+    """One model repository: each branch's files (`sha256:...` for LFS objects) and the commits' messages."""
 
     private: bool
     branches: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {}})
@@ -40,12 +39,12 @@ class Repository:
 
     @property
     def head(self) -> str:
-        """Name of the newest commit, which every branch has here."""
+        """Name of the newest commit, the same on every branch."""
         return f"{len(self.commits):040x}"
 
 
 class Refused(Exception):
-    """An answer that is none of success: its status, and the message in it."""
+    """An error response with status and message."""
 
     def __init__(self, status: int, message: str = "", code: str = "") -> None:
         super().__init__(message)
@@ -53,7 +52,7 @@ class Refused(Exception):
 
 
 class Cut(Exception):
-    """The connection ends here, without an answer."""
+    """Closes the connection without a response."""
 
 
 class Server(ThreadingHTTPServer):
@@ -65,32 +64,32 @@ class Server(ThreadingHTTPServer):
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
-        """Every request so far: method and path."""
+        """Method and path of every request."""
         self.received: list[str] = []
-        """SHA-256 of each object whose bytes came, once for each time."""
+        """SHA-256 of each uploaded object, once per upload."""
         self.batches: list[int] = []
-        """Objects of each request to upload some."""
+        """Number of objects in each upload request."""
         self.before: Callable[[int, str], None] = lambda number, request: None
-        """Called with the number (from 1) and the text of a request before it; what it raises is the answer."""
+        """Called before each request with its number (from 1) and text; an exception is the response."""
         self.after: Callable[[str], None] = lambda request: None
-        """The same once it was done; what it raises takes the answer's place."""
+        """Called after each request; an exception replaces the response."""
         self.lock = threading.Lock()
 
     def fail(self, pattern: str, error: Exception, times: int = 1) -> None:
-        """Answer the next so many requests that match `pattern` with `error`."""
+        """Answer the next `times` requests that match `pattern` with `error`."""
         fail = _failing(pattern, error, times)
         self.before = lambda number, request: fail(request)
 
     def lose_answer(self, pattern: str) -> None:
-        """Do what the next request that matches `pattern` asks for, and cut the connection instead of the answer."""
+        """Execute the next request that matches `pattern`, and cut the connection instead of answering."""
         self.after = _failing(pattern, Cut(), 1)
 
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
-        """The files of a branch with their content."""
+        """Return the files of a branch with their content."""
         return {name: self.content(raw) for name, raw in self.repositories[repo_id].branches[revision].items()}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that left."""
+        """Ignore disconnected clients."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -101,9 +100,9 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
-    wbufsize = -1  # an answer is one packet
+    wbufsize = -1  # a response is one packet
     head = ""
-    """Commit of the file that is the answer."""
+    """Commit of the file in the response."""
 
     def do(self) -> None:
         request = f"{self.command} {self.path}"
@@ -121,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         except Refused as refused:
             headers = {"X-Error-Message": refused.message, "X-Error-Code": refused.code}
-            self.close_connection = True  # what was sent may not have been read
+            self.close_connection = True  # the request's body may be unread
             self.send(refused.status, json.dumps({"error": refused.message}).encode(), headers)
             return
         if isinstance(answer, bytes):
@@ -135,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
     def read(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
             length = int(self.headers.get("Content-Length", 0))
-            if len(body := self.rfile.read(length)) < length:  # the client is gone
+            if len(body := self.rfile.read(length)) < length:  # the client disconnected
                 raise Cut
             return body
         body = b""
@@ -161,7 +160,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, path: str, body: bytes) -> Any:
         for pattern, action in ROUTES.items():
             if match := re.fullmatch(pattern, f"{self.command} {path}"):
-                if action is not Handler.put:  # whose address is signed
+                if action is not Handler.put:  # its URL is signed
                     self.check_token()
                 return action(self, *map(unquote, match.groups()), body)
         raise Refused(404, f"{self.command} {path}")
@@ -278,7 +277,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.server.content(files[name])
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing on stderr."""
+        """Log nothing."""
 
 
 REPOSITORY = r"([\w.-]+/[\w.-]+)"
@@ -312,7 +311,7 @@ def _git_oid(content: bytes) -> str:
 
 @contextmanager
 def serve() -> Iterator[Server]:
-    """A Hub without repositories, of whose users `TOKEN` is one."""
+    """Serve a Hub without repositories, with one user `TOKEN`."""
     server = Server()
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
@@ -324,14 +323,14 @@ def serve() -> Iterator[Server]:
 
 @contextmanager
 def hub_of_mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """The same as the Hub of this process, whose user's token is `TOKEN`; waits are short."""
+    """Serve a Hub as this process' Hub, with its user's token `TOKEN` and short waits."""
     with serve() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         template = "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + template)
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        # Not the way that a real upload goes where hf_xet is installed, of which no server can be had here.
+        # A real upload uses xet if hf_xet is installed, but there is no xet server for tests.
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(hub, "WAITS_S", (0.0, 0.0))

@@ -1,9 +1,9 @@
-"""Checkpoints by megatron-core's own code on CPUs, by four gloo ranks: `megatron_ranks.py FOLDER make|load`.
+"""Saves and loads checkpoints with megatron-core on CPUs, on four gloo ranks: `megatron_ranks.py FOLDER make|load`.
 
-`make` puts into FOLDER for each architecture a random model of one rank with its logits (`1x1x1`) and the same model
-split otherwise (tensor x pipeline x virtual pipeline ranks), each as `dist` and as `ranks`. `load` puts into
-`loaded.json` the first tensor, if any, that Megatron loads differently from `ours`. megatron-core asks for a GPU in
-places that need none; these are redirected. It spawns a process that imports this module, which is therefore light.
+`make` writes for each architecture a random model of one rank with its logits (`1x1x1`) and the same model in other
+splits (tensor x pipeline x virtual pipeline ranks), each as `dist` and as `ranks`. `load` writes to `loaded.json` the
+first tensor, if any, that Megatron loads differently from `ours`. `redirect` replaces megatron-core's needless requests
+for a GPU. megatron-core spawns a process that imports this module, so keep its imports light.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ TOKENS = [[3, 14, 15, 92, 65, 35, 89, 79, 32, 38]]
 
 
 def redirect() -> None:
-    """Let what asks for a GPU have the CPU."""
+    """Replace requests for a GPU by the CPU."""
     import torch
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
@@ -44,7 +44,7 @@ def redirect() -> None:
 
 
 def build(architecture: str, split: tuple[int, int, int]) -> list[Any]:
-    """This rank's part of a model, a module for each virtual pipeline stage."""
+    """Build this rank's part of a model, with a module per virtual pipeline stage."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -98,14 +98,14 @@ def build(architecture: str, split: tuple[int, int, int]) -> list[Any]:
 
 
 def named(models: list[Any], state: str) -> dict[str, Any]:
-    """`state` ("state_dict" or "sharded_state_dict") of the modules under the names that Megatron-LM gives them."""
+    """Return `state` ("state_dict" or "sharded_state_dict") of the modules under Megatron-LM's names."""
     names = ["model"] if len(models) == 1 else [f"model{number}" for number in range(len(models))]
     return {name: getattr(model, state)() for name, model in zip(names, models, strict=True)}
 
 
 @contextlib.contextmanager
 def parallel(split: tuple[int, int, int]) -> Iterator[None]:
-    """Megatron's process groups."""
+    """Create Megatron's process groups in the block."""
     from megatron.core import parallel_state
 
     tensor, pipeline, virtual = split
@@ -116,8 +116,7 @@ def parallel(split: tuple[int, int, int]) -> Iterator[None]:
 
 
 def make_first(architecture: str, folder: Path) -> None:
-    """The random model, its logits, and its weights in a file as Megatron-LM writes it, with all that lies beside
-    them."""
+    """Write the random model, its logits, and its weights with the other contents of Megatron-LM's file."""
     import random
     from argparse import Namespace
 
@@ -159,7 +158,7 @@ def make_first(architecture: str, folder: Path) -> None:
 
 
 def save(models: list[Any], folder: Path) -> None:
-    """Write the modules with `dist_checkpointing`, and the weights of each rank in a file."""
+    """Save the modules with `dist_checkpointing`, and each rank's weights in a file."""
     import torch
     from megatron.core import dist_checkpointing, parallel_state
 
@@ -176,7 +175,7 @@ def save(models: list[Any], folder: Path) -> None:
 
 
 def load(architecture: str, split: tuple[int, int, int], folder: Path) -> list[Any]:
-    """The modules with the weights that `dist_checkpointing` finds in `folder`."""
+    """Return the modules with weights loaded by `dist_checkpointing` from `folder`."""
     import torch
     from megatron.core import dist_checkpointing
 
@@ -189,7 +188,7 @@ def load(architecture: str, split: tuple[int, int, int], folder: Path) -> list[A
 
 
 def first_difference(one: list[Any], other: list[Any]) -> str | None:
-    """The first tensor that differs between two lists of modules."""
+    """Return the first tensor that differs between two lists of modules."""
     import torch
 
     for left, right in zip(one, other, strict=True):
@@ -212,7 +211,7 @@ def make(root: Path) -> None:
 
 
 def compare(root: Path, differences: dict[str, str | None]) -> None:
-    """Load every case from Megatron's folder and from ours, and note what differs."""
+    """Load every case from Megatron's folder and from ours, and note differences."""
     import torch
 
     for architecture, splits in CASES.items():
@@ -227,7 +226,6 @@ def compare(root: Path, differences: dict[str, str | None]) -> None:
 
 
 def rank(number: int, root: Path, work: str) -> None:
-    """One of the ranks."""
     import torch
 
     torch.set_num_threads(1)
@@ -244,7 +242,7 @@ def rank(number: int, root: Path, work: str) -> None:
 
 
 def main(root: Path, work: str) -> None:
-    """Do `make` or `load` in `root`."""
+    """Run `make` or `load` in `root`."""
     import torch.multiprocessing
 
     redirect()

@@ -1,4 +1,4 @@
-"""The updates as one would write them on a blackboard: one process, one sequence at a time, no padding, float64."""
+"""Computes updates as on a blackboard: one process, one sequence at a time, no padding, float64."""
 
 import copy
 import math
@@ -17,12 +17,12 @@ from tests.support.tiny_updates import EveryBatch
 Rows = list[list[Tensor]]
 MiniLoss = Callable[[nn.Module, Sequence[int], dict[str, float]], Tensor]
 SEED, STEP = 5, 3
-"""Of the mini-batches that are shuffled; the seed also of tokens that are chosen at random."""
+"""Seed and step of shuffled mini-batches. The seed also chooses random tokens."""
 
 
 @dataclass
 class Plain:
-    """Weights after an update, the gradient of every optimizer step, and the means of the steps' figures."""
+    """Weights after an update, the gradient of every optimizer step, and the steps' mean metrics."""
 
     weights: dict[str, Tensor]
     gradients: list[dict[str, Tensor]]
@@ -31,7 +31,7 @@ class Plain:
 
 @dataclass
 class Tokens:
-    """Figures of the tokens of a mini-batch, row by row."""
+    """Terms of a mini-batch's tokens, row by row."""
 
     rows: defaultdict[str, Rows] = field(default_factory=lambda: defaultdict(list))
 
@@ -50,7 +50,7 @@ class Tokens:
 def plain_actor(
     model: nn.Module, reference: nn.Module, batch: EveryBatch, config: Config, mini_batches: int, total_steps: int
 ) -> Plain:
-    """The policy's update; `model` is left as it is."""
+    """Compute the policy's update without changing `model`."""
     policy, frozen = copy.deepcopy(model).double(), copy.deepcopy(reference).double()
     with torch.no_grad():
         old = [log_softmax_of(policy, batch, s)[0] for s in range(len(batch))]
@@ -67,13 +67,13 @@ def plain_actor(
 
 
 class PlainBonus:
-    """The weight of the entropy in each optimizer step, by the formulas of Skywork-OR1."""
+    """Adapts the entropy coefficient per optimizer step by Skywork-OR1's formulas."""
 
     def __init__(self, config: ActorConfig) -> None:
         self.c, self.control, self.entropies = config.entropy_coeff, config.entropy_ctrl, list[float]()
 
     def coefficient(self, entropy: float) -> float:
-        """Of the next step, whose `entropy` is for the one after it."""
+        """Return the next step's coefficient; `entropy` adapts the coefficient after it."""
         if self.control.type == "fixed":
             return self.c
         target = self.control.target_entropy
@@ -87,7 +87,7 @@ class PlainBonus:
 
 
 def plain_critic(model: nn.Module, batch: EveryBatch, config: Config, mini_batches: int, total_steps: int) -> Plain:
-    """The critic's update; the old values are those of `model`, which is left as it is."""
+    """Compute the critic's update without changing `model`, which gives the old values."""
     critic = copy.deepcopy(model).double()
     with torch.no_grad():
         old = [values_of(critic, batch, s) for s in range(len(batch))]
@@ -130,27 +130,27 @@ def walk(
 
 
 def log_softmax_of(model: nn.Module, batch: EveryBatch, sample: int) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response tokens of one sample, and the entropies, at temperature 1."""
+    """Return log-probs and entropies of a sample's response tokens at temperature 1."""
     logits, ids, prompt, response = output_of(model, batch, sample)
     every = torch.log_softmax(logits, dim=-1)
     return torch.stack([every[i, ids[prompt + i]] for i in range(response)]), -(every.exp() * every).sum(dim=-1)
 
 
 def on_grid(log_probs: Tensor) -> Tensor:
-    """Round to 1/1024, so that whoever computes log-probs to within rounding gets the same bits.
+    """Round to 1/1024, so that log-probs that differ by rounding errors get the same bits.
 
-    As log-probs before the update, they keep KL-Cov's |log ratio| off 0, where rounding decides the sign of its slope.
+    Rounded old log-probs also keep KL-Cov's |log ratio| away from 0, where rounding decides the sign of its slope.
     """
     return log_probs.mul(1024).round() / 1024
 
 
 def values_of(model: nn.Module, batch: EveryBatch, sample: int) -> Tensor:
-    """Values before each response token of one sample."""
+    """Return the values before each response token of a sample."""
     return output_of(model, batch, sample)[0][:, 0]
 
 
 def written(batch: EveryBatch, sample: int) -> list[int]:
-    """Places in the response of one sample that the policy wrote."""
+    """Return the positions of the policy's tokens in a sample's response."""
     return batch.response_mask[sample].nonzero()[:, 0].tolist()
 
 
@@ -171,7 +171,7 @@ def actor_loss(
     metrics: dict[str, float],
     bonus: "PlainBonus",
 ) -> Tensor:
-    """The policy's loss of one mini-batch; its figures are added to `metrics`."""
+    """Return the policy's loss of a mini-batch, and add its metrics to `metrics`."""
     actor, tokens = config.actor, actor_tokens(policy, batch, mini, old, ref, config)
     pg_loss = aggregate(tokens.rows["pg"], actor.loss_agg_mode, config)
     coefficient = bonus.coefficient(tokens.mean("entropy"))
@@ -199,7 +199,7 @@ def actor_loss(
 def actor_tokens(
     policy: nn.Module, batch: EveryBatch, mini: Sequence[int], old: list[Tensor], ref: list[Tensor], config: Config
 ) -> Tokens:
-    """Compute each term of the policy's loss and of its figures for every token of a mini-batch."""
+    """Compute each term of the policy's loss and metrics for every token of a mini-batch."""
     actor, correction = config.actor, config.algorithm.rollout_correction
     weighs = correction.rollout_is is not None or batch.staleness is not None
     tokens = Tokens()
@@ -227,7 +227,7 @@ def actor_tokens(
             if t in counted[s]:
                 to_ref = kl(log_prob - ref[s][t], actor.kl_loss_type)
                 if actor.use_bias_correction_kl:
-                    # Of a policy that sampled the token otherwise; k3 is the kind of which the paper speaks.
+                    # An older policy sampled the token; the paper uses k3.
                     assert actor.kl_loss_type == "k3"
                     to_ref = to_ref * torch.exp(log_prob - old[s][t]) * (weight if weighs else 1.0)
                 tokens.add(pg=loss, kl_loss=to_ref, bonus=entropies[t])
@@ -237,7 +237,7 @@ def actor_tokens(
 
 
 def engine_weight(engine: dict[int, float], token: int, correction: RolloutCorrectionConfig) -> tuple[float, bool]:
-    """Weight of a token's loss, and whether it is truncated; `engine` has the log ratios of a response's tokens."""
+    """Return a token's loss weight and whether it is truncated; `engine` has the log ratios of the response."""
     ratio = math.exp(sum(engine.values()) if correction.rollout_is == "sequence" else engine[token])
     weight = min(ratio, correction.rollout_is_threshold)
     if (lowest := correction.rollout_is_threshold_lower) is not None:
@@ -246,8 +246,7 @@ def engine_weight(engine: dict[int, float], token: int, correction: RolloutCorre
 
 
 def near_tokens(batch: EveryBatch, sample: int, old: Tensor, correction: RolloutCorrectionConfig) -> list[int]:
-    """Places in the response that the loss counts: where the engine's policy is near enough to that before the
-    update."""
+    """Return the response positions in the loss, where the engine's policy is close to the policy before the update."""
     places, kind = written(batch, sample), correction.rollout_rs
     if kind is None:
         return places
@@ -273,7 +272,7 @@ def chosen_tokens(
     seed: int = SEED,
     step: int = 1,
 ) -> set[tuple[int, int]]:
-    """Row and place of the tokens of a mini-batch that Clip-Cov leaves out, or that KL-Cov punishes."""
+    """Return (row, position) of the tokens that Clip-Cov drops or KL-Cov punishes."""
     settings, tokens = config.policy_loss, [(s, t) for s, places in counted.items() for t in places]
     if settings.loss_mode not in ("clip_cov", "kl_cov"):
         return set()
@@ -296,7 +295,7 @@ def chosen_tokens(
 
 
 def noise(*coordinates: int) -> int:
-    """A hash of 64 bits with a sign, in Python's integers (splitmix64 of each in turn)."""
+    """Return a signed 64-bit hash (splitmix64 of each coordinate in turn), computed with Python integers."""
     mask, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
     key = golden
     for value in coordinates:
@@ -310,7 +309,7 @@ def noise(*coordinates: int) -> int:
 def token_loss(
     log_prob: Tensor, old: Tensor, sequence: Tensor, advantage: float, config: ActorConfig, chosen: bool
 ) -> Tensor:
-    """PPO's (with the dual clip), GSPO's, CISPO's and the others; `sequence` is the mean log-ratio of the row."""
+    """Return a token's policy loss for each loss mode; `sequence` is the row's mean log-ratio."""
     low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
     ratio = torch.exp(log_prob - old)
     if config.policy_loss.loss_mode == "cispo":
@@ -322,7 +321,7 @@ def token_loss(
         return -advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
     if config.policy_loss.loss_mode == "gspo":
         ratio = torch.exp(sequence)
-        # What GSPO differentiates when the advantage varies by token: the row's ratio, by the token's own log-prob.
+        # With advantages per token, GSPO differentiates the row's ratio by the token's own log-prob.
         ratio = ratio.detach() * torch.exp(log_prob - log_prob.detach())
     loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(low, high))
     if config.policy_loss.loss_mode == "clip_cov" and chosen:
@@ -335,7 +334,7 @@ def token_loss(
 def critic_loss(
     critic: nn.Module, batch: EveryBatch, mini: range, old: list[Tensor], config: Config, metrics: dict[str, float]
 ) -> Tensor:
-    """The critic's loss of one mini-batch; its figures are added to `metrics`."""
+    """Return the critic's loss of a mini-batch, and add its metrics to `metrics`."""
     tokens = Tokens()
     bound = config.critic.cliprange_value
     for s in mini:
@@ -374,10 +373,10 @@ def aggregate(rows: Rows, mode: str, config: Config) -> Tensor:
 
 
 def learning_rate(config: ActorConfig | CriticConfig, step: int, total_steps: int) -> float:
-    """The cosine schedule with warm-up; the only shape used here."""
+    """Return the rate of the cosine schedule with warm-up, the only schedule here."""
     optim = config.optim
     if optim.lr_scheduler_interval == "training_step":
-        step = 0  # the update is the first one's; its rate is one of the warm-up
+        step = 0  # this update is the first training step, in the warm-up
     if step < optim.lr_warmup_steps:
         return optim.lr * (step + 1) / optim.lr_warmup_steps
     progress = (step - optim.lr_warmup_steps) / (total_steps - optim.lr_warmup_steps)
@@ -392,11 +391,13 @@ def adamw_step(
     step: int,
     lr: float,
 ) -> float:
-    """Clip and step (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2); returns the norm before clipping. The norms
-    and biases of the models here are vectors."""
+    """Clip, step (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), and return the norm before clipping.
+
+    The norms and biases of these models are vectors.
+    """
     (beta1, beta2), optim = config.optim.betas, config.optim
     norm = math.sqrt(sum(float((p.grad**2).sum()) for p in parameters.values()))
-    # As torch clips: never by 0.
+    # torch's clipping adds 1e-6, too.
     scale = min(1.0, config.grad_clip / (norm + 1e-6))
     with torch.no_grad():
         for name, p in parameters.items():

@@ -1,4 +1,4 @@
-"""Kinds of saves, and of what goes with them, as small runs of real code below one folder, to be recorded."""
+"""Runs each kind of save as a small run of real code below one folder, for a recorder."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ from tests.support.power_cut_runs import Book, Saved, Start, TinyRun, tiny_confi
 from tests.support.thread_ranks import run_thread_ranks
 
 REMOTE = "remote"
-"""The folder that stands for another machine."""
+"""The folder that simulates another machine."""
 
 
 def start_of(root: Path, *, journal: bool = False, **settings: Any) -> Start:
@@ -35,7 +35,7 @@ def start_of(root: Path, *, journal: bool = False, **settings: Any) -> Start:
 
 
 def begin(book: Book, start: Start, course: int = 0) -> TinyRun:
-    """Give the command `start`, noted."""
+    """Run the command `start` and note it in `book`."""
     book.note("start", start)
     return TinyRun(start, course=course, book=book)
 
@@ -55,8 +55,8 @@ def behind(root: Path, book: Book) -> None:
 
 def linked(root: Path, book: Book) -> None:
     run = begin(book, start_of(root))
-    run.train(2)  # the second has the reference of the first
-    # Another process does not know which checkpoint holds it but from its own resume.
+    run.train(2)  # the second save reuses the reference of the first
+    # A new process learns only from its own resume which checkpoint it depends on.
     run = begin(book, start_of(root))
     run.train(2)
     run.finish()
@@ -78,7 +78,7 @@ def history(root: Path, book: Book) -> None:
     run = begin(book, start_of(root))
     run.shows = True
     run.train(5, every=3)
-    # As after a kill: what was recorded after the checkpoint is cut off and made again.
+    # As after a kill: records after the checkpoint are cut off and repeated.
     run = begin(book, start_of(root), course=1)
     run.train(3, every=3)
     run.finish()
@@ -92,13 +92,13 @@ def overwrite(root: Path, book: Book) -> None:
     book.note("only", [])
     run = begin(book, start_of(root, trainer__overwrite=True), course=1)
     run.train(1)
-    book.note("start", start_of(root))  # the same again would delete it
+    book.note("start", start_of(root))  # the same command again would delete the checkpoint
     run.train(1)
     run.finish()
 
 
 def fork(root: Path, book: Book) -> None:
-    """In the source's own directory: what came after it is set aside."""
+    """Fork in the source's own directory; later checkpoints are set aside."""
     run = begin(book, start_of(root))
     run.train(3)
     run.finish()
@@ -106,7 +106,7 @@ def fork(root: Path, book: Book) -> None:
 
 
 def fork_elsewhere(root: Path, book: Book) -> None:
-    """From another directory, into one with checkpoints of its own."""
+    """Fork from another directory into a directory with checkpoints."""
     source = begin(book, start_of(root / "other"))
     source.train(2)
     book.note("only", [])
@@ -117,7 +117,7 @@ def fork_elsewhere(root: Path, book: Book) -> None:
 
 def fork_from(root: Path, book: Book, path: Path, source: Saved, aside: set[int]) -> None:
     forked = start_of(root, trainer__resume_mode="resume_path", trainer__resume_from_path=str(path))
-    history: list[dict] = []  # what the fork begins with, once that is known
+    history: list[dict] = []  # the fork's first history, once known
     book.note("kept", aside)
     book.note("only", [replace(source, history=history)])
     run = begin(book, forked, course=5)
@@ -136,7 +136,7 @@ def roll_back(root: Path, book: Book) -> None:
 
 
 def first_start(root: Path, book: Book) -> None:
-    """Where there is no directory at all."""
+    """Start without a run directory."""
     run = begin(book, start_of(root / "a" / "b" / "c"))
     run.train(1)
 
@@ -157,7 +157,7 @@ def damaged(root: Path, book: Book) -> None:
 
 
 def room(root: Path, book: Book) -> None:
-    """On a disk that has room for one more only when the oldest has gone."""
+    """Save on a disk with room for another checkpoint only after the oldest is deleted."""
     run = begin(book, start_of(root, checkpoint__max_to_keep=2))
     run.train(2)
     run.finish()
@@ -167,7 +167,7 @@ def room(root: Path, book: Book) -> None:
 
 
 def no_pointer(root: Path, book: Book) -> None:
-    """On a disk that refuses the pointer, which must not stay as it was."""
+    """Save on a disk that fails writes of the pointer, which must not keep its old content."""
     run = begin(book, start_of(root, checkpoint__max_to_keep=1))
     run.train(1)
     with mock.patch.object(pointer, "replace_durably", side_effect=OSError(errno.ENOSPC, "asked for by the test")):
@@ -176,7 +176,7 @@ def no_pointer(root: Path, book: Book) -> None:
 
 
 def pruned(root: Path, book: Book) -> None:
-    """By hand, where a kill has left a pointer to what goes."""
+    """Prune by hand, when a kill has left a pointer to a pruned checkpoint."""
     run = begin(book, start_of(root))
     run.train(2)
     with mock.patch.object(pointer, "replace_durably", side_effect=OSError(errno.ENOSPC, "asked for by the test")):
@@ -191,13 +191,13 @@ def pruned(root: Path, book: Book) -> None:
 
 
 def domains(root: Path, book: Book) -> None:
-    """Two nodes with disks of their own."""
+    """Save on two nodes with separate disks."""
     start = on_nodes(root, (0, 1))
     ranks(start, book, lambda run: run.train(3))
 
 
 def swapped(root: Path, book: Book) -> None:
-    """Two nodes that change places, and with them the driver's history."""
+    """Swap two nodes, which moves the driver's history, too."""
     ranks(on_nodes(root, (0, 1)), book, lambda run: run.train(2))
     ranks(on_nodes(root, (1, 0)), book, lambda run: run.train(1), course=1)
 
@@ -207,7 +207,7 @@ def on_nodes(root: Path, nodes: tuple[int, ...]) -> Start:
 
 
 def ranks(start: Start, book: Book, work: Callable[[TinyRun], None], course: int = 0) -> None:
-    """Start as many ranks as `start` has, and let each do `work`."""
+    """Run `work` on each rank of `start`."""
 
     def rank(number: int) -> None:
         run = TinyRun(start, number, course, book)
@@ -219,7 +219,7 @@ def ranks(start: Start, book: Book, work: Callable[[TinyRun], None], course: int
 
 
 def remote(root: Path, book: Book) -> None:
-    """With copies on another machine, of which the newest two are kept."""
+    """Save with remote copies, keeping the newest two."""
     start = start_of(
         root,
         checkpoint__remote=f"file://{root}/{REMOTE}",
@@ -237,7 +237,7 @@ def remote(root: Path, book: Book) -> None:
 
 
 def fetched(root: Path, book: Book) -> None:
-    """A start on another machine, whose empty disk the newest copy is brought to."""
+    """Start on another machine, which downloads the newest copy to its empty disk."""
     remote(root, book)
     release_leases()
     book.note("only", [book.saves[4]])
@@ -247,7 +247,7 @@ def fetched(root: Path, book: Book) -> None:
 
 
 def supervised(root: Path, book: Book) -> None:
-    """The supervisor's own files, around ranks in its own process."""
+    """Write the supervisor's files, with ranks in the supervisor's process."""
     resolved: set[bytes] = set()
     folder = "rlhf/default"
     for steps in (2, 3):
@@ -270,7 +270,7 @@ def supervised(root: Path, book: Book) -> None:
 
 
 def secret(root: Path, book: Book) -> None:
-    """A file that only its owner may read, for rollout servers."""
+    """Write the secret of rollout servers, readable for the owner only."""
     run = begin(book, start_of(root))
     name = "rlhf/default/secret"
     book.note("whole", (name, lambda content: len(content) == 64))
@@ -280,7 +280,7 @@ def secret(root: Path, book: Book) -> None:
 
 
 def exported(root: Path, book: Book) -> None:
-    """Folders that a verb of the checkpoint's command makes, one of them in the place of an earlier one."""
+    """Export folders with a verb of the checkpoint command; one folder replaces an earlier folder."""
     run = begin(book, start_of(root))
     run.train(1)
     run.finish()
@@ -292,7 +292,7 @@ def exported(root: Path, book: Book) -> None:
             write_file(folder, "config.json", [b'{"number": %d}\n' % number])
             make_dir(folder / "more")
             write_small(folder / "more" / "weights", weights)
-        # One that is replaced, too: the two exchange their names.
+        # Replace a folder, too: the two exchange their names.
         book.note("there", f"{name}/config.json")
         book.note("there", f"{name}/more/weights")
 
@@ -309,7 +309,7 @@ def is_png(content: bytes) -> bool:
 
 
 def restarted(start: Start, book: Book, *, short_of_room: bool) -> None:
-    """The same command again, which goes on for two steps and saves both."""
+    """Run the same command again for two saved steps."""
     if len(start.configs) > 1:
         ranks(start, book, lambda run: run.train(1), course=6)
         return
@@ -325,7 +325,7 @@ def restarted(start: Start, book: Book, *, short_of_room: bool) -> None:
 
 @contextmanager
 def little_room() -> Iterator[None]:
-    """A disk that is full until a checkpoint is removed, if it has two at first."""
+    """Simulate a disk that is full until one of two checkpoints is deleted."""
     counts: list[int] = []
 
     def free(run_dir: Path) -> int:

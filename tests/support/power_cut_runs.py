@@ -1,5 +1,5 @@
-"""Small runs for power cuts: real preparation, resumes, saves, history and journal around a state of a few tensors, and
-notes of what was promised when."""
+"""Small runs for power cuts: real start code, resumes, saves, history and journal around a state of a few tensors, with
+notes of each promise at its time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -44,13 +44,12 @@ from tests.support.thread_ranks import make_coordinator
 SIZE = 1100  # with its header a little more than one block
 UIDS = (4, 5)
 SHOWN = 3
-"""Samples of a step."""
+"""Samples per step."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What was saved: `mark` tells it from every other save of the record; `states` are the ranks', `history` is that
-    of its step."""
+    """A save with a unique `mark`, the ranks' `states`, and the `history` up to its step."""
 
     mark: int
     step: int
@@ -60,28 +59,28 @@ class Saved:
 
 @dataclass
 class Promises:
-    """What holds at one moment: the command that would be given again, and what it must then find."""
+    """Promises at one point: the next command, and the files and states that it must find."""
 
     start: "Start"
     allowed: list[Saved] = field(default_factory=list)
-    """The newest save that counts, and those that were begun since."""
+    """The newest committed save, and saves begun since."""
     begun: list[Saved] = field(default_factory=list)
     may_be_none: bool = True
     run_id: str | None = None
     kept: set[int] = field(default_factory=set)
-    """Marks of saves that were set aside: still there, under whichever name."""
+    """Marks of saves that were set aside and still exist, under any name."""
     damage: bool = False
     journal: set[tuple[int, int, str]] = field(default_factory=set)
-    """Step, prompt, and whether its samples or its rewards were put down."""
+    """Step, prompt, and whether its samples or its rewards were written."""
     copied: Saved | None = None
-    """The newest save that the remote has."""
+    """The newest save on the remote."""
     whole: dict[str, Callable[[bytes], bool]] = field(default_factory=dict)
-    """Small files, and whether one that is there is a whole one."""
+    """Small files, each with a check that an existing file is complete."""
     there: set[str] = field(default_factory=set)
-    """Small files that must be there."""
+    """Small files that must exist."""
 
     def take(self, what: str, value: Any) -> None:
-        """Follow a note."""
+        """Apply a note."""
         if what == "start":
             self.start = value
         elif what == "begun":
@@ -91,7 +90,7 @@ class Promises:
             steps = [saved.step for saved in self.allowed]
             self.allowed = self.allowed[len(steps) - 1 - steps[::-1].index(value) :]
             self.may_be_none = False
-        elif what == "only":  # another start began from here, or from nothing
+        elif what == "only":  # a different start began from here, or from nothing
             self.allowed, self.may_be_none, self.run_id, self.journal = [*value], not value, None, set()
         elif what == "also":
             self.allowed = [value, *self.allowed]
@@ -111,7 +110,7 @@ class Promises:
 
 @dataclass(frozen=True)
 class Start:
-    """A command: the configuration as each rank sees it."""
+    """A command: the configuration of each rank."""
 
     configs: tuple[Config, ...]
     journal: bool = False
@@ -122,8 +121,7 @@ class Start:
         return self.configs[0]
 
     def described(self, rank: int) -> tuple[ResolvedConfig, Identity]:
-        """The configuration of a rank as checkpoints have it; made once, since it takes ten times as long as a resume
-        of so small a state."""
+        """Return a rank's configuration as in checkpoints, cached because it takes ten times as long as a resume."""
         if rank not in self._described:
             config = self.configs[rank]
             resolved = ResolvedConfig(
@@ -134,8 +132,10 @@ class Start:
 
 
 class Book:
-    """Notes, each with the number of operations that were recorded before it; of them `earlier` ones, with `saves`, by
-    another recorder."""
+    """Notes, each with the number of operations recorded before it.
+
+    Another recorder counted `earlier` of these operations and noted `saves`.
+    """
 
     def __init__(self, recorder: Recorder, saves: dict[int, Saved] | None = None, earlier: int = 0) -> None:
         self.recorder, self._earlier = recorder, earlier
@@ -148,7 +148,7 @@ class Book:
 
 
 def promises_at(notes: list[tuple[int, str, Any]], moment: int) -> Promises:
-    """What holds after `moment` operations; the first note is of a start."""
+    """Return the promises after `moment` operations. The first note is a start."""
     promises = Promises(notes[0][2])
     for number, what, value in notes:
         if number <= moment:
@@ -157,13 +157,13 @@ def promises_at(notes: list[tuple[int, str, Any]], moment: int) -> Promises:
 
 
 class TinyRun:
-    """One rank of a run: started by the real start code, with `history` as the loop would have it.
+    """One rank of a run, started by the real start code, with the loop's `history`.
 
-    `course` tells this start's steps from those that another start makes of the same numbers.
+    `course` distinguishes this start's steps from another start's steps with the same numbers.
     """
 
     shows = False
-    """Whether its steps have samples for people to read."""
+    """Whether its steps write samples for users."""
 
     def __init__(self, start: Start, rank: int = 0, course: int = 0, book: Book | None = None) -> None:
         self.config = config = start.configs[rank]
@@ -175,7 +175,7 @@ class TinyRun:
         prepare(config.run_dir, config.trainer, config.checkpoint, resolved, self.coordinator)
         world = self.coordinator.world_size
         self.run_id = read_run_file(config.run_dir)["run_id"]
-        if not config.trainer.overwrite:  # such a start makes a new one each time
+        if not config.trainer.overwrite:  # an overwriting start makes a new id each time
             self.note("run_id", self.run_id)
         self.driver, self.part = DriverState(self.run_id, 10, 5.0), PlainPart()
         self.role, self.reference = PlainRole(SIZE, rank, world), PlainReference(SIZE, rank, world)
@@ -201,18 +201,18 @@ class TinyRun:
         self.history = self.recorded()
 
     def recorded(self) -> list[dict]:
-        """The metric history as it is on the disk."""
+        """Return the metric history on disk."""
         return list(History(self.config.run_dir / HISTORY).records())
 
     def roll_back(self, course: int) -> None:
-        """To the newest checkpoint, in this process."""
+        """Roll back to the newest checkpoint, in this process."""
         self.course = course
         self.resumed = self.checkpointer.resume()
         assert self.resumed
         self._follow()
 
     def step(self) -> None:
-        """One step of training, recorded."""
+        """Run and record one training step."""
         step = self.driver.step + 1
         if self.journal is not None:
             self.fill_journal(step)
@@ -247,7 +247,7 @@ class TinyRun:
             self.note("journal", (step, uid, "results"))
 
     def save(self) -> None:
-        """Save this step; what has become of it and of the save before is noted."""
+        """Save this step, and note the outcome of this save and the previous save."""
         step = self.driver.step
         self.part.state["mark"] = None if self.book is None else len(self.book.saves) + 1
         self.part.state["mark"] = mark = self.coordinator.broadcast(self.part.state["mark"])
@@ -258,9 +258,9 @@ class TinyRun:
         self._saved(self.checkpointer.save(step, {"val/accuracy": 0.5}))
 
     def finish(self) -> None:
-        """Wait for the save in flight, and for removals."""
+        """Wait for the save in flight and for deletions."""
         self._saved(self.checkpointer.finish())
-        with self.checkpointer.committing():  # of its parts the one that waits for copies
+        with self.checkpointer.committing():  # waits for copies
             pass
         self.run_log.close()
 
@@ -269,14 +269,14 @@ class TinyRun:
             self.note("saved", step_of(result.path))
 
     def train(self, steps: int, every: int = 1) -> None:
-        """So many steps, each `every`-th saved."""
+        """Run `steps` steps and save each `every`-th."""
         for _ in range(steps):
             self.step()
             if self.driver.step % every == 0:
                 self.save()
 
     def everything(self) -> dict[str, Any]:
-        """All that a resume must bring back."""
+        """Return all state that a resume must restore."""
         carried = self.carried.held[0] if self.carried.held else {}
         return {
             "weight": self.role.weight.clone(),
@@ -299,7 +299,7 @@ def results_of(uid: int, step: int) -> list[RewardResult]:
 
 
 def tiny_config(folder: Path, **settings: Any) -> Config:
-    """A configuration of a run below `folder`, that keeps all and saves when it is told to."""
+    """Return the configuration of a run below `folder` that keeps all checkpoints and saves on request."""
     config = make_config(folder)
     config.checkpoint.max_to_keep = None
     config.trainer.save_freq = 1

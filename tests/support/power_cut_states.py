@@ -1,14 +1,12 @@
-"""States that a power cut may leave of recorded file operations, by what POSIX promises and no more.
+"""Generates the states that a power cut may leave of recorded file operations, by the guarantees of POSIX alone.
 
-- A file has the bytes of its last fsync. Each block of 4 KiB that was changed since is as it was, as it is now, or,
-  where it was cut off or did not exist, zeros; and the file may end anywhere between its least and its greatest length
-  since.
-- A directory has the names of its last fsync. Of the changes since (a name made, taken away, or given to another in one
-  piece by a rename) any may have happened and any other not, in whatever order they were made. A file's own fsync does
-  not make its name durable, nor does a directory's that of the directory.
+- A file has the bytes of its last fsync. Each 4 KiB block changed since has its old bytes, its new bytes, or zeros if
+  it was cut off or new. The file's length is anywhere between its smallest and largest length since.
+- A directory has the names of its last fsync. Any subset of the changes since (a name created, removed, or atomically
+  renamed) may have happened, in any order. Neither a file's nor a directory's own fsync makes its name durable.
 
-File systems leave less: ext4 (data=ordered, with delayed allocation) and XFS keep changes of names in order, and write
-a new size only after the data. What holds for the states here holds for theirs.
+File systems allow fewer states: ext4 (data=ordered, with delayed allocation) and XFS order changes of names, and write
+a new size only after the data. So checks of all states here cover them.
 """
 
 import random
@@ -20,22 +18,24 @@ from tests.support.recorded_files import Op
 
 BLOCK = 4096
 EXHAUSTIVE = 64
-"""As many states of one moment are all built; of more, some are drawn."""
+"""Up to this number all states of one point are built; otherwise some are drawn."""
 
 
 @dataclass(eq=False)
 class Change:
-    """A change of a directory: a name that `node` gets, and one that it loses; of a rename to another directory one for
-    each of the two, of an exchange one for each of the nodes, which happen in one piece."""
+    """A change of a directory: a name that `node` gets, and a name that it loses.
+
+    A rename between directories has one change for each, an exchange one for each node. Both happen atomically.
+    """
 
     node: "Node"
     given: str | None
     taken: str | None
     number: int
-    """Of the operation."""
+    """Number of the operation."""
     other: "tuple[Node, Change] | None" = None
     follows: bool = False
-    """Whether the other one decides for both."""
+    """Whether the other change decides for both."""
 
     @property
     def decides(self) -> "Change":
@@ -44,15 +44,15 @@ class Change:
 
 @dataclass(eq=False)
 class Node:
-    """A file or a directory: as it is, as it was synced, and what has happened since."""
+    """A file or a directory: its present state, its synced state, and the changes since."""
 
     is_dir: bool
     number: int = 0
-    """Of the operation that made it."""
+    """Number of the operation that created it."""
     content: bytes = b""
     synced: bytes = b""
     lengths: list[int] = field(default_factory=lambda: [0])
-    """Of a file since its last sync."""
+    """Lengths of a file since its last sync."""
     names: dict[str, "Node"] = field(default_factory=dict)
     durable: dict[str, "Node"] = field(default_factory=dict)
     pending: list[Change] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Node:
 
 
 Tree = dict[str, "bytes | Link | None"]
-"""Each path with the bytes of a file, None for a directory, or the path of a file whose other name it is."""
+"""Each path with a file's bytes, None for a directory, or a `Link`."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,13 @@ class Link:
 
 
 class Disk:
-    """The recorded folder, operation by operation.
-
-    `safe` names folders that lie on another machine, whose power does not fail: all that is done there stays done.
-    """
+    """The recorded folder, operation by operation. `safe` folders simulate a machine without power cut."""
 
     def __init__(self, safe: Sequence[str] = ()) -> None:
         self.root, self._safe, self._number = Node(is_dir=True), tuple(safe), 0
 
     def apply(self, op: Op) -> None:
-        """Do `op`."""
+        """Apply `op`."""
         self._number += 1
         if op.kind == "nothing":
             return
@@ -98,7 +95,7 @@ class Disk:
         self._change(parent, Node(True, self._number), name, None)
 
     def _do_write(self, op: Op, parent: Node, name: str) -> None:
-        if (node := parent.names.get(name)) is not None:  # else its name was taken away while it was open
+        if (node := parent.names.get(name)) is not None:  # else its name was removed while it was open
             content = node.content.ljust(op.offset, b"\0")
             node.content = content[: op.offset] + op.data + content[op.offset + len(op.data) :]
             node.lengths.append(len(node.content))
@@ -174,7 +171,7 @@ class Disk:
         return self._at(str(pure.parent)), pure.name
 
     def uncertain(self) -> tuple[list[Change], list[Node]]:
-        """Changes of names that may be lost, and files whose bytes may, as far as anything may lead there."""
+        """Return the changes of names that may be lost, and the reachable files whose bytes may be lost."""
         changes, files, seen, todo = list[Change](), list[Node](), set[int](), [self.root]
         while todo:
             node = todo.pop()
@@ -190,7 +187,7 @@ class Disk:
         return changes, files
 
     def tree(self, lost: Callable[[Change], bool], bytes_of: Callable[[Node], bytes]) -> Tree:
-        """What is there when `lost` changes are, and dirty files have `bytes_of` them."""
+        """Return the tree without the `lost` changes, in which dirty files contain `bytes_of` them."""
         tree: Tree = {}
         first: dict[int, str] = {}
 
@@ -202,7 +199,7 @@ class Disk:
             for name in sorted(names):
                 path, child = prefix + name, names[name]
                 if child.is_dir:
-                    # A directory has one name: of two that a lost change would leave it, the first.
+                    # A directory has one name: the first, if a lost change would leave it two.
                     if id(child) not in first:
                         first[id(child)] = path
                         tree[path] = None
@@ -228,7 +225,7 @@ def _make(names: dict[str, Node], change: Change) -> None:
 
 
 def torn(node: Node, rng: random.Random) -> bytes:
-    """The bytes of a dirty file, drawn."""
+    """Draw the bytes of a dirty file."""
     low, high = min([len(node.synced), *node.lengths]), max([len(node.synced), *node.lengths])
     cut = min(node.lengths)
     size = rng.choice((low, high, len(node.content), rng.randint(low, high)))
@@ -238,24 +235,21 @@ def torn(node: Node, rng: random.Random) -> bytes:
         new = node.content[start : start + BLOCK].ljust(BLOCK, b"\0")
         zero = bytes(BLOCK) if start + BLOCK > min(cut, len(node.synced)) else old
         if zero is not old and start < min(cut, len(node.synced)):
-            kept = min(cut, len(node.synced)) - start  # what was there and was never cut off stays
+            kept = min(cut, len(node.synced)) - start  # bytes never cut off stay
             zero = old[:kept].ljust(BLOCK, b"\0")
         found += rng.choice((old, new, zero))
     return bytes(found[:size])
 
 
 def extremes(node: Node) -> list[bytes]:
-    """The old bytes of a dirty file, the new ones, zeros, and half of the new ones, as far as they differ."""
+    """Return a dirty file's old bytes, new bytes, zeros and half of the new bytes, as far as they differ."""
     zeros = node.synced[: min([*node.lengths, len(node.synced)])].ljust(len(node.content), b"\0")
     half = (len(node.synced) + len(node.content)) // 2
     return list(dict.fromkeys([node.synced, node.content, zeros, node.content[:half]]))
 
 
 def states(disk: Disk, wanted: int, rng: random.Random) -> Iterator[Tree]:
-    """States of this moment: all when they are few, else the extreme ones first and then drawn ones, about `wanted`.
-
-    Some may be equal.
-    """
+    """Yield all states of this point if they are few, else about `wanted`: extremes, then draws, which may repeat."""
     changes, files = disk.uncertain()
     count = 2 ** len(changes) * 4 ** len(files)
     if count <= EXHAUSTIVE:
@@ -265,7 +259,7 @@ def states(disk: Disk, wanted: int, rng: random.Random) -> Iterator[Tree]:
     old = {id(node): node.synced for node in files}
     yield disk.tree(lambda change: False, lambda node: new[id(node)])
     yield disk.tree(lambda change: True, lambda node: old[id(node)])
-    # Names are there and bytes are not, and the other way round.
+    # Names without bytes, and the reverse.
     zeros = {id(node): extremes(node)[-2] for node in files}
     yield disk.tree(lambda change: False, lambda node: old[id(node)])
     yield disk.tree(lambda change: False, lambda node: zeros[id(node)])
@@ -300,15 +294,14 @@ def _all(disk: Disk, changes: list[Change], files: list[Node]) -> Iterator[Tree]
 
 
 class Shelf:
-    """Builds states in a folder; files of one content are names of one file on the `shelf` where nothing may change
-    them."""
+    """Builds states in a folder. Unchanging files with equal content are hard links to one file on the `shelf`."""
 
     def __init__(self, shelf: Path) -> None:
         self.folder, self._known = shelf, dict[bytes, str]()
         shelf.mkdir(parents=True)
 
     def build(self, tree: Tree, root: Path, unchanging: Callable[[str], bool]) -> None:
-        """Make `tree` in the new folder `root`; files whose path is `unchanging` must not be written to."""
+        """Build `tree` in the new folder `root`. No process may write to files with `unchanging` paths."""
         root.mkdir()
         for path, content in tree.items():
             target = root / path
@@ -329,5 +322,5 @@ class Shelf:
         return self._known[content]
 
     def changed(self) -> list[str]:
-        """Files that were written to although they must not be."""
+        """Return unchanging files that a process has changed."""
         return [path for content, path in self._known.items() if Path(path).read_bytes() != content]

@@ -1,8 +1,7 @@
-"""Record of what happens to files below a folder: every write, truncation, sync, and change of a name, in order.
+"""Records changes of files below a folder: every write, truncation, sync, and change of a name, in order.
 
-The calls of `os` and `io` that files are changed by are replaced while it records. Python's own audit events say
-whether one went another way; what was written by another way shows in the end, when the record is compared with the
-folder byte for byte.
+The recorder replaces the calls of `os` and `io` that change files. Python's audit events reveal changes by other calls,
+and a final comparison of record and folder, byte for byte, reveals writes by other calls.
 """
 
 import builtins
@@ -26,7 +25,7 @@ HOUSE = str(Path(rlhf.__file__).parent)
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 Site = tuple[str, int, int]
-"""A call in the code: the file below `rlhf/`, line and column."""
+"""A call in the code: file below `rlhf/`, line and column."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Op:
     """One change: `kind` is create, write, truncate, sync, sync_dir, mkdir, rename, exchange, link, unlink or
     rmdir.
 
-    Paths are relative to the recorded folder. `offset` is where `data` was written, or the size that a file was cut
-    to. `sites` are the calls of a sync that are on the stack, the innermost first.
+    Paths are relative to the recorded folder. `offset` is the position of `data`, or the new size of a truncated file.
+    `sites` are the calls on the stack of a sync, innermost first.
     """
 
     kind: str
@@ -47,17 +46,17 @@ class Op:
 
 
 class Recorder:
-    """The operations below `root`, made of absolute names without links."""
+    """Records the operations below `root`, an absolute path without links."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.ops = str(root), list[Op]()
         self.missed: list[str] = []
-        """Changes that Python reports and that were not recorded."""
+        """Changes in Python's audit events that were not recorded."""
         self.lock = threading.RLock()
         self.inside = threading.local()
 
     def below(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """`path` relative to the folder; None for one that lies elsewhere."""
+        """Return `path` relative to the folder, or None if it is outside."""
         if isinstance(path, int):
             full = str(Path(f"/proc/self/fd/{path}").readlink())
         else:
@@ -70,7 +69,7 @@ class Recorder:
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """A call and its record in one piece, so that the record has the order of the calls."""
+        """Keep a call and its record together, so that the record has the order of the calls."""
         with self.lock:
             self.inside.depth = getattr(self.inside, "depth", 0) + 1
             try:
@@ -79,7 +78,7 @@ class Recorder:
                 self.inside.depth -= 1
 
     def heard(self, event: str, arguments: tuple) -> None:
-        """An audit event of any thread."""
+        """Handle an audit event of any thread."""
         if getattr(self.inside, "depth", 0):
             return
         if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & WRITES):
@@ -108,7 +107,7 @@ def _position(code: CodeType, instruction: int) -> tuple[int, int]:
 
 
 class _RecordedRaw(io.FileIO):
-    """A file that is open for writing."""
+    """A file open for writing."""
 
     recorder: Recorder
 
@@ -138,7 +137,7 @@ REPLACED += ("pwrite", "write", "ftruncate", "fsync", "fdatasync")
 
 
 class _Replacements:
-    """What to call instead of functions of `os`."""
+    """Replacements of functions of `os`."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._real = recorder, {name: getattr(os, name) for name in REPLACED}
@@ -224,7 +223,7 @@ def _note_opened(recorder: Recorder, relative: str, fresh: bool, cut: bool) -> N
 
 
 def _opener(recorder: Recorder) -> Callable[..., Any]:
-    """What to call instead of the built-in `open`."""
+    """Return the replacement of the built-in `open`."""
     real = io.open
 
     def opened(
@@ -244,7 +243,7 @@ def _opener(recorder: Recorder) -> Callable[..., Any]:
             fresh = not os.path.lexists(f"{recorder.root}/{relative}")
             raw = _RecordedRaw(file, mode.replace("b", "").replace("t", ""), closefd, opener)
             raw.recorder, raw._append = recorder, "a" in mode
-            if not isinstance(file, int):  # that was noted when it was opened
+            if not isinstance(file, int):  # a descriptor was noted when it was opened
                 _note_opened(recorder, relative, fresh, "w" in mode)
         if "b" in mode and buffering == 0:
             return raw
@@ -255,7 +254,7 @@ def _opener(recorder: Recorder) -> Callable[..., Any]:
 
 
 def _swapper(recorder: Recorder) -> Callable[[str, str], int]:
-    """What to call instead of the house's function that exchanges two names."""
+    """Return the replacement of the function that exchanges two names."""
     real = files._swap
 
     def swap(path: str, other: str) -> int:
@@ -286,9 +285,9 @@ _hooked: list[bool] = []
 
 @contextmanager
 def recording(root: Path) -> Iterator[Recorder]:
-    """Record what happens below `root`, which exists, in all threads of this process."""
+    """Record the changes below the existing folder `root` in all threads of this process."""
     if not _hooked:
-        sys.addaudithook(_hook)  # for good: Python knows no way to take one back
+        sys.addaudithook(_hook)  # permanent: Python cannot remove an audit hook
         _hooked.append(True)
     recorder = Recorder(root.resolve())
     kept = {name: getattr(os, name) for name in REPLACED}, io.open, files._swap

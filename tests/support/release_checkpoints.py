@@ -1,10 +1,10 @@
-"""Makes the runs that a release leaves for later ones to resume: `python -m tests.support.release_checkpoints`, once
-per release, on the commit of the release.
+"""Makes a release's runs for later releases to resume: run `python -m tests.support.release_checkpoints` once per
+release, on the commit of the release.
 
-Writes `tests/data/releases/VERSION.tar.gz` with the policy, the prompts and the reward that the runs read; the run
-directory of each of `RUNS` as a SIGKILL left it in the step after its only checkpoint; and `expected.json` with what a
-resume restored on that commit (see `restored_state`), what the resumed run ended with, and the place (see `digests`).
-Before it writes anything it compares each resumed run with one that nothing disturbed.
+Writes `tests/data/releases/VERSION.tar.gz` with the policy, prompts and reward of the runs; the run directory of each
+of `RUNS` as a SIGKILL left it in the step after its only checkpoint; and `expected.json` with the state that a resume
+restored on that commit (see `restored_state`), the resumed run's end, and the place (see `digests`). First it compares
+each resumed run with an undisturbed run.
 
 All paths in the stored settings are relative, so a copy of the folder resumes anywhere from inside.
 """
@@ -34,7 +34,7 @@ from tests.support.restored_state import environment, recorded
 
 RELEASES = ROOT / "tests" / "data" / "releases"
 SAVED, STEPS = 2, 4
-"""The step of the checkpoint, and of the end of the run."""
+"""Step of the checkpoint, and last step of the run."""
 LORA = ("model.lora.enabled=true", "model.lora.rank=2", "model.lora.alpha=4", "actor.optim.lr=0.02")
 ZERO2 = ("backend=deepspeed", "backend.zero_stage=2")
 REWARD = '''"""Reward of the runs: the share of different letters in the response."""
@@ -47,7 +47,7 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: di
 
 @dataclass(frozen=True)
 class Run:
-    """Settings of a run beside those of `command`, and its number of ranks."""
+    """A run's settings besides `command`'s, and its number of ranks."""
 
     settings: tuple[str, ...]
     nproc: int = 2
@@ -60,8 +60,8 @@ RUNS = {
     "fsdp2_lora": Run(LORA),
     "zero2": Run(("algorithm=ppo", "critic.optim.lr=1e-2", "algorithm.kl_ctrl.type=adaptive", *ZERO2)),
     "zero2_lora": Run((*LORA, *ZERO2)),
-    # More prompts per generation than a batch takes, so that groups are carried over, and too few for the next batch,
-    # so that the step of the kill generates, too.
+    # Prompts per generation exceed a batch, so that groups are carried over, but are too few for the next batch, so
+    # that the step of the kill generates, too.
     "dapo": Run(
         (
             "algorithm=dapo",
@@ -74,7 +74,7 @@ RUNS = {
 
 
 def command(name: str) -> list[str]:
-    """The settings of a run, which starts in the folder that its files lie in."""
+    """Return the settings of a run, which starts in the folder of its files."""
     run = RUNS[name]
     return [
         "recipes=null",
@@ -85,7 +85,7 @@ def command(name: str) -> list[str]:
         "trainer.device=cpu",
         "trainer.threads_per_rank=1",
         f"trainer.nproc={run.nproc}",
-        # A kill then finds the same steps on the disk however slow the machine is.
+        # So a kill leaves the same steps on disk, however slow the machine is.
         "checkpoint.async_save=false",
         "model.path=policy",
         "data.train_files=sums.jsonl",
@@ -102,7 +102,7 @@ def command(name: str) -> list[str]:
 
 
 def make(folder: Path) -> dict[str, Any]:
-    """Make the files and all runs in `folder`; returns `expected.json`."""
+    """Make the files and all runs in `folder`; return the content of `expected.json`."""
     make_policy(folder / "policy")
     write_sums(folder / "sums.jsonl")
     (folder / "reward.py").write_text(REWARD)
@@ -110,7 +110,7 @@ def make(folder: Path) -> dict[str, Any]:
 
 
 def make_policy(folder: Path) -> None:
-    """A random policy of 13 thousand weights with the bundled policy's tokenizer."""
+    """Save a random policy of 13 thousand weights with the bundled policy's tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
     torch.manual_seed(1)
     config = LlamaConfig(
@@ -134,7 +134,7 @@ def make_policy(folder: Path) -> None:
 
 
 def make_run(folder: Path, name: str) -> dict[str, Any]:
-    """Leave the killed run in `folder`/runs/rlhf/`name`; returns what its resume restores and ends with."""
+    """Leave the killed run in `folder`/runs/rlhf/`name`; return its resume's restored state and end."""
     with tempfile.TemporaryDirectory() as scratch:
         calm, resumed = (Path(scratch, state) for state in ("calm", "resumed"))
         copy_files(folder, calm)
@@ -165,12 +165,12 @@ def make_run(folder: Path, name: str) -> dict[str, Any]:
 
 
 def run_dir(folder: Path, name: str) -> Path:
-    """The directory of a run whose files lie in `folder`."""
+    """Return the directory of a run with files in `folder`."""
     return folder / "runs" / "rlhf" / name
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy what the runs read, without the runs."""
+    """Copy the runs' input files."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("runs", "__pycache__"))
 
 
@@ -180,8 +180,7 @@ def _train(folder: Path, name: str, variables: dict[str, str] | None = None, cod
 
 
 def pack(folder: Path, target: Path) -> None:
-    """Write everything below `folder`, but what names this machine or its processes, to a tar.gz of the same bytes each
-    time."""
+    """Write `folder` to a tar.gz with reproducible bytes, without files that name this machine or its processes."""
     packed = BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for path in sorted(folder.rglob("*")):
@@ -197,20 +196,19 @@ def pack(folder: Path, target: Path) -> None:
 
 
 def unpack(release: str, folder: Path) -> dict[str, Any]:
-    """Put the files of `release` in `folder`; returns `expected.json`."""
+    """Unpack the files of `release` in `folder`; return the content of `expected.json`."""
     with tarfile.open(RELEASES / f"{release}.tar.gz") as tar:
         tar.extractall(folder, filter="data")
     return json.loads((folder / "expected.json").read_text())
 
 
 def releases() -> Sequence[str]:
-    """The releases whose runs are in the tests, oldest first."""
+    """Return the releases with runs in the tests, oldest first."""
     names = [path.name.removesuffix(".tar.gz") for path in RELEASES.glob("*.tar.gz")]
     return sorted(names, key=lambda name: [int(part) for part in name.split(".")])
 
 
 def main() -> None:
-    """Make the archive of this commit's release."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "runs_of_a_release")
         folder.mkdir()

@@ -1,5 +1,4 @@
-"""Shared parts of the tests of remote copies: a run with checkpoints, and a remote that fails, hangs, dies or kills
-when told to."""
+"""Shares parts of remote-copy tests: a run with checkpoints, and a remote that fails, hangs, dies or kills on cue."""
 
 import errno
 import functools
@@ -33,13 +32,13 @@ _seen = 0
 
 
 class Weather:
-    """What the next calls of the faulty remote meet; shared by all its instances of this process."""
+    """Faults of the next calls to the faulty remote, shared by all its instances in this process."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
-        """Every call so far: its name and path."""
+        """Name and path of every call."""
         self.before: Callable[[int, str, str], None] = lambda number, call, path: None
-        """Called with the number from 1, the name and the path of a call before it; what it raises, the call raises."""
+        """Called before each call with its number (from 1), name and path; the call raises its exceptions."""
         self._lock = threading.Lock()
 
     def meet(self, call: str, path: str) -> None:
@@ -56,7 +55,7 @@ class Weather:
         self.before = before
 
     def kill_at(self, n: int, call: str | None = None) -> None:
-        """SIGKILL this process at the `n`th call (of that name)."""
+        """SIGKILL this process at the `n`th call (named `call`)."""
 
         def before(number: int, name: str, path: str) -> None:
             seen = number if call is None else sum(1 for made, _ in self.calls if made == call)
@@ -79,7 +78,7 @@ LOCAL = LocalFileSystem()
 
 
 class FaultyFileSystem(LocalFileSystem):
-    """A local folder behind bad weather."""
+    """A local folder with the faults of `Weather`."""
 
     protocol = "faulty"
 
@@ -102,7 +101,7 @@ class FaultyFileSystem(LocalFileSystem):
         LOCAL.rm_file(path)
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """One file after another, as an object store does; each is a call."""
+        """Delete one file per call, like an object store."""
         WEATHER.meet("rm", path)
         for name in LOCAL.find(path):
             self.rm_file(name)
@@ -113,7 +112,7 @@ fsspec.register_implementation("faulty", FaultyFileSystem)
 
 
 def make_run(folder: Path, *steps: int, remote: str, run_id: str = "run-a") -> Config:
-    """A run directory below `folder` with checkpoints of `steps`, their history and an identity."""
+    """Make a run directory below `folder` with checkpoints of `steps`, history and identity."""
     config = make_config(folder)
     config.checkpoint.remote = remote
     config.checkpoint.max_to_keep = None
@@ -131,7 +130,7 @@ def _originals() -> tempfile.TemporaryDirectory:
 
 @functools.cache
 def _saved(steps: tuple[int, ...]) -> Path:
-    """A directory with checkpoints of `steps` and their history, made once in this process; to be copied."""
+    """Return a cached directory with checkpoints of `steps` and history, to be copied."""
     config = make_config(Path(_originals().name, "-".join(map(str, steps))))
     config.checkpoint.max_to_keep = None
     config.run_dir.mkdir(parents=True)
@@ -145,7 +144,7 @@ def identify(config: Config, run_id: str, **more: str) -> None:
 
 
 def save(config: Config, *steps: int) -> None:
-    """Record and save steps, each with state of its own."""
+    """Record and save steps, each with different state."""
     history = config.run_dir / HISTORY
     for step in steps:
         known = len(history.read_text().splitlines()) if history.exists() else 0
@@ -157,14 +156,14 @@ def save(config: Config, *steps: int) -> None:
 
 
 def copy_all(config: Config, *, deadline_s: float = DEADLINE_S) -> list[int]:
-    """One start of the copies to its end; returns the steps that it did not copy."""
+    """Copy all checkpoints in one start; return the steps not copied."""
     copies = remote_copies(config)
     copies.start()
     return copies.finish(deadline_s)
 
 
 def on_empty_disk(config: Config, folder: Path) -> Config:
-    """The same run on another machine."""
+    """Return the configuration of the same run on another machine."""
     other = make_config(folder)
     other.checkpoint.remote = config.checkpoint.remote
     other.checkpoint.async_save = False
@@ -172,7 +171,7 @@ def on_empty_disk(config: Config, folder: Path) -> Config:
 
 
 def start_there(config: Config, source: Path | None = None) -> int | None:
-    """What a start does before the ranks: restore, identity, claim. Returns the step that was restored."""
+    """Run a start up to the ranks (restore, identity, claim); return the restored step."""
     store = remote_store(config)
     step = restore(store, config, source)
     if not (config.run_dir / RUN_FILE).exists():
@@ -186,14 +185,14 @@ def patient() -> Retries:
 
 
 def complete_steps(config: Config) -> list[int]:
-    """The steps with a valid manifest in the remote folder."""
+    """Return the steps with a valid manifest in the remote folder."""
     store = remote_store(config)
     return [step for step in store.steps() if store.copy(step) is not None]
 
 
 def kill_once_copied(copy: Path, event: str, number: int) -> dict[str, str]:
-    """The environment that kills the supervisor and so the ranks at the `number`th `event`, where it waits until `copy`
-    is complete."""
+    """Return the environment in which the `number`th `event` waits until `copy` is complete, then kills the
+    supervisor and with it the ranks."""
     return {
         LISTENER_VARIABLE: f"{__name__}:on_event",
         KILL_VARIABLE: json.dumps({"copy": str(copy), "event": event, "number": number}),
@@ -201,7 +200,7 @@ def kill_once_copied(copy: Path, event: str, number: int) -> dict[str, str]:
 
 
 def on_event(event: str) -> None:
-    """The listener in the ranks."""
+    """Listen to events in the ranks."""
     global _seen
     plan = json.loads(os.environ[KILL_VARIABLE])
     if event != plan["event"]:

@@ -1,10 +1,8 @@
-"""Ranks as threads of one process, for tests of what ranks agree on: a rank starts in microseconds, and all of it is in
-one place.
+"""Runs ranks as threads of one process, which start in microseconds, for tests of agreement between ranks.
 
-What travels is pickled and unpickled on the way, arguments and results included, with the deadlines and the errors of
-the real ranks. All that belongs to a process is everyone's here: the generators of random numbers, limits, the
-environment, what a test patches. A rank that dies cannot be stopped in the middle of a line. Tests of such things start
-processes (`checkpoints.run_ranks`).
+Messages, arguments and results are pickled, with the deadlines and errors of real ranks. The threads share the state of
+a process: random generators, limits, the environment, a test's patches. A rank cannot die in the middle of a line.
+Tests that depend on separate processes use `checkpoints.run_ranks`.
 """
 
 import logging
@@ -33,29 +31,29 @@ from rlhf.ranks.transport import LostPeer
 
 TIMEOUT = timedelta(seconds=60)
 DEADLINE_S = 90.0
-# What a rank leaves running when it ends, such as a deletion, ends soon after it.
+# Threads that a rank leaves running at its end, such as deletions, end soon after.
 LINGER_S = 30.0
 
 
 class RankDied(BaseException):
-    """The end of a rank that died: raised in each of its threads at its next call."""
+    """Ends a dead rank: raised in each of its threads at the thread's next call."""
 
 
 class _World:
-    """What the ranks of one run share: all that was sent and not yet received, and who is dead."""
+    """Shared state of a run's ranks: messages sent but not received, and dead ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
         self.dead: set[int] = set()
         self.groups = [0] * size
-        """How many groups each rank has joined; all join the same ones in the same order."""
+        """Number of groups that each rank has joined; all ranks join the same groups in the same order."""
         self.calls: defaultdict[tuple[int, int], dict[int, tuple[str, bytes]]] = defaultdict(dict)
-        """Of each group's call the message of each rank that has come to it."""
+        """Messages by group and call, then by rank."""
         self.passed: defaultdict[int, list[int]] = defaultdict(lambda: [0] * size)
-        """How many calls of each group each rank has behind it."""
+        """Number of calls that each rank has finished, by group."""
         self.blocks: defaultdict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
-        """Of each group what one rank has sent another."""
+        """Tensors by group, sender and receiver."""
 
     def join(self, rank: int, timeout: timedelta) -> "ThreadTransport":
         with self.changed:
@@ -70,7 +68,7 @@ class _World:
 
 
 class ThreadTransport:
-    """Transport between the threads of one process."""
+    """Transports messages between threads of one process."""
 
     def __init__(self, world: _World, rank: int, group: int, timeout: timedelta) -> None:
         self.rank, self.world_size = rank, world.size
@@ -123,7 +121,7 @@ class ThreadTransport:
         block.copy_(received)
 
     def _meet(self, kind: str, message: bytes, sources: Collection[int]) -> list[bytes]:
-        """Leave a message at this call; those of the ranks `sources`, once they are there."""
+        """Send a message in this call, wait for the messages of the ranks `sources`, and return them."""
         world, number = self._world, self._call
         self._call += 1
         with world.changed:
@@ -140,8 +138,7 @@ class ThreadTransport:
         return [here[rank][1] for rank in sources]
 
     def _wait_for(self, missing: Callable[[], Collection[int]]) -> None:
-        """Wait until no rank is `missing` any more; raises LostPeer when one of them is dead or lets the deadline
-        pass."""
+        """Wait until no rank is `missing`. Raises LostPeer if a missing rank is dead or exceeds the deadline."""
         end = time.monotonic() + self._timeout.total_seconds()
         while ranks := missing():
             self._raise_if_dead()
@@ -157,7 +154,7 @@ class ThreadTransport:
 
 
 class _Rank:
-    """One rank of a world, known to every thread that it starts."""
+    """One rank of a world, visible to every thread that the rank starts."""
 
     def __init__(self, world: _World, number: int) -> None:
         self.world, self.number = world, number
@@ -169,31 +166,31 @@ def _here() -> _Rank | None:
 
 
 def this_rank() -> int | None:
-    """The rank that the current thread belongs to; None in a process of one rank."""
+    """Return the rank of the current thread, or None in a process of one rank."""
     here = _here()
     return None if here is None else here.number
 
 
 def in_front() -> bool:
-    """Whether this is the thread that a rank trains in, and not one that it has started."""
+    """Return whether this is a rank's main thread, not a thread that the rank started."""
     thread = threading.current_thread()
     return isinstance(thread, _RankThread) or thread is threading.main_thread()
 
 
 def make_coordinator() -> Coordinator:
-    """The coordinator of this rank: of threads in a thread, over gloo in a process of its own. Collective."""
+    """Return this rank's coordinator, over threads in a thread and over gloo in a process. Collective."""
     here = _here()
     return Coordinator(GlooTransport()) if here is None else Coordinator(here.world.join(here.number, TIMEOUT))
 
 
 def subscribe(listener: Listener) -> None:
-    """Call `listener` at every later event of this rank, in whichever of its threads, until it ends."""
+    """Call `listener` at every later event of this rank, in all its threads, until the rank ends."""
     mine = this_rank()
     events.subscribe(lambda event: listener(event) if this_rank() == mine else None)
 
 
 def messages(level: int = logging.INFO) -> list[str]:
-    """What this rank logs from now on, until it ends."""
+    """Collect this rank's log messages from now on until the rank ends."""
     mine, said = this_rank(), list[str]()
     handler = logging.Handler(level)
     handler.addFilter(lambda record: this_rank() == mine)
@@ -204,7 +201,7 @@ def messages(level: int = logging.INFO) -> list[str]:
 
 @contextmanager
 def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Let this rank, and no other, call `replacement` for `owner.name`. One rank at a time can do so."""
+    """Replace `owner.name` by `replacement` for this rank only. One rank at a time may replace a name."""
     mine, original = this_rank(), getattr(owner, name)
 
     def either(*arguments: Any, **named: Any) -> Any:
@@ -218,7 +215,7 @@ def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator
 
 
 def die() -> NoReturn:
-    """End this rank at once, without a word to its peers."""
+    """End this rank at once without notice to its peers."""
     here = _here()
     if here is None:
         os._exit(9)
@@ -227,7 +224,7 @@ def die() -> NoReturn:
 
 
 class _RankThread(threading.Thread):
-    """Runs `function` as one rank. `outcome` is the pickled pair of an error's traceback and what it returned."""
+    """Runs `function` as one rank. `outcome` is the pickled pair of an error's traceback and the result."""
 
     def __init__(self, rank: _Rank, function: Callable[..., Any], arguments: bytes) -> None:
         super().__init__(name=f"rank {rank.number}", daemon=True)
@@ -249,7 +246,7 @@ class _RankThread(threading.Thread):
 
 @contextmanager
 def _as_of_processes() -> Iterator[None]:
-    """What ranks change in their process is undone, and a thread that a rank starts is the rank's."""
+    """Undo ranks' changes of the process, and assign each new thread to the rank that starts it."""
     log, start = logging.getLogger("rlhf"), threading.Thread.start
     listeners, handlers, generators = list(events._listeners), list(log.handlers), rng_state()
 
@@ -271,9 +268,9 @@ def _as_of_processes() -> Iterator[None]:
 def run_thread_ranks(
     world_size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = DEADLINE_S
 ) -> list[Any]:
-    """`function(rank, *arguments)` in `world_size` threads; what each returned, "died" for one that has called `die`.
+    """Run `function(rank, *arguments)` in `world_size` threads; return each result, or "died" after `die`.
 
-    Fails when one raises, when one is still there after `deadline_s`, or when one leaves a thread running.
+    Fails if a rank raises, exceeds `deadline_s` or leaves a thread running.
     """
     world = _World(world_size)
     ranks = [_Rank(world, number) for number in range(world_size)]
@@ -295,7 +292,7 @@ def run_thread_ranks(
 
 
 def _wait_for_all(world: _World, threads: Sequence[_RankThread], deadline_s: float) -> None:
-    """Return when all have ended, raise when one has failed."""
+    """Wait for all threads, and raise if a thread fails."""
     end, left = time.monotonic() + deadline_s, list(threads)
     with world.changed:
         while left:

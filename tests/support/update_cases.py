@@ -1,4 +1,4 @@
-"""One update of an actor or a critic on this process group: cases of settings, the batch, and what comes of it."""
+"""Runs one update of an actor or a critic on this process group, for cases of settings and batches."""
 
 import functools
 from dataclasses import replace
@@ -50,8 +50,7 @@ from tests.support.tiny_updates import (
 
 GROUP, PROMPTS, TOTAL_STEPS = 2, 12, 10
 CPU = torch.device("cpu")
-# An epsilon far above rounding noise: with a tiny one AdamW makes steps of full size out of gradients that are only
-# noise.
+# Epsilon is far above rounding noise: with a tiny epsilon AdamW takes full steps along gradients that are only noise.
 OPTIM = OptimConfig(
     lr=0.02, eps=1e-2, betas=[0.9, 0.99], weight_decay=0.1, lr_scheduler_type="cosine", lr_warmup_steps=2
 )
@@ -178,7 +177,7 @@ ENTROPY_CASES: dict[str, tuple[int, Config]] = {
         ),
     ),
 }
-# Without a correction for every sample, those that are older than the policy are weighed.
+# Without a correction of all samples, only samples older than the policy are weighted.
 OLDER_CASES: dict[str, tuple[int, Config]] = {
     "older_samples": (2, actor_case(ppo_epochs=2, clip_ratio_high=0.28)),
     "older_samples_one_look": (1, actor_case(loss_agg_mode="seq-mean-token-mean")),
@@ -186,7 +185,7 @@ OLDER_CASES: dict[str, tuple[int, Config]] = {
 SHUFFLED_CASES: dict[str, tuple[int, Config]] = {
     "shuffled_mini_batches": (3, actor_case(ppo_epochs=2, shuffle=True, use_kl_loss=True, kl_loss_coef=0.3)),
 }
-# The others have a head that is the embedding.
+# Other cases tie the head to the embedding.
 OWN_HEAD_CASES: dict[str, tuple[int, Config]] = {
     "head_of_its_own_soft_capped": (2, actor_case(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.1)),
 }
@@ -208,14 +207,14 @@ OBSERVING_CASES = {
     "clip_cov_icepop_rejected_tokens",
     "critic_seq-mean-token-mean",
 }
-# The others leave norms and biases without weight decay.
+# Other cases do not decay norms and biases.
 ALL_DECAYED_CASES = {"token-mean_k3_clipped_norm", "critic_seq-mean-token-mean"}
-# In the others every optimizer step has a rate of its own.
+# In other cases every optimizer step has its own learning rate.
 BY_TRAINING_STEPS_CASES = {"cispo_sequence_correction_norm", "critic_clipped_values"}
 
 
 def with_optim(case: str, config: Config, **settings: Any) -> Config:
-    """`config` of a case with its optimizer and `settings`, in both roles."""
+    """Return `config` with the case's optimizer and `settings` in both roles."""
     interval = "training_step" if case in BY_TRAINING_STEPS_CASES else "optimizer_step"
     decays = case in ALL_DECAYED_CASES
     settings["optim"] = replace(OPTIM, decay_norm_and_bias=decays, lr_scheduler_interval=interval)
@@ -224,8 +223,10 @@ def with_optim(case: str, config: Config, **settings: Any) -> Config:
 
 @functools.cache
 def whole_batch(dtype: torch.dtype) -> EveryBatch:
-    """Random samples, as if drawn by an engine whose log-probs are near the policy's; the same in every process. In
-    `dtype`, which is the default one."""
+    """Return random samples, equal in every process, with engine log-probs close to the policy's.
+
+    `dtype` must be torch's default type.
+    """
     batch, policy = random_batch(seed=11, samples=PROMPTS * GROUP), tiny_qwen2()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -236,15 +237,14 @@ def whole_batch(dtype: torch.dtype) -> EveryBatch:
 
 
 def batch_of(case: str) -> EveryBatch:
-    """The batch of a case: in those about older samples every third is one step old, in some the policy did not write
-    all tokens."""
+    """Return the batch of a case. Some cases have samples that are one step old (every third) or observations."""
     batch = whole_batch(torch.get_default_dtype())
     batch = with_observations(batch) if case in OBSERVING_CASES else batch
     return replace(batch, staleness=(torch.arange(len(batch)) % 3 == 0).long()) if case in OLDER_CASES else batch
 
 
 def start_policies(case: str) -> tuple[Any, Any]:
-    """The policy and a reference that is near it, so that no bound of the KL estimate is reached."""
+    """Return the policy and a reference that is close enough not to reach the bounds of the KL estimate."""
     make = tiny_gemma2 if case in OWN_HEAD_CASES else tiny_qwen2
     policy, reference = make(), make()
     torch.manual_seed(1)
@@ -255,7 +255,7 @@ def start_policies(case: str) -> tuple[Any, Any]:
 
 
 def share(batch: EveryBatch, mini_batches: int, way: str) -> tuple[EveryBatch, SampleBalance]:
-    """This rank's rows, and those of all: dealt by `plan`, or `lone`, all of a mini-batch on one rank."""
+    """Return this rank's rows and the balance of all: by `plan`, or `lone` with each mini-batch on one rank."""
     ranks, size = dist.get_world_size(), len(batch) // mini_batches
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
     rows = range(len(batch))
@@ -268,7 +268,7 @@ def share(batch: EveryBatch, mini_batches: int, way: str) -> tuple[EveryBatch, S
 
 
 def shuffled(batch: EveryBatch, mini_batches: int) -> tuple[EveryBatch, SampleBalance, Shuffle | None]:
-    """This rank's rows of the first epoch, and those of all, where the first rank has generated everything."""
+    """Return this rank's rows of the first epoch and the balance of all, when rank 0 generated all samples."""
     coordinator = Coordinator(GlooTransport())
     rows = list(range(len(batch))) if coordinator.is_leader else []
     home = batch.select(torch.tensor(rows, dtype=torch.int64))
@@ -278,7 +278,7 @@ def shuffled(batch: EveryBatch, mini_batches: int) -> tuple[EveryBatch, SampleBa
 
 
 def padded(batch: EveryBatch, columns: int) -> EveryBatch:
-    """Wider tensors, with something in the padding that must not be read."""
+    """Widen the tensors with padding whose values must not be read."""
 
     def pad(tensor: Tensor | None, value: float) -> Tensor:
         assert tensor is not None
@@ -310,7 +310,7 @@ def engine(model: Any, config: ActorConfig | CriticConfig, backend: BackendConfi
 def prepared_actor(
     case: str, config: Config, backend: BackendConfig, batch: EveryBatch, held: SampleBalance, *, packed: bool
 ) -> Actor:
-    """The actor of a case; the log-probs that its update needs are added to `batch`. Collective."""
+    """Build the actor of a case, and add the log-probs for its update to `batch`. Collective."""
     mini_batches, budget = CASES[case][0], config.actor.ppo_max_token_len_per_gpu
     policy, frozen = start_policies(case)
     actor = Actor(
@@ -341,7 +341,7 @@ def prepared_actor(
 def prepared_critic(
     config: Config, backend: BackendConfig, batch: EveryBatch, held: SampleBalance, *, packed: bool
 ) -> Critic:
-    """The critic of a case; its values are added to `batch`. Collective."""
+    """Build the critic of a case, and add its values to `batch`. Collective."""
     model = engine(tiny_value_model(), config.critic, backend)
     if packed:
         pack(model.module)
@@ -355,8 +355,10 @@ def prepared_critic(
 def run_update(
     case: str, budget: int, extra_columns: int, way: str = "plan", backend: BackendConfig | None = None
 ) -> dict[str, Any]:
-    """Weights, gradients of every optimizer step (FSDP2's only), metrics and reported micro-batches (done, of how many)
-    of one update on this process group. Sequences are packed, with extra columns padded."""
+    """Run one update with packed sequences on this process group. Extra columns are padding.
+
+    Returns weights, gradients of every optimizer step (FSDP2 only), metrics and reported micro-batches (done, total).
+    """
     backend, packed = backend or BackendConfig(), not extra_columns
     mini_batches, config = CASES[case]
     config = with_optim(case, config, ppo_max_token_len_per_gpu=budget)
