@@ -1,5 +1,4 @@
-"""Checkpoints that DeepSpeed's own engine saves, on real ranks: every stage and precision, tied embeddings, frozen
-parameters."""
+"""Saves checkpoints with DeepSpeed's engine on real ranks: all stages and precisions, tied embeddings, frozen parts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.support.tiny_models import tiny_config
 STEPS = 2
 NO_CLIPPING = 1e9
 FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.norm.weight")
-# A Llama with parameters of odd sizes, which no number of ranks divides.
+# A Llama with odd parameter sizes, which no number of ranks divides.
 SETTINGS: dict[str, dict[str, int]] = {
     "llama": {"hidden_size": 15, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4},
     "qwen2": {},
@@ -26,14 +25,14 @@ GROUPED = {"round_robin_gradients": True, "contiguous_gradients": True, "sub_gro
 
 @dataclass(frozen=True)
 class Saved:
-    """What a folder was saved from."""
+    """Settings of a saved folder."""
 
     stage: int
     architecture: str = "llama"
     bfloat16: bool = False
     frozen: bool = False
     grouped: bool = False
-    """Two groups of parameters, several partitions of each."""
+    """Whether there are two parameter groups with several partitions each."""
 
 
 SAVES = {
@@ -55,7 +54,6 @@ def save_all(rank: int, folder: str, kinds: list[str]) -> None:
 
 
 def save(folder: Path, saved: Saved) -> None:
-    """Train and save one of them."""
     engine = start_engine(saved)
     for step in range(STEPS):
         engine.backward(engine(input_ids=batch(step), labels=batch(step), use_cache=False).loss)
@@ -64,12 +62,12 @@ def save(folder: Path, saved: Saved) -> None:
 
 
 def batch(step: int) -> Tensor:
-    """Tokens of a step, [2, 7], the same on every rank."""
+    """Return a step's tokens, [2, 7], the same on every rank."""
     return torch.randint(0, 512, (2, 7), generator=torch.Generator().manual_seed(step))
 
 
 def train_plainly(saved: Saved) -> dict[str, Tensor]:
-    """Float32 weights and moments that torch alone comes to, without ranks: what a save has, up to rounding."""
+    """Train with torch on one rank; return float32 weights and moments, which equal a save's up to rounding."""
     model, optimizer = model_and_optimizer(saved)
     for step in range(STEPS):
         model(input_ids=batch(step), labels=batch(step), use_cache=False).loss.backward()
@@ -82,7 +80,7 @@ def train_plainly(saved: Saved) -> dict[str, Tensor]:
 
 
 def start_engine(saved: Saved) -> Any:
-    """DeepSpeed's engine with the model of one of them."""
+    """Start DeepSpeed's engine with the model of `saved`."""
     deepspeed = import_deepspeed(torch.device("cpu"))
     model, optimizer = model_and_optimizer(saved)
     zero = {"stage": saved.stage, "stage3_param_persistence_threshold": 10} | (GROUPED if saved.grouped else {})
@@ -103,7 +101,7 @@ def start_engine(saved: Saved) -> Any:
 
 
 def model_and_optimizer(saved: Saved) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
-    """The model of one of them before its first step, in float32."""
+    """Return the float32 model of `saved` before its first step, and its optimizer."""
     torch.manual_seed(3)
     model = (
         AutoModelForCausalLM.from_config(tiny_config(saved.architecture, **SETTINGS[saved.architecture]))

@@ -1,4 +1,4 @@
-"""Training backends for tests: a tiny model in any engine, a few steps of it, and all of its state, gathered."""
+"""Trains a tiny model in any training backend for a few steps, and gathers its state."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -19,8 +19,7 @@ from tests.support.tiny_updates import VOCAB, tiny_qwen2
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 CPU = torch.device("cpu")
-# An epsilon far above rounding noise: with a tiny one AdamW makes steps of full size out of gradients that are only
-# noise.
+# Epsilon is far above rounding noise: with a tiny epsilon AdamW takes full steps along gradients that are only noise.
 OPTIM = OptimConfig(lr=0.02, eps=1e-2, weight_decay=0.1, lr_scheduler_type="cosine", lr_warmup_steps=2)
 ROWS, LENGTH, MICRO_BATCHES = 8, 9, 2
 ENGINES = {
@@ -38,7 +37,7 @@ ENGINES = {
 def make_engine(
     kind: str, seed: int = 0, grad_clip: float = 0.5, offload: TrainedFsdpConfig | None = None
 ) -> TrainingBackend:
-    """A tiny Qwen2 in the engine that `ENGINES` calls `kind`; its gradients are large enough to be clipped."""
+    """Return a tiny Qwen2 in the engine `kind` of `ENGINES`, with gradients so large that they are clipped."""
     return build_backend(
         tiny_qwen2(seed),
         ENGINES[kind],
@@ -54,21 +53,20 @@ def make_engine(
 
 
 def tokens(step: int) -> Tensor:
-    """The batch of a step, [ROWS, LENGTH], the same at any number of ranks."""
+    """Return a step's batch, [ROWS, LENGTH], the same at any number of ranks."""
     return torch.randint(0, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
 def accumulate(backend: TrainingBackend, step: int, scale: float = 1.0) -> None:
-    """The gradient of the mean token loss of `tokens(step)` times `scale`, each rank with its rows, in
-    micro-batches."""
+    """Accumulate the gradient of `scale` times the mean token loss of `tokens(step)` over ranks and micro-batches."""
     for micro in tokens(step).chunk(dist.get_world_size())[dist.get_rank()].chunk(MICRO_BATCHES):
-        with torch.no_grad():  # as the log-probs of a policy are taken between its updates
+        with torch.no_grad():  # like the log-prob passes between updates
             logits_of(backend, micro)
         backend.backward(token_losses(backend, micro).sum() * scale / (ROWS * (LENGTH - 1)))
 
 
 def train(backend: TrainingBackend, *steps: int) -> list[dict[str, float]]:
-    """An optimizer step on the batch of each of `steps`; returns what the steps said."""
+    """Take an optimizer step on the batch of each of `steps`; return the steps' metrics."""
     figures = []
     for step in steps:
         accumulate(backend, step)
@@ -78,7 +76,7 @@ def train(backend: TrainingBackend, *steps: int) -> list[dict[str, float]]:
 
 @torch.no_grad()
 def loss_of(backend: TrainingBackend, step: int) -> Tensor:
-    """The mean token loss of `tokens(step)`, computed by every rank on all rows."""
+    """Return the mean token loss of `tokens(step)`, computed by every rank on all rows."""
     return token_losses(backend, tokens(step)).mean()
 
 
@@ -92,7 +90,7 @@ def logits_of(backend: TrainingBackend, ids: Tensor) -> Tensor:
 
 
 def state_of(backend: TrainingBackend) -> dict[str, Any]:
-    """Everything that a checkpoint restores, whole, by item of `checkpoint.contents`. Collective."""
+    """Return all restored state, unsharded, by item of `checkpoint.contents`. Collective."""
     return {
         "model": gathered(backend.model_shards()),
         "optimizer": gathered(backend.optimizer_shards()),
@@ -101,7 +99,7 @@ def state_of(backend: TrainingBackend) -> dict[str, Any]:
 
 
 def gathered(shards: Shards) -> dict[str, Tensor]:
-    """The whole tensors that the ranks' shards are of. Collective; fails where they do not cover one."""
+    """Gather the ranks' shards to whole tensors. Collective. Fails if shards do not cover a tensor."""
     mine = {name: (shard.box, shard.local.reshape(-1)) for name, shard in shards.items() if shard.owner}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)

@@ -1,5 +1,5 @@
-"""Starts of training under its supervisor that pay for no imports: the supervisor is forked from the tests' server, and
-the launcher from the supervisor."""
+"""Starts training under its supervisor without imports: forks the supervisor from the tests' server, and the launcher
+from the supervisor."""
 
 import logging
 import os
@@ -32,8 +32,7 @@ def train_forked(
     deadline_s: float = DEADLINE_S,
     folder: Path = ROOT,
 ) -> Ended:
-    """What `train` does, seven CPU-seconds cheaper, started in `folder`. For tests that are not about how processes
-    start."""
+    """Run `launching.train` in `folder`, seven CPU seconds cheaper, for tests that do not test process starts."""
     with tempfile.NamedTemporaryFile("r") as said:
         variables = {**os.environ, **(environment or {})}
         process = forkserver.Process(target=_supervisor, args=(list(arguments), variables, folder, said.name))
@@ -67,8 +66,8 @@ def _supervisor(arguments: list[str], environment: dict[str, str], folder: Path,
 
 
 class _Starts:
-    """In place of `start_launcher`: forks the first launcher. One that follows it is `started` as ever, since by then
-    this process holds locks that a fork must not hold."""
+    """Replaces `start_launcher`: forks the first launcher, but starts later launchers with `started`, since this
+    process then has locks that a fork must not inherit."""
 
     def __init__(self, started: Any) -> None:
         self._started = started
@@ -81,7 +80,7 @@ class _Starts:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            # There is one more thread, which writes what a run says; no launcher and no rank has use for it.
+            # The other thread writes the run's output; launchers and ranks do not need it.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -90,7 +89,7 @@ class _Starts:
 
 
 def _launcher(fd: int, modules: Sequence[str], variables: Mapping[str, str], output: RankOutput | None) -> NoReturn:
-    """The launcher, and each rank that it forks, as far as it does not end by itself."""
+    """Run the launcher, and each rank that it forks, to its end."""
     code = 1
     try:
         os.setsid()

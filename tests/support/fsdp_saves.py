@@ -1,7 +1,6 @@
-"""Checkpoints in verl's layout by torch's own FSDP1 and FSDP2, and beside them what the whole model and optimizer are.
+"""Saves checkpoints in verl's layout with torch's FSDP1 and FSDP2, with the gathered state in `truth.pt` beside them.
 
-`truth.pt` has `tensors` (the state dict) and `moments` by parameter (`exp_avg`, `exp_avg_sq`, `step`), as torch gathers
-them.
+`truth.pt` has `tensors` (the state dict) and `moments` by parameter (`exp_avg`, `exp_avg_sq`, `step`).
 """
 
 import json
@@ -25,10 +24,10 @@ WITH_BUFFERS = ("llama/fsdp1_orig_params", "llama/fsdp2_by_columns", "qwen2/fsdp
 
 
 def save_all(rank: int, models: Path, target: Path, cases: tuple[str, ...], buffers: bool = True) -> None:
-    """In each rank: train models for two steps, and save them. Collective.
+    """Train models for two steps and save them. Collective.
 
-    A case is `MODEL/KIND` or `MODEL/KIND/REPLICAS`, of the model in `models/MODEL`, and is saved in `target/CASE`; with
-    `buffers`, some have buffers of their own, which the library's models do not have.
+    A case is `MODEL/KIND` or `MODEL/KIND/REPLICAS`, with the model in `models/MODEL`, and is saved in `target/CASE`.
+    With `buffers` some models have extra buffers, which transformers' models lack.
     """
     for case in cases:
         architecture, kind, *more = case.split("/")
@@ -110,6 +109,6 @@ def _save_truth(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, t
 
 
 def truth_of(folder: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """The whole tensors of a checkpoint that `save_all` made, and its moments by parameter."""
+    """Return the whole tensors and the moments by parameter of a checkpoint by `save_all`."""
     truth = torch.load(folder / "truth.pt", weights_only=True)
     return truth["tensors"], truth["moments"]

@@ -1,5 +1,4 @@
-"""Starts training from a test: `train` as a user does, `ranks` as torchrun does but from a server that has paid for the
-imports once."""
+"""Starts training from a test: `train` like a user, `ranks` like torchrun, forked from a server with warm imports."""
 
 import json
 import logging
@@ -24,14 +23,14 @@ SAVE_FREQ = 3
 
 @dataclass(frozen=True)
 class Ended:
-    """How a start ended: the (first) exit code, negative for a signal, and all that it said."""
+    """End of a start: the first exit code, negative for a signal, and all output."""
 
     code: int
     output: str
 
 
 def write_sums(path: Path, count: int = 30) -> Path:
-    """A JSONL file with prompt/answer pairs that the bundled policy understands."""
+    """Write a JSONL file with prompt/answer pairs for the bundled policy."""
     pairs = [(10 + (7 * i) % 83, 10 + (11 * i) % 79) for i in range(count)]
     rows = [{"prompt": question(a, b), "answer": str(a + b)} for a, b in pairs]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -39,8 +38,10 @@ def write_sums(path: Path, count: int = 30) -> Path:
 
 
 def model_that_is_never_read(folder: Path) -> Path:
-    """The bundled policy with a pipe for a second chat template: a run that checks it waits there, before anything
-    heavy is imported and before there are ranks, until it is asked to stop."""
+    """Copy the bundled policy with a pipe as second chat template.
+
+    A run waits at the pipe until stopped, before heavy imports and before ranks start.
+    """
     shutil.copytree(TINY_POLICY, folder)
     (folder / "additional_chat_templates").mkdir()
     os.mkfifo(folder / "additional_chat_templates" / "waits.jinja")
@@ -48,12 +49,13 @@ def model_that_is_never_read(folder: Path) -> Path:
 
 
 def question(a: int, b: int) -> str:
-    """A sum in the words that the bundled policy was trained on."""
+    """Return a sum in the wording of the bundled policy's training."""
     return f"State the final answer to the following arithmetic problem: {a} + {b} ="
 
 
 def small(folder: Path, name: str, sums: Path, *more: str) -> list[str]:
-    """A run of a few seconds in which all that a checkpoint holds matters: mini-batches, a schedule, a reference."""
+    """Return the arguments of a run of a few seconds that depends on all state of a checkpoint, such as mini-batches,
+    schedule and reference."""
     return [
         f"trainer.default_local_dir={folder}",
         f"trainer.experiment_name={name}",
@@ -74,8 +76,7 @@ def small(folder: Path, name: str, sums: Path, *more: str) -> list[str]:
 
 
 def train(arguments: Sequence[str], environment: dict[str, str] | None = None, program: Sequence[str] = ()) -> Ended:
-    """`python -m rlhf.train ARGUMENTS` to its end; `program` stands between python and the module, such as
-    torchrun's."""
+    """Run `python [PROGRAM] -m rlhf.train ARGUMENTS` to its end; `program` may be torchrun."""
     command = [sys.executable, *program, "-m", "rlhf.train", *arguments]
     done = subprocess.run(
         command,
@@ -97,12 +98,14 @@ def ranks(
     nproc: int = 1,
     folder: Path = ROOT,
 ) -> Ended:
-    """The same command in `nproc` ranks with torchrun's variables, without torchrun, started in `folder`; what they say
-    goes through the file `log`."""
+    """Run the same command in `folder` in `nproc` ranks with torchrun's variables but without torchrun.
+
+    The ranks write their output to the file `log`.
+    """
     log.unlink(missing_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    unwatched = [*arguments, "trainer.watchdog=false"]  # tests/faults/test_hang_under_torchrun.py has the watchdog
+    unwatched = [*arguments, "trainer.watchdog=false"]  # tests/faults/test_hang_under_torchrun.py tests the watchdog
     world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | (environment or {})
     processes = [
         forkserver.Process(
@@ -138,17 +141,17 @@ def _rank(arguments: list[str], environment: dict[str, str], log: str, folder: P
 
 
 def records(run_dir: Path) -> list[dict]:
-    """The metric history."""
+    """Return the metric history."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    """The steps of the published checkpoints, newest first."""
+    """Return the steps of the published checkpoints, newest first."""
     return [step for path in scan(run_dir) if (step := step_of(path)) is not None]
 
 
 def copy_run(source: Path, target: Path, last_step: int) -> Path:
-    """A run as a kill would have left it: `source` without its checkpoints after `last_step`."""
+    """Copy `source` as a kill would have left it, without checkpoints after `last_step`."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.lock", "status"))
     for step in saved_steps(target):
         if step > last_step:
@@ -157,7 +160,7 @@ def copy_run(source: Path, target: Path, last_step: int) -> Path:
 
 
 def flip_a_byte(path: Path) -> None:
-    """Damage a file as a bad disk does: same size, one byte different."""
+    """Change one byte of a file, like a bad disk."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x40
     path.write_bytes(content)

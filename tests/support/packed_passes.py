@@ -1,4 +1,4 @@
-"""Passes of tiny models over packed and over padded sequences, on one rank or several, for comparison."""
+"""Runs tiny models over packed and padded sequences, on one or several ranks, for comparison."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -34,15 +34,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def tiny_lm(architecture: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa") -> PreTrainedModel:
-    """A random causal LM whose weights are the same in every process."""
+    """Return a random causal LM with the same weights in every process."""
     torch.manual_seed(1)
     config = without_dropout(tiny_config(architecture, **ARCHITECTURES[architecture]))
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).train()
 
 
 def skewed_batch(seed: int = 5) -> EveryBatch:
-    """28 samples: of lengths 1, 2 and 2, of the models' limit, and others, several of one length; random figures lie in
-    `advantages`."""
+    """Return 28 samples of lengths 1, 2, 2, the models' limit, and others, partly equal, with random `advantages`."""
     batch = random_batch(seed, 24, prompt=(1, 6), response=(1, 12))
     long = random_batch(seed + 1, 1, prompt=(4, 4), response=(LIMIT - 4, LIMIT - 4))
     short = random_batch(seed + 2, 3, prompt=(1, 1), response=(1, 1))
@@ -53,7 +52,7 @@ def skewed_batch(seed: int = 5) -> EveryBatch:
 
 
 def joined(batches: list[EveryBatch]) -> EveryBatch:
-    """Their samples in one batch."""
+    """Join the samples of `batches` in one batch."""
 
     def cat(name: str) -> Tensor | None:
         parts = [getattr(batch, name) for batch in batches]
@@ -66,7 +65,7 @@ def joined(batches: list[EveryBatch]) -> EveryBatch:
 
 
 def loss_of(model: nn.Module, batch: EveryBatch) -> Tensor:
-    """A sum over the response tokens of log-probs, each with a weight of its own, in the model's precision."""
+    """Return the weighted sum of the response tokens' log-probs in the model's precision."""
     tokens = PredictedTokens.of(model, batch)
     logits = model(**tokens.inputs).logits.flatten(0, 1)[tokens.positions]
     log_probs = logits.log_softmax(dim=-1).gather(1, tokens.labels[:, None])[:, 0]
@@ -75,7 +74,7 @@ def loss_of(model: nn.Module, batch: EveryBatch) -> Tensor:
 
 
 def loss_and_gradients(model: nn.Module, micro_batches: list[EveryBatch]) -> dict[str, Tensor]:
-    """The loss, as "", and every gradient, summed over micro-batches and ranks."""
+    """Return the loss (named "") and every gradient, summed over micro-batches and ranks."""
     first = next(model.parameters())
     dtype, loss = first.dtype, torch.zeros((), dtype=first.dtype, device=first.device)
     for micro in micro_batches:
@@ -92,7 +91,7 @@ def loss_and_gradients(model: nn.Module, micro_batches: list[EveryBatch]) -> dic
 
 
 def packed_on_ranks(architectures: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-    """What each gives in float64 and float32 for `skewed_batch`, packed, spread over the ranks by `shares`."""
+    """Return loss and gradients in float64 and float32 for the packed `skewed_batch`, split over ranks by `shares`."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch = skewed_batch()
     results = {}
@@ -106,7 +105,9 @@ def packed_on_ranks(architectures: Sequence[str]) -> dict[str, dict[str, Tensor]
 
 
 def shares(world_size: int) -> list[list[list[int]]]:
-    """Rows of `skewed_batch` of each rank's two micro-batches, unequal: of several ranks one has more than 50 times the
-    tokens of another, of four two have none."""
+    """Return the rows of `skewed_batch` of each rank's two micro-batches, very unequal.
+
+    One of several ranks has more than 50 times the tokens of another, and two of four have none.
+    """
     few, most = [[1], [0, 2]], [list(range(3, 16)), list(range(16, 28))]
     return [few, most, [[], []], [[], []]][:world_size] if world_size > 1 else [[few[0] + few[1] + most[0], most[1]]]

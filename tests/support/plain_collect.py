@@ -1,4 +1,4 @@
-"""Collector over the bundled policy with some settings, and the plain way to its batches: one prompt at a time."""
+"""Builds a collector over the bundled policy, and computes its batches the plain way, one prompt at a time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -52,9 +52,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Sums:
-    """1 for the right sum, half a point for an odd first digit; 0 without an answer.
+    """Scores 1 for the right sum, 0.5 for an odd first digit, 0 without an answer.
 
-    What is no number fails, a 9 at the end is late.
+    Answers that are not numbers fail, and a final 9 times out.
     """
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
@@ -68,18 +68,18 @@ class Sums:
         return Score(score, timed_out=text.endswith("9"), failed=failed)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 @cache
 def tiny() -> tuple[Any, Any]:
-    """The bundled policy and its tokenizer."""
+    """Return the bundled policy and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(TINY_POLICY)
 
 
 class DriftingPolicy:
-    """An actor whose weights follow from the steps that it has done."""
+    """An actor whose weights are a function of its steps."""
 
     def __init__(self, driver: DriverState) -> None:
         self._driver = driver
@@ -90,7 +90,7 @@ class DriftingPolicy:
 
 
 def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Collector:
-    """A collector as a run has it, over the settings that a scenario names."""
+    """Build a run's collector with the `settings` of a scenario."""
     chosen = DEFAULTS | settings
     model, tokenizer = tiny()
     rows = []
@@ -131,7 +131,7 @@ def new_driver() -> DriverState:
 
 
 def plain_way(steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every step should have trained on and told, over all ranks."""
+    """Return the expected batch and metrics of every step, over all ranks."""
     driver = new_driver()
     parts = build(driver, Coordinator(GlooTransport()), **settings)
     chosen = DEFAULTS | settings
@@ -149,7 +149,7 @@ def plain_way(steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
                 (waiting if useful else without).append(group)
         trained, left = waiting[:BATCH], waiting[BATCH:]
         missing = BATCH - len(trained)
-        # At the next step the policy has done one step more than now.
+        # At the next step the policy will have done one more step.
         waiting = [group for group in left if driver.step + 1 - group["version"] <= filters.max_staleness]
         trained = sorted(trained + without[len(without) - missing :], key=lambda group: group["uid"])
         every = [score for group in trained for score in group["seq_reward"]]
@@ -187,7 +187,7 @@ def plain_way(steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
 def plain_group(
     parts: Collector, chosen: dict[str, Any], drawn: DrawnPrompt, version: int, step: int
 ) -> dict[str, Any]:
-    """One prompt, sampled and scored by itself."""
+    """Sample and score one prompt alone."""
 
     def sampled(params: SamplingParams, n: int) -> list[Sample]:
         requests = [Request(drawn.uid, drawn.prompt.token_ids, params, number) for number in range(n)]
@@ -200,7 +200,7 @@ def plain_group(
     def penalty(sample: Sample) -> float:
         if not chosen["overlong"].enable:
             return 0.0
-        # Lengths up to 5 - 3 go unpunished; 5 costs 0.6.
+        # Lengths up to 5 - 3 have no punishment; a length of 5 costs 0.6.
         return -0.2 * max(0, len(sample) - 2)
 
     samples = sampled(parts.generation.params, chosen["n"])

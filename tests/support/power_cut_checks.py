@@ -1,4 +1,4 @@
-"""Starts after a power cut: what they find, compared with what was promised before it."""
+"""Compares starts after a power cut with the promises before it."""
 
 import shutil
 import traceback
@@ -16,9 +16,10 @@ from tests.support.thread_ranks import run_thread_ranks
 
 
 def wrong(promises: Promises, root: Path, *, go_on: bool = True) -> list[str]:
-    """Give the command again in the state that lies in `root`; what is not as promised, in lines.
+    """Run the command again on the state in `root`, and return broken promises as lines.
 
-    With `go_on` the start takes a further step and saves it."""
+    With `go_on` the start runs and saves a further step.
+    """
     found = [line for config in promises.start.configs for line in wrong_pointer(config.run_dir)]
     found += _wrong_files(promises, root)
     if len(promises.start.configs) == 1:
@@ -35,7 +36,7 @@ def wrong(promises: Promises, root: Path, *, go_on: bool = True) -> list[str]:
 
 
 def wrong_on_an_empty_disk(promises: Promises) -> list[str]:
-    """The same on another machine, with what the remote has."""
+    """Do the same on another machine, with the remote's copies."""
     shutil.rmtree(promises.start.config.run_dir, ignore_errors=True)
     run = TinyRun(promises.start, course=9)
     run.finish()
@@ -46,7 +47,7 @@ def wrong_on_an_empty_disk(promises: Promises) -> list[str]:
 
 
 def on_every_rank(start: Start, function) -> list[str]:  # type: ignore[no-untyped-def]
-    """What `function(rank)` returns on all ranks of `start`, one after the other."""
+    """Return the results of `function(rank)` on all ranks of `start`, one after the other."""
     world = len(start.configs)
     if world == 1:
         return function(0)
@@ -54,7 +55,7 @@ def on_every_rank(start: Start, function) -> list[str]:  # type: ignore[no-untyp
 
 
 def wrong_pointer(run_dir: Path) -> list[str]:
-    """The pointer names a checkpoint that is there, or there is none."""
+    """Check that a pointer, if any, names an existing checkpoint."""
     path = run_dir / POINTER
     if not path.exists():
         return []
@@ -65,7 +66,7 @@ def wrong_pointer(run_dir: Path) -> list[str]:
 
 
 def _halves(run_dir: Path) -> list[str]:
-    """Published checkpoints that lack files: what is deleted has lost its name before."""
+    """Return published checkpoints that lack files, since a deletion first renames a checkpoint."""
     found = []
     for path in scan(run_dir):
         try:
@@ -88,7 +89,7 @@ def _wrong_files(promises: Promises, root: Path) -> list[str]:
 
 
 def _wrong_start(promises: Promises, rank: int, go_on: bool) -> list[str]:
-    """What the start on this rank finds, and whether a save from there works."""
+    """Check the state that the start finds on this rank, and a save from there."""
     run = TinyRun(promises.start, rank, course=9)
     found = _wrong_state(promises, run)
     if rank == 0 and promises.run_id is not None and run.run_id != promises.run_id:

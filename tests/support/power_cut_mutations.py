@@ -1,5 +1,5 @@
-"""Calls in the house that sync, found in the code itself; records without the syncs of one of them, and what a power
-cut may leave of these only."""
+"""Finds the project's sync calls, removes one call's syncs from records, and yields the states that a power cut may
+leave only then."""
 
 import ast
 import random
@@ -15,21 +15,21 @@ from tests.support.power_cut_states import Change, Disk, Node, Tree, extremes, t
 from tests.support.recorded_files import Op, Site
 
 TRIED = 2000
-"""States in which a promise that is broken without a call is looked for."""
+"""States in which to search for a promise broken by a missing call."""
 SINGLES = 4
-"""Things of a moment of which each is lost alone."""
+"""Largest number of changes of one point of which each is lost alone."""
 DRAWN = 4
-"""States of a moment that are drawn."""
+"""Number of states drawn per point."""
 
 ROOT = Path(rlhf.__file__).parent
 
 
 FOR_OTHER_NODES = "ranks/lock.py"
-"""Its sync shows other nodes of a network file system who holds a lock, and no lock outlives a power cut."""
+"""Its sync shows a lock's owner to other nodes of a network file system, and no lock outlives a power cut."""
 
 
 def sync_calls() -> list[Site]:
-    """Every call of `fsync`, `fsync_...` and `..._durably`, of whatever module or object."""
+    """Return every call of `fsync`, `fsync_...` and `..._durably`, of any module or object."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         if path == ROOT / FOR_OTHER_NODES:
@@ -43,7 +43,7 @@ def sync_calls() -> list[Site]:
 
 
 def calls_before_a_rename() -> list[Site]:
-    """The calls of `os.fsync` in functions that rename a file afterwards."""
+    """Return the calls of `os.fsync` in functions that rename a file afterwards."""
     tree = ast.parse((ROOT / "storage" / "files.py").read_text())
     found = []
     for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
@@ -56,12 +56,12 @@ def calls_before_a_rename() -> list[Site]:
 
 
 def without(ops: list[Op], call: Site) -> list[Op]:
-    """The operations as they would be if `call` synced nothing; as many, so that moments stay what they are."""
+    """Return the operations as if `call` synced nothing, in the same number, so that points keep their numbers."""
     return [replace(op, kind="nothing") if call in op.sites else op for op in ops]
 
 
 def after_the_rename(ops: list[Op], call: Site) -> list[Op]:
-    """The operations with each sync of a file by `call` that is followed by its rename made after that."""
+    """Return the operations with each file sync by `call` moved after the file's rename."""
     moved = list(ops)
     for number, op in enumerate(ops[:-1]):
         rename = ops[number + 1]
@@ -74,9 +74,9 @@ MUTATIONS = {"left out": without, "after the rename": after_the_rename}
 
 
 def hunt(records: list[Record], call: Site, mutation: str, rng: random.Random) -> tuple[str | None, int]:
-    """Look for a state of the mutated records that breaks a promise, in all of them at first the likeliest ones.
+    """Search the mutated records for a state that breaks a promise, the likeliest states of all records first.
 
-    Returns the first failure or None, and the number of states looked at.
+    Returns the first failure or None, and the number of states checked.
     """
     mutants = [replace(made, ops=MUTATIONS[mutation](made.ops, call)) for made in records]
     benches = [Bench(mutant) for mutant in mutants]
@@ -99,9 +99,9 @@ def hunt(records: list[Record], call: Site, mutation: str, rng: random.Random) -
 
 
 def only_without(made: Record, ops: list[Op], depth: int, rng: random.Random) -> Iterator[tuple[int, Tree]]:
-    """States that a power cut may leave of `ops` and not of the record, moment after moment.
+    """Yield states that a power cut may leave of `ops` but not of the record, point after point.
 
-    At first all that is not durable there only is lost, then one thing after the other, then some of everything.
+    First all changes that only `ops` leaves not durable are lost, then single changes, then random ones.
     """
     disk, mutant = Disk([REMOTE]), Disk([REMOTE])
     for moment, (op, other) in enumerate(zip(made.ops, ops, strict=True), 1):

@@ -1,4 +1,4 @@
-"""Records of the kinds of saves, to their end or beyond a kill."""
+"""Records each kind of save, to its end or beyond a kill."""
 
 import random
 import shutil
@@ -20,7 +20,7 @@ KILLS = 8
 
 @dataclass(frozen=True)
 class Record:
-    """The operations of a kind, and the notes of what was promised at which of them."""
+    """The operations of a kind of save, with notes of each promise at its operation."""
 
     kind: str
     root: Path
@@ -28,11 +28,11 @@ class Record:
     notes: list[tuple[int, str, Any]]
     saves: dict[int, Saved]
     first: int = 0
-    """The moments before it are of another record."""
+    """Points before this number belong to another record."""
 
 
 def record(kind: str, folder: Path) -> Record:
-    """Run `kind` in a new folder below `folder`, and note all that it does to files."""
+    """Run `kind` in a new folder below `folder` and record its file operations."""
     root = folder / kind / "disk"
     root.mkdir(parents=True)
     with recording(root) as recorder:
@@ -43,7 +43,7 @@ def record(kind: str, folder: Path) -> Record:
 
 
 def proven(made: Record, recorder: Recorder) -> Record:
-    """`made`, if nothing has gone past the recorder."""
+    """Return `made` after checking that the recorder missed no change."""
     assert not recorder.missed, f"{made.kind}: not recorded: {recorder.missed}"
     differing = compare(after(made.ops), made.root)
     assert not differing, f"{made.kind}: the record does not lead to what is there: {differing}"
@@ -51,7 +51,7 @@ def proven(made: Record, recorder: Recorder) -> Record:
 
 
 def after(ops: list[Op]) -> Tree:
-    """What is there after `ops` while the power is on."""
+    """Return the tree after `ops` without a power cut."""
     disk = Disk([REMOTE])
     for op in ops:
         disk.apply(op)
@@ -59,14 +59,14 @@ def after(ops: list[Op]) -> Tree:
 
 
 def killed(made: Record, rng: random.Random, points: int) -> list[Record]:
-    """The record up to a kill, followed by that of the start after it, for `points` kills before a sync.
+    """Return records up to a kill, each followed by the next start, for `points` kills before a sync.
 
-    What is not synced then is seen by that start and lost with the power after it.
+    The next start sees unsynced changes, and a power cut after that start loses them.
     """
     starts = next(number for number, what, _ in made.notes if what == "begun")
     before_syncs = [i for i, op in enumerate(made.ops) if op.kind.startswith("sync") and i >= starts]
     named = [i for i in before_syncs if made.ops[i].kind == "sync_dir" and "/.tmp-" not in made.ops[i].path]
-    # Of them one at least where a checkpoint has lost its name.
+    # At least one kill after a checkpoint was renamed for deletion.
     removed = [i for i in named if made.ops[i - 1].kind == "rename" and "/.trash-" in made.ops[i - 1].other]
     chosen = set(rng.sample(removed, min(len(removed), 1)) + rng.sample(named, min(len(named), points // 2 - 1)))
     chosen |= set(rng.sample([i for i in before_syncs if i not in chosen], points - len(chosen)))
@@ -85,7 +85,7 @@ def killed(made: Record, rng: random.Random, points: int) -> list[Record]:
 
 
 def compare(tree: Tree, root: Path) -> list[str]:
-    """Paths at which the folder `root` is not `tree`."""
+    """Return the paths at which the folder `root` differs from `tree`."""
     there = {str(path.relative_to(root)): path for path in root.rglob("*")}
     return sorted(there.keys() ^ tree.keys()) + [
         name
@@ -95,7 +95,7 @@ def compare(tree: Tree, root: Path) -> list[str]:
 
 
 def records_of(kind: str, folder: Path, seed: int) -> list[Record]:
-    """The record of a kind; for one that is killed, those of the starts after some kills."""
+    """Return the record of a kind; for a killed kind, the records of starts after some kills."""
     if kind in KINDS:
         return [record(kind, folder)]
     made = record(kind.removeprefix(KILLED_PREFIX), folder / "killed")

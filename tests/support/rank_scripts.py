@@ -1,4 +1,4 @@
-"""Small scripts in the worker's place, and a supervisor around them: for what a model is not needed for."""
+"""Runs small scripts instead of the worker under a supervisor, for tests without a model."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from rlhf.launch.local.starter import LocalStarter, RankNeeds
 from rlhf.launch.stop_request import StopRequest
 from rlhf.launch.supervisor import run_attempts
 
-# What every rank script begins with; the worker starts in the same order.
+# Beginning of every rank script, in the same order as the worker.
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
@@ -80,14 +80,14 @@ def needs_of(config: Config) -> RankNeeds:
 
 
 def local_starter(config: Config, modules: Sequence[str], output: RankOutput | None = None) -> LocalStarter:
-    """Starter of ranks that import `modules`."""
+    """Return a starter of ranks that import `modules`."""
     return LocalStarter(config.trainer, config.run_dir, replace(needs_of(config), modules=modules), output)
 
 
 def supervised(config: Config, path: Path, text: str, modules: Sequence[str] = ()) -> int:
-    """Write the ranks' script to `path` and run it under a supervisor in this process; the exit code of the run.
+    """Write the ranks' script to `path`, run it under a supervisor in this process, and return the exit code.
 
-    Unless `config` says otherwise, the ranks are forked from a launcher that has imported `modules`.
+    By default the ranks are forked from a launcher that has imported `modules`.
     """
     path.write_text(text)
     with StopRequest() as stop, local_starter(config, modules) as starter:
@@ -108,7 +108,7 @@ def wait_until(condition, seconds: float) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Running; a zombie that its adoptive parent has yet to collect isn't."""
+    """Return whether a process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

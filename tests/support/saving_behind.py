@@ -1,5 +1,4 @@
-"""Shared parts of the tests of saves behind the training: a rank's state that moves in place, and a hold on the thread
-that writes."""
+"""Shares parts of background-save tests: state that changes in place, and a block of the writing thread."""
 
 import threading
 from pathlib import Path
@@ -29,7 +28,7 @@ DEADLINE_S = 90
 
 
 def saving_behind(folder: Path) -> Config:
-    """A configuration with saves behind the training, of all that a checkpoint can hold, when the tests say so."""
+    """Return a configuration with background saves of all contents on request."""
     config = make_config(folder)
     config.checkpoint.async_save = True
     config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
@@ -38,7 +37,7 @@ def saving_behind(folder: Path) -> Config:
 
 
 class Hold:
-    """Keeps the thread that writes at `event`, until the training's thread waits for it or `release` is called."""
+    """Blocks the writing thread at `event`, until the training thread waits for it or `release` is called."""
 
     def __init__(self, event: str = "commit.fsync") -> None:
         self._event, self._gate, self.there = event, threading.Event(), threading.Event()
@@ -57,7 +56,7 @@ class Hold:
 
 
 class Run:
-    """What a rank saves; `step` moves all of it in place."""
+    """A rank's saved state; `step` changes all of it in place."""
 
     def __init__(self, rank: int, config: Config, coordinator: Coordinator | None = None) -> None:
         self.coordinator = coordinator or make_coordinator()
@@ -101,11 +100,11 @@ class Run:
 
 
 def published(config: Config) -> list[int]:
-    """The steps that have a checkpoint, newest first."""
+    """Return the steps with a checkpoint, newest first."""
     return [step_of(path) or 0 for path in scan(config.run_dir)]
 
 
 def on_ranks(tmp_path: Path, world_size: int, function, *arguments: Any) -> list:
-    """What `function(rank, *arguments)` returns on each of `world_size` real ranks."""
+    """Return the results of `function(rank, *arguments)` on `world_size` real ranks."""
     join = tmp_path / f"join_{len(list(tmp_path.iterdir()))}"
     return run_ranks(world_size, function, *arguments, deadline_s=DEADLINE_S, join=join)

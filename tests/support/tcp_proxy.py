@@ -1,4 +1,4 @@
-"""A TCP proxy before a server, at whose connections a test can pull."""
+"""Runs a TCP proxy before a server, so that tests can break connections."""
 
 import asyncio
 import threading
@@ -12,15 +12,12 @@ DEADLINE_S = 120.0
 
 
 class Proxy:
-    """Listens at `url`, hands on to `upstream`.
-
-    `arm` says at which request for samples it calls what, such as one of `drop`, `babble` and `hang`.
-    """
+    """Listens at `url` and forwards to `upstream`. `arm` schedules an action such as `drop`, `babble` or `hang`."""
 
     def __init__(self) -> None:
         self.upstream = ""
         self.requests = 0
-        """For samples, since `arm`."""
+        """Requests for samples since `arm`."""
         self._babbles = False
         self._at, self._action = 0, lambda: None
         self._tasks: set[asyncio.Task] = set()
@@ -31,7 +28,7 @@ class Proxy:
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def arm(self, at: int, action: Callable[[], None]) -> None:
-        """Call `action` when request number `at` comes, before it is handed on."""
+        """Call `action` at request number `at` for samples, before forwarding the request."""
         self.requests, self._at, self._action = 0, at, action
 
     def drop(self) -> None:
@@ -40,15 +37,15 @@ class Proxy:
             task.cancel()
 
     def babble(self) -> None:
-        """Answer the present request with nonsense."""
+        """Answer the present request with garbage."""
         self._babbles = True
 
     def hang(self) -> None:
-        """Accept connections and say nothing on any, until `resume`."""
+        """Accept connections but send nothing until `resume`."""
         self._open.clear()
 
     def resume(self) -> None:
-        """Back to normal."""
+        """Forward again."""
         self._loop.call_soon_threadsafe(self._open.set)
 
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:

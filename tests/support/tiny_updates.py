@@ -1,4 +1,4 @@
-"""A Qwen2 of a few thousand weights and batches of random tokens for it."""
+"""Makes tiny models of a few thousand weights, and batches of random tokens for them."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ VOCAB = 40
 
 
 def tiny_qwen2(seed: int = 0) -> PreTrainedModel:
-    """Random float32 weights, large enough that predictions are far from uniform; in eval mode."""
+    """Return a Qwen2 in eval mode with random float32 weights, so large that predictions are far from uniform."""
     config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=16,
@@ -40,7 +40,7 @@ def tiny_qwen2(seed: int = 0) -> PreTrainedModel:
 
 
 def tiny_gemma2(seed: int = 0) -> PreTrainedModel:
-    """As `tiny_qwen2`, with a head of its own whose product is soft-capped where it matters."""
+    """Return a model like `tiny_qwen2`, with an untied head and an effective soft cap of the logits."""
     config = Gemma2Config(
         vocab_size=VOCAB,
         hidden_size=16,
@@ -59,7 +59,7 @@ def tiny_gemma2(seed: int = 0) -> PreTrainedModel:
 
 
 def tiny_value_model(seed: int = 0) -> PreTrainedModel:
-    """The same trunk with a value head whose weights are not zero."""
+    """Return the same trunk with a non-zero value head."""
     config = tiny_qwen2().config
     config.num_labels, config.classifier_dropout = 1, 0.0
     torch.manual_seed(seed)
@@ -68,7 +68,7 @@ def tiny_value_model(seed: int = 0) -> PreTrainedModel:
 
 @dataclass(kw_only=True)
 class EveryBatch(RolloutBatch, ActorBatch, CriticBatch):
-    """A batch of every stage at once, for tests of one part; what a test does not set is None."""
+    """A batch of all stages, for tests of one part; unset fields are None."""
 
     scores: Any = None
     truncated: Any = None
@@ -79,7 +79,7 @@ class EveryBatch(RolloutBatch, ActorBatch, CriticBatch):
     values: Any = None
     returns: Any = None
     token_rewards: Any = None
-    """Of which the estimator makes advantages."""
+    """Input of the advantage estimator."""
 
     @property
     def counted(self) -> torch.Tensor:
@@ -89,8 +89,7 @@ class EveryBatch(RolloutBatch, ActorBatch, CriticBatch):
 def random_batch(
     seed: int, samples: int, prompt: tuple[int, int] = (1, 7), response: tuple[int, int] = (1, 9)
 ) -> EveryBatch:
-    """Samples with lengths uniform in the given bounds and random figures per token, zero on padding; padded with token
-    0."""
+    """Return samples with uniform lengths in the given bounds and random values per token; padding is zero."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(prompt[0], prompt[1] + 1, (samples,), generator=generator)
     responses = torch.randint(response[0], response[1] + 1, (samples,), generator=generator)
@@ -111,7 +110,7 @@ def random_batch(
 
 
 def with_observations(batch: EveryBatch) -> EveryBatch:
-    """The same batch, of which the policy did not write about every third token: never the first of a response."""
+    """Return the same batch with observations at about every third token, never at a response's first."""
     rows, columns = torch.meshgrid(*map(torch.arange, batch.response_mask.shape), indexing="ij")
     return replace(
         batch, response_mask=batch.response_mask.masked_fill((columns > 0) & ((rows + columns) % 3 == 0), 0.0)
@@ -119,7 +118,7 @@ def with_observations(batch: EveryBatch) -> EveryBatch:
 
 
 def fill(advantages: Advantages, batch: EveryBatch, guards: Guards) -> dict[str, float]:
-    """Set what `Advantages` makes of the batch, its mask included; returns the figures. Collective."""
+    """Set the advantages, returns and mask that `Advantages` computes; return its metrics. Collective."""
     estimator = advantages._estimator
 
     def watched(inputs: Any, config: Any) -> Any:
@@ -135,7 +134,7 @@ def fill(advantages: Advantages, batch: EveryBatch, guards: Guards) -> dict[str,
 
 
 def as_held(batch: Batch, mini_batches: int = 1, ranks: int = 1) -> SampleBalance:
-    """The balance of a step of which every rank has the same samples, in the order of `batch`."""
+    """Return the balance of a step with the same samples on every rank, in the order of `batch`."""
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
     size = len(lengths) // mini_batches
     return SampleBalance([[lengths[start : start + size]] * ranks for start in range(0, len(lengths), size)])
