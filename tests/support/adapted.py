@@ -1,4 +1,4 @@
-"""Adapters of a tiny model, made by hand: as peft's folder, and in verl's file of one rank."""
+"""Makes adapters of a tiny model by hand, as peft's folder and in verl's file of one rank."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_
 
 
 def factors_for(base: Path) -> dict[str, Tensor]:
-    """Random factors of two of the weights, by their names in peft's files."""
+    """Return random factors of two weights, by their names in peft's files."""
     weights = load_file(base / "model.safetensors")
     torch.manual_seed(3)
     return {
@@ -31,7 +31,7 @@ def configure(folder: Path, **settings: Any) -> None:
 
 
 def save_adapter(base: Path, folder: Path) -> Path:
-    """A folder of peft's."""
+    """Save an adapter in peft's format."""
     folder.mkdir(parents=True)
     save_file(factors_for(base), folder / "adapter_model.safetensors")
     configure(folder, base_model_name_or_path=str(base))
@@ -39,7 +39,7 @@ def save_adapter(base: Path, folder: Path) -> Path:
 
 
 def save_adapted_by_verl(base: Path, folder: Path) -> Path:
-    """The file of verl's only rank, with base and adapter in it."""
+    """Save base and adapter in verl's file of a single rank."""
     folder.mkdir(parents=True)
     state = {}
     for name, tensor in load_file(base / "model.safetensors").items():

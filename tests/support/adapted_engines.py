@@ -1,4 +1,4 @@
-"""Training backends of a tiny model with adapters for tests, and the same model with peft alone."""
+"""Builds training backends of a tiny model with adapters, and the same model with plain peft."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -21,15 +21,14 @@ from tests.support.tiny_updates import tiny_qwen2
 
 LORA = LoraConfig(enabled=True, rank=4, alpha=8.0)
 ADAPTED = "-lora"
-"""What the name of an engine's kind ends with where adapters are trained in it."""
+"""Suffix of an engine's kind that trains adapters."""
 DORA = LoraConfig(enabled=True, rank=4, alpha=8.0, use_dora=True, use_rslora=True)
 
 
 def adapted_engine(
     kind: str, seed: int = 0, lora: LoraConfig = LORA, *, recompute: bool = False, base: Path | None = None
 ) -> TrainingBackend:
-    """`tiny_qwen2(0)` with adapters that begin with `seed`, in the engine that `ENGINES` calls `kind`; `base` is the
-    folder that a run would have it from."""
+    """Return `tiny_qwen2(0)` with adapters from `seed` in the engine `kind` of `ENGINES`; `base` is its folder."""
     model, config = tiny_qwen2(0), ENGINES[kind]
     add_adapters(model, lora, torch.bfloat16 if config.autocast == "bfloat16" else torch.float32)
     if recompute:
@@ -51,15 +50,13 @@ def adapted_engine(
 
 
 def either_engine(kind: str, seed: int) -> TrainingBackend:
-    """A new engine of a whole model that begins with `seed`, or, if `kind` ends with `ADAPTED`, of one with adapters
-    that do."""
+    """Return a new engine with a model from `seed`, or with adapters from `seed` if `kind` ends with `ADAPTED`."""
     plain = kind.removesuffix(ADAPTED)
     return make_engine(kind, seed) if plain == kind else adapted_engine(plain, seed)
 
 
 def with_plain_peft(state: dict[str, Tensor], lora: LoraConfig = LORA) -> Any:
-    """peft's own model around `tiny_qwen2(0)`, with adapters that have the values `state`, by their names in
-    checkpoints."""
+    """Return peft's model around `tiny_qwen2(0)`, with the adapters `state`, by their names in checkpoints."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model, set_peft_model_state_dict
 

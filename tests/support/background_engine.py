@@ -1,4 +1,4 @@
-"""The embedded engine in a thread: a `BackgroundEngine` without servers, for runs that generate a step ahead."""
+"""Runs the embedded engine in a thread, a `BackgroundEngine` without servers for generation a step ahead."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,10 +11,10 @@ DEADLINE_S = 60
 
 
 class BackgroundThread:
-    """Fails when it is called in a way that `BackgroundEngine` does not allow.
+    """A `BackgroundEngine` that fails if called in a way that the protocol does not allow.
 
-    `gate` holds what `begin` starts until it is set. Of a generation that is begun while `loses` is true every second
-    sample is lost, and made anew by `finish`.
+    Generations of `begin` wait for `gate`. While `loses` is true, a begun generation loses every second sample, and
+    `finish` generates the lost samples again.
     """
 
     def __init__(self, engine: EmbeddedEngine) -> None:

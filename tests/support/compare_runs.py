@@ -1,4 +1,4 @@
-"""Bit-for-bit comparison of what two runs ended with."""
+"""Compares the ends of two runs bit for bit."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from rlhf.checkpoint.commit.manifest import verify
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, SAMPLES, scan
 from rlhf.tracking.history import OF_THE_MACHINE
 
-# Facts of a run that are no part of its trajectory; the history is compared itself, without what depends on the clock.
+# Fields of a run that are not part of its trajectory. The history is compared separately, without clock metrics.
 OF_THE_RUN = ("run_id", "wall_seconds", "history")
 
 
@@ -17,14 +17,16 @@ def driver_state(checkpoint: Path) -> dict:
 
 
 def history(run_dir: Path) -> list[dict]:
-    """The metric history without what depends on the clock."""
+    """Return the metric history without metrics of the clock."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in record.items() if not key.startswith(OF_THE_MACHINE)} for record in records]
 
 
 def differences(left: Path, right: Path, *, samples: bool = True) -> list[str]:
-    """What differs between the newest checkpoints, histories and shown samples of two run directories; empty when they
-    are equal bit for bit. `samples` that were shown on another disk do not come from a remote."""
+    """Return the differences between two run directories' newest checkpoints, histories and shown samples.
+
+    Empty if all are equal bit for bit. Disable `samples` after a restore from a remote, which has no samples.
+    """
     a, b = scan(left)[0], scan(right)[0]
     files_a, files_b = verify(a).files, verify(b).files
     found = [f"only one run has {name}" for name in sorted(files_a.keys() ^ files_b.keys())]

@@ -1,7 +1,6 @@
-"""Hangs ranks at exact moments: subscribed in every rank through RLHF_EVENT_LISTENER, told what to do by a JSON
-variable.
+"""Hangs ranks at exact events by RLHF_EVENT_LISTENER, planned in a JSON variable.
 
-The plan is a list of hangs; each happens once, proven by its marker file, in the first start that comes there.
+The plan is a list of hangs. Each happens once, in the first start that reaches it, and leaves a marker file.
 """
 
 import ctypes
@@ -18,8 +17,7 @@ _seen: dict[str, int] = {}
 
 
 def hangs(folder: Path, *plan: tuple[str, int, int, str]) -> dict[str, str]:
-    """The environment for hangs (event, its number in this start, rank, one of WAYS), with their markers in
-    `folder`."""
+    """Return the environment for hangs (event, number in this start, rank, way of WAYS), with markers in `folder`."""
     entries = [
         {"event": event, "number": number, "rank": rank, "way": way, "marker": str(folder / f"hung_{i}")}
         for i, (event, number, rank, way) in enumerate(plan)
@@ -38,7 +36,7 @@ def turn_forever() -> None:
 
 
 def hold_the_gil() -> None:
-    """As an extension does that waits without letting go: no other thread of the process runs."""
+    """Block all threads of the process, like an extension that waits without releasing the GIL."""
     while True:
         ctypes.PyDLL(None).pause()
 
@@ -48,7 +46,7 @@ def stop_forever() -> None:
 
 
 def wait_for_nobody() -> None:
-    """A deadlocked collective: the peers never send, and it has no deadline within a test's."""
+    """Deadlock in a collective: the peers never send, and its deadline is later than the test's."""
     import torch
     import torch.distributed as dist
 
@@ -56,7 +54,7 @@ def wait_for_nobody() -> None:
 
 
 def wait_for(mark: Path) -> None:
-    """Until a file is there."""
+    """Wait until a file exists."""
     while not mark.exists():
         time.sleep(0.01)
 
@@ -73,7 +71,7 @@ WAYS = {way.__name__: way for way in (sleep_forever, hold_the_gil, stop_forever,
 
 
 def on_event(event: str) -> None:
-    """The listener."""
+    """Hang at planned events."""
     _seen[event] = _seen.get(event, 0) + 1
     for hang in json.loads(os.environ[VARIABLE]):
         here = event == hang["event"] and _seen[event] >= hang["number"] and int(os.environ["RANK"]) == hang["rank"]

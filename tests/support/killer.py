@@ -1,13 +1,11 @@
-"""Kills processes of a run at exact moments: subscribed in every rank through RLHF_EVENT_LISTENER, driven by a plan
-file.
+"""Kills processes of a run at exact events by RLHF_EVENT_LISTENER, driven by a plan file.
 
-The plan is a JSON list of kills. Each rank looks for the first kill that has not fired yet; the rank that is its
-`observer` waits for its `event`, once a checkpoint of at least `after_step` is published, and sends SIGKILL to the
-`victim`. A marker file, made before the signal, proves that the kill hit and keeps it from firing again after the
-restart.
+The plan is a JSON list of kills. Each rank finds the first kill that has not fired. The kill's `observer` rank waits
+for its `event` after the publication of a checkpoint of at least `after_step`, and sends SIGKILL to the `victim`. A
+marker file, written before the signal, shows that the kill fired and prevents another kill after the restart.
 
-An event of a save behind the training is held until the loop has come some events (`ahead`) further, or has to wait for
-the save. The marker then says how many.
+An event of a background save is blocked until the loop is some events (`ahead`) further or waits for the save. The
+marker then contains the number of events.
 """
 
 import json
@@ -52,12 +50,12 @@ class Killer:
         with self.marker(kill).open("x") as marker:
             marker.write(str(came_further))
         os.kill(self.pid_of(kill["victim"]), signal.SIGKILL)
-        # The victim is another process: stay in this very window until its death takes this rank along.
+        # The victim is another process: stay at this point until its death ends this rank, too.
         time.sleep(60)
         raise AssertionError(f"rank {self.rank} outlived kill {kill}")
 
     def hold(self, ahead: int) -> int:
-        """Wait for the loop's next `ahead` events; how many there were."""
+        """Wait for the loop's next `ahead` events, and return their number."""
         before, end = self.loop_events, time.monotonic() + LONGEST_HOLD_S
         while self.loop_events < before + ahead and not self.loop_waits and time.monotonic() < end:
             time.sleep(0.001)
@@ -73,7 +71,7 @@ _killer: Killer | None = None
 
 
 def on_event(event: str) -> None:
-    """The listener; the plan is read at the first event."""
+    """Fire planned kills. The plan is read at the first event."""
     global _killer
     if _killer is None:
         _killer = Killer(Path(os.environ[PLAN_VARIABLE]))

@@ -1,8 +1,8 @@
-"""Highest memory of a rank in each phase of its steps, on Linux or on a GPU, by an event listener of a run.
+"""Measures a rank's peak memory in each phase of its steps, on Linux or on a GPU, with an event listener.
 
-A rank with `RLHF_EVENT_LISTENER=tests.support.measured_memory:seen` writes a line of JSON to the file that
-`$MEASURED_MEMORY` names: the phase and the bytes, `base` before any model is loaded. With `MEASURED_DEVICE=cuda` they
-are those that torch has allocated on its GPU, else its resident ones.
+A rank with `RLHF_EVENT_LISTENER=tests.support.measured_memory:seen` writes lines of JSON to the file
+`$MEASURED_MEMORY`: the phase and the bytes, with `base` before any model is loaded. Bytes are resident bytes, or with
+`MEASURED_DEVICE=cuda` torch's allocations on the GPU.
 """
 
 import json
@@ -25,13 +25,12 @@ ON_GPU = os.environ.get("MEASURED_DEVICE") == "cuda"
 
 
 def measured(folder: Path, overrides: list[str], device: str = "cpu") -> dict[str, int]:
-    """Highest bytes of a rank by phase, resident or those that torch has allocated on a GPU, of a run that goes to its
-    end; `base` before its models."""
+    """Run to the end; return a rank's peak bytes by phase (resident, or torch's on a GPU), `base` before models."""
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     listener = {
-        # Memory of tensors, and not of the gaps that glibc's heap keeps between them: each larger one is mapped apart.
+        # Map larger tensors separately, to measure tensors and not the gaps in glibc's heap.
         "MALLOC_MMAP_THRESHOLD_": str(256 << 10),
         "RLHF_EVENT_LISTENER": "tests.support.measured_memory:seen",
         "MEASURED_MEMORY": str(folder / "measured.jsonl"),
@@ -54,7 +53,7 @@ def measured(folder: Path, overrides: list[str], device: str = "cpu") -> dict[st
 
 
 def highest() -> int:
-    """Bytes of this process's highest resident set, or of its tensors on a GPU, since `begin_anew`."""
+    """Return the peak bytes of this process' resident set, or of its GPU tensors, since `begin_anew`."""
     if ON_GPU:
         return torch.cuda.max_memory_allocated()
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -75,7 +74,7 @@ def note(phase: str) -> None:
 
 
 def seen(event: str) -> None:
-    """Take note at the events around the phases that no clock is for."""
+    """Note memory at events around the phases without a clock."""
     if event == "step.begin":
         begin_anew()
     elif event == "update.before":

@@ -1,4 +1,4 @@
-"""Megatron's weights of a rank, made of a model of transformers with whole-tensor operations."""
+"""Converts a transformers model to Megatron's weights of a rank, with whole-tensor operations."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ Weights = dict[str, Tensor]
 
 
 def whole_layer(state: Weights, layer: int, config: PretrainedConfig) -> Weights:
-    """A layer under Megatron's names, q, k and v apart by key-value head, gate and up apart."""
+    """Return a layer under Megatron's names, with q, k and v split by key-value head, and gate and up split."""
     own = {name.split(f"layers.{layer}.")[1]: value for name, value in state.items() if f".layers.{layer}." in name}
     groups = config.num_key_value_heads
     result = {
@@ -32,7 +32,7 @@ def whole_layer(state: Weights, layer: int, config: PretrainedConfig) -> Weights
 
 
 def of_tensor_rank(layer: Weights, rank: int, ranks: int) -> Weights:
-    """What a tensor parallel rank has of a layer."""
+    """Return a tensor parallel rank's part of a layer."""
     result = {}
     for name, value in layer.items():
         if "linear_qkv" in name and "layer_norm" not in name:
@@ -46,7 +46,7 @@ def of_tensor_rank(layer: Weights, rank: int, ranks: int) -> Weights:
 
 
 def padded(vocabulary: Tensor, rank: int, ranks: int, filler: float) -> Tensor:
-    """A rank's rows of a vocabulary that is padded as Megatron-LM does it, with `filler`."""
+    """Return a rank's rows of a vocabulary padded with `filler` like Megatron-LM's."""
     missing = -len(vocabulary) % (128 * ranks)
     padding = torch.full((missing, *vocabulary.shape[1:]), filler, dtype=vocabulary.dtype)
     return torch.cat([vocabulary, padding]).chunk(ranks)[rank].clone()
@@ -55,7 +55,7 @@ def padded(vocabulary: Tensor, rank: int, ranks: int, filler: float) -> Tensor:
 def rank_weights(
     model: PreTrainedModel, rank: int, ranks: int, stage: int, stages: int, chunks: int = 1, filler: float = 0.0
 ) -> list[Weights]:
-    """Weights of each virtual pipeline stage of a rank."""
+    """Return the weights of each virtual pipeline stage of a rank."""
     state, config = dict(model.state_dict()), model.config
     per_chunk = config.num_hidden_layers // (stages * chunks)
     result = []
@@ -81,7 +81,7 @@ def rank_weights(
 def save_ranks(
     model: PreTrainedModel, folder: Path, *, ranks: int = 1, stages: int = 1, chunks: int = 1, **beside: Any
 ) -> None:
-    """Write `mp_rank_XX_YYY/model_states.pt` of all ranks, with what Megatron-LM keeps `beside` the weights."""
+    """Write `mp_rank_XX_YYY/model_states.pt` of all ranks, with Megatron-LM's other entries `beside` the weights."""
     for stage in range(stages):
         for rank in range(ranks):
             weights: list[dict[str, Any]] = list(rank_weights(model, rank, ranks, stage, stages, chunks, filler=7.0))

@@ -1,5 +1,4 @@
-"""Nodes with disks of their own, as folders, for tests of storage domains: what a rank does there at the start and in a
-run."""
+"""Simulates nodes with separate disks as folders, and a rank's start and run there, for tests of storage domains."""
 
 import json
 from pathlib import Path
@@ -14,14 +13,14 @@ from tests.support.thread_ranks import make_coordinator
 
 
 def on_node(tmp_path: Path, node: int, *, behind: bool = True) -> Config:
-    """The configuration as the node `node` sees it."""
+    """Return the configuration on the node `node`."""
     config = make_config(tmp_path / f"node_{node}")
     config.checkpoint.async_save = behind
     return config
 
 
 def start(rank: int, config: Config) -> Run:
-    """What a rank does before it trains."""
+    """Run a rank's start up to the training."""
     coordinator = make_coordinator()
     coordinator.domains = find_domains(config.run_dir, coordinator)
     prepare(config, coordinator)
@@ -29,7 +28,7 @@ def start(rank: int, config: Config) -> Run:
 
 
 def save(rank: int, tmp_path: Path, nodes: list[int], steps: int) -> dict:
-    """A start that resumes if it can, and saves each of so many further steps."""
+    """Start, resume if possible, and save each of `steps` further steps."""
     config = on_node(tmp_path, nodes[rank])
     run = start(rank, config)
     run.checkpointer.resume()

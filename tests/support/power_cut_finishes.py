@@ -1,4 +1,4 @@
-"""Real training whose power fails and that is started again: it ends as the undisturbed run, bit for bit."""
+"""Restarts real training after simulated power cuts, which must end like the undisturbed run, bit for bit."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from tests.support.power_cut_states import Disk, Shelf, Tree, states
 from tests.support.preload import forkserver
 
 STEPS = 4
-# Batches so small that what the loop, the journal and saves do to files takes more time than the model.
+# Batches so small that file operations take more time than the model.
 EVERY_RUN = (
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=1",
@@ -35,8 +35,7 @@ RUNS = {
 
 
 def finishes(count: int, seed: int, jobs: int, folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Cut the power of each of `RUNS` at about as many of `count` moments, and go on to the end; yields what was done
-    and what is wrong with it."""
+    """Cut the power of `RUNS` at `count` points in total and continue to the end; yield each case and its errors."""
     folder.mkdir()
     sums = write_sums(folder / "sums.jsonl")
     for number, name in enumerate(RUNS):
@@ -52,7 +51,7 @@ def command(folder: Path, name: str, sums: Path) -> list[str]:
 
 
 def recorded(folder: Path, name: str, sums: Path) -> Record:
-    """The undisturbed run, in a process of its own; its notes are the steps that were published."""
+    """Record the undisturbed run in a separate process, with notes of published steps."""
     root, result = folder / "disk", folder / "record"
     root.mkdir(parents=True)
     environment = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -93,7 +92,7 @@ def _record(arguments: list[str], environment: dict[str, str], root: Path, name:
 
 
 def drawn(made: Record, count: int, rng: random.Random) -> Iterator[tuple[int, Tree]]:
-    """One state of each of `count` moments, spread over the record."""
+    """Yield one state at each of `count` points spread over the record."""
     wanted = Counter(int((i + rng.random()) * len(made.ops) / count) + 1 for i in range(count))
     disk = Disk()
     for moment, op in enumerate(made.ops, 1):
@@ -103,7 +102,7 @@ def drawn(made: Record, count: int, rng: random.Random) -> Iterator[tuple[int, T
 
 
 def finished(made: Record, sums: Path, name: str, moment: int, tree: Tree) -> tuple[str, list[str]]:
-    """Give the command again in `tree`: how it went, and what is wrong."""
+    """Run the command again in `tree`; return a description and the errors."""
     folder = made.root.parent / name
     shelf = Shelf(folder / "shelf")
     shelf.build(tree, folder / "disk", lambda path: False)

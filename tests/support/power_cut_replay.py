@@ -1,4 +1,4 @@
-"""Checks of states that a record may leave behind, each in the folder that was recorded."""
+"""Checks the states that a record may leave behind, each in the recorded folder."""
 
 import hashlib
 import random
@@ -18,16 +18,16 @@ from tests.support.power_cut_runs import promises_at
 from tests.support.power_cut_states import Disk, Shelf, Tree, states
 
 SHOWN = 3
-"""Failures of a kind that are reported; after them it ends."""
+"""Number of failures of a kind to report before the check ends."""
 LEAST = 12
-"""About as many states of a moment are looked at first; when they were all there are, of fewer moments."""
+"""Least number of states to check per point; few wanted states mean fewer points."""
 GO_ON = 4
-"""In every so many states the start takes a further step and saves it."""
+"""Every `GO_ON`th state the start runs and saves a further step."""
 
 
 @dataclass
 class Report:
-    """How the states of a kind have fared."""
+    """Results of checking the states of a kind."""
 
     kind: str
     operations: int = 0
@@ -38,7 +38,7 @@ class Report:
 
 
 class Bench:
-    """The folder of a record, in which its states are checked one after the other, each once."""
+    """The folder of a record, in which different states are checked one after the other."""
 
     def __init__(self, made: Record) -> None:
         self.made, self.states, self.failures = made, 0, list[str]()
@@ -46,11 +46,11 @@ class Bench:
         self._seen: set[tuple[bytes, int]] = set()
 
     def check(self, moment: int, tree: Tree, *, every: int = GO_ON) -> bool:
-        """Give the command again in `tree`, if it is not known; in every so many states it also saves a further step.
+        """Run the command again in `tree` unless checked already; every `every`th state save a further step.
 
-        Returns whether all is well.
+        Returns whether all promises hold.
         """
-        # The lease there names this process, which lives on; that of a machine that has died ends by itself.
+        # The lease names this live process; a dead machine's lease would expire.
         tree = {path: tree[path] for path in tree if not path.endswith("/lease.json")}
         key = fingerprint(tree), sum(number <= moment for number, *_ in self.made.notes)
         if key in self._seen:
@@ -63,14 +63,14 @@ class Bench:
         try:
             found = wrong(promises_at(self.made.notes, moment), root, go_on=self.states % every == 1 % every)
         finally:
-            # Or it would be renewed, behind the next states, in a folder that is theirs.
+            # Otherwise its renewal would write to the folder of later states.
             release_leases()
         if found:
             self.failures.append(describe(self.made, moment, tree, found))
         return not found
 
     def close(self) -> None:
-        """Look whether a file was written to that is published, and remove what was kept."""
+        """Check that no process changed a published file, and remove the shelf."""
         self.failures += [f"{path} was written to" for path in self._shelf.changed()]
         shutil.rmtree(self._shelf.folder.parent)
 
@@ -80,7 +80,7 @@ class Bench:
 
 
 def fingerprint(tree: Tree) -> bytes:
-    """A name of all that is in `tree`."""
+    """Return a hash of `tree`."""
     digest = hashlib.blake2b(digest_size=16)
     for path, content in tree.items():
         digest.update(f"{path}\0{len(content) if isinstance(content, bytes) else content}\0".encode())
@@ -90,7 +90,7 @@ def fingerprint(tree: Tree) -> bytes:
 
 
 def moments(made: Record, wanted: int, share: float, rng: random.Random) -> Iterator[tuple[int, Tree]]:
-    """About `wanted` states of each moment of the record, or of a share of them."""
+    """Yield about `wanted` states of each point of the record, or of a fraction of the points."""
     disk = Disk([REMOTE])
     for moment in range(len(made.ops) + 1):
         if moment:
@@ -101,7 +101,7 @@ def moments(made: Record, wanted: int, share: float, rng: random.Random) -> Iter
 
 
 def replay(made: Record, wanted: int, seed: int) -> Report:
-    """Check about `wanted` different states; ends with the failure number `SHOWN`."""
+    """Check about `wanted` different states, and stop at failure number `SHOWN`."""
     started, rng, bench = time.monotonic(), random.Random(f"{made.kind} {seed}"), Bench(made)
     each, share = 4, wanted / (LEAST * (len(made.ops) - made.first + 1))
     while bench.states < wanted and len(bench.failures) < SHOWN:
@@ -118,7 +118,7 @@ def replay(made: Record, wanted: int, seed: int) -> Report:
 
 
 def describe(made: Record, moment: int, tree: Tree, found: list[str]) -> str:
-    """A failure in lines."""
+    """Describe a failure in lines."""
     last = [f"{op.kind} {op.path} {op.other}" for op in made.ops[max(0, moment - 3) : moment]]
     names = [f"{path} {len(content)}" if isinstance(content, bytes) else path for path, content in tree.items()]
     shown = [name for name in names if not re.search(r"/(global_step_|\.t|\.u).*/", name)]

@@ -1,4 +1,4 @@
-"""Small checkpoints without a model, published by the real commit, for tests of what happens to them afterwards."""
+"""Publishes small checkpoints without a model by the real commit, for tests of later operations."""
 
 import os
 import time
@@ -17,8 +17,7 @@ from rlhf.storage.layout import CONFIG, scan, step_of
 def publish(
     run_dir: Path, step: int, metrics: dict[str, float] | None = None, nbytes: int = 100, config: str = ""
 ) -> Path:
-    """Commit a checkpoint of `step` that holds `nbytes` random bytes, `metrics`, and the text `config` as its
-    configuration."""
+    """Commit a checkpoint of `step` with `nbytes` random bytes, `metrics`, and the configuration text `config`."""
     temporary = publication.begin(run_dir, step)
     written = [write_file(temporary, "actor/model/weights", [os.urandom(nbytes)])]
     written.append(write_file(temporary, CONFIG, [config.encode()]))
@@ -27,8 +26,10 @@ def publish(
 
 
 def publish_part(run_dir: Path, step: int, coordinator: Coordinator, nbytes: int = 100) -> Path:
-    """Commit a checkpoint of `step` over the storage domains of `coordinator`, each rank's with `nbytes` random bytes.
-    Collective."""
+    """Commit a checkpoint of `step` over `coordinator`'s storage domains, with `nbytes` random bytes per rank.
+
+    Collective.
+    """
     root = run_dir / coordinator.on_leader(lambda: publication.temporary_name(step))
     name = f"actor/model/rank_{coordinator.rank:05d}"
     parts = coordinator.everywhere(lambda: describe([write_file(root, name, [os.urandom(nbytes)])]))
@@ -43,7 +44,7 @@ def publish_part(run_dir: Path, step: int, coordinator: Coordinator, nbytes: int
 def make_manifest(
     step: int, files: dict[str, dict[str, Any]], metrics: dict[str, float], world_size: int = 1
 ) -> Manifest:
-    """The manifest of a checkpoint that holds `files`."""
+    """Return the manifest of a checkpoint with `files`."""
     return Manifest(
         step=step,
         world_size=world_size,
@@ -62,12 +63,12 @@ def make_manifest(
 
 
 def steps(run_dir: Path) -> list[int | None]:
-    """The published steps, oldest first."""
+    """Return the published steps, oldest first."""
     return [step_of(path) for path in scan(run_dir)][::-1]
 
 
 def eventually(condition: Callable[[], bool], deadline_s: float = 120.0) -> None:
-    """Wait for what another thread does; fails after `deadline_s`."""
+    """Wait for another thread to fulfil `condition`; fail after `deadline_s`."""
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, "it did not happen"

@@ -1,8 +1,7 @@
-"""Records what a resume restored in every rank, and what its last step ended with: subscribed through
-RLHF_EVENT_LISTENER.
+"""Records each rank's restored state after a resume, and its state after the last step (RLHF_EVENT_LISTENER).
 
-Tensors are recorded as hashes of their names, types, shapes and values, gathered over the ranks, so that the record
-does not depend on the form of a file.
+Tensors are gathered over the ranks and recorded as hashes of names, types, shapes and values, independent of file
+formats.
 """
 
 import json
@@ -28,18 +27,18 @@ _state: RunState | None = None
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables of a start whose ranks record to `folder`/restored_R.json and `folder`/final_R.json."""
+    """Return the variables of a start whose ranks record to `folder`/restored_R.json and `folder`/final_R.json."""
     folder.mkdir()
     return {FOLDER_VARIABLE: str(folder), LISTENER_VARIABLE: f"{__name__}:on_event"}
 
 
 def recorded(folder: Path, name: str) -> list[Any]:
-    """What each rank recorded as `name`, by rank."""
+    """Return the ranks' records `name`, by rank."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}_*.json"))]
 
 
 def on_event(event: str) -> None:
-    """The listener; records the final tensors after the update of the run's last step."""
+    """Record the final tensors after the update of the run's last step."""
     driver = None if _state is None else _state.driver
     if event == "update.after" and driver is not None and driver.step + 1 == driver.total_steps:
         _write("final", {"tensors": _tensors(_state)})
@@ -48,7 +47,7 @@ def on_event(event: str) -> None:
 def _recording(located: FileLocations, state: RunState, *arguments: Any) -> Any:
     global _state
     result = _load_state(located, state, *arguments)
-    # Before anything else: gathering must not find other generators than the resume left.
+    # First, because gathering must not change the random generators that the resume restored.
     generators = of_tensors(rng_state().items())
     carried = from_tensors(dict(state.carried.tensors())) if state.carried is not None else []
     _state = state
@@ -65,12 +64,12 @@ def _recording(located: FileLocations, state: RunState, *arguments: Any) -> Any:
     return result
 
 
-if FOLDER_VARIABLE in os.environ:  # in a rank, which imports this before it resumes
+if FOLDER_VARIABLE in os.environ:  # in a rank, before its resume
     resume.load_state = _recording
 
 
 def _tensors(state: RunState) -> dict[str, str]:
-    """Hashes of each role's weights and optimizer, and of the reference that moves. Collective."""
+    """Return hashes of each role's weights and optimizer, and of the moving reference. Collective."""
     parts = {f"{name}/model": role.model_shards() for name, role in state.roles.items()}
     parts |= {f"{name}/optimizer": role.optimizer_shards() for name, role in state.roles.items()}
     if state.reference is not None:
@@ -79,7 +78,7 @@ def _tensors(state: RunState) -> dict[str, str]:
 
 
 def as_plain(group: Group) -> dict[str, Any]:
-    """A group that a rank carries over, in JSON's types; no number is rounded."""
+    """Return a carried group in JSON's types, without rounding."""
     return {
         "uid": group.uid,
         "prompt_ids": [int(token) for token in group.prompt_ids],

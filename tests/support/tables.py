@@ -1,4 +1,4 @@
-"""Random tables for the tests of the tensor functions, gradients by central differences, and how close is close."""
+"""Makes random tables for tests of tensor functions, gradients by central differences, and tolerances."""
 
 import random
 from collections.abc import Callable
@@ -19,8 +19,10 @@ def random_table(rng: random.Random, rows: int, columns: int, scale: float) -> R
 
 
 def random_mask(rng: random.Random, rows: int, columns: int) -> Rows:
-    """Responses of random lengths, in half of the cases with holes; the first row has a token, and one of several rows
-    has none."""
+    """Return a mask of random lengths, with holes in half of the cases.
+
+    The first row has a token, and one of several rows has none.
+    """
     lengths = [rng.randint(0, columns) for _ in range(rows)]
     holes = rng.choice([0.0, 0.3])
     mask = [[float(column < n and rng.random() >= holes) for column in range(columns)] for n in lengths]
@@ -31,13 +33,13 @@ def random_mask(rng: random.Random, rows: int, columns: int) -> Rows:
 
 
 def tensor(table: Rows, mask: Rows | None = None) -> Tensor:
-    """[rows, columns] float64; with a mask, NaN outside it."""
+    """Return a [rows, columns] float64 tensor, NaN outside the mask if given."""
     result = torch.tensor(table, dtype=torch.float64)
     return result if mask is None else result.masked_fill(torch.tensor(mask) == 0, torch.nan)
 
 
 def slopes(function: Callable[[Rows], float], at: Rows) -> Rows:
-    """The gradient by central differences."""
+    """Return the gradient by central differences."""
     step = 1e-6
     result = [[0.0] * len(row) for row in at]
     for i, row in enumerate(at):

@@ -1,4 +1,4 @@
-"""A terminal for a command: a pseudo-terminal under pexpect, and pyte's screen of what it shows."""
+"""Runs a command in a pseudo-terminal (pexpect) and renders its screen (pyte)."""
 
 import os
 import sys
@@ -10,20 +10,20 @@ import pyte
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 100
-"""So many that nothing of a test scrolls away."""
+"""Enough rows that no test's output scrolls away."""
 
 
 class Terminal:
-    """`python *arguments` in a terminal of `columns`; as from a shell, the directory is not the checkout's."""
+    """Runs `python *arguments` in a terminal of `columns`, like a shell outside the checkout."""
 
     def __init__(self, columns: int, folder: Path, *arguments: str | Path, **variables: str) -> None:
-        # Workers of pytest-xdist have a width in their environment, which programs believe before the terminal's.
+        # Workers of pytest-xdist have COLUMNS set, which programs prefer to the terminal's width.
         inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         environment = inherited | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"} | variables
         self._screen = pyte.Screen(columns, ROWS)
         self._stream = pyte.ByteStream(self._screen)
         self.raw = b""
-        """All bytes that came."""
+        """All bytes received."""
         self.started = time.monotonic()
         self.process = pexpect.spawn(
             sys.executable,
@@ -36,7 +36,7 @@ class Terminal:
         )
 
     def read(self, seconds: float = 0.05) -> bool:
-        """Take in what comes within so many seconds; False once all programs have left the terminal."""
+        """Receive output for `seconds`. Return False once all programs have closed the terminal."""
         try:
             data = self.process.read_nonblocking(1 << 16, seconds)
         except pexpect.TIMEOUT:
@@ -48,18 +48,18 @@ class Terminal:
         return True
 
     def wait_for(self, text: str, seconds: float = 120) -> None:
-        """Return when the screen shows `text`, wherever lines break."""
+        """Wait until the screen shows `text`, ignoring line breaks."""
         end = time.monotonic() + seconds
         while not self.shows(text):
             assert self.read() or self.shows(text), f"it ended without {text!r}:\n{self.text}"
             assert time.monotonic() < end, f"no {text!r}:\n{self.text}"
 
     def shows(self, text: str) -> bool:
-        """Whether `text` is on the screen, wherever lines break."""
+        """Return whether the screen shows `text`, ignoring line breaks."""
         return "".join(text.split()) in "".join(self.text.split())
 
     def end(self, seconds: float = 120) -> int:
-        """The exit code of the command, negative for a signal, once it has ended and all it said is on the screen."""
+        """Wait for the end and all output; return the exit code, negative for a signal."""
         end = time.monotonic() + seconds
         while self.read():
             assert time.monotonic() < end, f"it does not end:\n{self.text}"
@@ -68,13 +68,13 @@ class Terminal:
         return -signal if signal is not None else int(self.process.exitstatus or 0)
 
     def resize(self, columns: int) -> None:
-        """Give the terminal another width."""
+        """Set the terminal's width."""
         self._screen.resize(ROWS, columns)
         self.process.setwinsize(ROWS, columns)
 
     @property
     def lines(self) -> list[str]:
-        """The lines of the screen up to the last that is not empty."""
+        """Return the screen's lines up to the last non-empty line."""
         shown = [line.rstrip() for line in self._screen.display]
         while shown and not shown[-1]:
             shown.pop()
@@ -86,11 +86,11 @@ class Terminal:
 
     @property
     def bar(self) -> str:
-        """The line above the cursor."""
+        """Return the line above the cursor."""
         return self._screen.display[max(0, self._screen.cursor.y - 1)].rstrip()
 
     @property
     def is_left_in_order(self) -> bool:
-        """Whether the cursor can be seen, and is at the beginning of an empty line, where a shell writes its prompt."""
+        """Return whether the cursor is visible at the start of an empty line, ready for a shell's prompt."""
         cursor = self._screen.cursor
         return not cursor.hidden and cursor.x == 0 and not self._screen.display[cursor.y].strip()

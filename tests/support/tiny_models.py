@@ -1,4 +1,4 @@
-"""Random models of many architectures, small enough to make in a test."""
+"""Makes random models of many architectures, small enough for a test."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "bos_token_id": None,
     },
     "gpt_neox": COMMON | {"hidden_dropout": 0.1},
-    # The library has no token classifier for these.
+    # transformers has no token classifier for these.
     "olmo2": GQA,
     "gemma3_text": GQA | {"head_dim": 4},
     "granite": GQA,
@@ -59,7 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bert": COMMON,
     # Masks that it computes with itself.
     "gptj": {"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
-    # Linear attention, which without its kernels runs on from one packed sequence into the next.
+    # Linear attention, which without its kernels continues across packed sequences.
     "qwen3_5_text": GQA
     | {
         "head_dim": 8,
@@ -72,20 +72,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": GQA | {"num_local_experts": 4},
-    # More than ten: in the order of numbers, not of letters.
+    # More than ten experts, to test numeric instead of alphabetic order.
     "qwen3_moe": GQA | {"head_dim": 4, "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
 }
-"""Mixtures of experts: one tensor per expert in the files, one for all in the model."""
+"""Mixtures of experts: one tensor per expert in files, one for all experts in the model."""
 CAUSAL = tuple(name for name in SETTINGS if name not in ("bert", "gptj", "qwen3_5_text"))
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
-    """The tiny policy's: 512 tokens, with a chat template, and a padding token of its own."""
+    """Return the tiny policy's tokenizer: 512 tokens, a chat template, a separate padding token."""
     return AutoTokenizer.from_pretrained(TINY_POLICY)
 
 
 def tiny_config(architecture: str, **settings: Any) -> PretrainedConfig:
-    """A configuration for `tiny_tokenizer`; `settings` come on top."""
+    """Return a configuration for `tiny_tokenizer`, changed by `settings`."""
     tokenizer = tiny_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     own = {"vocab_size": len(tokenizer)} | (SETTINGS | EXPERTS)[architecture]
@@ -93,14 +93,14 @@ def tiny_config(architecture: str, **settings: Any) -> PretrainedConfig:
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
-    """`folder`, with the model and the tokenizer in it."""
+    """Save the model and the tokenizer in `folder`, and return `folder`."""
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
 def causal_lm(architecture: str, folder: Path, **settings: Any) -> PreTrainedModel:
-    """A random float32 causal LM in eval mode, saved in `folder`."""
+    """Save a random float32 causal LM in `folder`; return it in eval mode."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(tiny_config(architecture, **settings)).float().eval()
     save(model, folder)
@@ -108,14 +108,14 @@ def causal_lm(architecture: str, folder: Path, **settings: Any) -> PreTrainedMod
 
 
 def mixture(architecture: str, folder: Path, **settings: Any) -> PreTrainedModel:
-    """A `causal_lm` of `EXPERTS`."""
+    """Save and return a `causal_lm` of `EXPERTS`."""
     model = causal_lm(architecture, folder, **settings)
     assert any(".experts.3." in name for name in load_file(folder / "model.safetensors"))
     return model
 
 
 def classifier(architecture: str, folder: Path, **settings: Any) -> PreTrainedModel:
-    """A random float32 sequence classifier with one label in eval mode, saved in `folder`."""
+    """Save a random float32 sequence classifier with one label in `folder`; return it in eval mode."""
     torch.manual_seed(2)
     config = tiny_config(architecture, **{"num_labels": 1} | settings)
     model = AutoModelForSequenceClassification.from_config(config).float().eval()

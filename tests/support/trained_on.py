@@ -1,4 +1,4 @@
-"""Recorder of what each step of a run trains on: subscribed in every rank through RLHF_EVENT_LISTENER."""
+"""Records the samples that each step of a run trains on (RLHF_EVENT_LISTENER)."""
 
 import json
 import os
@@ -13,19 +13,19 @@ VARIABLE = "RLHF_TEST_TRAINED_ON"
 
 
 def recording(folder: Path, interruption: dict[str, str] | None = None) -> dict[str, str]:
-    """The environment that records into `folder`, and interrupts as `interrupter.at` says."""
+    """Return the environment that records to `folder` and interrupts by `interrupter.at`."""
     folder.mkdir(parents=True, exist_ok=True)
     return (interruption or {}) | {LISTENER_VARIABLE: f"{__name__}:on_event", VARIABLE: str(folder)}
 
 
 def on_event(event: str) -> None:
-    """The listener."""
+    """Install the recorder."""
     if interrupter.VARIABLE in os.environ:
         interrupter.on_event(event)
 
 
 def trained_on(folder: Path) -> dict[int, set[tuple[int, int]]]:
-    """By step the (uid, number) of each sample, of the last time that the step was done."""
+    """Return by step the (uid, number) of each sample, from the step's last execution."""
     last: dict[tuple[int, str], list[list[int]]] = {}
     for path in sorted(folder.iterdir()):
         for line in path.read_text().splitlines():

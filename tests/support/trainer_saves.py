@@ -1,9 +1,9 @@
-"""Checkpoints by the Trainer of transformers, of models and of peft's adapters: a script for an environment with both.
+"""Saves checkpoints of models and peft adapters with transformers' Trainer, in an environment that has both.
 
     python trainer_saves.py MODELS TARGET CASE...
 
-A case is `MODEL/full`, or `MODEL/KIND` with a KIND of ADAPTERS. `TARGET/CASE/checkpoint-2` is the Trainer's of two
-steps, and `truth.pt` beside it has the `tensors` (of an adapter as peft merges it) and the `moments` by parameter.
+A case is `MODEL/full`, or `MODEL/KIND` with a KIND of ADAPTERS. `TARGET/CASE/checkpoint-2` is the Trainer's checkpoint
+after two steps. `truth.pt` beside it has the `tensors` (adapters merged by peft) and the `moments` by parameter.
 """
 
 import os
@@ -31,7 +31,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def make(models: str, target: str, case: str) -> None:
-    """Train and save one case."""
     name, kind = case.split("/")
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_pretrained(f"{models}/{name}", dtype=torch.float32)

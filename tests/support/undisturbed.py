@@ -1,5 +1,4 @@
-"""Runs that nothing interrupts, which disturbed ones are compared with: each is made once per session, by whichever
-test asks first."""
+"""Makes undisturbed runs, once per session, to compare disturbed runs with."""
 
 import fcntl
 import json
@@ -17,7 +16,7 @@ EXPORT = "checkpoint.contents=[model,optimizer,extra,hf_model]"
 
 
 def session_folder(factory: pytest.TempPathFactory) -> Path:
-    """A folder that the processes of one pytest session share, whether it has one or, under xdist, several."""
+    """Return a folder shared by all processes of one pytest session, also under xdist."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     folder.mkdir(exist_ok=True)
@@ -25,8 +24,7 @@ def session_folder(factory: pytest.TempPathFactory) -> Path:
 
 
 def once(folder: Path, name: str, start: Callable[[], Ended]) -> Ended:
-    """What `start()` returns, called by the first of a session's processes that comes here with `name`; the others wait
-    for it."""
+    """Return the result of `start()`, called once per session and `name`; other processes wait for it."""
     result = folder / f"{name}.json"
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -36,19 +34,19 @@ def once(folder: Path, name: str, start: Callable[[], Ended]) -> Ended:
 
 
 class Undisturbed:
-    """The run of `small` on one rank and on two, with an exported model in each checkpoint."""
+    """The run of `small` on one and on two ranks, with an exported model in each checkpoint."""
 
     def __init__(self, folder: Path, sums: Path) -> None:
         self.folder, self._sums = folder, sums
 
     def end(self, nproc: int) -> Ended:
-        """How the run on `nproc` ranks ended."""
+        """Return the end of the run on `nproc` ranks."""
         name = f"undisturbed_{nproc}"
         command = [*small(self.folder, name, self._sums), f"trainer.nproc={nproc}", EXPORT]
         return once(self.folder, name, lambda: train_forked(command))
 
     def run_dir(self, nproc: int) -> Path:
-        """The directory of the finished run on `nproc` ranks."""
+        """Return the directory of the finished run on `nproc` ranks."""
         end = self.end(nproc)
         assert end.code == 0, end.output
         return self.folder / "rlhf" / f"undisturbed_{nproc}"

@@ -1,10 +1,10 @@
-"""Checkpoints by verl's own manager, merged by verl's own merger: a script for the environment that has verl.
+"""Saves checkpoints with verl's manager and merges them with verl's merger, in the environment that has verl.
 
     python verl_saves.py MODELS TARGET CASE...
 
-A case is `MODEL/STRATEGY/RANKS_OF_A_REPLICA`, with `/lora` behind it for an adapter. Two gloo ranks train the model in
-`MODELS/MODEL` for two steps and save in `TARGET/CASE/global_step_2/actor`; `TARGET/CASE/merged` is what verl's merger
-makes of that, and `truth.pt` has the whole `tensors` and the `moments` by parameter, of an adapter `merged` by peft.
+A case is `MODEL/STRATEGY/RANKS_OF_A_REPLICA`, plus `/lora` for an adapter. Two gloo ranks train the model in
+`MODELS/MODEL` for two steps and save in `TARGET/CASE/global_step_2/actor`. `TARGET/CASE/merged` is the output of verl's
+merger. `truth.pt` has the whole `tensors`, the `moments` by parameter, and for an adapter peft's `merged` weights.
 """
 
 import os
@@ -32,7 +32,7 @@ RANKS = 2
 
 
 def in_rank(rank: int, models: str, target: str, cases: list[str]) -> None:
-    """All cases, one after the other."""
+    """Run all cases, one after the other."""
     store = dist.FileStore(f"{target}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     for case in cases:
@@ -69,7 +69,7 @@ def in_rank(rank: int, models: str, target: str, cases: list[str]) -> None:
 
 
 def wrap(model: Any, strategy: str, size: int, lora: bool) -> Any:
-    """The model as verl's engine wraps it, on CPUs."""
+    """Wrap the model like verl's engine, on CPUs."""
     if size == RANKS:
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
     else:
@@ -88,7 +88,7 @@ def wrap(model: Any, strategy: str, size: int, lora: bool) -> Any:
 
 
 def truth_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All of the model, and all moments of what has some. Collective."""
+    """Gather the model's tensors and all existing moments. Collective."""
     if isinstance(model, FullyShardedDataParallel):
         FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
         tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -102,12 +102,12 @@ def truth_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """A DTensor, gathered."""
+    """Gather a DTensor."""
     return tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 def merged_by_peft(base: str, model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state dict of base and adapter in one."""
+    """Return the state dict of the base merged with the adapter."""
     fresh: Any = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), model.peft_config["default"]
     )
@@ -124,4 +124,4 @@ if __name__ == "__main__":
         saved = f"{target}/{case}/global_step_2/actor"
         sys.argv = ["", "merge", "--backend", "fsdp", "--local_dir", saved, "--target_dir", f"{target}/{case}/merged"]
         merger()
-    os._exit(0)  # what verl imports leaves threads
+    os._exit(0)  # verl's imports leave threads running

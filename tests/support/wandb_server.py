@@ -1,4 +1,4 @@
-"""The few answers of a wandb server that the real client needs to create, resume and fill one run."""
+"""Serves the few wandb responses that the real client needs to create, resume and fill one run."""
 
 import gzip
 import json
@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing on stderr."""
+        """Log nothing."""
 
 
 @contextmanager
