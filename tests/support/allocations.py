@@ -1,4 +1,4 @@
-"""Most bytes that an action has allocated on the CPU at a time, by torch's profiler."""
+"""Measures the peak CPU memory that an action allocates, with torch's profiler."""
 
 import gc
 from collections.abc import Callable
@@ -8,9 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_of(action: Callable[[], Any], mapped: int = 0) -> int:
-    """The most bytes that `action` had allocated on the CPU at a time, but for the mapping of a file of `mapped`
-    bytes."""
-    gc.collect()  # what earlier actions left in cycles would be freed, and counted, in between
+    """Return the peak bytes that `action` allocates on the CPU, without the mapping of a file of `mapped` bytes."""
+    gc.collect()  # otherwise garbage of earlier actions would be freed, and counted, during the action
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         kept = action()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]

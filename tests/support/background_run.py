@@ -1,5 +1,4 @@
-"""A run whose engine is the embedded one in a thread; subscribed in every rank through RLHF_EVENT_LISTENER, and an
-interrupter as well."""
+"""Replaces a run's engine by the embedded engine in a thread, and interrupts the run (RLHF_EVENT_LISTENER)."""
 
 import os
 from typing import Any
@@ -12,12 +11,12 @@ from tests.support.background_engine import BackgroundThread
 
 
 def at(event: str = "", number: int = 0, what: str = "", **more: Any) -> dict[str, str]:
-    """`interrupter.at` for such a run; by default nothing interrupts it."""
+    """Return `interrupter.at` for a run with a background engine, by default without interruption."""
     return interrupter.at(event, number, what, **more) | {LISTENER_VARIABLE: f"{__name__}:on_event"}
 
 
 def on_event(event: str) -> None:
-    """The listener."""
+    """Install the engine, and interrupt at the planned event."""
     interrupter.on_event(event)
 
 

@@ -1,4 +1,4 @@
-"""The command as tests compose it, call it and run it; the bundled recipes."""
+"""Composes, calls and runs the command for tests, and lists the bundled recipes."""
 
 import os
 import subprocess
@@ -19,12 +19,12 @@ RECIPES = BUNDLED.entries("recipes")
 
 
 def compose(*overrides: str, config_dir: Path | None = None) -> Config:
-    """The configuration of a command."""
+    """Return the configuration of a command."""
     return compose_config(list(overrides), Library.find(config_dir))
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What `python -m rlhf.train ARGV` says on stderr when it refuses."""
+    """Return the error message of `python -m rlhf.train ARGV` on stderr."""
     assert train.main(list(argv)) == EXIT_USER_ERROR
     out, err = capsys.readouterr()
     assert out == ""
@@ -33,7 +33,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def run(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """The interpreter with these arguments, to its end."""
+    """Run the interpreter with `arguments` to its end."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,

@@ -1,4 +1,4 @@
-"""Configurations for tests."""
+"""Makes configurations for tests."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from rlhf.errors import UserError
 
 
 def make(**changes) -> Config:
-    """A valid configuration with some settings changed: make(trainer__nproc=2)."""
+    """Return a valid configuration with changed settings: make(trainer__nproc=2)."""
     config = Config()
     config.model.path = "org/name"
     for key, value in changes.items():
@@ -21,7 +21,7 @@ def make(**changes) -> Config:
 
 
 def problems(config: Config, environ: dict[str, str] | None = None) -> list[str]:
-    """The lines with which a configuration is refused."""
+    """Return the errors of a configuration, one per line."""
     with pytest.raises(UserError) as caught:
         validate(config, environ or {})
     return str(caught.value).splitlines()

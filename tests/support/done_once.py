@@ -1,5 +1,4 @@
-"""Import of the server of ranks: what every run does first, and what a process is faster at afterwards. Parsers of the
-command line and fonts are loaded, and the files of the library are read."""
+"""Warms up the server of ranks: loads command-line parsers and fonts, and reads transformers' files, once for all."""
 
 from matplotlib.figure import Figure
 

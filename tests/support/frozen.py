@@ -1,6 +1,6 @@
-"""Last import of the server of ranks: keeps all that it has imported out of the garbage collector, as launchers do.
+"""Excludes the imports of the server of ranks from garbage collection, like launchers; must be its last import.
 
-Otherwise each collection in a rank goes through half a gigabyte that never changes, and copies every page of it.
+Otherwise each collection in a rank visits half a gigabyte of constant objects and copies every page.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Marks of tests that need a CUDA device, and the devices of those that are cheap enough for both."""
+"""Marks tests that need a CUDA device, and lists the devices of tests that are cheap enough for both."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Reward function of a file, which runs in processes of its own."""
+"""Provides reward functions that run in reward processes."""
 
 import asyncio
 import time
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 
 def nearness(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
-    """Share of the leading characters that are right, after a while that a kill can hit."""
+    """Return the fraction of right leading characters, after a pause in which a kill can strike."""
     time.sleep(0.002)
     right = sum(a == b for a, b in zip(solution_str, str(ground_truth), strict=False))
     return right / max(1, len(str(ground_truth)))
 
 
 async def others(prompts: list, completions: list, ground_truth: list, log_extra: Callable, **columns: list) -> list:
-    """TRL's convention: the share of a prompt's samples that say something else, after a while that a kill can hit."""
+    """Return the fraction of a prompt's samples that differ (TRL's convention), after a pause for kills."""
     await asyncio.sleep(0.002 * len(completions))
     texts = [completion[0]["content"] for completion in completions]
     log_extra("beside", [sorted(set(texts) - {text}) for text in texts])

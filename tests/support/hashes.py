@@ -1,4 +1,4 @@
-"""Hashes of files as a manifest has them, for tests that compare or forge one."""
+"""Hashes files like a manifest, for tests that compare or forge manifests."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from rlhf.storage.hashing import BlockHashes
 
 
 def hash_file(path: Path) -> tuple[int, str]:
-    """Size and hashes of a file on disk, as in `WrittenFile`."""
+    """Return size and hashes of a file on disk, as in `WrittenFile`."""
     hashes = BlockHashes()
     hashes.update(memoryview(path.read_bytes()))
     return hashes.size, hashes.hexdigests()

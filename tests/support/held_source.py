@@ -1,4 +1,4 @@
-"""Open checkpoint of no tool: tensors and moments that a test holds in memory, as a layout hands them out."""
+"""Implements a tensor source over a test's tensors and moments in memory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from rlhf.models.hf.source import Contents, TensorInfo, TrainedSoFar
 
 
 class HeldSource:
-    """Hands out `tensors` and `moments` in ranges; `largest` is the most elements that were asked for at once."""
+    """Returns ranges of `tensors` and `moments`; `largest` is the size of the largest requested range."""
 
     layout = "held"
 

@@ -1,5 +1,4 @@
-"""Map of the package, `python -m tests.support.house_map`: each folder's files with the first line of their
-docstrings."""
+"""Prints each folder's files with their docstrings' first lines: `python -m tests.support.house_map`."""
 
 import ast
 import sys
@@ -12,8 +11,7 @@ PACKAGE = Path(rlhf.__file__).parent
 
 
 def modules() -> dict[Path, str | None]:
-    """The docstring of every module that is not empty, by its path from the package's parent; None where it has
-    none."""
+    """Return the docstring (or None) of every non-empty module, by its path from the package's parent."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         if text := path.read_text().strip():
@@ -22,12 +20,12 @@ def modules() -> dict[Path, str | None]:
 
 
 def folders() -> set[Path]:
-    """The folders of the package that hold modules, itself among them, by their paths from its parent."""
+    """Return the package's folders with modules, itself included, by their paths from its parent."""
     return {path.parent.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py")}
 
 
 def page() -> str:
-    """The map as text, folder by folder."""
+    """Return the map as text, folder by folder."""
     lines: dict[Path, list[str]] = defaultdict(list)
     for path, docstring in modules().items():
         lines[path.parent].append(f"  {path.name:<22}{(docstring or '').partition(chr(10))[0]}\n")

@@ -1,7 +1,7 @@
-"""Computations in float64 throughout, also where code asks for float32 by name, as the norms of transformers do.
+"""Forces float64 computations, even if code converts to float32 by name like transformers' norms.
 
-Two ways to compute one formula then differ by about 1e-16 for each operation, whatever kernels a processor has: a test
-can ask for `TOLERANCE` and still find every error in a formula.
+Two computations of a formula then differ by about 1e-16 per operation with any processor's kernels. So a test with
+`TOLERANCE` still finds every error in a formula.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 TOLERANCE = 1e-9
-"""A float64 is off by 1e-16 of itself, a gradient is a sum of up to 1e5 terms, and a few steps of AdamW follow."""
+"""Allows for float64's relative error of 1e-16, gradients of up to 1e5 terms, and a few steps of AdamW."""
 
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Let this process make tensors in float64, and get float64 where it converts or takes a softmax to float32."""
+    """Make this process create float64 tensors, and convert or take softmax in float64 instead of float32."""
     usual = torch.get_default_dtype()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "float", Tensor.double)

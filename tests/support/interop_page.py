@@ -1,4 +1,4 @@
-"""Commands of docs/interop.md, for the tests that run them as they stand there."""
+"""Extracts the commands of docs/interop.md for the tests that run them."""
 
 import re
 import shlex
@@ -10,12 +10,12 @@ PAGE = Path(rlhf.__file__).parents[1] / "docs" / "interop.md"
 
 
 def commands_of(heading: str) -> list[list[str]]:
-    """Arguments of each `python -m rlhf.checkpoint` in the fenced blocks of a section."""
+    """Return the arguments of each `python -m rlhf.checkpoint` in a section's fenced blocks."""
     return _arguments(heading, "rlhf.checkpoint")
 
 
 def training_of(heading: str) -> list[list[str]]:
-    """The same of each `python -m rlhf.train`."""
+    """Return the arguments of each `python -m rlhf.train` in a section's fenced blocks."""
     return _arguments(heading, "rlhf.train")
 
 
@@ -28,7 +28,7 @@ def _arguments(heading: str, module: str) -> list[list[str]]:
 
 
 def python_of(heading: str) -> str:
-    """The Python in a section."""
+    """Return a section's Python code."""
     return "".join(_blocks(heading, "python"))
 
 

@@ -1,5 +1,4 @@
-"""Interrupts a run once at an exact moment: subscribed in every rank through RLHF_EVENT_LISTENER, told what to do by a
-JSON variable."""
+"""Interrupts a run once at an exact event by RLHF_EVENT_LISTENER, planned in a JSON variable."""
 
 import json
 import os
@@ -14,23 +13,22 @@ _seen = 0
 
 
 class Planned(Exception):
-    """The crash that a test asked for."""
+    """The crash that a test planned."""
 
 
 def at(
     event: str, number: int, what: str, *, to: str = "rank", rank: int = 0, once: Path | None = None
 ) -> dict[str, str]:
-    """The environment that interrupts `rank`, the supervisor or the launcher at the `number`th `event` of this start.
+    """Return the environment that interrupts `rank`, the supervisor or the launcher at this start's `number`th `event`.
 
-    `what` is a signal's name or "raise". With the marker file `once`, only the first start that comes there is
-    interrupted.
+    `what` is a signal's name or "raise". With the marker file `once`, only the first start there is interrupted.
     """
     plan = {"event": event, "number": number, "what": what, "to": to, "rank": rank, "once": str(once or "")}
     return {LISTENER_VARIABLE: f"{__name__}:on_event", VARIABLE: json.dumps(plan)}
 
 
 def on_event(event: str) -> None:
-    """The listener."""
+    """Interrupt at the planned event."""
     global _seen
     plan = json.loads(os.environ[VARIABLE])
     if event != plan["event"] or int(os.environ["RANK"]) != plan["rank"]:

@@ -1,5 +1,4 @@
-"""Real ranks on gloo for a test: several, each running a function in a process of its own, or this process as the only
-one."""
+"""Runs real ranks on gloo: several processes that run a function, or this process as the only rank."""
 
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from tests.support.preload import forkserver
 
 
 def run_ranks(world_size: int, function: Callable[[], Any]) -> list[Any]:
-    """What `function` (importable by name) returned on each rank; an exception on any of them is raised here."""
+    """Return the results of `function` (importable by name) on each rank, or raise a rank's exception."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _rank, (world_size, function, folder), nprocs=world_size, start_method=forkserver.get_start_method()
@@ -33,9 +32,9 @@ def _rank(rank: int, world_size: int, function: Callable[[], Any], folder: str) 
 
 @contextmanager
 def single_rank(backend: str = "gloo") -> Iterator[None]:
-    """This process as the only rank.
+    """Make this process the only rank.
 
-    It stays one where vLLM runs in it, which makes its groups once in a process.
+    With vLLM in the process it stays a rank, because vLLM creates its groups once per process.
     """
     if dist.is_initialized():
         yield

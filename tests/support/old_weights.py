@@ -1,4 +1,4 @@
-"""Embedded engine that keeps its old weights at one hand-over of a run: subscribed through RLHF_EVENT_LISTENER."""
+"""Makes the embedded engine keep its old weights at one weight sync of a run (RLHF_EVENT_LISTENER)."""
 
 import os
 from pathlib import Path
@@ -10,18 +10,18 @@ from rlhf.rollout.embedded import EmbeddedEngine
 
 MARKER_VARIABLE = "RLHF_TEST_OLD_WEIGHTS"
 VERSION = 5
-"""Steps of the policy whose weights do not arrive."""
+"""Policy version whose weights the engine does not receive."""
 
 _taking = EmbeddedEngine.update_weights
 
 
 def environment(marker: Path) -> dict[str, str]:
-    """Variables of a start whose engine keeps old weights once; `marker` is there from then on."""
+    """Return the variables of a start whose engine keeps old weights once and then creates `marker`."""
     return {MARKER_VARIABLE: str(marker), LISTENER_VARIABLE: f"{__name__}:on_event"}
 
 
 def on_event(event: str) -> None:
-    """The listener; puts `_keeping` in the place of the engine's method before the first hand-over."""
+    """Replace the engine's method by `_keeping` before the first weight sync."""
     EmbeddedEngine.update_weights = _keeping
 
 

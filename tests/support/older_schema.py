@@ -1,5 +1,5 @@
-"""Table of migrations as if 0.0.9 had had another schema, for the ranks of a test: subscribed through
-RLHF_EVENT_LISTENER in the place of `restored_state`, which records as ever."""
+"""Gives a test's ranks a migration table in which 0.0.9 had a different schema. RLHF_EVENT_LISTENER names this module
+instead of `restored_state`, which still records."""
 
 import os
 
@@ -23,7 +23,7 @@ VARIABLE = "RLHF_TEST_OLDER_SCHEMA"
 
 
 def environment() -> dict[str, str]:
-    """Variables of a start whose ranks have `TABLE`."""
+    """Return the variables of a start whose ranks have `TABLE`."""
     return {VARIABLE: "1", LISTENER_VARIABLE: f"{__name__}:on_event"}
 
 

@@ -1,5 +1,4 @@
-"""The server that ranks of tests are forked from: it has paid for the imports once, and has no threads and no process
-group."""
+"""Configures the server that forks tests' ranks: it imports once, without threads and process groups."""
 
 import multiprocessing
 import sys
@@ -24,8 +23,7 @@ OF_TESTS = [
     "tests.support.adapted_engines",
     "tests.support.with_deepspeed",
 ]
-# Python has one such server per process, with one list of modules: whoever starts ranks takes this context, and nobody
-# sets a list.
+# Python has one such server per process with one module list. Start ranks with this context, and set no other list.
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(
     [*OF_RUNS, *(OF_TESTS if "pytest" in sys.modules else []), "tests.support.done_once", "tests.support.frozen"]

@@ -1,8 +1,8 @@
-"""Run the tests of numbers with the kernels of other processors: `python -m tests.support.processors [KERNELS...]`.
+"""Runs the numeric tests with the kernels of other processors: `python -m tests.support.processors [KERNELS...]`.
 
-torch, MKL and oneDNN choose kernels by the processor's instructions; variables hold them to fewer. What passes with all
-of `KERNELS` rests on the arithmetic and not on one processor's rounding. Lists the failures and the seconds of each;
-exit code 1 if a test failed. `--quick` runs the tensor functions alone, which is the part that CI has as a stage.
+torch, MKL and oneDNN choose kernels by the processor's instructions; environment variables limit the instructions. A
+test that passes with all of `KERNELS` does not depend on one processor's rounding. Lists the failures and the seconds
+of each; exits with 1 if a test fails. `--quick` runs only the tensor functions, as in a stage of CI.
 """
 
 import argparse
@@ -15,7 +15,7 @@ KERNELS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "default": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
 }
-"""Variables by name of the kernels."""
+"""Environment variables by name of the kernels."""
 QUICK = ["tests/numerics/test_token_log_probs.py", "tests/numerics/test_losses.py"]
 RUNS = [
     "tests/integration/test_digest.py",

@@ -1,4 +1,4 @@
-"""Updates of the weights, noted by the ranks of a run that is killed, to tell how soon it goes on."""
+"""Records weight updates of a killed run, to measure how soon the run continues."""
 
 import os
 import time
@@ -9,14 +9,14 @@ NOTES_VARIABLE = "RLHF_TEST_UPDATES"
 
 
 def on_event(event: str) -> None:
-    """Listener (RLHF_EVENT_LISTENER): rank 0 adds a line `PID SECONDS`, on the monotonic clock, at each update."""
+    """Append a line `PID SECONDS` (monotonic clock) at each update on rank 0; set by RLHF_EVENT_LISTENER."""
     if event == "update.mid" and os.environ["RANK"] == "0":
         with Path(os.environ[NOTES_VARIABLE]).open("a") as notes:
             notes.write(f"{os.getpid()} {time.monotonic():.3f}\n")
 
 
 class Updates:
-    """The notes of the ranks in the file `path`."""
+    """Reads the ranks' notes in the file `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,12 +27,12 @@ class Updates:
         return {NOTES_VARIABLE: str(self.path)}
 
     def newest(self) -> float:
-        """The moment of the last one; -inf before the first."""
+        """Return the time of the last update; -inf before the first."""
         lines = self.path.read_text().split("\n")[:-1]
         return float(lines[-1].split()[1]) if lines else float("-inf")
 
     def first(self, after: float, before: float, not_of: Collection[int]) -> float | None:
-        """The moment of the first between the two by a process that is none of `not_of`."""
+        """Return the time of the first update between `after` and `before` by a process not in `not_of`."""
         for line in self.path.read_text().split("\n")[:-1]:
             pid, at = line.split()
             if after < float(at) < before and int(pid) not in not_of:

@@ -1,4 +1,4 @@
-"""The refusal of a check, and what a user must find in it, whatever its sentences are."""
+"""Checks the facts in error messages, independent of their sentences."""
 
 import re
 from collections.abc import Callable
@@ -10,18 +10,17 @@ from rlhf.errors import UserError
 
 
 def refused(check: Callable[..., Any], *arguments: Any) -> str:
-    """The message of the UserError that `check(*arguments)` raises."""
+    """Return the message of the UserError that `check(*arguments)` raises."""
     with pytest.raises(UserError) as refusal:
         check(*arguments)
     return str(refusal.value)
 
 
 def facts(*texts: str) -> str:
-    """The pattern of a message that has all of these, in this order: the setting, its value, what stands against it,
-    and the setting of the remedy."""
+    """Return the pattern of a message with all `texts` in order: setting, value, conflict, and the remedy's setting."""
     return "(?s)" + ".*".join(map(re.escape, texts))
 
 
 def says(message: object, *texts: str) -> None:
-    """The message has all of these, in this order."""
+    """Check that the message has all `texts` in order."""
     assert re.search(facts(*texts), str(message)), f"{texts} not in this order in: {message}"

@@ -1,4 +1,4 @@
-"""Processes by what their command lines say."""
+"""Finds processes by their command lines."""
 
 import contextlib
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def running(text: str) -> list[str]:
-    """The processes that have `text` in their command line."""
+    """Return the processes with `text` in their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Samples of an engine, one after the other, of requests that are all sampled alike."""
+"""Samples requests with equal parameters from an engine."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,12 +7,12 @@ from rlhf.rollout import Request, RolloutEngine, Sample, SamplingParams
 
 
 def asking(requests: Sequence[Request], params: SamplingParams, n: int = 1) -> list[Request]:
-    """Requests for `n` samples of each prompt with these parameters."""
+    """Return requests for `n` samples of each prompt with `params`."""
     return [replace(request, params=params, sample=number) for request in requests for number in range(n)]
 
 
 def sampled(
     engine: RolloutEngine, requests: Sequence[Request], params: SamplingParams, n: int = 1, *, seed: int, step: int
 ) -> list[Sample]:
-    """`n` samples of each prompt with these parameters, prompt after prompt."""
+    """Return `n` samples of each prompt with `params`, prompt after prompt."""
     return engine.generate(asking(requests, params, n), seed=seed, step=step)

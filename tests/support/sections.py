@@ -1,4 +1,4 @@
-"""Entry points of the checkpoint by a test's whole configuration, of which each takes the sections that are its own."""
+"""Calls the checkpoint's entry points with a test's whole configuration, and passes each its own sections."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from rlhf.ranks.transport import Transport
 
 
 def prepare(config: Config, coordinator: Coordinator | None = None) -> None:
-    """What precedes the ranks; without a coordinator in this process alone."""
+    """Run the preparation before ranks; without a coordinator, in this process only."""
     alone = Coordinator(Transport())
     preparation.prepare(
         config.run_dir, config.trainer, config.checkpoint, ResolvedConfig.of(config), coordinator or alone

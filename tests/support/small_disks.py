@@ -1,4 +1,4 @@
-"""Disks of a few MiB, for tests of what happens when they are full."""
+"""Makes disks of a few MiB for tests of full disks."""
 
 import subprocess
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, mib: int) -> Iterator[Path]:
-    """Make `folder`, a file system of its own of `mib` MiB; skips the test where that is not allowed."""
+    """Mount a file system of `mib` MiB at `folder`; skip the test if mounting is not allowed."""
     folder.mkdir()
     mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", folder], capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""Open checkpoints in tests: everything that a source says it has, read whole."""
+"""Opens checkpoints in tests, and reads all tensors and moments of a source."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from rlhf.models.hf.source import Origin, TensorSource
 
 @contextmanager
 def opened(path: Path, backend: str = AUTO, **origin: Any) -> Iterator[TensorSource]:
-    """The source that `--backend` would open."""
+    """Open the source that `--backend` would open."""
     source = open_source(Origin(path, **origin), backend)
     try:
         yield source
@@ -22,7 +22,7 @@ def opened(path: Path, backend: str = AUTO, **origin: Any) -> Iterator[TensorSou
 
 
 def whole(source: TensorSource, chunk: int | None = None) -> dict[str, Tensor]:
-    """Every tensor and moment, read in ranges of `chunk` elements (None: at once)."""
+    """Return every tensor and moment, read in ranges of `chunk` elements (None: at once)."""
     found = {}
     for name, info in (source.contents.tensors | source.contents.moments).items():
         step = chunk or max(1, info.numel)

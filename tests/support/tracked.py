@@ -1,4 +1,4 @@
-"""Records of a run in its trackers, by their own readers."""
+"""Reads a run's records with its trackers' own readers."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from rlhf.tracking.sample_files import GENERATIONS
 
 
 def tensorboard_curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """The scalars by name, as (step, value)."""
+    """Return the scalars by name, as (step, value)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
@@ -17,7 +17,7 @@ def tensorboard_curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def tensorboard_tables(run_dir: Path) -> dict[int, str]:
-    """The tables of samples by step."""
+    """Return the sample tables by step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload()
@@ -25,7 +25,7 @@ def tensorboard_tables(run_dir: Path) -> dict[int, str]:
 
 
 def wandb_items(segment: Path, run_id: str) -> list[dict]:
-    """The history in the `.wandb` file of a run's offline folder."""
+    """Return the history in the `.wandb` file of a run's offline folder."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(segment / f"run-{run_id}.wandb")]
     end = subprocess.run(command, cwd=segment, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
     records = [json.loads(line) for line in end.stdout.splitlines() if line.startswith("{")]

@@ -1,4 +1,4 @@
-"""Logs the steps of a run, may go back and may kill itself: RUN_DIR LOGGER MODE RESUME_STEP|none LAST_STEP [KILL_AT]
+"""Logs a run's steps, and may roll back or kill itself: RUN_DIR LOGGER MODE RESUME_STEP|none LAST_STEP [KILL_AT]
 [AT:BACK_TO ...]."""
 
 import os
@@ -17,7 +17,7 @@ RUN_ID = "r4nd0m1d"
 
 
 def metrics(step: int) -> dict[str, float]:
-    """The same values for a step in every launch, as in a deterministic training."""
+    """Return the same metrics for a step in every launch, as in deterministic training."""
     evaluation = {"val/accuracy": 1 - 1 / (step + 2)} if step % 5 == 0 else {}
     return {"reward/mean": step / 7, "tokens/total": step * 1000} | evaluation
 

@@ -1,9 +1,9 @@
-"""Validation metrics by verl's own code: a script for the environment that has verl.
+"""Computes validation metrics with verl's code, in the environment that has verl.
 
     python verl_validation.py CASES
 
-`CASES` is JSON, a list of objects with the arguments `data_sources`, `sample_uids` and `infos_dict` of verl's function;
-prints a list of what it returns.
+`CASES` is a JSON list of objects with the arguments `data_sources`, `sample_uids` and `infos_dict` of verl's function.
+Prints a list of the function's results.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A fresh vLLM in a process of its own, which writes its greedy responses to prompts.
+"""Runs a fresh vLLM in a separate process and writes its greedy responses to prompts.
 
 python -m tests.support.vllm_process FOLDER IN.json OUT.json
 """
@@ -13,7 +13,7 @@ LONGEST = 64
 
 
 def main(folder: str, prompts: Path, out: Path) -> None:
-    """Token ids in and out, both as lists of lists."""
+    """Read and write token ids as lists of lists."""
     os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     from vllm import LLM, SamplingParams
 

@@ -1,5 +1,5 @@
-"""Import of the server of ranks: DeepSpeed on a CPU, and what its optimizers import late; five CPU-seconds that every
-rank would spend. Where there is a GPU, the device is told before the import, by whoever has an engine built."""
+"""Imports DeepSpeed on a CPU and its optimizers' late imports in the server of ranks, which saves each rank five CPU
+seconds. With a GPU, the caller of the engine's build sets the device before the import instead."""
 
 import os
 from importlib import import_module
