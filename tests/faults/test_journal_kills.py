@@ -31,6 +31,7 @@ def assert_nothing_was_lost(run_dir: Path, undisturbed: Path, journaled: set[int
     assert list((run_dir / FOLDER).iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KILLS)
 def test_a_kill_costs_no_samples_and_no_bit(name, undisturbed, sums, tmp_path: Path):
     kill, journaled = KILLS[name]
@@ -54,6 +55,7 @@ def test_two_ranks_that_are_killed_before_their_first_checkpoint_repeat_no_rollo
     assert_nothing_was_lost(tmp_path / "rlhf" / "killed", undisturbed.run_dir(2), {1, 2})
 
 
+@pytest.mark.slow
 def test_a_rollback_repeats_its_steps_from_the_journal(sums, tmp_path: Path):
     def run(name: str, *more: str) -> Path:
         guards = ["guards.action=rollback", "guards.max_reward_drop=0.15", "guards.max_events=100"]

@@ -41,8 +41,8 @@ KILLS: dict[str, tuple[dict[str, Any], int]] = {
     [
         ("every prompt", "before a save", 1),
         pytest.param("every prompt", "after a save", 2, marks=pytest.mark.slow),
-        ("every prompt", "asked to stop", 1),
-        ("dynamic sampling", "in a save", 1),
+        pytest.param("every prompt", "asked to stop", 1, marks=pytest.mark.slow),
+        pytest.param("dynamic sampling", "in a save", 1, marks=pytest.mark.slow),
         ("dynamic sampling", "after a save", 2),
         ("roll-backs", "after a save", 1),
     ],

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rlhf.errors import EXIT_DONE
 from tests.support.launching import DEADLINE_S, ROOT, records
 
@@ -27,6 +29,7 @@ def blocks(mark: str) -> list[tuple[str, str]]:
     return re.findall(rf"<!-- {mark}([^\n]*?) -->\n```\w*\n(.*?)```\n", PAGE, flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_example_trains(tmp_path: Path):
     files = blocks("file: ")
     assert [name for name, _ in files] == ["mine/functions.py", "mine/recipes/median.yaml"]

@@ -31,6 +31,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page(folder):
     (command,) = [text.split() for kind, _, text in BLOCKS if kind == "command"]
     outputs = []

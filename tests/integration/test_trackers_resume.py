@@ -1,5 +1,7 @@
 """wandb (offline) and TensorBoard in a run that is killed and resumed: every step once and in order in both."""
 
+import pytest
+
 from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.errors import EXIT_DONE
 from tests.support.interrupter import at
@@ -7,6 +9,7 @@ from tests.support.launching import ranks, records, saved_steps, small
 from tests.support.tracked import tensorboard_curves, wandb_items
 
 
+@pytest.mark.slow
 def test_both_trackers_show_every_step_once_after_a_kill(tmp_path, sums):
     saved = "checkpoint.async_save=false"  # when the kill comes
     command = small(
