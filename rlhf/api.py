@@ -22,7 +22,7 @@ from rlhf.launch.callbacks import Callback, Callbacks
 from rlhf.planning.check import check_fits
 from rlhf.planning.devices import lacks_gpu
 from rlhf.printable import printable_output
-from rlhf.ranks.logs import logging_put_back
+from rlhf.ranks.logs import restored_logging
 from rlhf.ranks.open_files import raise_open_files
 
 
@@ -53,7 +53,7 @@ def train(
     """
     if (path := file_being_read()) is not None:
         raise UserError(
-            f"rlhf.train is called by {path}, which is read here for a function of its. Put the call under "
+            f"rlhf.train is called by {path} while a reward function is imported from that file. Put the call under "
             'if __name__ == "__main__":.'
         )
     _check_arguments(overrides, reward, callbacks)
@@ -64,7 +64,7 @@ def train(
     functions = [] if reward is None else list(reward) if isinstance(reward, Sequence) else [reward]
     config = validated(overrides, library, [file_and_name(function) for function in functions])
     watching = Callbacks(callbacks)
-    with logging_put_back():
+    with restored_logging():
         code = start(config, library.recipes(overrides), watching)
     if watching.error is not None:
         raise watching.error
@@ -104,13 +104,13 @@ def _is_rank() -> bool:
 def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = None) -> int:
     """Supervise the run, or run one rank under torchrun. Return an exit code of `rlhf.errors`."""
     if _is_rank():
-        told = banner(config, recipes) if os.environ["RANK"] == "0" else ""
-        if told:
-            sys.stderr.write(f"{Redaction(os.environ)(printable_output(told))}\n")
+        text = banner(config, recipes) if os.environ["RANK"] == "0" else ""
+        if text:
+            sys.stderr.write(f"{Redaction(os.environ)(printable_output(text))}\n")
         check_inputs(config)
         from rlhf.worker import main_under_torchrun
 
-        return main_under_torchrun(config, told)
+        return main_under_torchrun(config, text)
     from rlhf.launch.supervisor import supervise
 
     return supervise(config, lambda: check_inputs(config), banner(config, recipes), callbacks or Callbacks())

@@ -163,7 +163,7 @@ def combinations(overrides: Sequence[str]) -> list[Combination]:
 
 def _alternatives(text: str) -> list[str]:
     try:
-        override = OverridesParser.create().parse_override(_with_homes(text))
+        override = OverridesParser.create().parse_override(_quote_home_paths(text))
         if not override.is_sweep_override():
             return [text]
         if not override.is_discrete_sweep() or isinstance(override.value(), Glob):
@@ -173,7 +173,7 @@ def _alternatives(text: str) -> list[str]:
         return [text]  # `composition` reports the mistake
 
 
-def _with_homes(text: str) -> str:
+def _quote_home_paths(text: str) -> str:
     """Quote paths that begin with `~` for Hydra's grammar. No shell expands `~` after a `=`."""
     if text.startswith("~") or '"' in text or "'" in text:
         return text
@@ -182,11 +182,11 @@ def _with_homes(text: str) -> str:
 
 def _parse_override(text: str) -> Override:
     try:
-        override = OverridesParser.create().parse_override(_with_homes(text))
+        override = OverridesParser.create().parse_override(_quote_home_paths(text))
     except HydraException as error:
         if "=" not in text:
             if text.endswith((".yaml", ".yml")):
-                raise UserError(f"{text}: is no setting. {own_recipe()}") from error
+                raise UserError(f"{text}: is not a setting. {own_recipe()}") from error
             found = text if setting_of(text) else nearest_setting(text)
             raise UserError(f"{text}: has no value; write {found or 'KEY'}=VALUE.") from error
         reason = str(error).splitlines()[0]

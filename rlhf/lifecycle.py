@@ -23,7 +23,7 @@ from rlhf.tracking.run_output import RunOutput
 log = logging.getLogger(__name__)
 
 
-def refuse_another_run(config: Config, coordinator: Coordinator) -> None:
+def reject_another_run(config: Config, coordinator: Coordinator) -> None:
     """Raise UserError if the run directory belongs to another run. Change nothing.
 
     `live` compares again after it has prepared the directory.
@@ -55,9 +55,9 @@ def live(
         Unsaved: the run is finished, but `checkpoint.remote` lacks copies.
     """
     left: list[int] = []
-    with ExitStack() as held:
+    with ExitStack() as locks:
         try:
-            finished = _open(config, coordinator, output, held, locked)
+            finished = _open(config, coordinator, output, locks, locked)
         except OSError as error:  # the same on every rank
             if not is_unfixable(error) or not _is_finished_anyway(config, coordinator, error):
                 raise
@@ -73,19 +73,19 @@ def live(
 
 
 def _open(
-    config: Config, coordinator: Coordinator, output: RunOutput, held: ExitStack, locked: Callable[[], None]
+    config: Config, coordinator: Coordinator, output: RunOutput, locks: ExitStack, locked: Callable[[], None]
 ) -> int | None:
     """Lock and prepare the run directory. Return the last step if the run is finished, otherwise None."""
     run_dir, trainer, resolved = config.run_dir, config.trainer, ResolvedConfig.of(config)
     coordinator.everywhere(lambda: _make(config))
     # Write nothing before the lock is taken: another process may be training in the directory.
-    held.enter_context(run_lock_together(run_dir, coordinator))
+    locks.enter_context(run_lock_together(run_dir, coordinator))
     # These imports are slow. They come after the lock, so that a second start of the run fails at once.
     from rlhf.checkpoint.remote.lease import release_leases
     from rlhf.checkpoint.start.domains import find_domains
     from rlhf.checkpoint.start.preparation import finished_step, prepare
 
-    held.callback(release_leases)
+    locks.callback(release_leases)
     locked()
     coordinator.domains = find_domains(run_dir, coordinator)
     coordinator.on_domain_leaders(lambda: wait_for_ranks(run_dir))

@@ -5,7 +5,7 @@ It reads like the algorithm. Left out on purpose, because each is the business o
 - cadence: whether a save, an evaluation or a move of the reference is due (`maybe_save`, `maybe_evaluate`,
   `maybe_update`);
 - which rank works on which samples: in `work_sharing.share`. Rewards and advantages are computed on the rank that
-  generated a prompt's samples (`home`), model passes and updates on the rank that a sample is sent to (`work`);
+  generated a prompt's samples (`rollout`), model passes and updates on the rank that a sample is sent to (`training`);
 - dynamic sampling, prompts carried over, generation a step ahead, the journal: in `collector.collect`;
 - epochs, mini-batches, micro-batches, the optimizer and the guards before each of its steps: in the two `update`s;
 - ranks and devices: every call is collective and returns the same metrics on every rank; a model's tensors are on the
@@ -32,7 +32,7 @@ from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.reference import Reference
 from rlhf.learning.utilization import Utilization
-from rlhf.learning.work_sharing import SharedWork, WorkSharing
+from rlhf.learning.work_sharing import TrainingBatches, WorkSharing
 from rlhf.ranks.figures import PhaseClock
 from rlhf.reward import Reward
 from rlhf.rollout import RolloutEngine
@@ -96,16 +96,16 @@ def _train(c: Components) -> None:
         announce("step.begin")
         c.collector.skip_to(c.guards.skip_for(step))
         collected = c.collector.collect(step)
-        home, metrics = collected.batch, collected.metrics
+        rollout, metrics = collected.batch, collected.metrics
         last = driver.ends_with(step, collected.epochs)
 
         announce("update.before")
         c.guards.begin(step, metrics["reward/mean"])
         with c.clock.phase("share"):
-            work = c.work_sharing.share(home, collected.uids, step)
-        batches, credit, figures = estimate(c, home, work)
+            training = c.work_sharing.share(rollout, collected.uids, step)
+        batches, credit, figures = estimate(c, rollout, training)
         c.run_log.show(c.viewer.shown(collected.groups, credit.means()))
-        metrics |= figures | update(c, batches, work, step)
+        metrics |= figures | update(c, batches, training, step)
         if c.guards.settle(step, last=last) == "rollback":
             roll_back(c)
             continue
@@ -113,10 +113,10 @@ def _train(c: Components) -> None:
             c.reference.maybe_update(c.actor.backend, step)
         announce("update.after")
 
-        timings = c.clock.take()
+        timings = c.clock.collect()
         seconds = time.monotonic() - started
         driver.finish_step(collected.tokens.total, c.samples_per_step, seconds, collected.epochs)
-        if c.guards.refused is None:  # else the updates were cut short
+        if c.guards.rejected is None:  # else the updates were cut short
             metrics |= c.utilization.metrics(collected.tokens, timings)
         metrics |= (
             timings
@@ -138,49 +138,49 @@ def _train(c: Components) -> None:
 
 
 def estimate(
-    c: Components, home: RolloutBatch, work: SharedWork
+    c: Components, rollout: RolloutBatch, training: TrainingBatches
 ) -> tuple[tuple[ActorBatch, CriticBatch | None], Credit, dict[str, float]]:
     """Return the training batches, the credit of the rollout batch, and metrics. Collective."""
-    batch, old, ref, values = work.batch, None, None, None
+    batch, old, ref, values = training.batch, None, None, None
     if c.reference is not None:
         with c.clock.phase("ref"), c.reference.on_device():
-            ref = c.reference.all_log_probs(batch, work.balance)
+            ref = c.reference.all_log_probs(batch, training.balance)
     if c.needs_old_log_probs:
         with c.clock.phase("old_log_prob"), c.actor.on_device():
-            old = c.actor.all_log_probs(batch, work.balance)
+            old = c.actor.all_log_probs(batch, training.balance)
     if c.critic is not None:
         with c.clock.phase("values"), c.critic.on_device():
-            values = c.critic.all_values(batch, work.balance)
+            values = c.critic.all_values(batch, training.balance)
     with c.clock.phase("share"):
-        rollout_values = None if values is None else work.to_rollout_ranks(values)
+        rollout_values = None if values is None else training.to_rollout_ranks(values)
         policies = None
         if c.advantages.uses_kl and old is not None and ref is not None:
-            policies = work.to_rollout_ranks(old), work.to_rollout_ranks(ref)
+            policies = training.to_rollout_ranks(old), training.to_rollout_ranks(ref)
     with c.clock.phase("adv"):
-        credit, figures = c.advantages.estimate(home, rollout_values, policies, c.guards)
+        credit, figures = c.advantages.estimate(rollout, rollout_values, policies, c.guards)
     with c.clock.phase("share"):
-        mask = batch.response_mask if credit.mask is home.response_mask else work.take_along(credit.mask)
+        mask = batch.response_mask if credit.mask is rollout.response_mask else training.to_training_ranks(credit.mask)
         given = batch.present() | {"response_mask": mask}
-        advantages = work.take_along(credit.advantages)
+        advantages = training.to_training_ranks(credit.advantages)
         actor = ActorBatch(**given, advantages=advantages, loss_mask=mask, old_log_probs=old, ref_log_probs=ref)
         critic = None
         if values is not None and credit.returns is not None:
-            critic = CriticBatch(**given, values=values, returns=work.take_along(credit.returns))
+            critic = CriticBatch(**given, values=values, returns=training.to_training_ranks(credit.returns))
     return (actor, critic), credit, figures
 
 
 def update(
-    c: Components, batches: tuple[ActorBatch, CriticBatch | None], work: SharedWork, step: int
+    c: Components, batches: tuple[ActorBatch, CriticBatch | None], training: TrainingBatches, step: int
 ) -> dict[str, float]:
     """Train the critic and the actor on `batches` and return metrics. Collective."""
     metrics: dict[str, float] = {}
     of_actor, of_critic = batches
     if c.critic is not None and of_critic is not None:
         with c.clock.phase("update_critic"), c.critic.on_device():
-            metrics |= c.critic.update(of_critic, work.balance, c.guards, work.shuffle)
+            metrics |= c.critic.update(of_critic, training.balance, c.guards, training.shuffle)
     if step > c.critic_warmup:
         with c.clock.phase("update_actor"), c.actor.on_device():
-            metrics |= c.actor.update(of_actor, work.balance, c.guards, work.shuffle)
+            metrics |= c.actor.update(of_actor, training.balance, c.guards, training.shuffle)
     return metrics
 
 
@@ -189,7 +189,7 @@ def roll_back(c: Components) -> None:
     announce("rollback.before")
     memory = c.guards.remember(c.collector.position)
     c.collector.invalidate_policy()
-    c.clock.take()
+    c.clock.collect()
     # Promise 16: the same way as after a crash.
     if not c.checkpointer.resume():
         raise UserError(

@@ -32,7 +32,7 @@ from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.guardian import watched
-from rlhf.ranks.lock import hold_rank_lock
+from rlhf.ranks.lock import lock_as_rank
 from rlhf.ranks.logs import configure_logging, write_whole_lines
 from rlhf.ranks.progress_pipe import ProgressPipe, ShowsProgress
 from rlhf.ranks.status import STACKS_SIGNAL, StatusWriter, clear_statuses
@@ -93,7 +93,7 @@ def main(run_dir: Path) -> int:
         shown.phase(rank(), 0, "starting the ranks", 0, 0)
         status = evidence.begin(run_dir)
         config = from_yaml((run_dir / RESOLVED).read_text())
-        hold_rank_lock(run_dir)
+        lock_as_rank(run_dir)
         device = collectives.start(config.trainer)
         run(config, device, _coordinator(config), status, shown)
 

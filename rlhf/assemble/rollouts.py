@@ -92,10 +92,10 @@ def build_collector(setup: Setup, inputs: RunInputs, sampler: PolicySampler, rew
     prompts = PromptShare(inputs.stream, config.data.train_batch_size, dims.data())
     journal = None
     if config.checkpoint.journal:
-        course = trajectory_hash(
+        steps_hash = trajectory_hash(
             trajectory(config), config.checkpoint, config.model.lora, driver.run_id, inputs.fingerprints
         )
-        journal = Journal(config.run_dir, course, hash_of_files(config.reward.functions), setup.coordinator)
+        journal = Journal(config.run_dir, steps_hash, hash_of_files(config.reward.functions), setup.coordinator)
     generation = Generation(
         sampler,
         sampling_params(config.rollout, config.rollout, config.data, ignore_eos=config.rollout.ignore_eos),

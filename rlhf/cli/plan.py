@@ -90,5 +90,5 @@ def _parser() -> argparse.ArgumentParser:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text} is no number of ranks")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks")
     return int(text)

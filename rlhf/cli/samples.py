@@ -51,8 +51,8 @@ def _chosen(arguments: argparse.Namespace) -> Iterable[tuple[int, ShownSample]]:
     found = list(_matching(files, _steps(files, arguments), arguments))
     if not found:
         raise UserError(
-            f"{arguments.run / SAMPLES} has no such samples: there are some of {_ranges(files.steps())}; "
-            "trainer.log_rollouts says how many rollouts a step keeps."
+            f"{arguments.run / SAMPLES} has no matching samples; it has samples of {_ranges(files.steps())}. "
+            "trainer.log_rollouts is the number of rollouts stored in each step."
         )
     for count, sign in ((arguments.worst, 1), (arguments.best, -1)):
         if count is not None:
@@ -67,20 +67,20 @@ def _rank(score: float) -> tuple[bool, float]:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text} is no number of samples")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of samples")
     return int(text)
 
 
 def _steps(files: SampleFiles, arguments: argparse.Namespace) -> list[int]:
     steps = files.steps()
     if not steps:
-        what = "has no samples" if arguments.run.is_dir() else "is no folder"
+        what = "has no samples" if arguments.run.is_dir() else "is not a folder"
         raise UserError(
             f"{arguments.run} {what}. Give a run directory, <default_local_dir>/<project>/<experiment>, of a run that "
             "has done a step."
         )
     if arguments.step is not None and arguments.step not in steps:
-        raise UserError(f"--step={arguments.step}: there are samples of {_ranges(steps)}.")
+        raise UserError(f"--step={arguments.step}: the run has samples of {_ranges(steps)}.")
     return steps if arguments.all else [steps[-1] if arguments.step is None else arguments.step]
 
 

@@ -65,7 +65,7 @@ class Attempt:
 
     def _note(self, rank: int, end: RankExit, now: float) -> None:
         self._exits[rank], code = end, end.code
-        if code == EXIT_DONE or end.taken_by:
+        if code == EXIT_DONE or end.died_with:
             return
         if self._first_failure_at is None:
             self._first_failure_at = now

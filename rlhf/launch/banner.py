@@ -43,14 +43,14 @@ def _model(config: Config) -> str:
         models.append((config.critic.path, None, "critic "))
     if config.reward_model.path is not None:
         models.append((config.reward_model.path, config.reward_model.revision, "reward model "))
-    told = []
+    parts = []
     kept = [("reference", config.ref.fsdp_config)] if needs_reference(config.actor, config.algorithm) else []
     kept += [("reward model", config.reward_model.fsdp_config)] if config.reward_model.path is not None else []
     for path, revision, role in models:
         count = count_parameters(path, revision)
-        told.append(f"{role}{_near(path)}" + (f" ({short_number(count)} parameters)" if count is not None else ""))
-    told += [f"{role} kept in {c.model_dtype}" for role, c in kept if c.model_dtype != "float32"]
-    return ", ".join(told)
+        parts.append(f"{role}{_near(path)}" + (f" ({short_number(count)} parameters)" if count is not None else ""))
+    parts += [f"{role} kept in {c.model_dtype}" for role, c in kept if c.model_dtype != "float32"]
+    return ", ".join(parts)
 
 
 def _prompts(config: Config) -> str:

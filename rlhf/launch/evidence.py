@@ -105,8 +105,8 @@ def describe_crash(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> s
     cause = first_cause(attempt, statuses)
     if cause is not None:
         return describe_rank(cause, attempt, statuses)
-    if taken_by := next((end.taken_by for end in attempt.exits.values() if end.taken_by), None):
-        return f"{taken_by}, and its ranks died with it"
+    if died_with := next((end.died_with for end in attempt.exits.values() if end.died_with), None):
+        return f"{died_with}, and its ranks died with it"
     return "a rank could not be ended"
 
 
@@ -119,7 +119,7 @@ def describe_rank(rank: int, attempt: AttemptResult, statuses: dict[int, RankSta
         how = "killed by the supervisor"
     elif rank in attempt.exits:
         end = attempt.exits[rank]
-        how = f"died with {end.taken_by}" if end.taken_by else str(end)
+        how = f"died with {end.died_with}" if end.died_with else str(end)
     else:
         how = "still not ended by SIGKILL: its process is stuck in the kernel"
     return f"rank {rank}: {how}, {_place(statuses.get(rank))}"

@@ -19,11 +19,11 @@ _FRAMES, _FRAMES_OF_OTHERS = 12, 6
 class OtherRanks(Protocol):
     """The hang detectors of the other nodes. Each detector sees the ranks of its node only."""
 
-    def tell(self, *, save: bool) -> None:
+    def report(self, *, save: bool) -> None:
         """Report to the other nodes that a rank here is within its deadline: of its loop, or of a background save."""
 
     def are_silent(self, *, save: bool) -> bool:
-        """Return whether no other node has called `tell` recently, with the same `save`."""
+        """Return whether no other node has called `report` recently, with the same `save`."""
 
 
 class HangDetector:
@@ -56,7 +56,7 @@ class HangDetector:
         for behind in (False, True):
             overdue, moving = self._watchdog.overdue(now, alive, save=behind)
             if moving and self._others is not None:
-                self._others.tell(save=behind)
+                self._others.report(save=behind)
             elif overdue and not moving and (self._others is None or self._others.are_silent(save=behind)):
                 return _investigate(overdue, ranks.stacks(alive), statuses)
         return None

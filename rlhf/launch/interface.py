@@ -17,11 +17,11 @@ from rlhf.ranks.status import RankStatus
 class RankExit:
     """End of a rank. `code` is its exit code, or minus the number of the signal that killed it.
 
-    `taken_by` describes the process whose death killed the rank, such as its launcher.
+    `died_with` describes the process whose death killed the rank, such as its launcher.
     """
 
     code: int
-    taken_by: str = ""
+    died_with: str = ""
 
     def __str__(self) -> str:
         if self.code >= 0:

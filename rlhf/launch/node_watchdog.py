@@ -39,7 +39,7 @@ from rlhf.storage.layout import RESOLVED, RUN_LOG, scan
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-TELL_EVERY_S = 2.0
+REPORT_EVERY_S = 2.0
 SILENCE_S = 10.0
 """Seconds without a report from another node after which all ranks there count as overdue."""
 STORE_PATIENCE_S = 5.0
@@ -57,23 +57,23 @@ class OtherNodes:
     def __init__(self, store: "TCPStore", node: int, nodes: int) -> None:
         self._store, self._node = store, node
         self._others = [other for other in range(nodes) if other != node]
-        self._told: dict[bool, float] = {}
-        self._heard: dict[bool, tuple[list[int], float]] = {}
+        self._reported_at: dict[bool, float] = {}
+        self._last_counts: dict[bool, tuple[list[int], float]] = {}
         self._asking: threading.Thread | None = None
 
-    def tell(self, *, save: bool) -> None:
-        self._heard.pop(save, None)
-        if time.monotonic() - self._told.get(save, float("-inf")) >= TELL_EVERY_S:
-            self._told[save] = time.monotonic()
+    def report(self, *, save: bool) -> None:
+        self._last_counts.pop(save, None)
+        if time.monotonic() - self._reported_at.get(save, float("-inf")) >= REPORT_EVERY_S:
+            self._reported_at[save] = time.monotonic()
             self._count(self._node, save, 1)
 
     def are_silent(self, *, save: bool) -> bool:
         """Return whether no counter has changed during SILENCE_S seconds of calls."""
         counts, now = [self._count(other, save, 0) for other in self._others], time.monotonic()
-        before, since = self._heard.get(save, ([], now))
+        before, since = self._last_counts.get(save, ([], now))
         if counts != before:
             since = now
-        self._heard[save] = counts, since
+        self._last_counts[save] = counts, since
         return now - since >= SILENCE_S
 
     def _count(self, node: int, save: bool, more: int) -> int:

@@ -19,7 +19,7 @@ from rlhf.ranks.parent import PARENT_PID, die_with_parent
 
 DEADLINE_S = 60.0
 """Seconds after which the run starts without the result; the ranks import the files anyway."""
-_LAST_WORDS = 2000
+_SHOWN_CHARACTERS = 2000
 _PATIENCE_S = 2.0
 """Seconds to wait for the last output of a process that has ended."""
 
@@ -46,17 +46,17 @@ def preflight_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
     )
     assert process.stdout is not None
     assert process.stderr is not None
-    answer, output = _Words(process.stdout), _Words(process.stderr)
+    answer, output = _PipeReader(process.stdout), _PipeReader(process.stderr)
     try:
         yield
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=DEADLINE_S)
-            if said := answer.heard():
-                raise UserError(said)
+            if message := answer.text():
+                raise UserError(message)
             if process.returncode:
                 raise UserError(
                     f"{', '.join(named)}: the process that imported it ended with exit code {process.returncode}. "
-                    f"Correct the file.\n{output.heard()[-_LAST_WORDS:]}".rstrip()
+                    f"Correct the file.\n{output.text()[-_SHOWN_CHARACTERS:]}".rstrip()
                 )
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -64,7 +64,7 @@ def preflight_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
         process.wait()
 
 
-class _Words:
+class _PipeReader:
     """Reads a pipe in a thread and stores the last 64 reads.
 
     Waits for no end of the pipe: a process that the imported file started may keep the pipe open forever.
@@ -80,7 +80,7 @@ class _Words:
             while part := pipe.read(1 << 16):
                 self._parts.append(part)
 
-    def heard(self) -> str:
+    def text(self) -> str:
         self._thread.join(_PATIENCE_S)
         return b"".join(tuple(self._parts)).decode(errors="replace")
 
@@ -88,14 +88,14 @@ class _Words:
 def main(named: Sequence[str]) -> None:
     """Import each `SETTING=FILE.py:NAME` in order, and write the first UserError to stdout."""
     die_with_parent()  # an import may never end
-    told = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)  # the files print to stderr, so that stdout has the UserError alone
     for each in named:
         setting, _, spec = each.partition("=")
         try:
             load_function(setting, spec)
         except UserError as error:
-            os.write(told, str(error).encode())
+            os.write(stdout, str(error).encode())
             return
 
 

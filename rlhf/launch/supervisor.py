@@ -21,7 +21,7 @@ from rlhf.launch.local.rank_output import RankOutput
 from rlhf.launch.local.starter import LocalStarter, RankNeeds
 from rlhf.launch.restart_policy import GiveUp, RestartPolicy
 from rlhf.launch.stop_request import StopRequest
-from rlhf.lifecycle import live, refuse_another_run
+from rlhf.lifecycle import live, reject_another_run
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import wait_for_ranks
 from rlhf.ranks.logs import configure_logging
@@ -64,7 +64,7 @@ def _supervise(config: Config, check: Callable[[], None], output: RunOutput, cal
         LocalStarter(config.trainer, config.run_dir, needs, of_ranks, expected=expected) as starter,
     ):
         with _usable(config.run_dir):
-            refuse_another_run(config, alone)
+            reject_another_run(config, alone)
         check()
 
         def train() -> int:
@@ -99,7 +99,7 @@ def _seems_finished(config: Config) -> bool:
     """Return whether the newest checkpoint is the last step's, by its name alone."""
     try:
         newest = next(iter(scan(config.run_dir)), None)
-    except OSError:  # `refuse_another_run` reports the error
+    except OSError:  # `reject_another_run` reports the error
         return False
     t = config.trainer
     return newest is not None and not t.overwrite and step_of(newest) == t.total_training_steps

@@ -56,7 +56,7 @@ class Guards:
     def __init__(self, config: GuardsConfig, *, quiet: bool = False) -> None:
         self._config, self._quiet = config, quiet
         self._step, self._reward = 0, 0.0
-        self.refused: Event | None = None
+        self.rejected: Event | None = None
         """Why the present batch is rejected; None if it is not."""
         self._average: float | None = None
         self._skips = 0
@@ -79,12 +79,12 @@ class Guards:
 
         Reject it if its mean reward is not finite, or too far below the average of accepted batches.
         """
-        self._step, self._reward, self.refused = step, reward_mean, None
+        self._step, self._reward, self.rejected = step, reward_mean, None
         drop = 0.0 if self._average is None else self._average - reward_mean
         if not math.isfinite(reward_mean):
-            self.refused = Event(step, "reward", "mean", reward_mean, None)
+            self.rejected = Event(step, "reward", "mean", reward_mean, None)
         elif self._config.max_reward_drop is not None and drop > self._config.max_reward_drop:
-            self.refused = Event(step, "reward", "drop", drop, self._config.max_reward_drop)
+            self.rejected = Event(step, "reward", "drop", drop, self._config.max_reward_drop)
 
     def allows(self, who: str, **figures: float) -> bool:
         """Return whether the update may go on with the metrics of a mini-batch. Otherwise reject the whole batch.
@@ -95,14 +95,14 @@ class Guards:
                 per token.
         """
         for name, value in figures.items():
-            if self.refused is not None:
+            if self.rejected is not None:
                 break
             bound = getattr(self._config, _BOUNDS[name]) if name in _BOUNDS else None
             if not math.isfinite(value):
-                self.refused = Event(self._step, who, name, value, None)
+                self.rejected = Event(self._step, who, name, value, None)
             elif bound is not None and (abs(value) if name == "loss" else value) > bound:
-                self.refused = Event(self._step, who, name, value, bound)
-        return self.refused is None
+                self.rejected = Event(self._step, who, name, value, bound)
+        return self.rejected is None
 
     def settle(self, step: int, *, last: bool = False) -> Decision:
         """Return the decision on the batch of `step` after its updates. `last` is whether it is the run's last step.
@@ -111,21 +111,21 @@ class Guards:
             UserError: the batch is rejected and `action` is `stop`, more than `max_events` batches in a row are
                 rejected, or the run would end with every batch rejected for metrics that are not finite.
         """
-        if self.refused is None:
+        if self.rejected is None:
             old = self._reward if self._average is None else self._average
             self._average = old + NEWEST_WEIGHT * (self._reward - old)
             if step > max(self._rollbacks, default=0):
                 self._row.clear()
             return "train"
-        self._row.append(self.refused)
+        self._row.append(self.rejected)
         action = self._config.action
         nothing = last and self._average is None and all(event.bound is None for event in self._row)
         if action == "stop" or len(self._row) > self._config.max_events or (nothing and action == "skip"):
             raise UserError(self._evidence())
         if not self._quiet:
             logger.warning(
-                "A batch is refused at %s (guards.action=%s; %d in a row, guards.max_events=%d).",
-                self.refused,
+                "A batch is rejected at %s (guards.action=%s; %d in a row, guards.max_events=%d).",
+                self.rejected,
                 action,
                 len(self._row),
                 self._config.max_events,
@@ -140,7 +140,7 @@ class Guards:
         return {
             "guards/skips": self._skips,
             "guards/rollbacks": sum(times for step, (times, _) in self._rollbacks.items() if step <= self._step),
-            "guards/refused": int(self.refused is not None),
+            "guards/refused": int(self.rejected is not None),
         }
 
     def remember(self, position: int) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Guards:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state`."""
-        self.refused = None
+        self.rejected = None
         self._average, self._skips = state["reward_average"], state["skips"]
         self._rollbacks = {step: (times, position) for step, times, position in state["rollbacks"]}
         self._row = [Event(step, who, figure, float(value), bound) for step, who, figure, value, bound in state["row"]]
@@ -182,20 +182,20 @@ class Guards:
     def _evidence(self) -> str:
         row, config = self._row, self._config
         if config.action == "stop":
-            what = f"The guards refused a batch (guards.action=stop):\n  {row[-1]}"
+            what = f"The guards rejected a batch (guards.action=stop):\n  {row[-1]}"
         elif len(row) <= config.max_events:
             events = "".join(f"\n  {event}" for event in row)
-            what = f"The guards refused every batch of the run, which has trained nothing:{events}"
+            what = f"The guards rejected every batch of the run, which has trained nothing:{events}"
         else:
             events = "".join(f"\n  {event}" for event in row)
             what = (
-                f"The guards refused {len(row)} batches in a row, more than "
+                f"The guards rejected {len(row)} batches in a row, more than "
                 f"guards.max_events={config.max_events}:{events}"
             )
         rates = sorted({"critic.optim.lr" if event.who == "critic" else "actor.optim.lr" for event in row})
         bounds = sorted({f"guards.{_BOUNDS[event.figure]}" for event in row if event.bound is not None})
         raise_bounds = f"raise {' and '.join(bounds)}; " if bounds else ""
         return (
-            f"{what}\nLower {' and '.join(rates)}; look at the prompts and rewards of these steps; {raise_bounds}"
-            "trainer.allow_config_change=true lets the run go on from its newest checkpoint with other settings."
+            f"{what}\nLower {' and '.join(rates)}; check the prompts and rewards of these steps; {raise_bounds}"
+            "set trainer.allow_config_change=true to continue from the newest checkpoint with other settings."
         )

@@ -61,7 +61,7 @@ class RewardScaling:
             squares += self._squares + away**2 * self._count * count / max(every, 1.0)
             mean = self._mean + away * count / max(every, 1.0)
             count = every
-            if guards.refused is None:
+            if guards.rejected is None:
                 self._count, self._mean, self._squares = count, mean, squares
         return mean, math.sqrt(squares / max(count - 1, 1.0) + EPSILON)
 

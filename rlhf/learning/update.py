@@ -92,7 +92,7 @@ def update(
         who: `actor` or `critic`.
         shuffle: draws other mini-batches for each epoch after the first; None keeps them.
     """
-    if guards.refused is not None:
+    if guards.rejected is not None:
         return {}
     padded = not is_packed(backend.module)
     plans = [mini_batch_plans(balance, passes.budget, padded=padded)] * passes.epochs
@@ -102,14 +102,14 @@ def update(
     steps: list[Figures] = []
     done, micros = count(1), sum(len(plan) for of_epoch in plans for plan in of_epoch)
 
-    def tell() -> None:
+    def report_progress() -> None:
         report(f"{who} update", next(done), micros)
 
     for epoch, of_epoch in enumerate(plans):
         present = batch if shuffle is None or epoch == 0 else shuffle.moved(batch, epoch)
         for plan in of_epoch:
             chosen = present if around is None else around.begins(present, plan)
-            figures, tokens = _accumulate(backend, chosen, plan, passes, micro_batch_loss, tell)
+            figures, tokens = _accumulate(backend, chosen, plan, passes, micro_batch_loss, report_progress)
             steps.append(figures)
             announce("update.mid")
             if not guards.allows(who, **{name: figures[name] for name in ("loss", "kl", "ref_kl") if name in figures}):
@@ -135,7 +135,7 @@ def _accumulate(
     plan: list[list[int]],
     passes: Passes,
     micro_batch_loss: Callable[[B, Counts], MicroBatchLoss],
-    tell: Callable[[], None],
+    report_progress: Callable[[], None],
 ) -> tuple[Figures, int]:
     """Accumulate the gradient of one mini-batch. Return its metrics and its response tokens, both over all ranks."""
     mine = [row for rows in plan for row in rows]
@@ -147,7 +147,7 @@ def _accumulate(
     for rows in plan:
         share = micro_batch_loss(batch.micro_batch(rows), Counts(*counts))
         backend.backward(share.loss)
-        tell()
+        report_progress()
         for name, value in share.sums.items():
             sums[name] = sums.get(name, 0.0) + value.detach().double()
         for name, value in share.largest.items():

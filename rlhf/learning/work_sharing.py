@@ -19,7 +19,7 @@ from rlhf.ranks.collectives import all_to_all
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.dims import RankGroup
 
-WORKED_ON = [field.name for field in fields(Batch)]
+TRAINING_FIELDS = [field.name for field in fields(Batch)]
 """Fields of a rollout batch that its samples' training ranks receive."""
 B = TypeVar("B", bound=Batch)
 Place = tuple[int, int]
@@ -42,7 +42,7 @@ class SampleRoute:
         every = range(len(sources))
         # By peer, then in the order of samples, so that sender and receiver agree.
         self._sent = sorted((i for i in every if sources[i][0] == rank), key=lambda i: targets[i][0])
-        self._came = sorted((i for i in every if targets[i][0] == rank), key=lambda i: sources[i][0])
+        self._received = sorted((i for i in every if targets[i][0] == rank), key=lambda i: sources[i][0])
 
     def of_samples(self, values: Tensor) -> Tensor:
         """Move one value per sample: [N] of this rank's source samples to [M] of its target samples. Collective."""
@@ -61,16 +61,16 @@ class SampleRoute:
         if self._still:
             return values
         device = values.device
-        sent, came = (lengths[torch.tensor(which, dtype=torch.int64)] for which in (self._sent, self._came))
+        sent, received = (lengths[torch.tensor(which, dtype=torch.int64)] for which in (self._sent, self._received))
         rows = torch.tensor([self._sources[i][1] for i in self._sent], dtype=torch.int64, device=device)
-        received = all_to_all(
+        entries = all_to_all(
             values[rows][_inside(sent, values.shape[1]).to(device)],
             self._totals(sent, [self._targets[i][0] for i in self._sent]),
-            self._totals(came, [self._sources[i][0] for i in self._came]),
+            self._totals(received, [self._sources[i][0] for i in self._received]),
         )
-        result = values.new_zeros(len(came), int(came.max()) if len(came) else 0)
-        result[_inside(came, result.shape[1]).to(device)] = received
-        places = torch.tensor([self._targets[i][1] for i in self._came], dtype=torch.int64)
+        result = values.new_zeros(len(received), int(received.max()) if len(received) else 0)
+        result[_inside(received, result.shape[1]).to(device)] = entries
+        places = torch.tensor([self._targets[i][1] for i in self._received], dtype=torch.int64)
         return result[places.argsort().to(device)]
 
     def _totals(self, lengths: Tensor, ranks: list[int]) -> list[int]:
@@ -110,7 +110,7 @@ class Shuffle:
 
 
 @dataclass(frozen=True)
-class SharedWork:
+class TrainingBatches:
     """The training batches of a step, with routes from and to the rollout batches."""
 
     batch: Batch
@@ -119,16 +119,16 @@ class SharedWork:
     """The split of each mini-batch over the ranks."""
     shuffle: Shuffle | None
     """Draws the mini-batches of each epoch; None keeps them."""
-    _there: SampleRoute
-    _back: SampleRoute
+    _to_training: SampleRoute
+    _to_rollout: SampleRoute
 
     def to_rollout_ranks(self, values: Tensor) -> Tensor:
         """Move values of response tokens from the training batch, [N, R], to the rollout batch, [M, R']. Collective."""
-        return self._back.of_tokens(values)
+        return self._to_rollout.of_tokens(values)
 
-    def take_along(self, values: Tensor) -> Tensor:
+    def to_training_ranks(self, values: Tensor) -> Tensor:
         """Move values of response tokens from the rollout batch, [M, R'], to the training batch, [N, R]. Collective."""
-        return self._there.of_tokens(values)
+        return self._to_training.of_tokens(values)
 
 
 @dataclass(frozen=True)
@@ -141,22 +141,22 @@ class WorkSharing:
     shuffle_seed: int | None = None
     """Seed of the draws of mini-batches; None leaves the samples in order."""
 
-    def share(self, home: Batch, uids: Sequence[int], step: int) -> SharedWork:
+    def share(self, rollout: Batch, uids: Sequence[int], step: int) -> TrainingBatches:
         """Send the samples of the rollout batches to the ranks that train on them. Collective.
 
         The target ranks follow from the lengths of all samples, and do not depend on the source ranks.
 
         Args:
-            home: this rank's rollout batch.
+            rollout: this rank's rollout batch.
             uids: uid of the prompt of each row, ascending. All samples of a prompt are on one rank.
             step: number of the training step, for the shuffle.
         """
-        facts = list(zip(uids, home.prompt_lengths.tolist(), home.response_lengths.tolist(), strict=True))
+        facts = list(zip(uids, rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist(), strict=True))
         ranks = dims.data()
         every = ranks.of(self.coordinator.gather(facts))
         placed = sorted((fact[0], rank, row) for rank, of_rank in enumerate(every) for row, fact in enumerate(of_rank))
-        homes = [(rank, row) for _, rank, row in placed]
-        prompts, responses = ([every[rank][row][i] for rank, row in homes] for i in (1, 2))
+        sources = [(rank, row) for _, rank, row in placed]
+        prompts, responses = ([every[rank][row][i] for rank, row in sources] for i in (1, 2))
         shuffle = None
         if self.shuffle_seed is not None:
             shuffle = Shuffle(self.shuffle_seed, step, self.mini_batches, ranks, prompts, responses)
@@ -164,10 +164,12 @@ class WorkSharing:
         else:
             in_order = range(len(prompts))
             places, plan = _deal(prompts, responses, in_order, self.mini_batches, ranks.size)
-        there = SampleRoute(homes, places, torch.tensor(responses), ranks)
-        back = SampleRoute(places, homes, torch.tensor(responses), ranks)
-        tensors = {name: value for name, value in home.present().items() if name in WORKED_ON}
-        return SharedWork(Batch(**_moved(tensors, there, torch.tensor(prompts))), plan, shuffle, there, back)
+        to_training = SampleRoute(sources, places, torch.tensor(responses), ranks)
+        to_rollout = SampleRoute(places, sources, torch.tensor(responses), ranks)
+        tensors = {name: value for name, value in rollout.present().items() if name in TRAINING_FIELDS}
+        return TrainingBatches(
+            Batch(**_moved(tensors, to_training, torch.tensor(prompts))), plan, shuffle, to_training, to_rollout
+        )
 
 
 def _deal(

@@ -129,16 +129,16 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     return bool(found.item())
 
 
-def all_to_all(flat: Tensor, sent: Sequence[int], came: Sequence[int]) -> Tensor:
+def all_to_all(flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """Exchange entries of 1-D tensors between the data-parallel ranks, bit for bit. Collective.
 
     Args:
         flat: `sent[0]` entries for rank 0, then `sent[1]` entries for rank 1, and so on.
-        came: number of entries from each rank.
+        received: number of entries from each rank.
 
     Returns:
-        The received entries, [sum(came)], in the order of ranks.
+        The received entries, [sum(received)], in the order of ranks.
     """
-    result = flat.new_empty(sum(came))
-    dist.all_to_all_single(result, flat, list(came), list(sent), group=dims.data().group)
+    result = flat.new_empty(sum(received))
+    dist.all_to_all_single(result, flat, list(received), list(sent), group=dims.data().group)
     return result

@@ -18,7 +18,7 @@ class PhaseClock:
     """Measures the seconds that this rank spends in each phase of a step.
 
     On CUDA the host runs ahead of the device, and the host's time would count the kernels of one phase to the next
-    phase that reads a number. So CUDA events in the device's queue measure the time, and `take` reads them once a step.
+    phase that reads a number. CUDA events in the device's queue measure the time, and `collect` reads them once a step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class PhaseClock:
         yield
         self._spans.append((name, began, _Mark(self._device)))
 
-    def take(self) -> dict[str, float]:
+    def collect(self) -> dict[str, float]:
         """Return `timing_s/NAME` of each phase since the last call, in seconds.
 
         On CUDA, wait for the device to end the last phase, as the next use of the weights would.

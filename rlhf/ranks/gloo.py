@@ -56,10 +56,10 @@ class GlooTransport(Transport):
     def union(self, bits: bytes) -> bytes:
         if self._group is None or not bits:
             return bits
-        held = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
+        total = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         with _collective():
-            dist.all_reduce(held, op=dist.ReduceOp.BOR, group=self._group)
-        return held.numpy().tobytes()
+            dist.all_reduce(total, op=dist.ReduceOp.BOR, group=self._group)
+        return total.numpy().tobytes()
 
     def share(self, value: Any, source: int, to: Sequence[int]) -> Any:
         if self._group is None or self.rank == source:

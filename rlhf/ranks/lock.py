@@ -67,9 +67,9 @@ def lock_if_free(path: Path, setting: str) -> Iterator[bool]:
 def run_lock(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> Iterator[None]:
     """Lock the run directory. Raise UserError with `remedy` if another run has the lock."""
     # Promise 12.
-    fd = _take(run_dir)
+    fd = _lock_run(run_dir)
     if fd is None:
-        raise _refusal(run_dir, remedy)
+        raise _in_use(run_dir, remedy)
     try:
         yield
     finally:
@@ -95,17 +95,17 @@ def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]
 
     def take() -> None:
         nonlocal fd
-        fd = _take(run_dir, launch)
+        fd = _lock_run(run_dir, launch)
 
     def look() -> None:
         if fd is None and not _is_of(launch, run_dir):
-            raise _refusal(run_dir)
+            raise _in_use(run_dir)
 
     def share() -> None:
         nonlocal fd
         fd = _lock(run_dir / RUN_LOCK, fcntl.LOCK_SH | fcntl.LOCK_NB, fd=fd)
         if fd is None:
-            raise _refusal(run_dir)
+            raise _in_use(run_dir)
 
     try:
         coordinator.everywhere(take)
@@ -119,7 +119,7 @@ def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]
             os.close(fd)
 
 
-def _take(run_dir: Path, launch: str = "") -> int | None:
+def _lock_run(run_dir: Path, launch: str = "") -> int | None:
     """Return the descriptor of the run lock, with this process in its file; None if another process has the lock."""
     fd = _lock(run_dir / RUN_LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if fd is None:
@@ -157,13 +157,13 @@ def _holder(run_dir: Path) -> dict[str, Any]:
         return {}
 
 
-def _refusal(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> UserError:
+def _in_use(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> UserError:
     holder = _holder(run_dir)
     who = "process {pid} on {host}, started {started}".format(**holder) if holder else "a process that has just started"
     return UserError(f"Another run is writing into {run_dir}: {who}. {remedy}")
 
 
-def hold_rank_lock(run_dir: Path) -> None:
+def lock_as_rank(run_dir: Path) -> None:
     """Mark this process as a live rank of the run until the process ends. Call `die_with_parent` first."""
     _lock(run_dir / RANKS_LOCK, fcntl.LOCK_SH)
 
@@ -172,7 +172,7 @@ def wait_for_ranks(run_dir: Path, deadline_s: float = 60.0) -> None:
     """Wait until all ranks of earlier starts have ended. Raise UserError after `deadline_s` seconds."""
     path = run_dir / RANKS_LOCK
     start = time.monotonic()
-    told = False
+    logged = False
     while (fd := _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)) is None:
         waited = time.monotonic() - start
         if waited > deadline_s:
@@ -180,8 +180,8 @@ def wait_for_ranks(run_dir: Path, deadline_s: float = 60.0) -> None:
                 f"Ranks of an earlier start of the run in {run_dir} are still alive after {deadline_s:g} s. "
                 f"`fuser {path}` on their machine shows them; end them and run the same command again."
             )
-        if waited > 1 and not told:
-            told = True
+        if waited > 1 and not logged:
+            logged = True
             log.info("Waiting for the ranks of an earlier start in %s to end.", run_dir)
         time.sleep(0.05)
     os.close(fd)

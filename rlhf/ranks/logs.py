@@ -24,7 +24,7 @@ class _Lines(logging.Formatter):
 
 
 @contextmanager
-def logging_put_back() -> Iterator[None]:
+def restored_logging() -> Iterator[None]:
     """Restore the log handlers, levels, warnings and environment of a caller's process after `configure_logging`."""
     root, chatty = logging.getLogger(), [logging.getLogger(name) for name in _CHATTY]
     handlers, levels = root.handlers[:], [(each, each.level) for each in (root, *chatty)]

@@ -78,7 +78,7 @@ class Rank:
 def test_a_rank_that_waits_for_another_node_does_not_hang(monkeypatch):
     """The ranks of node 0 are overdue: no hang while a rank of node 1 moves, and one when it moves no more, also when
     nothing is heard of it."""
-    monkeypatch.setattr(node_watchdog, "TELL_EVERY_S", 0.05)
+    monkeypatch.setattr(node_watchdog, "REPORT_EVERY_S", 0.05)
     monkeypatch.setattr(node_watchdog, "SILENCE_S", 1.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks, detectors = [Rank(0), Rank(1)], []
@@ -109,7 +109,7 @@ def test_a_store_that_does_not_answer_says_nothing(monkeypatch):
     monkeypatch.setattr(node_watchdog, "SILENCE_S", 0.2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     others = OtherNodes(dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False), 0, 2)
-    others.tell(save=False)
+    others.report(save=False)
     assert not others.are_silent(save=False)
     del store
     end = time.monotonic() + 60

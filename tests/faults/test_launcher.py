@@ -75,7 +75,9 @@ def test_what_is_not_safe_to_fork_is_not_forked(config, supervised, tmp_path, ca
     assert code == EXIT_DONE
     assert len(starts(config)) == 2
     (told,) = said(caplog)
-    assert re.match(f"The ranks are started plainly: the launcher must not fork them, because {reason}", told), told
+    assert re.match(
+        f"The ranks start as new processes, without a launcher: the launcher must not fork them, because {reason}", told
+    ), told
 
 
 def test_what_ranks_import_starts_no_threads(config, supervised, monkeypatch):
@@ -295,7 +297,10 @@ def test_imports_that_hang_are_left_to_the_ranks(config, supervised, tmp_path, c
 
 @pytest.mark.parametrize(
     ("count", "message"),
-    [("print(3)", "only 3 CUDA devices are visible"), ("import time; time.sleep(600)", "CUDA does not say within")],
+    [
+        ("print(3)", "only 3 CUDA devices are visible"),
+        ("import time; time.sleep(600)", "Counting the CUDA devices took more than"),
+    ],
 )
 def test_counting_the_devices_has_a_deadline(config, tmp_path, monkeypatch, count, message):
     """Where the imports of the launcher hang, and where CUDA itself does."""
@@ -381,4 +386,7 @@ def test_plain_ranks_and_a_killed_launcher_give_the_same_run(tmp_path, undisturb
         assert differences(undisturbed.run_dir(nproc), tmp_path / "rlhf" / name) == []
     assert (tmp_path / "hit").exists()
     assert "Crash: the launcher: SIGKILL" in ends["killed"].result().output
-    assert "The ranks are started plainly: trainer.warm_start=false." in ends["plain"].result().output
+    assert (
+        "The ranks start as new processes, without a launcher: trainer.warm_start=false."
+        in ends["plain"].result().output
+    )

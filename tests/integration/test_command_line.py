@@ -64,7 +64,7 @@ WRONG_COMMANDS = [
     (["trainer.nproc=", "2"], "trainer.nproc = 2: white space ends a setting; write trainer.nproc=2."),
     (
         ["mine.yaml"],
-        "mine.yaml: is no setting. A recipe of your own is DIR/recipes/NAME.yaml, chosen with --config-dir",
+        "mine.yaml: is not a setting. A recipe of your own is DIR/recipes/NAME.yaml, chosen with --config-dir",
     ),
     (
         ["config=mine.yaml"],

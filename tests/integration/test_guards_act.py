@@ -93,7 +93,7 @@ def test_a_run_that_has_trained_nothing_does_not_end_as_done(tmp_path, sums):
     )
     end = ranks(tmp_path / "log", small(tmp_path, "nothing", sums, *overrides))
     assert end.code == EXIT_USER_ERROR, end.output
-    assert "refused every batch of the run" in end.output
+    assert "rejected every batch of the run" in end.output
     assert "step 2: actor loss nan is not finite" in end.output
     assert saved_steps(tmp_path / "rlhf" / "nothing") == [1]
 

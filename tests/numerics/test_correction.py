@@ -113,8 +113,8 @@ def test_a_batch_with_log_probs_of_the_engine_that_are_not_finite_is_refused(sai
         actor = Actor(backend, config, correction, temperature=1.0, scale=9, log_prob_budget=60)
         assert actor.update(batch, as_held(batch, 1), guards) == {}
         assert backend.extra_state()["steps_taken"]["optimizer_step"] == 0
-    assert guards.refused is not None
-    assert (guards.refused.figure, repr(guards.refused.value)) == ("rollout_log_probs", repr(said))
+    assert guards.rejected is not None
+    assert (guards.rejected.figure, repr(guards.rejected.value)) == ("rollout_log_probs", repr(said))
 
 
 @pytest.mark.parametrize(("max_length", "buffer", "factor"), [(100, 20, 1.0), (64, 64, 0.5), (7, 1, 2.0)])

@@ -87,7 +87,7 @@ def trained(batch: EveryBatch, role: str, mode: str, budget: int) -> tuple[dict[
                 old_log_probs=on_grid(actor.all_log_probs(batch, held)),
             )
             figures = actor.update(batch, held, judge)
-        assert judge.refused is None
+        assert judge.rejected is None
         return {name: tensor.clone() for name, tensor in backend.full_tensors()}, figures
 
 

@@ -134,7 +134,7 @@ def refused() -> list[float]:
     advantages, batch, watch = Advantages(config, GROUP), whole_batch(), guards()
     batch.old_log_probs[0, 0] = math.nan
     fill(advantages, batch, watch)
-    assert watch.refused is not None
+    assert watch.rejected is not None
     return [advantages.kl_coef]
 
 

@@ -82,7 +82,7 @@ def one_step(prompts: int, algorithm: AlgorithmConfig) -> dict[str, Any]:
     work = WorkSharing(MINI_BATCHES, coordinator).share(home, uids, 1)
     batches, credit, estimated = loop.estimate(c, home, work)
     figures = estimated | loop.update(c, batches, work, 1)
-    assert guards.refused is None
+    assert guards.rejected is None
     weights = {name: tensor.clone() for name, tensor in c.actor.backend.full_tensors()}
     if c.critic is not None:
         weights |= {f"critic.{name}": tensor.clone() for name, tensor in c.critic.backend.full_tensors()}

@@ -96,7 +96,7 @@ def trained(batch: EveryBatch, role: str, mode: str) -> dict[str, Tensor | float
             trained = Actor(backend, actor, correction, temperature=1.0, scale=9, log_prob_budget=60)
         judge = guards()
         figures = trained.update(batch, held, judge)
-        assert judge.refused is None
+        assert judge.rejected is None
         return {name: tensor.clone() for name, tensor in trained.backend.full_tensors()} | figures
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.learning.work_sharing import SharedWork, WorkSharing
+from rlhf.learning.work_sharing import TrainingBatches, WorkSharing
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from tests.support.numeric_ranks import run_ranks, single_rank
@@ -43,7 +43,7 @@ def homes(case: str) -> list[int]:
 CASES = ("as prompts are dealt", "all on the last", "anyhow, none on one")
 
 
-def shared(case: str, coordinator: Coordinator) -> tuple[EveryBatch, SharedWork, list[int]]:
+def shared(case: str, coordinator: Coordinator) -> tuple[EveryBatch, TrainingBatches, list[int]]:
     """This rank's home batch and work, and its rows of the whole batch."""
     mine = [group for group, rank in enumerate(homes(case)) if rank == coordinator.rank]
     rows = [group * GROUP + sample for group in mine for sample in range(GROUP)]
@@ -52,9 +52,9 @@ def shared(case: str, coordinator: Coordinator) -> tuple[EveryBatch, SharedWork,
     return home, WorkSharing(MINI_BATCHES, coordinator).share(home, uids, 1), rows
 
 
-def with_figures(work: SharedWork, home: EveryBatch) -> EveryBatch:
+def with_figures(work: TrainingBatches, home: EveryBatch) -> EveryBatch:
     """The batch of the work with figures of the home batch."""
-    figures = {name: work.take_along(getattr(home, name)) for name in ("values", "advantages")}
+    figures = {name: work.to_training_ranks(getattr(home, name)) for name in ("values", "advantages")}
     return EveryBatch(**work.batch.present(), **figures)
 
 
@@ -129,7 +129,7 @@ def test_ranks_have_about_the_same_to_do(ranks):
 
 
 def test_a_shuffle_is_a_draw_of_its_own_in_every_epoch_step_and_run():
-    def work(seed: int, step: int) -> SharedWork:
+    def work(seed: int, step: int) -> TrainingBatches:
         home = replace(whole_batch())
         sharing = WorkSharing(MINI_BATCHES, Coordinator(GlooTransport()), seed)
         return sharing.share(home, [r // GROUP for r in range(GROUPS * GROUP)], step)
@@ -161,4 +161,4 @@ def test_one_rank_copies_nothing():
         for name in FIELDS:
             if name not in ("advantages", "values"):
                 assert getattr(work.batch, name).data_ptr() == getattr(home, name).data_ptr()
-        assert work.take_along(home.advantages) is home.advantages
+        assert work.to_training_ranks(home.advantages) is home.advantages

@@ -17,14 +17,14 @@ import os, signal, sys, time
 from pathlib import Path
 from rlhf.ranks.parent import die_with_parent
 die_with_parent()
-from rlhf.ranks.lock import hold_rank_lock
+from rlhf.ranks.lock import lock_as_rank
 from rlhf.ranks.logs import write_whole_lines
 from rlhf.ranks.stop import PreemptionFlag
 from rlhf.ranks.status import StatusWriter
 rank, run_dir = int(os.environ["RANK"]), Path(sys.argv[1])
 supervisor = int(os.environ["RLHF_SUPERVISOR_PID"])
 write_whole_lines()
-hold_rank_lock(run_dir)
+lock_as_rank(run_dir)
 status = StatusWriter(run_dir, rank)
 flag = PreemptionFlag()
 with (run_dir / "starts").open("a") as starts:

@@ -273,7 +273,7 @@ def shuffled(batch: EveryBatch, mini_batches: int) -> tuple[EveryBatch, SampleBa
     rows = list(range(len(batch))) if coordinator.is_leader else []
     home = batch.select(torch.tensor(rows, dtype=torch.int64))
     work = WorkSharing(mini_batches, coordinator, SEED).share(home, [row // GROUP for row in rows], STEP)
-    figures = {name: work.take_along(getattr(home, name)) for name in ("advantages", "returns")}
+    figures = {name: work.to_training_ranks(getattr(home, name)) for name in ("advantages", "returns")}
     return EveryBatch(**work.batch.present(), **figures), work.balance, work.shuffle
 
 

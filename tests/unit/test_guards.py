@@ -28,8 +28,8 @@ def test_what_is_not_finite_is_refused_without_any_bound(figure: str, value: flo
     guards.begin(1, 0.5)
     assert guards.allows("actor", **FINE)
     assert not guards.allows("critic", **FINE | {figure: value})
-    assert guards.refused is not None
-    assert (guards.refused.step, guards.refused.who, guards.refused.figure) == (1, "critic", figure)
+    assert guards.rejected is not None
+    assert (guards.rejected.step, guards.rejected.who, guards.rejected.figure) == (1, "critic", figure)
     assert not guards.allows("actor", **FINE)
     assert guards.settle(1) == "skip"
     assert guards.metrics() == {"guards/skips": 1, "guards/rollbacks": 0, "guards/refused": 1}
@@ -51,7 +51,7 @@ def test_bounds(bound: str, figure: str, within: tuple[float, ...], beyond: tupl
     for value in beyond:
         guards = Guards(GuardsConfig(**{bound: 2.0}))
         assert judge(guards, 1, **{figure: value}) == "skip"
-        assert str(guards.refused) == f"step 1: actor {figure} {value} is beyond guards.{bound}=2"
+        assert str(guards.rejected) == f"step 1: actor {figure} {value} is beyond guards.{bound}=2"
         assert judge(Guards(GuardsConfig()), 1, **{figure: value}) == "train"
 
 
@@ -63,8 +63,8 @@ def test_a_reward_drop_is_measured_against_accepted_batches_only() -> None:
     assert judge(guards, 2, reward=1.0) == "train"  # a rise is no drop; the average is 0.1 now
     assert judge(guards, 3, reward=-0.14) == "train"  # 0.24 below; now 0.076
     assert judge(guards, 4, reward=-0.18) == "skip"
-    assert guards.refused is not None
-    assert guards.refused.value == pytest.approx(0.256)
+    assert guards.rejected is not None
+    assert guards.rejected.value == pytest.approx(0.256)
     assert judge(guards, 5, reward=-0.17) == "train"  # had the refused batch counted, the bound would lie lower
     guards.begin(6, math.nan)
     assert not guards.allows("actor", **FINE)
@@ -95,7 +95,7 @@ def test_a_run_that_trained_nothing_for_figures_that_are_not_finite_does_not_end
     again = Guards(GuardsConfig())
     again.load_state_dict(json.loads(json.dumps(guards.state_dict())))
     again.begin(2, math.nan)
-    with pytest.raises(UserError, match=r"(?s)refused every batch of the run.*step 1: actor loss nan.*step 2: reward"):
+    with pytest.raises(UserError, match=r"(?s)rejected every batch of the run.*step 1: actor loss nan.*step 2: reward"):
         again.settle(2, last=True)
     # What is beyond a bound has been trained on up to there, and one step that counts is a run.
     for figures in ({"kl": 3.0}, {}):
@@ -339,6 +339,6 @@ def test_rollbacks_are_bounded_when_every_batch_is_refused_and_crashes_take_the_
     config = GuardsConfig(action="rollback", max_events=3)
     crashes = {4, 9, 20}
     disk, ending = finished(config, 0, 1.0, crashes)
-    assert ending.startswith("The guards refused 4 batches in a row")
+    assert ending.startswith("The guards rejected 4 batches in a row")
     # Moments of one attempt: four batches with three moments each, and two for each of the three roll-backs.
     assert disk.moments <= (len(crashes) + 1) * (4 * 3 + 3 * 2)

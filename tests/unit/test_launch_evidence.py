@@ -90,7 +90,7 @@ def test_a_message_of_many_lines_is_told_once_and_whole():
 
 def test_the_end_of_the_launcher_is_the_cause_unless_a_rank_failed_before():
     statuses = {0: RankStatus(7, "rollout.after", 2.0, None), 1: RankStatus(7, "update.mid", 1.0, None)}
-    taken = RankExit(KILLED, taken_by="the launcher: SIGKILL")
+    taken = RankExit(KILLED, died_with="the launcher: SIGKILL")
     gone = AttemptResult({0: taken, 1: taken}, (), frozenset())
     assert describe_crash(gone, statuses).startswith("the launcher: SIGKILL, and its ranks")
     assert "rank 1: died with the launcher: SIGKILL" in report(gone, 2, statuses, None)

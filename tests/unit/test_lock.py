@@ -16,8 +16,8 @@ from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 RANK = """
 import sys
 from pathlib import Path
-from rlhf.ranks.lock import hold_rank_lock
-hold_rank_lock(Path(sys.argv[1]))
+from rlhf.ranks.lock import lock_as_rank
+lock_as_rank(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """

@@ -12,7 +12,7 @@ import pytest
 from rlhf import worker
 from rlhf.config import Config
 from rlhf.errors import EXIT_CRASHED, UserError
-from rlhf.ranks.logs import configure_logging, logging_put_back
+from rlhf.ranks.logs import configure_logging, restored_logging
 from tests.support.rank_scripts import local_starter
 
 SCRIPT = """
@@ -47,7 +47,7 @@ def test_a_caller_has_its_own_logging_back(monkeypatch, captured):
     logging.captureWarnings(captured)
     try:
         before = state()
-        with logging_put_back():
+        with restored_logging():
             configure_logging()
             assert state() != before
         assert state() == before
@@ -86,7 +86,7 @@ def test_a_rank_prints_each_line_in_one_piece(tmp_path, monkeypatch):
     reader, writer = os.pipe2(os.O_DIRECT)  # one read takes what one write has written
     with open(reader, "rb", buffering=0) as read, open(writer, "wb", buffering=0) as pipe:  # noqa: PTH123
         streams = {name: _of_unbuffered_python(pipe) for name in ("stdout", "stderr")}
-        with monkeypatch.context() as patch, logging_put_back():
+        with monkeypatch.context() as patch, restored_logging():
             for name, stream in streams.items():
                 patch.setattr(sys, name, stream)
             assert worker.main(tmp_path) == EXIT_CRASHED, "there is no resolved configuration"

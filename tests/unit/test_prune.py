@@ -18,7 +18,7 @@ from rlhf.config.resolved import to_yaml
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.lock import RANKS_LOCK, RUN_LOCK, hold_rank_lock, run_lock
+from rlhf.ranks.lock import RANKS_LOCK, RUN_LOCK, lock_as_rank, run_lock
 from rlhf.ranks.transport import Transport
 from rlhf.storage.layout import POINTER, step_dir
 from rlhf.storage.scratch import lock_folder
@@ -218,7 +218,7 @@ def test_it_waits_for_no_living_run(run_dir, command, monkeypatch):
 
 
 def _rank(run_dir: Path, holds: Path) -> None:
-    hold_rank_lock(run_dir)
+    lock_as_rank(run_dir)
     holds.touch()
     signal.pause()
 

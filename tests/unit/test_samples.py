@@ -73,9 +73,9 @@ def test_what_the_policy_wrote_has_no_effect_on_the_terminal(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--step", "9"], "--step=9: there are samples of steps 1 to 3."),
-        (["--grep", "nowhere"], "has no such samples: there are some of steps 1 to 3"),
-        (["--split", "validation", "--step", "1"], "has no such samples"),
+        (["--step", "9"], "--step=9: the run has samples of steps 1 to 3."),
+        (["--grep", "nowhere"], "has no matching samples; it has samples of steps 1 to 3"),
+        (["--split", "validation", "--step", "1"], "has no matching samples"),
     ],
 )
 def test_what_is_not_there_is_one_line(run, capsys, arguments, said):
@@ -95,7 +95,7 @@ def test_a_mistyped_option_is_one_line(run, capsys):
 
 
 def test_a_folder_without_samples_is_one_line(tmp_path, capsys):
-    for path, said in ((tmp_path, "has no samples"), (tmp_path / "none", "is no folder")):
+    for path, said in ((tmp_path, "has no samples"), (tmp_path / "none", "is not a folder")):
         assert samples.main([str(path)]) == EXIT_USER_ERROR
         assert said in capsys.readouterr().err
 
@@ -132,7 +132,7 @@ def test_a_number_of_samples_is_none_below_zero(run, option, capsys):
     with pytest.raises(SystemExit) as ended:
         samples.main([str(run), option, "-1"])
     assert ended.value.code == EXIT_USER_ERROR
-    assert "-1 is no number of samples" in capsys.readouterr().err
+    assert "-1 is not a number of samples" in capsys.readouterr().err
 
 
 def test_the_command_needs_no_torch(run):

@@ -80,9 +80,9 @@ class ForkedRanks(RankProcesses):
             assert isinstance(message, RankEnded)
             exits[message.rank] = RankExit(message.code)
         if self._launcher.exit is not None:
-            taken_by = f"the launcher: {RankExit(self._launcher.exit)}"
+            died_with = f"the launcher: {RankExit(self._launcher.exit)}"
             lost = self._running - exits.keys()
-            exits |= {rank: RankExit(-signal.SIGKILL, taken_by) for rank in lost}
+            exits |= {rank: RankExit(-signal.SIGKILL, died_with) for rank in lost}
             self.kill(lost)  # the ranks are dead; this kills the processes that they started
         self._running -= exits.keys()
         return exits

@@ -63,7 +63,7 @@ class RankOutput:
                     break
             for fd in (self._of_stdout, self._of_stderr):
                 if rest := self._unread.pop(fd, b""):
-                    self._say(fd, rest)
+                    self._show(fd, rest)
 
     def phase(self, name: str) -> None:
         """Show a phase in which no rank runs."""
@@ -92,9 +92,9 @@ class RankOutput:
                 anything = True
                 *lines, rest = (self._unread.get(fd, b"") + data).split(b"\n")
                 for line in lines:
-                    self._say(fd, line)
+                    self._show(fd, line)
                 if len(rest) > _LONGEST_LINE:
-                    self._say(fd, rest)
+                    self._show(fd, rest)
                     rest = b""
                 # A download bar rewrites its line in place: keep the newest state only.
                 states = rest.split(b"\r")[-2:]
@@ -103,7 +103,7 @@ class RankOutput:
                 self._unread[fd] = b"\r".join(states)
         return anything
 
-    def _say(self, fd: int, line: bytes) -> None:
+    def _show(self, fd: int, line: bytes) -> None:
         if fd == self._progress:
             with suppress(ValueError):  # the user's code may write anything to the pipe: this thread must go on
                 deliver(line, self._output.progress)

@@ -82,7 +82,7 @@ class LocalStarter:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
             if threading.current_thread() is not threading.main_thread():
                 raise UserError(
-                    "rlhf.train: this process ignores SIGCHLD, so that it would not learn how its ranks end. Call "
+                    "rlhf.train: this process ignores SIGCHLD, and would lose the exit codes of its ranks. Call "
                     "signal.signal(signal.SIGCHLD, signal.SIG_DFL) in its main thread first."
                 )
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -119,7 +119,7 @@ class LocalStarter:
             ranks = self._fork(self._launcher, command, stop)
             if ranks is not None or stop.signal_name is not None:
                 return ranks
-        log.info("The ranks are started plainly: %s.", self._why_plain)
+        log.info("The ranks start as new processes, without a launcher: %s.", self._why_plain)
         return PlainRanks(command, self._trainer.ranks, self._variables, self._run_dir, self._output)
 
     def _fork(self, launcher: LauncherProcess, command: Sequence[str], stop: StopRequest) -> ForkedRanks | None:
@@ -162,7 +162,7 @@ class LocalStarter:
             return
         if count == 0:  # also with auto: the driver sees GPUs, so the settings may have GPU defaults
             raise UserError(
-                f"trainer.device={t.device}, but no CUDA device is visible. Set trainer.device=cpu, or see "
+                f"trainer.device={t.device}, but no CUDA device is visible. Set trainer.device=cpu, or check "
                 "`nvidia-smi`."
             )
         if t.ranks > count:
@@ -183,8 +183,8 @@ class LocalStarter:
             )
         except subprocess.TimeoutExpired:
             raise UserError(
-                f"CUDA does not say within trainer.watchdog_first_timeout_s={patience_s:g} how many devices there are. "
-                "See `nvidia-smi`, or set trainer.device=cpu."
+                f"Counting the CUDA devices took more than trainer.watchdog_first_timeout_s={patience_s:g}. "
+                "Check `nvidia-smi`, or set trainer.device=cpu."
             ) from None
         return int(done.stdout)
 
