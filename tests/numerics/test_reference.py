@@ -22,6 +22,7 @@ from rlhf.models.weights import Loaded, ModelReader
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from tests.support.checkpoints import equal_bits
+from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.numeric_ranks import run_ranks, single_rank
 from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2
 
@@ -59,6 +60,7 @@ def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], 
     return at, weights, reference.all_log_probs(batch, held)
 
 
+@in_float64()
 def on_cadence() -> tuple[list[int], dict[str, Tensor], Tensor]:
     return moved(RefConfig(update_freq=3, alpha=ALPHA), steps=7)
 
@@ -68,6 +70,7 @@ def frozen() -> tuple[list[int], dict[str, Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@in_float64()
 def test_it_moves_on_its_cadence_only_and_as_a_whole(world_size):
     results = run_ranks(world_size, on_cadence)
     expected = dict(tiny_qwen2(seed=100).named_parameters())
@@ -79,8 +82,8 @@ def test_it_moves_on_its_cadence_only_and_as_a_whole(world_size):
         assert at == [0, 0, 3, 3, 3, 6, 6]
         assert weights.keys() == expected.keys()
         for name, tensor in weights.items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6, check_dtype=False)
-        torch.testing.assert_close(log_probs, plain_log_probs(by_hand), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(tensor, expected[name], rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(log_probs, plain_log_probs(by_hand), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def plain_log_probs(model) -> Tensor:

@@ -1,4 +1,7 @@
-"""Normalised and clipped rewards against loops over floats, over batches, ranks and resumes."""
+"""Normalised and clipped rewards against loops over floats, over batches, ranks and resumes.
+
+`RewardScaling` computes in float64 and rounds its results once to float32.
+"""
 
 import json
 import statistics
@@ -11,6 +14,7 @@ from rlhf.config import AlgorithmConfig, GuardsConfig
 from rlhf.learning.guards import Guards
 from rlhf.learning.reward_scaling import RewardScaling
 from tests.support.numeric_ranks import run_ranks, single_rank
+from tests.support.rounding import FLOAT32
 from tests.support.tables import close
 from tests.support.tiny_updates import EveryBatch, random_batch
 
@@ -55,7 +59,7 @@ def test_scores_of_batch_after_batch(kind, bounds):
             resumed = RewardScaling(config)
             resumed.load_state_dict(json.loads(json.dumps(scaling.state_dict())))
             found, _, figures = scaling.apply(batch_of(scores), guards())
-            close(found, wanted, tolerance=1e-5)
+            close(found, wanted, tolerance=FLOAT32)
             assert torch.equal(resumed.apply(batch_of(scores), guards())[0], found)
             assert resumed.state_dict() == scaling.state_dict()
             share = sum(u != w for u, w in zip(unclipped, wanted, strict=True)) / len(wanted) if bounds else None
@@ -106,4 +110,4 @@ def test_a_split_over_ranks_equals_the_whole():
     first, second = run_ranks(2, on_this_rank)
     for kind in ("batch", "running"):
         for one, other, wanted in zip(first[kind], second[kind], expected(BATCHES[:3], kind, RANGE), strict=True):
-            close(torch.cat([one, other]), wanted, tolerance=1e-5)
+            close(torch.cat([one, other]), wanted, tolerance=FLOAT32)

@@ -36,7 +36,7 @@ def test_warm_up_rises_in_equal_steps_to_the_full_rate(shape):
 def test_linear(warmup, floor):
     found = factors(lr_scheduler_type="linear", lr_warmup_steps=warmup, min_lr_ratio=floor)
     drops = [a - b for a, b in zip(found[warmup:TOTAL], found[warmup + 1 : TOTAL + 1], strict=True)]
-    assert drops == pytest.approx([(1 - floor) / (TOTAL - warmup)] * (TOTAL - warmup))
+    assert drops == pytest.approx([(1 - floor) / (TOTAL - warmup)] * (TOTAL - warmup), rel=1e-12)
     assert found[TOTAL:] == [floor] * 5
 
 
@@ -46,9 +46,9 @@ def test_cosine(warmup, floor):
     found = factors(lr_scheduler_type="cosine", lr_warmup_steps=warmup, min_lr_ratio=floor)
     for step in range(warmup, TOTAL):
         angle = math.pi * (step - warmup) / (TOTAL - warmup)
-        assert found[step] == pytest.approx(floor + (1 - floor) * math.cos(angle / 2) ** 2)
-    assert found[warmup + (TOTAL - warmup) // 2] == pytest.approx((1 + floor) / 2)
-    assert found[TOTAL:] == pytest.approx([floor] * 5)
+        assert found[step] == pytest.approx(floor + (1 - floor) * math.cos(angle / 2) ** 2, rel=1e-12)
+    assert found[warmup + (TOTAL - warmup) // 2] == pytest.approx((1 + floor) / 2, rel=1e-12)
+    assert found[TOTAL:] == pytest.approx([floor] * 5, rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
@@ -85,7 +85,7 @@ def test_a_restored_schedule_goes_on_identically(shape, stop):
         assert rates(restored, TOTAL + 2 - stop) == rest
         assert restored.extra_state() == whole.extra_state()
     expected = [3e-4 * learning_rate_factor(optim, step, TOTAL) for step in range(stop, TOTAL + 2)]
-    assert rest == pytest.approx(expected)
+    assert rest == pytest.approx(expected, rel=1e-12)
 
 
 UPDATES = 3
