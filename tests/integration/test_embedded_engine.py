@@ -35,6 +35,8 @@ from rlhf.rollout import Request, Sample, SamplingParams, decoding
 from rlhf.rollout.embedded import EmbeddedEngine, build_embedded_engine, check_lengths
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.weight_digest import WeightsMismatch
+from tests.support.in_float64 import TOLERANCE, in_float64
+from tests.support.rounding import FLOAT32
 from tests.support.sampled import asking, sampled
 
 EOS = 1
@@ -84,6 +86,12 @@ def make_model(config: Any, attention: str = "sdpa", seed: int = 0) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
+def assert_log_probs(sample: Sample, expected: torch.Tensor) -> None:
+    """Those of a model in float64; the sample holds them in float32."""
+    assert expected.dtype == torch.float64
+    torch.testing.assert_close(torch.tensor(sample.log_probs).double(), expected, rtol=FLOAT32, atol=TOLERANCE)
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """64 tokens: two specials, every lower-case letter, and pairs of them, so that texts have several spellings."""
@@ -109,13 +117,14 @@ def reference_log_probs(model: Any, request: Request, sample: Sample, temperatur
 
 
 def assert_same(left: list[Sample], right: list[Sample]) -> None:
-    """Equal samples, log-probs up to the rounding of other batch shapes."""
+    """Equal samples, log-probs in float64 up to the rounding of other batch shapes."""
     for a, b in zip(left, right, strict=True):
         assert dataclasses.replace(a, log_probs=b.log_probs) == b
-        torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), rtol=1e-5, atol=1e-5)
+        assert_log_probs(a, torch.tensor(b.log_probs).double())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@in_float64()
 def test_greedy_equals_transformers_generate(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
     model = make_model(FAMILIES[family])
     requests = prompts(7)
@@ -130,10 +139,10 @@ def test_greedy_equals_transformers_generate(family: str, tokenizer: PreTrainedT
         assert sample.token_ids.tolist() == expected
         assert sample.finish_reason == ("stop" if expected[-1] == EOS else "length")
         reference = reference_log_probs(model, request, sample)
-        torch.testing.assert_close(torch.tensor(sample.log_probs), reference, rtol=1e-5, atol=1e-5)
+        assert_log_probs(sample, reference)
 
 
-def penalised_log_probs(model: Any, request: Request, sample: Sample, params: SamplingParams) -> list[float]:
+def penalised_log_probs(model: Any, request: Request, sample: Sample, params: SamplingParams) -> torch.Tensor:
     """The log-probs of a response token by token, each by a forward pass and transformers' processors."""
     warpers = [RepetitionPenaltyLogitsProcessor(params.repetition_penalty)]
     if params.temperature:
@@ -144,9 +153,10 @@ def penalised_log_probs(model: Any, request: Request, sample: Sample, params: Sa
         with torch.no_grad():
             logits = model(input_ids=ids).logits[:, -1]
         found.append(LogitsProcessorList(warpers)(ids, logits).log_softmax(-1)[0, token].item())
-    return found
+    return torch.tensor(found)
 
 
+@in_float64()
 def test_a_repetition_penalty_is_that_of_transformers_generate(tokenizer: PreTrainedTokenizerFast) -> None:
     model, requests = make_model(FAMILIES["llama"]), prompts(7)
     # Three places for seven requests: rows move, and later ones take the places of others.
@@ -164,11 +174,12 @@ def test_a_repetition_penalty_is_that_of_transformers_generate(tokenizer: PreTra
             repetition_penalty=1.5,
         )
         assert sample.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
-        assert sample.log_probs.tolist() == pytest.approx(penalised_log_probs(model, request, sample, params), abs=1e-5)
+        assert_log_probs(sample, penalised_log_probs(model, request, sample, params))
     plain = sampled(engine, requests, dataclasses.replace(params, repetition_penalty=1.0), seed=0, step=0)
     assert [s.token_ids.tolist() for s in plain] != [s.token_ids.tolist() for s in greedy]
 
 
+@in_float64()
 def test_a_penalty_follows_its_sample_whatever_the_batch(tokenizer: PreTrainedTokenizerFast) -> None:
     model, requests = make_model(FAMILIES["llama"]), prompts(5, longest=20)
     params = SamplingParams(max_tokens=40, temperature=1.3, min_p=0.05, repetition_penalty=1.3)
@@ -177,12 +188,12 @@ def test_a_penalty_follows_its_sample_whatever_the_batch(tokenizer: PreTrainedTo
     for width in (1, 4):
         assert_same(whole, sampled(EmbeddedEngine(model, tokenizer, width), requests, params, 3, seed=1, step=2))
     for i, sample in enumerate(whole[:6]):
-        expected = penalised_log_probs(model, requests[i // 3], sample, params)
-        assert sample.log_probs.tolist() == pytest.approx(expected, abs=1e-5)
+        assert_log_probs(sample, penalised_log_probs(model, requests[i // 3], sample, params))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
+@in_float64()
 def test_log_probs_equal_a_full_forward_pass(family: str, attention: str, tokenizer: PreTrainedTokenizerFast) -> None:
     model = make_model(FAMILIES[family], attention)
     requests = prompts(5)
@@ -191,7 +202,7 @@ def test_log_probs_equal_a_full_forward_pass(family: str, attention: str, tokeni
     assert [(s.uid, s.sample) for s in samples] == [(r.uid, i) for r in requests for i in range(3)]
     for i, sample in enumerate(samples):
         reference = reference_log_probs(model, requests[i // 3], sample, 1.5)
-        torch.testing.assert_close(torch.tensor(sample.log_probs), reference, rtol=1e-5, atol=1e-5)
+        assert_log_probs(sample, reference)
 
 
 def test_requests_that_are_sampled_otherwise_share_no_batch(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -220,6 +231,7 @@ def test_finished_samples_are_counted(tokenizer: PreTrainedTokenizerFast, monkey
 
 
 @pytest.mark.parametrize(("family", "max_tokens"), [("llama", 100), ("gemma3_window_5", 30)])
+@in_float64()
 def test_samples_do_not_depend_on_batch_order_or_width(
     family: str, max_tokens: int, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:

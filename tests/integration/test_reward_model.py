@@ -1,8 +1,9 @@
-"""A reward model scores whole chats: as the plain model does one by one, however they are batched, on one rank or
-two."""
+"""A reward model scores whole chats: as the plain model does one by one, however they are batched, on one rank or two.
+In float64, which leaves little to rounding."""
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from rlhf.reward.scores import RewardItem
 from rlhf.reward.weighted import Term
 from rlhf.rollout import Request, Sample
 from tests.support import plain_collect as collecting
+from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.numeric_ranks import run_ranks, single_rank
 from tests.support.plain_collect import UNFILTERED
 from tests.support.tiny_models import classifier, tiny_tokenizer
@@ -53,9 +55,15 @@ ITEMS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _in_float64() -> Iterator[None]:
+    with in_float64():
+        yield
+
+
 def build(folder: Path, *, sharded: bool = False, packed: bool | None = False, **settings: int) -> RewardModel:
     source = ModelSource("reward_model.path", str(folder))
-    module = load_reward_model(ModelStart(source, folder, load_model_config(source, folder)))
+    module = load_reward_model(ModelStart(source, folder, load_model_config(source, folder))).double()
     module = shard(module, BackendConfig(), CPU) if sharded else module
     choose_packing(module, packed, "reward_model.use_remove_padding")
     config = RewardModelConfig(path=str(folder), **settings)
@@ -70,7 +78,7 @@ def scores(model: RewardModel, items: list[RewardItem]) -> list[float]:
 
 def plain(folder: Path, items: list[RewardItem], last: int = 10_000) -> list[float]:
     """Each chat by itself through the library's class, without a mask or padding."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(folder).double().eval()
     tokenizer = load_tokenizer(ModelSource("reward_model.path", str(folder)), folder)
     result = []
     for one in items:
@@ -86,7 +94,7 @@ def plain(folder: Path, items: list[RewardItem], last: int = 10_000) -> list[flo
 
 
 def close(a: list[float], b: list[float]) -> bool:
-    return a == pytest.approx(b, abs=2e-6)
+    return a == pytest.approx(b, rel=TOLERANCE, abs=TOLERANCE)
 
 
 # The template ends each chat with the end-of-sequence token, 1: as padding it says nothing about where a chat ends.
@@ -184,6 +192,7 @@ def test_refused_chats_name_the_reward_model(tmp_path):
 SHARES = [(ITEMS, []), ([], ITEMS), (ITEMS[:1], ITEMS[1:]), ([], [])]
 
 
+@in_float64()
 def on_rank(folder: Path) -> list[list[float]]:
     """Scores of this rank's part of each of `SHARES` from two sharded models."""
     rank = torch.distributed.get_rank()

@@ -18,12 +18,16 @@ TOLERANCE = 1e-9
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Make this process create float64 tensors, and convert or take softmax in float64 instead of float32."""
+    """Make this process create float64 tensors, and convert or take softmax in float64 instead of float32.
+
+    A tensor that code creates in float32 by name stays float32, and rounds values that are assigned to parts of it.
+    """
     usual = torch.get_default_dtype()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "float", Tensor.double)
         patch.setattr(Tensor, "to", _widened(Tensor.to))
         patch.setattr(nn.functional, "softmax", _widened(nn.functional.softmax))
+        patch.setattr(Tensor, "__setitem__", _rounding(Tensor.__setitem__))
         torch.set_default_dtype(torch.float64)
         try:
             yield
@@ -39,3 +43,11 @@ def _widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return function(*wide, **kwargs)
 
     return widened
+
+
+def _rounding(assign: Callable[[Tensor, Any, Any], None]) -> Callable[[Tensor, Any, Any], None]:
+    def rounding(tensor: Tensor, place: Any, value: Any) -> None:
+        rounds = isinstance(value, Tensor) and (value.dtype, tensor.dtype) == (torch.float64, torch.float32)
+        assign(tensor, place, value.type(torch.float32) if rounds else value)
+
+    return rounding
