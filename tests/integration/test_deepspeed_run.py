@@ -13,6 +13,7 @@ from tests.support.engines import NEEDS_DEEPSPEED
 from tests.support.forked_start import train_forked
 from tests.support.killer import PLAN_VARIABLE
 from tests.support.launching import copy_run, records, saved_steps, small, train, write_sums
+from tests.support.rounding import sum_bound
 
 pytestmark = NEEDS_DEEPSPEED
 
@@ -59,7 +60,8 @@ def test_a_run_goes_on_in_another_engine(tmp_path):
     assert [saved_steps(run)[0] for run in runs] == [7, 7]
     assert [read_manifest(run / "global_step_7").backend for run in runs] == ["deepspeed", "fsdp2"]
     last = [records(run)[-1] for run in runs]
-    assert last[1]["actor/grad_norm"] == pytest.approx(last[0]["actor/grad_norm"], rel=1e-3)
+    bound = sum_bound(last[0]["tokens/total"])  # the terms of a gradient
+    assert last[1]["actor/grad_norm"] == pytest.approx(last[0]["actor/grad_norm"], rel=bound)
 
 
 def run_dir(folder: Path, name: str) -> Path:

@@ -14,6 +14,8 @@ TIGHT = (
     "actor.optim.lr_warmup_steps=0",
     "actor.optim.lr_scheduler_type=constant",
     "actor.optim.lr=1e-3",
+    # Far above rounding noise, of which AdamW would make steps of full size.
+    "actor.optim.eps=1e-2",
     "actor.ppo_mini_batch_size=8",
     "actor.ppo_epochs=2",
     "actor.use_kl_loss=false",
@@ -36,10 +38,13 @@ def test_skip_ends_the_update_of_a_batch_and_keeps_the_steps_before(tmp_path, su
     end = ranks(tmp_path / "log", small(tmp_path, "one", sums, *TIGHT, hf, "actor.ppo_epochs=1"))
     assert end.code == EXIT_DONE, end.output
     ours, expected = weights(run_dir, 3), weights(tmp_path / "rlhf" / "one", 3)
-    # Not bit for bit: with one epoch the update's own pass gives the old log-probs.
-    assert all(ours[name].allclose(expected[name], rtol=0, atol=1e-5) for name in expected)
+    # Not bit for bit: with one epoch the update's own pass gives the old log-probs, whose rounding is a share of the
+    # gradient and so of the way. A second step would go as far as the first.
     start = load_file(TINY_POLICY / "model.safetensors")
-    assert any(not ours[name].allclose(start[name], rtol=0, atol=1e-4) for name in expected)
+    apart = max(float((ours[name] - expected[name]).abs().max()) for name in expected)
+    way = max(float((ours[name] - start[name]).abs().max()) for name in expected)
+    assert apart < 1e-2 * way
+    assert way > 1e-4
 
 
 def test_a_refused_reward_leaves_the_weights_alone(tmp_path, sums):

@@ -22,7 +22,20 @@ from rlhf.rollout.embedded import build_embedded_engine
 from rlhf.rollout.weight_digest import WeightsMismatch
 from tests.support.adapted_engines import DORA, LORA, adapted_engine, with_plain_peft
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
-from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, gathered, logits_of, loss_of, state_of, tokens, train
+from tests.support.engines import (
+    ENGINES,
+    NEEDS_DEEPSPEED,
+    apart_in_float64,
+    engines_in_float64,
+    forward_bound,
+    gathered,
+    logits_of,
+    loss_of,
+    state_of,
+    tokens,
+    train,
+)
+from tests.support.rounding import sum_bound
 from tests.support.tiny_updates import tiny_qwen2
 
 pytestmark = NEEDS_DEEPSPEED
@@ -71,6 +84,8 @@ def work(rank: int, folder: str, float32: list[str], bfloat16: list[str]) -> dic
             said[kind]["opened"][writer] = {"state": state_of(reader), "loss": loss_of(reader, STEPS)}
     said["dora"] = {kind: look_at(trained(kind, DORA), DORA) for kind in ("fsdp2", "zero2")}
     said["recomputed"] = {kind: weights_of(trained(kind, recompute=True)) for kind in ("fsdp2", "zero3")}
+    with engines_in_float64():
+        said["in_float64"] = {kind: weights_of(trained(kind)) for kind in float32}
     said["dropped"] = dropped()
     said["kept_silently"] = {kind: kept_silently(kind) for kind in ("fsdp2", "zero3")}
     return said
@@ -212,8 +227,9 @@ def test_an_engine_that_keeps_the_weights_of_old_adapters_is_found(found, engine
 
 
 def test_engines_agree(found, plain):
-    for name, weight in found["fsdp2"]["state"]["model"].items():
-        torch.testing.assert_close(found[plain]["state"]["model"][name], weight, rtol=0, atol=1e-6)
+    weights = found["in_float64"]
+    apart = apart_in_float64(STEPS, grad_clip=0.5)
+    torch.testing.assert_close(weights[plain], weights["fsdp2"], rtol=0, atol=apart)
 
 
 def test_checkpoint_holds_adapters_and_moments_alone(found, kind):
@@ -230,7 +246,10 @@ def test_saved_in_each_opened_in_each(found, writer, reader):
     # Promise 15.
     opened, saved = found[reader]["opened"][writer], found[writer]
     assert equal_bits(opened["state"], saved["state"])
-    torch.testing.assert_close(opened["loss"], saved["loss"], rtol=0, atol=1e-2 if "bfloat16" in reader else 1e-6)
+    # ZeRO 3 adds biases apart, in bfloat16 to what it has rounded.
+    low = torch.finfo(torch.bfloat16).eps * float(saved["loss"])
+    apart = low if "bfloat16" in reader else forward_bound(saved["loss"])
+    torch.testing.assert_close(opened["loss"], saved["loss"], rtol=0, atol=apart)
     if writer == reader:
         assert torch.equal(opened["loss"], saved["loss"])
 
@@ -240,8 +259,11 @@ def test_dora_is_that_of_peft(found, engine):
     seen = found["dora"][engine]
     assert torch.equal(seen["logits"], seen["peft"])
     assert torch.equal(seen["disabled"], found["fsdp2"]["trained"]["disabled"])
+    assert seen["sent"].keys() == seen["peft_merged"].keys()
     for name, weight in seen["peft_merged"].items():
-        torch.testing.assert_close(seen["sent"][name], weight, rtol=0, atol=1e-6)
+        # The norm of a row of at most 24 weights, each with a product of rank 4; a quotient and a product.
+        apart = sum_bound(24 + 4 + 2) * float(weight.abs().max())
+        torch.testing.assert_close(seen["sent"][name], weight, rtol=0, atol=apart)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])

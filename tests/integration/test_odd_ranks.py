@@ -7,6 +7,7 @@ import pytest
 from tests.support.compare_runs import differences, history
 from tests.support.interrupter import at
 from tests.support.launching import Ended, ranks, small
+from tests.support.rounding import sum_bound
 
 pytestmark = pytest.mark.slow
 NPROC, STEPS = 3, 2
@@ -23,6 +24,9 @@ SETTINGS = (
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=1",
     "actor.optim.lr_warmup_steps=1",
+    # Far above rounding noise, of which AdamW would make steps of full size.
+    "actor.optim.eps=1e-2",
+    "critic.optim.eps=1e-2",
 )
 
 
@@ -48,7 +52,8 @@ def test_three_ranks_learn_what_one_does(three, sums, tmp_path: Path):
         for record in (one, other):
             record.pop("reward/timeouts", None)
         assert one.keys() == other.keys()
-        assert other == pytest.approx(one, rel=2e-3, abs=2e-4)
+        bound = sum_bound(one["tokens/total"])  # sums over the tokens of a step, of terms of about 1
+        assert other == pytest.approx(one, rel=bound, abs=bound)
     assert alone[-1]["sampling/groups_dropped"] > 0
 
 

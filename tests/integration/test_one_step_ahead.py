@@ -14,8 +14,10 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.tracking.history import OF_THE_MACHINE
 from tests.support.checkpoints import equal_bits
+from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.numeric_ranks import run_ranks
 from tests.support.plain_collect import BATCH, FILTERED, UNFILTERED, N, build, new_driver
+from tests.support.rounding import FLOAT32
 
 STEPS = 4
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -84,6 +86,7 @@ def resumed(checkpoint: tuple[int, int, list[Any]], **settings: Any) -> Rank:
     return rank
 
 
+@in_float64()
 def all_scenarios() -> dict[str, Any]:
     """Of each setting the undisturbed run, and those that go on from a save after each of its steps."""
     found: dict[str, Any] = {}
@@ -175,6 +178,7 @@ def test_a_batch_that_is_carried_over_whole_needs_no_generation():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@in_float64()
 def test_a_batch_is_by_the_policy_as_it_was_before_the_step_before(ranks, world_size):
     driver = new_driver()
     collector = build(driver, Coordinator(GlooTransport()), filter_groups=UNFILTERED)
@@ -190,12 +194,14 @@ def test_a_batch_is_by_the_policy_as_it_was_before_the_step_before(ranks, world_
         for request, sample in zip(requests, expected, strict=True):
             row = by_prompt[tuple(request.token_ids)][request.sample]
             assert row[1] == sample.token_ids.tolist()
-            assert row[2] == pytest.approx(sample.log_probs.tolist(), abs=1e-4)
+            # Of passes in float64, kept in float32.
+            assert row[2] == pytest.approx(sample.log_probs.tolist(), rel=FLOAT32, abs=TOLERANCE)
         for part in parts:
             age = float(step > 1)
             assert part["metrics"]["sampling/staleness_mean"] == part["metrics"]["sampling/staleness_max"] == age
 
 
+@in_float64()
 def go_on(name: str, checkpoint: Any) -> list[dict[str, Any]]:
     return walk(resumed(checkpoint, **SETTINGS[name]), STEPS)
 
@@ -238,6 +244,7 @@ def test_nothing_is_begun_for_a_step_that_does_not_come():
     assert rank.collector.prompts.position == 2 * BATCH
 
 
+@in_float64()
 def test_an_evaluation_has_the_present_weights_and_changes_no_batch(ranks):
     rank = start(filter_groups=UNFILTERED)
     generation = rank.collector.generation

@@ -64,15 +64,16 @@ def test_several_epochs_over_mini_batches_meet_the_clip(runs):
     assert once[0]["actor/pg_clipfrac"] < twice[0]["actor/pg_clipfrac"]
 
 
-def test_recomputed_activations_change_nothing_but_rounding(runs):
+def test_recomputed_activations_change_nothing(runs):
     plain, recomputed = runs()[0], runs("model.enable_gradient_checkpointing=true")[0]
     for name in ("actor/loss", "actor/grad_norm", "actor/kl_loss", "reward/mean"):
-        assert recomputed[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
+        assert recomputed[name] == plain[name], name
 
 
 def test_autocast_shows_as_rounding(runs):
     plain, autocast = runs()[0], runs("backend.autocast=bfloat16")[0]
-    assert plain["rollout/logprob_diff_max"] < 1e-3 < autocast["rollout/logprob_diff_max"] < 0.5
+    # A unit in the last place is 2^16 times as large in bfloat16: nearer to it than to 1, on a scale of powers.
+    assert 2**8 * plain["rollout/logprob_diff_max"] < autocast["rollout/logprob_diff_max"] < 0.5
     assert autocast["reward/mean"] == plain["reward/mean"]
     assert autocast["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=0.2)
 
@@ -84,7 +85,7 @@ def test_stop_strings_end_samples_early(runs):
 
 def test_a_tiny_top_p_is_greedy_so_that_groups_teach_nothing(runs):
     plain, greedy = runs()[0], runs("rollout.top_p=1e-6")[0]
-    assert abs(greedy["actor/pg_loss"]) < 1e-6
+    assert greedy["actor/pg_loss"] == 0
     assert greedy["actor/grad_norm"] < 1e-3 * plain["actor/grad_norm"]
 
 

@@ -10,6 +10,7 @@ import pytest
 from rlhf.config import TrackingConfig, TrainerConfig
 from rlhf.tracking import History, Tracker
 from rlhf.tracking.history import Record
+from tests.support.rounding import FLOAT32
 from tests.support.tracked import tensorboard_curves, tensorboard_tables
 from tests.support.tracking_run import metrics
 
@@ -33,7 +34,7 @@ def expected(steps: range) -> dict[str, list[tuple[int, float]]]:
     curves: dict[str, list[tuple[int, float]]] = {}
     for step in steps:
         for name, value in metrics(step).items():
-            curves.setdefault(name, []).append((step, pytest.approx(value)))
+            curves.setdefault(name, []).append((step, pytest.approx(value, rel=FLOAT32, abs=0)))
     return curves
 
 

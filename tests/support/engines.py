@@ -1,5 +1,7 @@
 """Trains a tiny model in any training backend for a few steps, and gathers its state."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +17,8 @@ from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.storage.boxes import layout_of, whole_box
 from rlhf.storage.index_rows import covers
 from rlhf.storage.shards import Shards, laid_out
+from tests.support.in_float64 import in_float64
+from tests.support.rounding import FLOAT32, sum_bound
 from tests.support.tiny_updates import VOCAB, tiny_qwen2
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
@@ -32,6 +36,35 @@ ENGINES = {
         for stage in range(4)
     },
 }
+
+
+@contextmanager
+def engines_in_float64() -> Iterator[None]:
+    """`in_float64`, for DeepSpeed too, which has no float64 in its list of types on a CPU."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    with in_float64(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPU_Accelerator, "supported_dtypes", lambda self: [torch.float32, torch.bfloat16, torch.float64])
+        yield
+
+
+def apart_in_float64(steps: int, grad_clip: float) -> float:
+    """How far the weights of two engines in float64 can be apart after `steps` optimizer steps.
+
+    DeepSpeed has the norm of the gradients, by which it clips them, in float32: a gradient, at most `grad_clip`, is off
+    by half a unit in the last place. AdamW moves a weight by at most 2 lr / eps times as much, to first order.
+    """
+    return steps * OPTIM.lr / OPTIM.eps * grad_clip * FLOAT32
+
+
+def forward_bound(values: Tensor) -> float:
+    """How far losses or logits of a tiny model in float32 can be from those of another engine with the same weights.
+
+    Each sum on the way to them is off by its number of terms: in each of two layers over the hidden size in the
+    queries, in the scores and in the MLP, over the tokens in the attention, and so on (at most 100 together); over the
+    hidden size and the vocabulary in the head.
+    """
+    return sum_bound(2 * 100 + 16 + VOCAB) * float(values.abs().max())
 
 
 def make_engine(
