@@ -98,7 +98,6 @@ class ActorBatch(Batch):
 
     @property
     def counted(self) -> Tensor:
-        """See `Batch.counted`."""
         return self.loss_mask
 
 
@@ -114,8 +113,6 @@ class CriticBatch(Batch):
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Numbers of tokens of a batch over all ranks."""
-
     total: int
     """Tokens of prompts and responses."""
     responses: int

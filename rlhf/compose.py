@@ -1,7 +1,4 @@
-"""Composes a run's configuration with Hydra: schema, groups, recipe, command line.
-
-Only this file and library_folder.py import Hydra.
-"""
+"""Composes a configuration with Hydra, which only this file and library_folder.py import."""
 
 import re
 import shlex
@@ -45,7 +42,6 @@ class Composition:
 
     @property
     def missing(self) -> str:
-        """A line for each missing setting."""
         missing = sorted(OmegaConf.missing_keys(self.tree))
         return "\n".join(f"{key} is not set: add {key}=VALUE to the command or recipe." for key in missing)
 
@@ -65,10 +61,7 @@ class Composition:
         return config
 
     def commented_yaml(self) -> str:
-        """Return every setting with its help, resolved unless it is missing.
-
-        Raise UserError for lost interpolations.
-        """
+        """Return every setting with its help, resolved unless missing. Raise UserError for lost interpolations."""
         with _interpolating():
             plain = OmegaConf.to_container(self.tree, resolve=True)
         return commented_yaml(cast(dict[str, Any], plain))
@@ -106,10 +99,7 @@ def composition(overrides: list[str], library: Library, machine: Machine | None 
 
 
 def _sorted_overrides(overrides: list[str], library: Library) -> tuple[list[str], list[tuple[str, Any]]]:
-    """Return the entries of groups and the values of settings on the command line.
-
-    Raise one UserError for all mistakes.
-    """
+    """Return the chosen entries of groups, and the values of settings. Raise one UserError for all mistakes."""
     choices: list[str] = []
     values: list[tuple[str, Any]] = []
     problems = []
@@ -295,7 +285,6 @@ def _compose(choices: list[str], library: Library) -> DictConfig:
 
 
 def _composition_problem(error: HydraException, choices: list[str], library: Library) -> str:
-    """Return the mistake and its file, from Hydra's error and the OmegaConf error that caused it."""
     cause = error.__cause__ or error.__context__
     named = re.match(r"In '(?:(.*)/)?([^/']+)': ", str(error))
     group, name = named.groups() if named else (None, None)
@@ -320,7 +309,6 @@ def _composition_problem(error: HydraException, choices: list[str], library: Lib
 
 
 def _no_group(name: str, library: Library) -> str:
-    """Return what is wrong with `override /name` in a recipe."""
     if name in SECTIONS:
         return f"{name} is a section without entries to choose from: remove `override /{name}`, and set what it holds."
     groups = library.groups

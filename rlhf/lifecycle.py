@@ -24,10 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def reject_another_run(config: Config, coordinator: Coordinator) -> None:
-    """Raise UserError if the run directory belongs to another run. Change nothing.
-
-    `live` compares again after it has prepared the directory.
-    """
+    """Raise UserError if the run directory belongs to another run, before `live` changes or repairs it."""
     if config.run_dir.is_dir():  # the imports are slow, and a new run does not need them yet
         from rlhf.checkpoint.start.comparison import check_unprepared
         from rlhf.checkpoint.start.run_dir import reject_earlier

@@ -56,7 +56,6 @@ def _run(argv: list[str]) -> int:
 
 
 def _asked(arguments: argparse.Namespace, library: Library) -> str | None:
-    """Return the text that an option prints instead of a run."""
     if arguments.shell_completion is not None:
         return answer(arguments.shell_completion, library)
     if arguments.help:

@@ -141,12 +141,10 @@ def _coordinator(config: Config) -> Coordinator:
 
 
 def rank() -> int:
-    """Return this rank's number from the environment."""
     return int(os.environ["RANK"])
 
 
 def _guarded(work: Callable[[_Evidence], None]) -> int:
-    """Run `work`, and return an exit code. Report errors to `_Evidence`."""
     subscribe_from_environment()
     evidence = _Evidence()
     try:

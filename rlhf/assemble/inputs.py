@@ -24,7 +24,6 @@ class RunInputs:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Hashes of the models and of the prompts."""
         return self.models.fingerprints | {"prompts": self.train_set.fingerprint}
 
 

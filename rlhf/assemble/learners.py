@@ -46,7 +46,6 @@ class Learners:
 
     @property
     def backends(self) -> dict[str, TrainingBackend]:
-        """The training engines by their names in a checkpoint."""
         engines = {"actor": self.actor.backend}
         return engines if self.critic is None else engines | {"critic": self.critic.backend}
 

@@ -34,10 +34,7 @@ class ResolvedModel:
         return weights.load(self.files, self.hf_config, load_from, coordinator, device)
 
     def check_adapters(self, lora: LoraConfig) -> None:
-        """Raise UserError if the adapters of `lora`, or those in `lora.path`, do not fit the model.
-
-        Reads no weights.
-        """
+        """Raise UserError if the adapters of `lora` or in `lora.path` do not fit the model. Reads no weights."""
         model = loading.empty_model(self.files.source, self.hf_config)
         add_adapters(model, lora, torch.float32)
         folder = None if lora.path is None else Path(lora.path).expanduser()
@@ -58,7 +55,6 @@ class ModelSources:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Hash of each model's files, by the setting that names the model."""
         found = [m for m in (self.policy, self.critic, self.reward_model) if m is not None]
         return {m.files.source.setting: m.files.fingerprint for m in found}
 

@@ -91,10 +91,7 @@ def build(
 
 
 def _inputs(setup: Setup, scratch: Path) -> RunInputs:
-    """Find the models and read the prompts.
-
-    Raise UserError if the backend, a model or the data does not fit the run.
-    """
+    """Find the models and read the prompts. Raise UserError if they do not fit the run."""
     config, coordinator, device = setup.config, setup.coordinator, setup.device
     report("finding the models")
     check_backend(config.backend, device)

@@ -43,7 +43,6 @@ def check_options(argv: Sequence[str], flags: Sequence[str], with_value: Sequenc
 
 
 def _unknown(argv: Sequence[str], flags: Sequence[str], with_value: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each argument that looks like an option and is unknown."""
     words = iter(zip_longest(argv, argv[1:], fillvalue=""))
     for word, following in words:
         option, equals, value = word.partition("=")

@@ -40,7 +40,6 @@ class CommandParser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and exit."""
         end = "" if message.endswith((".", "?")) else "."
         write_error(f"{message}{end} Its options: {self.prog} --help")
         self.exit(EXIT_USER_ERROR)

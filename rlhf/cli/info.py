@@ -47,7 +47,6 @@ def _version(package: str) -> str:
 
 
 def _gpus() -> Iterator[str]:
-    """Yield a line for each GPU of the NVIDIA driver, or the reason why there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         yield "none (no nvidia-smi)"

@@ -134,7 +134,6 @@ def _adapters(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _idle(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield a row if there are more ranks than samples in a mini-batch."""
     ranks, samples = number_of_ranks(config)[0], config.actor.ppo_mini_batch_size * config.rollout.n
     if ranks > samples:
         yield "idle", f"{ranks - samples:,} of {ranks:,} ranks at a time: a mini-batch has {samples:,} samples"

@@ -34,7 +34,6 @@ class HangDetector:
         self._next_look = 0.0
 
     def start(self, ranks: Collection[int]) -> None:
-        """Begin a new attempt of `ranks`."""
         self._watchdog.start(ranks)
 
     def look(self, ranks: WatchedRanks, alive: Collection[int]) -> Hang | None:

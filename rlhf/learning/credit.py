@@ -31,7 +31,6 @@ class Credit(NamedTuple):
     """1 on the tokens that the policy wrote, without truncated responses if the settings mask them."""
 
     def means(self) -> list[float]:
-        """Return the mean advantage of each response."""
         return (self.advantages.double().sum(1) / self.mask.sum(1).clamp(min=1)).tolist()
 
 
@@ -121,10 +120,7 @@ def _without_truncated(credit: Credit, truncated: Tensor) -> tuple[Credit, dict[
 
 
 def _advantage_figures(advantages: Tensor, mask: Tensor) -> dict[str, float]:
-    """Return the mean, standard deviation and, unless all masks are empty, the extremes of the advantages.
-
-    Collective.
-    """
+    """Return mean, standard deviation and, unless all masks are empty, extremes of the advantages. Collective."""
     sums = [loss_sum(values, mask, "token-mean").double() for values in (advantages, advantages.square())]
     shares = all_sum(torch.stack([*sums, mask.sum().double()]))
     extremes = all_max(torch.stack([_highest(advantages, mask), _highest(-advantages, mask)]))
@@ -136,6 +132,5 @@ def _advantage_figures(advantages: Tensor, mask: Tensor) -> dict[str, float]:
 
 
 def _highest(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the largest value inside the mask, float64; minus infinity if the mask is empty."""
     inside = torch.where(mask.bool(), values.double(), -torch.inf)
     return inside.max() if inside.numel() else inside.new_tensor(-torch.inf)

@@ -21,7 +21,6 @@ class EntropyControl:
 
     @property
     def moves(self) -> bool:
-        """Whether the weight adapts."""
         return self._config.type == "adaptive"
 
     @property

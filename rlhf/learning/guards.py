@@ -66,19 +66,14 @@ class Guards:
 
     @property
     def step(self) -> int:
-        """The step of the present batch."""
         return self._step
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a rejected batch rolls the run back to its newest checkpoint."""
         return self._config.action == "rollback"
 
     def begin(self, step: int, reward_mean: float) -> None:
-        """Begin a batch.
-
-        Reject it if its mean reward is not finite, or too far below the average of accepted batches.
-        """
+        """Begin a batch. Reject it if its mean reward is not finite, or too far below that of accepted batches."""
         self._step, self._reward, self.rejected = step, reward_mean, None
         drop = 0.0 if self._average is None else self._average - reward_mean
         if not math.isfinite(reward_mean):
@@ -173,7 +168,6 @@ class Guards:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
         self.rejected = None
         self._average, self._skips = state["reward_average"], state["skips"]
         self._rollbacks = {step: (times, position) for step, times, position in state["rollbacks"]}

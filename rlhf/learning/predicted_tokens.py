@@ -26,7 +26,6 @@ class PredictedTokens:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Batch) -> "PredictedTokens":
-        """Return the tokens of `batch`, laid out for `model`."""
         packed = lay_out(model, batch.input_ids, batch.prompt_lengths + batch.response_lengths)
         mask = batch.response_mask
         rows, columns = mask.nonzero(as_tuple=True)

@@ -47,15 +47,11 @@ class Reference(Policy):
         return self._config.update_freq is not None
 
     def shards(self) -> Shards:
-        """Return live views of this rank's weights."""
         return self._model.model_shards()
 
     @torch.no_grad()
     def maybe_update(self, actor: TrainingBackend, step: int) -> None:
-        """Move towards `actor` if `step` is a multiple of `ref.update_freq`.
-
-        Gather the tensors one by one. Collective.
-        """
+        """Move towards `actor` if `step` is a multiple of `ref.update_freq`, tensor by tensor. Collective."""
         if self._config.update_freq is None or step % self._config.update_freq:
             return
         announce("reference.update")
@@ -75,5 +71,4 @@ class Reference(Policy):
         return {"updated_at": self.updated_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
         self.updated_at = state["updated_at"]

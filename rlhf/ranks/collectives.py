@@ -48,7 +48,6 @@ def start(config: TrainerConfig) -> torch.device:
 
 
 def _open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return the rendezvous store, this process's rank, and the world size."""
     fd = os.environ.pop(STORE_FD, None)
     if fd is None:
         return next(dist.rendezvous("env://", timeout=timeout))

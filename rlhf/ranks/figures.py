@@ -27,7 +27,6 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to the phase `name`."""
         began = _Mark(self._device)
         yield
         self._spans.append((name, began, _Mark(self._device)))

@@ -54,10 +54,7 @@ def machine() -> str:
 
 
 def birth_of(pid: int) -> str | None:
-    """Return the start time of a process, which a reused process id does not share; None if it has ended.
-
-    Linux only.
-    """
+    """Return the start time of a process, distinct if its id is reused; None if it has ended. Linux only."""
     try:
         fields = _stat(pid)
     except (FileNotFoundError, ProcessLookupError):

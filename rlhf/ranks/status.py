@@ -121,7 +121,6 @@ class StatusWriter:
                 self._status = replace(self._status, error=RankError(kind, message, traceback))
 
     def _write(self, status: RankStatus) -> bool:
-        """Write `status` unless it is too long for the page. Return whether it was written."""
         record = json.dumps(asdict(status)).encode()
         if len(record) > _PAGE:
             return False
@@ -161,10 +160,7 @@ def stacks_file(run_dir: Path, rank: int) -> Path:
 
 
 def keep_stacks(run_dir: Path) -> list[Path]:
-    """Rename the stacks that ranks have written, so that the next attempt does not delete them.
-
-    Return the new names.
-    """
+    """Rename the stacks of the ranks, so that the next attempt does not delete them. Return the new names."""
     kept, number = [], 1
     folder = run_dir / STATUS_DIR
     while any(folder.glob(f"hang_{number}_*")):

@@ -59,7 +59,6 @@ class LauncherProcess:
         self.close()
 
     def close(self) -> None:
-        """Kill the launcher and thereby its ranks."""
         if self.exit is None:
             self._popen.kill()
             self.exit = self._popen.wait()

@@ -147,7 +147,6 @@ class LocalStarter:
         return None
 
     def _give_up(self, launcher: LauncherProcess, problem: str) -> None:
-        """Use no launcher from now on."""
         self._why_plain = f"the launcher must not fork them, because {problem}"
         launcher.close()
         self._launcher = None
