@@ -30,7 +30,7 @@ def whole_batch() -> EveryBatch:
     return replace(batch, values=values, staleness=torch.arange(GROUPS * GROUP), returns=None)
 
 
-def homes(case: str) -> list[int]:
+def rollout_ranks(case: str) -> list[int]:
     """The rank that generated each group."""
     rng = random.Random(case)
     if case == "as prompts are dealt":
@@ -44,33 +44,33 @@ CASES = ("as prompts are dealt", "all on the last", "anyhow, none on one")
 
 
 def shared(case: str, coordinator: Coordinator) -> tuple[EveryBatch, TrainingBatches, list[int]]:
-    """This rank's home batch and work, and its rows of the whole batch."""
-    mine = [group for group, rank in enumerate(homes(case)) if rank == coordinator.rank]
+    """Return this rank's rollout batch, its training batch, and its rows of the whole batch."""
+    mine = [group for group, rank in enumerate(rollout_ranks(case)) if rank == coordinator.rank]
     rows = [group * GROUP + sample for group in mine for sample in range(GROUP)]
-    home = whole_batch().select(torch.tensor(rows, dtype=torch.int64))
+    rollout = whole_batch().select(torch.tensor(rows, dtype=torch.int64))
     uids = [100 + 7 * (row // GROUP) for row in rows]
-    return home, WorkSharing(MINI_BATCHES, coordinator).share(home, uids, 1), rows
+    return rollout, WorkSharing(MINI_BATCHES, coordinator).share(rollout, uids, 1), rows
 
 
-def with_figures(work: TrainingBatches, home: EveryBatch) -> EveryBatch:
-    """The batch of the work with figures of the home batch."""
-    figures = {name: work.to_training_ranks(getattr(home, name)) for name in ("values", "advantages")}
-    return EveryBatch(**work.batch.present(), **figures)
+def with_figures(training: TrainingBatches, rollout: EveryBatch) -> EveryBatch:
+    """Return the training batch with per-token values of the rollout batch."""
+    figures = {name: training.to_training_ranks(getattr(rollout, name)) for name in ("values", "advantages")}
+    return EveryBatch(**training.batch.present(), **figures)
 
 
 def on_a_rank() -> dict[str, Any]:
-    """By case what this rank works on, and what came home."""
+    """Return, by case, this rank's training batch, and the values that its rollout batch received."""
     coordinator = Coordinator(GlooTransport())
     found: dict[str, Any] = {}
     for case in CASES:
-        home, work, rows = shared(case, coordinator)
-        # Figures of work go home, and those of home to work.
-        columns = torch.arange(work.batch.response_mask.shape[1])
-        figures = (1000.0 * work.batch.staleness[:, None] + columns) * work.batch.response_mask
+        rollout, training, rows = shared(case, coordinator)
+        # Values move from the training batch to the rollout batch and back.
+        columns = torch.arange(training.batch.response_mask.shape[1])
+        figures = (1000.0 * training.batch.staleness[:, None] + columns) * training.batch.response_mask
         found[case] = {
-            "work": {name: getattr(with_figures(work, home), name) for name in FIELDS},
-            "lengths": work.balance.lengths,
-            "home": work.to_rollout_ranks(figures),
+            "training": {name: getattr(with_figures(training, rollout), name) for name in FIELDS},
+            "lengths": training.balance.lengths,
+            "rollout": training.to_rollout_ranks(figures),
             "rows": rows,
         }
     return found
@@ -92,15 +92,15 @@ def bits(tensor: Tensor) -> list[Any]:
 def test_every_sample_is_worked_on_once_as_it_is(ranks, case):
     whole, seen = whole_batch(), []
     for number, rank in enumerate(ranks):
-        work, lengths = rank[case]["work"], rank[case]["lengths"]
-        rows = work["staleness"].tolist()  # each is the row of the whole batch
+        training, lengths = rank[case]["training"], rank[case]["lengths"]
+        rows = training["staleness"].tolist()  # each is the row of the whole batch
         half = GROUPS * GROUP // MINI_BATCHES
         first = [row for row in rows if row < half]
         assert rows == sorted(first) + sorted(row for row in rows if row >= half)
         assert [len(of_rank[number]) for of_rank in lengths] == [len(first), len(rows) - len(first)]
         expected = whole.select(torch.tensor(rows, dtype=torch.int64))
         for name in FIELDS:
-            assert bits(work[name]) == bits(getattr(expected, name)), name
+            assert bits(training[name]) == bits(getattr(expected, name)), name
         seen += rows
     assert sorted(seen) == list(range(GROUPS * GROUP))
 
@@ -112,12 +112,12 @@ def test_what_the_work_gives_comes_home(ranks, case):
     for rank in ranks:
         rows = torch.tensor(rank[case]["rows"], dtype=torch.int64)
         width = max(whole.response_lengths[rows].tolist(), default=0)
-        assert torch.equal(rank[case]["home"], figures[rows, :width])
+        assert torch.equal(rank[case]["rollout"], figures[rows, :width])
 
 
 def test_the_work_does_not_depend_on_where_groups_were_generated(ranks):
     for rank in ranks:
-        one, *others = ([bits(rank[case]["work"][name]) for name in FIELDS] for case in CASES)
+        one, *others = ([bits(rank[case]["training"][name]) for name in FIELDS] for case in CASES)
         assert all(other == one for other in others)
         assert all(rank[case]["lengths"] == ranks[0][CASES[0]]["lengths"] for case in CASES)
 
@@ -129,18 +129,18 @@ def test_ranks_have_about_the_same_to_do(ranks):
 
 
 def test_a_shuffle_is_a_draw_of_its_own_in_every_epoch_step_and_run():
-    def work(seed: int, step: int) -> TrainingBatches:
-        home = replace(whole_batch())
+    def training(seed: int, step: int) -> TrainingBatches:
+        rollout = replace(whole_batch())
         sharing = WorkSharing(MINI_BATCHES, Coordinator(GlooTransport()), seed)
-        return sharing.share(home, [r // GROUP for r in range(GROUPS * GROUP)], step)
+        return sharing.share(rollout, [r // GROUP for r in range(GROUPS * GROUP)], step)
 
     with single_rank():
-        first = work(1, 1)
+        first = training(1, 1)
         assert first.shuffle is not None
         present = with_figures(first, whole_batch())
         drawn = [present, *(first.shuffle.moved(present, epoch) for epoch in (1, 2))]
-        others = [work(2, 1).batch, work(1, 2).batch]
-        again = work(1, 1)
+        others = [training(2, 1).batch, training(1, 2).batch]
+        again = training(1, 1)
         assert torch.equal(again.batch.staleness, first.batch.staleness)
         for epoch, batch in enumerate(drawn):
             # Each is the row of the whole batch.
@@ -156,9 +156,11 @@ def test_a_shuffle_is_a_draw_of_its_own_in_every_epoch_step_and_run():
 
 def test_one_rank_copies_nothing():
     with single_rank():
-        home = replace(whole_batch())
-        work = WorkSharing(MINI_BATCHES, Coordinator(GlooTransport())).share(home, [r // GROUP for r in range(30)], 1)
+        rollout = replace(whole_batch())
+        training = WorkSharing(MINI_BATCHES, Coordinator(GlooTransport())).share(
+            rollout, [r // GROUP for r in range(30)], 1
+        )
         for name in FIELDS:
             if name not in ("advantages", "values"):
-                assert getattr(work.batch, name).data_ptr() == getattr(home, name).data_ptr()
-        assert work.to_training_ranks(home.advantages) is home.advantages
+                assert getattr(training.batch, name).data_ptr() == getattr(rollout, name).data_ptr()
+        assert training.to_training_ranks(rollout.advantages) is rollout.advantages

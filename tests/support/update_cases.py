@@ -271,10 +271,10 @@ def shuffled(batch: EveryBatch, mini_batches: int) -> tuple[EveryBatch, SampleBa
     """Return this rank's rows of the first epoch and the balance of all, when rank 0 generated all samples."""
     coordinator = Coordinator(GlooTransport())
     rows = list(range(len(batch))) if coordinator.is_leader else []
-    home = batch.select(torch.tensor(rows, dtype=torch.int64))
-    work = WorkSharing(mini_batches, coordinator, SEED).share(home, [row // GROUP for row in rows], STEP)
-    figures = {name: work.to_training_ranks(getattr(home, name)) for name in ("advantages", "returns")}
-    return EveryBatch(**work.batch.present(), **figures), work.balance, work.shuffle
+    rollout = batch.select(torch.tensor(rows, dtype=torch.int64))
+    training = WorkSharing(mini_batches, coordinator, SEED).share(rollout, [row // GROUP for row in rows], STEP)
+    figures = {name: training.to_training_ranks(getattr(rollout, name)) for name in ("advantages", "returns")}
+    return EveryBatch(**training.batch.present(), **figures), training.balance, training.shuffle
 
 
 def padded(batch: EveryBatch, columns: int) -> EveryBatch:
