@@ -116,4 +116,4 @@ def test_samples_of_other_settings_are_dropped_when_a_change_is_allowed(tmp_path
     carried = PlainCarried()
     assert resume(config, PlainRole(), carried=carried) == 2
     assert bool(carried.held) == kept
-    assert ("samples of other settings for later steps; they are dropped" in caplog.text) == (not kept)
+    assert ("samples for later steps from other settings; they are dropped" in caplog.text) == (not kept)

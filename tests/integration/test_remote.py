@@ -239,7 +239,7 @@ def test_a_damaged_checkpoint_does_not_replace_a_copy_of_another_course(tmp_path
     make_checkpointer(config, PlainRole(seed=99), 4).save(4)
     flip_a_byte(step_dir(config.run_dir, 4) / "actor/model/rank_00000.safetensors")
     assert copy_all(config) == []
-    assert "the copy that is there stays as it is" in caplog.text
+    assert "the existing copy is unchanged" in caplog.text
     assert (remote_dir(tmp_path, 4) / MANIFEST).read_bytes() == before
     verify(remote_dir(tmp_path, 4))
 
