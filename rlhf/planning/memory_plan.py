@@ -180,7 +180,7 @@ def _phases(
     phases: list[tuple[str, dict[str, int]]] = []
     if actor.state.loaded:
         phases.append((LOADING, {"whole weights": max(each.state.loaded for each in loaded.values())}))
-    phases += [("hand-over", engine.handing_over), ("generation", engine.generating)]
+    phases += [("weight sync", engine.syncing), ("generation", engine.generating)]
     if (reward := loaded.get("reward model")) is not None:
         work = passes(step.scored, config.reward_model.max_length, 0, budgets.reward_model)
         phases.append(("rewards", resident | reward.forward(work)))

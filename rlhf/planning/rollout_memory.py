@@ -21,7 +21,7 @@ class EngineMemory:
     generating: dict[str, int]
     resident: dict[str, int]
     """While the ranks train."""
-    handing_over: dict[str, int]
+    syncing: dict[str, int]
     host: int = 0
     cached_tokens: int | None = None
     """Tokens that fit into the cache; None if the engine allocates on demand."""
@@ -48,17 +48,17 @@ def engine_memory(
         device_memory: bytes of a GPU; None on a CPU, or if unknown.
         policy: the policy with adapters, if `model` is its base.
     """
-    handed = _hand_over(model, WIDTHS[rollout.engine_dtype], ranks)
+    synced = _weight_sync(model, WIDTHS[rollout.engine_dtype], ranks)
     native = policy is not None and rollout.lora == "native"
     if policy is not None:
-        handed = _adapters_handed_over(policy, handed, ranks, merged=not native)
+        synced = _adapter_sync(policy, synced, ranks, merged=not native)
     if rollout.name == "embedded":
         weights = {"engine weights": WIDTHS[rollout.engine_dtype] * model.count}
         moment = _embedded(model, rollout, data, samples, attention)
-        return EngineMemory(weights | moment, weights, weights | {"hand-over": handed})
+        return EngineMemory(weights | moment, weights, weights | {"weight sync": synced})
     if rollout.name == "vllm_server":
-        handed += 3 * PUSH_BUCKET
-        return EngineMemory({}, {}, {"hand-over": handed})
+        synced += 3 * PUSH_BUCKET
+        return EngineMemory({}, {}, {"weight sync": synced})
     tensor_parallel = rollout.tensor_model_parallel_size
     held = model.count + (policy.count if policy is not None and native else 0)
     weights_bytes = math.ceil(WIDTHS[rollout.engine_dtype] * held / tensor_parallel)
@@ -72,13 +72,13 @@ def engine_memory(
     return EngineMemory(
         generating,
         {"engine asleep": ASLEEP} if sleeps else generating,
-        {"engine weights": weights_bytes, "hand-over": handed} | ({} if sleeps else {"engine cache": cache}),
+        {"engine weights": weights_bytes, "weight sync": synced} | ({} if sleeps else {"engine cache": cache}),
         weights_bytes if sleeps and (rollout.sleep_level == 1 or native) else 0,
         cache // max(per_token, 1),
     )
 
 
-def _hand_over(model: ModelShapes, width: int, ranks: int) -> int:
+def _weight_sync(model: ModelShapes, width: int, ranks: int) -> int:
     """Return bytes sent, received and of the whole tensor, in a dtype of `width` bytes. A single rank only casts."""
     largest = width * max(map(math.prod, model.weights.values()), default=0)
     if ranks == 1:
@@ -86,11 +86,11 @@ def _hand_over(model: ModelShapes, width: int, ranks: int) -> int:
     return 3 * max(GATHER_BUCKET, largest)
 
 
-def _adapters_handed_over(policy: Adapted, handed: int, ranks: int, *, merged: bool) -> int:
+def _adapter_sync(policy: Adapted, synced: int, ranks: int, *, merged: bool) -> int:
     """Return bytes of gathered adapters, and of merging one weight in float32: base, product, sum and cast."""
     adapters = 4 * policy.count if ranks > 1 or not merged else 0
     largest = max((columns * rows for columns, rows in policy.linear), default=0)
-    return adapters + max(handed, (policy.base_width + 8 + 4) * largest if merged else 0)
+    return adapters + max(synced, (policy.base_width + 8 + 4) * largest if merged else 0)
 
 
 def _embedded(

@@ -105,7 +105,7 @@ def test_ranks_of_several_machines(seven_b, capsys):
 def test_each_model_and_phase_has_its_part(capsys):
     path, tiny = f"model.path={TINY_POLICY}", f"reward_model.path={TINY_POLICY}"
     plain = document(capsys, path, "actor.use_kl_loss=false", "trainer.device=cpu")
-    assert list(plain["phases"]) == ["hand-over", "generation", "actor update", "save"]
+    assert list(plain["phases"]) == ["weight sync", "generation", "actor update", "save"]
     more = document(
         capsys,
         path,
@@ -119,7 +119,7 @@ def test_each_model_and_phase_has_its_part(capsys):
         "checkpoint.hf_dtype=bfloat16",
         "trainer.device=cpu",
     )
-    phases = ["hand-over", "generation", "rewards", "reference", "old log-probs", "values", "critic update"]
+    phases = ["weight sync", "generation", "rewards", "reference", "old log-probs", "values", "critic update"]
     assert list(more["phases"]) == [*phases, "actor update", "save"]
     parts = ["actor/model", "actor/optimizer", "actor/huggingface", "critic/model", "critic/optimizer"]
     assert list(more["checkpoint"]["parts"]) == [*parts, "critic/huggingface", "ref"]

@@ -112,14 +112,14 @@ def test_what_the_engine_computes_from_weights_must_change_with_them(exact: bool
     name = "layers__0__A" if exact else "layers__0__A_log"
     check = WeightCheck(exact=exact)
 
-    def hand_over(sent: int, held: int) -> None:
+    def sync(sent: int, held: int) -> None:
         check.check(of(layers__0__A_log=random(4, seed=sent)), [of(**{name: random(4, seed=held).exp()})], "step 1")
 
-    hand_over(1, 1)
+    sync(1, 1)
     assert "only changes are checked: 1 (" in caplog.text
-    hand_over(2, 2)
-    hand_over(2, 2)
+    sync(2, 2)
+    sync(2, 2)
     with pytest.raises(WeightsMismatch, match="still the old ones"):
-        hand_over(3, 2)
+        sync(3, 2)
     with pytest.raises(WeightsMismatch, match="nor those that were sent"):
-        hand_over(2, 4)
+        sync(2, 4)
