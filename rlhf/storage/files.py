@@ -75,7 +75,7 @@ def write_json(root: Path, path: str, document: object) -> WrittenFile:
 def replace_durably(path: Path, content: str | bytes) -> None:
     """Replace the content of the small file `path`; at any time, readers see the old or the new content, whole."""
     fresh = path.with_name(f"{TEMPORARY}{path.name}")
-    with fresh.open("wb") as file:
+    with _naming(path), fresh.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
@@ -86,7 +86,7 @@ def replace_durably(path: Path, content: str | bytes) -> None:
 def append_durably(path: Path, chunks: Iterable[bytes], event: str | None = None) -> int:
     """Append `chunks` to a file, creating it if missing, announce `event`, and sync; return the bytes of `chunks`."""
     fresh = not path.exists()
-    with path.open("ab") as file:
+    with _naming(path), path.open("ab") as file:
         written = sum(map(file.write, chunks))
         file.flush()
         if event is not None:
