@@ -51,7 +51,7 @@ def run(
     components = build(config, device, coordinator, status, shown)
     try:
         train(components)
-        announce("end.before")  # only after success: after a crash the status has the event of the crash
+        announce("end.before")  # not in `finally`: after a crash the status must keep the event before it
         check_copied(components.checkpointer.not_copied, config.run_dir, config.checkpoint)
     finally:
         components.run_log.close()
@@ -60,7 +60,7 @@ def run(
 
 
 class _Evidence:
-    """Writes how this rank ended into its status file, or to the log before `begin` and without a supervisor."""
+    """Records why this rank ended: in its status file after `begin`, and in the log if no supervisor does so."""
 
     def __init__(self) -> None:
         self.status: StatusWriter | None = None
@@ -97,23 +97,25 @@ def main(run_dir: Path) -> int:
         device = collectives.start(config.trainer)
         run(config, device, _coordinator(config), status, shown)
 
-    # So that lines of the user's functions appear at once, and survive the death of this process.
+    # Lines that the user's functions print then appear at once, and are not lost if this process dies.
     write_whole_lines()
     configure_logging(rank())
     return _guarded(work)
 
 
 def main_under_torchrun(config: Config, banner: str = "") -> int:
-    """Run a rank of torchrun or a similar launcher, and return its exit code. All ranks open and finish the run.
+    """Run a rank of torchrun or a similar launcher, and return its exit code.
 
-    `banner`, which the caller has printed, goes to the run's log only.
+    No supervisor exists, so the ranks themselves prepare the run directory and finish the run.
+
+    `banner` is written to the run's log only, because the caller has printed it.
     """
     # All ranks share the launcher's terminal, so show a bar only if the setting demands one.
     mode = "plain" if config.tracking.progress == "auto" else config.tracking.progress
     output = RunOutput("plain" if rank() else mode, Redaction(os.environ))
 
     def work(evidence: _Evidence) -> None:
-        faulthandler.register(STACKS_SIGNAL, all_threads=True)  # to stderr, until there is a file for it
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)  # to stderr, until the stacks have a file
         device = collectives.start(config.trainer)
         coordinator = _coordinator(config)
         # Every rank has composed a configuration. All ranks use the leader's.

@@ -18,8 +18,8 @@ class PolicyLoss(NamedTuple):
     losses: Tensor
     """[N, R], zero outside the mask."""
     figures: dict[str, Tensor]
-    """Metrics without gradient, [N, R] each, with the same names at every call. Their means over all response tokens
-    are logged as `actor/<name>`."""
+    """Metrics without gradient, [N, R] each; a loss returns the same names at every call. The trainer logs their
+    means over all response tokens as `actor/<name>`."""
 
 
 def vanilla(
@@ -36,7 +36,7 @@ def vanilla(
         config: `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_c`.
 
     Returns:
-        The losses, and 1 for tokens that clipping (`pg_clipfrac`) or dual clip (`pg_clipfrac_lower`) changed.
+        The losses, and metrics that are 1 where clipping (`pg_clipfrac`) or dual clip (`pg_clipfrac_lower`) changed them.
 
     Source: PPO (arXiv 1707.06347) equation 7; DAPO (arXiv 2503.14476) equation 10 for separate bounds; Ye et al. (arXiv
     1912.09729) equation 5 for dual clip.
@@ -52,8 +52,8 @@ def vanilla(
 def gspo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig) -> PolicyLoss:
     """The clipped surrogate with one ratio per response: the exponential of the mean log-ratio of its tokens.
 
-    The loss has the value of the sequence ratio and a gradient for each token's log-prob, so that advantages may differ
-    within a response. The log-ratio is at most 10. Arguments as in `vanilla`; one metric, `pg_clipfrac`.
+    The ratio's value is the sequence ratio, but its gradient goes to each token's own log-prob. So advantages may
+    differ within a response. The log-ratio is at most 10. Arguments as in `vanilla`; one metric, `pg_clipfrac`.
 
     Source: GSPO (arXiv 2507.18071) equations 5 and 7, and GSPO-token, equations 13 and 14.
     """
@@ -114,9 +114,9 @@ def kl_cov(
 def sapo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig) -> PolicyLoss:
     """The surrogate with a soft gate instead of a clip: -A * 4 / tau * sigmoid(tau * (r - 1)).
 
-    tau is `tau_pos` for A > 0, else `tau_neg`. The gradient is that of -A * r times 4 p (1 - p), with sigmoid p. This
-    weight is 1 at r = 1, falls with the distance from there, and is never 0. Arguments as in `vanilla`; one metric, the
-    weight (`sapo_weight`).
+    tau is `tau_pos` for A > 0, else `tau_neg`. The gradient is that of -A * r, times a weight 4 p (1 - p), where p is
+    the sigmoid. The weight is 1 at r = 1, falls with the distance of r from 1, and is never 0. Arguments as in
+    `vanilla`; one metric, the weight (`sapo_weight`).
 
     Source: SAPO (arXiv 2511.20347).
     """

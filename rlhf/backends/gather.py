@@ -23,8 +23,8 @@ def whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor by name, unsharded, bit for bit unless cast.
 
-    Collective: all `ranks` must iterate together to the end. Tensors that every rank has whole are copied only if they
-    are cast or moved.
+    Collective: all `ranks` must iterate together to the end. Tensors that every rank already has whole are copied only
+    if they are cast or moved to another device.
 
     Args:
         shards: this rank's part of every tensor. Names and order are the same on every rank, and the parts of `ranks`
@@ -65,7 +65,8 @@ def whole_tensors(
 
 @torch.no_grad()
 def shared_out(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
-    """Return a copy of this rank's equal part of each tensor in host memory. Collective if iterating `tensors` is."""
+    """Split each tensor equally over all ranks; return a copy of this rank's part in host memory. Collective if the
+    iteration of `tensors` is collective."""
     rank, ranks = dims.everyone().rank, dims.everyone().size
     shards: dict[str, Shard] = {}
     for name, tensor in tensors:
@@ -77,17 +78,17 @@ def shared_out(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
 
 
 def shared_out_bytes(shapes: Iterable[Sequence[int]]) -> int:
-    """Return the bytes of the largest part, rank 0's, if `shared_out` gets float32 tensors of `shapes`."""
+    """Return the bytes of rank 0's part (the largest) that `shared_out` returns for float32 tensors of `shapes`."""
     return sum(4 * math.ceil(math.prod(shape) / dims.everyone().size) for shape in shapes)
 
 
 def cast_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return `dtype` for a floating-point tensor unless it is None; otherwise the tensor's own type."""
+    """Return `dtype` if it is not None and `tensor` is floating-point; otherwise the tensor's own type."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _parts_of_ranks(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device | None) -> list[list[Box]]:
-    """Return the parts by [tensor][rank]. Collective over `ranks`."""
+    """Return the box of each tensor that each rank has, by [tensor][rank]. Collective over `ranks`."""
     if not shards:
         return []
     boxes = [shard.box for shard in shards]
@@ -95,7 +96,7 @@ def _parts_of_ranks(shards: Sequence[Shard], ranks: dims.RankGroup, device: torc
     ranges = [(box.offsets[0], box.sizes[0]) if box.is_range else (-1, 0) for box in boxes]
     every = gather_from(ranks, torch.tensor(ranges, device=device)).transpose(0, 1).tolist()
     held = [[Box((start,), (size,)) for start, size in of_ranks] for of_ranks in every]
-    # Ranks exchange this at every weight sync. Most parts are ranges, two numbers. Boxes are sent only if any exist.
+    # Ranks exchange boxes at every weight sync. Most boxes are ranges of two numbers; only the others are sent in full.
     if boxed := [i for i, of_ranks in enumerate(every) if any(start < 0 for start, _ in of_ranks)]:
         width = max(len(shards[i].shape) for i in boxed)
         rows = torch.tensor([_padded(boxes[i], width) for i in boxed], device=device)
@@ -122,7 +123,7 @@ def _gathered(
     sizes = [
         sum(held[i][rank].numel * part.element_size() for i, part in enumerate(parts)) for rank in range(ranks.size)
     ]
-    # Ranks have different numbers of bytes of a bucket, but the collective needs equal sizes.
+    # The collective needs equal sizes, but ranks have different numbers of bytes, so pad to the largest.
     sent = torch.empty(max(sizes), dtype=torch.uint8, device=parts[0].device)
     torch.cat([part.view(torch.uint8) for part in parts], out=sent[: sizes[ranks.rank]])
     received = gather_from(ranks, sent)

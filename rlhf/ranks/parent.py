@@ -1,4 +1,4 @@
-"""Makes a process die with its parent, and identifies processes and machines beyond process ids."""
+"""Makes a process die with its parent, and names processes and machines uniquely (process ids are reused)."""
 
 import ctypes
 import os
@@ -41,7 +41,7 @@ def torchrun_agent() -> str | None:
     if _OF_TORCHRUN not in os.environ or sys.platform != "linux":
         return None
     pid = os.getppid()
-    # A user's script between torchrun and this rank has inherited the variable.
+    # The parent may be a user's script, which has inherited the variable from torchrun. Find an ancestor without.
     while pid > 1 and f"{_OF_TORCHRUN}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
         pid = int(_stat(pid)[1])
     return f"{_BOOT.read_text().strip()}-{pid}-{_stat(pid)[19]}"

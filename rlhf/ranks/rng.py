@@ -1,6 +1,7 @@
 """Saves and restores the random generators of one process (Python, NumPy, torch) as plain tensors, without pickle.
 
-Dropout and the user's code need them. The noise of sampling is a function of seed, step, prompt, sample and position.
+Only dropout and the user's code use these generators. Sampling does not: its noise is a function of seed, step, prompt,
+sample and position.
 """
 
 import logging
@@ -33,7 +34,8 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor]) -> None:
-    """Restore the generators in `state`. Log a warning if generators are missing, as for a further CUDA device."""
+    """Restore the generators in `state`. Log a warning if `state` lacks generators, for example of an additional CUDA
+    device."""
     missing = rng_state().keys() - state.keys()
     if missing:
         log.warning("The checkpoint has no RNG state for %s; left as seeded.", ", ".join(sorted(missing)))

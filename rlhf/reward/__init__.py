@@ -16,8 +16,8 @@ from rlhf.reward.weighted import Reward, Term
 
 
 def build_reward(config: RewardConfig, reward_model: Scorer | None = None) -> Reward:
-    """Build the sum of `reward.functions`, with `reward_model` for that entry. Processes start at the first `score`.
-    Raises UserError for settings that `check_reward` rejects."""
+    """Build the weighted sum of `reward.functions`; `reward_model` scores the entry of that name. Processes start at
+    the first `score`. Raises UserError for settings that `check_reward` rejects."""
     check_functions(config)
     return Reward(
         [_term(f, w, config, reward_model) for f, w in zip(config.functions, weights_of(config), strict=True)]
@@ -33,8 +33,8 @@ def _term(function: str, weight: float, config: RewardConfig, reward_model: Scor
     elif function == "exact_match":
         scorer = ExactMatch()
     elif function in ("math_verify", "reasoning_gym"):
-        # A user must fix a function that kills its process. But the policy's text can kill a named verifier (memory,
-        # recursion, eval). If that ended the run, the same sample would end it after every restart.
+        # A user must fix a function that kills its process. But a response can kill a named verifier (memory, recursion,
+        # eval). If this ended the run, the same sample would end the run after every restart.
         pool = ProcessPool(function, config, policy, forgive_deaths=True)
         scorer = pool if function == "math_verify" else ReasoningGym(pool)
     else:

@@ -20,8 +20,8 @@ from rlhf.reward import kernel, namespaces
 from rlhf.storage.files import remove_dir
 
 ROOM_FOR_PROCESSES = 1024
-"""Most processes and threads of a process with its own user; with a shared user four times it, plus the user's
-threads."""
+"""Limit on processes and threads of a reward process with its own user. With a shared user the limit is four times as
+high, plus the threads that the user already runs."""
 MAX_OPEN_FILES = 4096
 MAX_FILE_BYTES = 1 << 30
 _PREFIX = "rlhf-reward-"
@@ -31,7 +31,7 @@ _ACCELERATORS = ("nvidia*", "kfd", "dri/render*")
 _FIRST_UID, _UIDS = 61184, 4096
 _NEVER = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "add_key", "request_key", "keyctl"),
-    # With CAP_DAC_READ_SEARCH it opens files beyond all mounts: the host's, from a container.
+    # With CAP_DAC_READ_SEARCH this call opens files outside all mounts, for example the host's files from a container.
     "open_by_handle_at",
 )
 _NETWORK = ("socket", "io_uring_setup")
@@ -82,15 +82,15 @@ def confine(confinement: Confinement) -> Confined:
 
 
 class CpuTime:
-    """Limits CPU time, renewed for each sample: all cores for `timeout_s`, also in each process started from here. Only
-    processes that outlive their sample reach the limit, because the trainer kills a process after `timeout_s`."""
+    """Limits this process' CPU time to all cores for `timeout_s` per sample. Started processes inherit the limit. Only
+    processes that outlive their sample reach it, because the trainer kills the reward process after `timeout_s`."""
 
     def __init__(self, timeout_s: float):
         self._allowance = timeout_s * (os.cpu_count() or 1)
         self._limit = 0
 
     def renew(self, count: int = 1) -> None:
-        """Leave at least the allowance of `count` samples, and at most twice as much plus a second."""
+        """Raise the limit if needed: the CPU time left is then 1 to 2 times that of `count` samples, plus up to 1 s."""
         used, allowance = time.process_time(), self._allowance * count
         if self._limit - used < allowance:
             self._limit = math.ceil(used + 2 * allowance)
@@ -102,13 +102,13 @@ class CpuTime:
 def _new_folder() -> str:
     """Create an empty folder, locked as long as the process lives; remove the folders of dead processes."""
     for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # its process lives, or another user owns it
+        with contextlib.suppress(OSError):  # the folder's process lives, or another user owns the folder
             held = _lock(old)
             remove_dir(old, ignore_errors=True)
             os.close(held)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        with contextlib.suppress(OSError):  # another process just removed it as a dead one's
+        with contextlib.suppress(OSError):  # another process just removed the folder, because it was not locked yet
             _lock(folder)  # until the process ends
             if folder.exists():
                 return str(folder)
@@ -125,7 +125,7 @@ def _lock(folder: Path) -> int:
 
 
 def _set_limits(memory_gb: float | None) -> None:
-    # The kernel kills this process before the trainer when memory runs out, also through mappings that no limit counts.
+    # When memory runs out, the kernel kills this process before the trainer. Some mappings count against no limit.
     kernel.write_proc("/proc/self/oom_score_adj", "1000")
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
@@ -153,13 +153,13 @@ def _threads_of_this_user() -> int:
 
 
 def _give_up_rights(uid: int, own: str, writes: bool, missing: list[str]) -> bool:
-    """Drop all capabilities; root becomes user `uid` with root's right to read, and to write if it `writes`. The kernel
-    does not limit root's processes, and they could do anything to the trainer. Return whether the user changed."""
+    """Drop all capabilities. Root becomes user `uid`, who may read any file, and write any file if `writes`. The kernel
+    does not limit the number of root's processes, and they could harm the trainer. Return whether the user changed."""
     if os.geteuid() != 0:
         kernel.set_capabilities(0)
         return False
     kept = kernel.permitted_capabilities() & 1 << kernel.CAP_DAC_READ_SEARCH
-    if writes or not kept:  # Landlock bounds it; it allows reading as well
+    if writes or not kept:  # this capability also allows reading; Landlock limits the writing
         kept |= kernel.permitted_capabilities() & 1 << kernel.CAP_DAC_OVERRIDE
     try:
         if not kept:
@@ -174,7 +174,7 @@ def _give_up_rights(uid: int, own: str, writes: bool, missing: list[str]) -> boo
         kernel.set_capabilities(kept)
         return False
     kernel.set_capabilities(kept)
-    # A change of the user resets both: the process reads its own /proc, and dies with its parent.
+    # A change of the user resets two properties: the process can read its own /proc, and it dies with its parent.
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     return True

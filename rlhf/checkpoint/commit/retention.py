@@ -1,7 +1,7 @@
-"""Keeps the newest, every n-th and the best checkpoints by a metric, and removes the others after each save.
+"""Keeps the newest checkpoints, every n-th and the best by a metric, and removes the others after each save.
 
-The directory's contents decide: a process remembers between saves only what it has read there, so a restart changes
-nothing. Hard links need no care: the file system keeps a file while any checkpoint has it.
+Only the directory's contents decide. A process caches what it has read there, so a restart changes no decision. Hard
+links between checkpoints need no code: the file system keeps a file while any checkpoint links it.
 """
 
 import logging
@@ -22,14 +22,14 @@ from rlhf.tracking.headline import ACCURACY, REWARD, headline
 
 log = logging.getLogger(__name__)
 NO_FIGURE = math.nan
-"""The figure of a checkpoint whose step was not evaluated."""
+"""Metric value of a checkpoint whose manifest lacks the metric, because its step was not evaluated."""
 
 
 def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> dict[int, list[str]]:
     """Return the reasons to keep each step's checkpoint: any of `newest`, `for good`, `best`, `unreadable`, or none.
 
-    `figures` is from `figures_of`. A figure that is not finite is never best; of two equal ones the newer is better.
-    None is a checkpoint with an unreadable manifest: it may be among the best, so it stays while `keep_best` is set.
+    `figures` is from `figures_of`. A value that is not finite is never best; of two equal values the newer is better.
+    None means an unreadable manifest. That checkpoint may be among the best, so it stays while `keep_best` is set.
     """
     steps = sorted(figures, reverse=True)
     ranked = sorted(
@@ -39,7 +39,7 @@ def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> 
     kept = {
         # Promise 9.
         "newest": set(steps[: settings.max_to_keep]),
-        # Step 0 is a multiple of every `keep_every`, but training has not made it.
+        # Step 0 is a multiple of every `keep_every`, but it is the state before training.
         "for good": {step for step in steps if every and step and step % every == 0},
         "best": {step for _, step in ranked[::-1][:best]},
         # Promise 10.
@@ -51,7 +51,7 @@ def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> 
 def figures_of(
     metrics: Mapping[int, Mapping[str, float] | None], settings: CheckpointConfig
 ) -> dict[int, float | None]:
-    """Return the figure that `keep_best` ranks each step by; None where the metrics are unknown."""
+    """Return each step's value of the metric by which `keep_best` ranks; None if the metrics are unknown."""
     name = ranking_metric(metrics.values(), settings)
     return {step: None if each is None else each.get(name, NO_FIGURE) for step, each in metrics.items()}
 
@@ -60,7 +60,7 @@ def ranking_metric(metrics: Iterable[Mapping[str, float] | None], settings: Chec
     """Return `settings.best_metric`, or the headline metric of all checkpoints with these metrics."""
     if settings.best_metric is not None:
         return settings.best_metric
-    # One metric for all: figures of two metrics have no order.
+    # Use one metric for all checkpoints: values of different metrics cannot be compared.
     return (REWARD if any(headline(each) == REWARD for each in metrics if each) else ACCURACY).metric
 
 
@@ -73,9 +73,10 @@ def victims(
 ) -> list[Path]:
     """Return the checkpoints that may go once `newest_step` is published, oldest first. Collective.
 
-    Never returns `newest_step`. A step that one storage domain keeps stays in all of them, so that it stays whole.
-    `new_metrics` are the metrics of `newest_step` before it is published. A later checkpoint exists only when it could
-    neither be read nor set aside: it does not count and stays. Raises OSError on every rank when a disk cannot be read.
+    Never returns `newest_step`. A step that one storage domain keeps stays in all domains, so that it stays complete.
+    `new_metrics` are the metrics of `newest_step` before it is published. A checkpoint later than `newest_step` exists
+    only if it could neither be read nor set aside. It does not count as a newest or best one, and is not returned.
+    Raises OSError on every rank if a disk cannot be read.
     """
     by_domain = coordinator.on_domain_leaders(lambda: _removable(run_dir, settings, newest_step, new_metrics))
     steps = sorted({step for removable in by_domain for step in removable})
@@ -107,8 +108,8 @@ def _stored_metrics(path: Path, settings: CheckpointConfig) -> Mapping[str, floa
 
 @cache
 def _metrics(path: Path, version: tuple[int, ...]) -> dict[str, float]:
-    """Return a checkpoint's metrics, cached per manifest `version`: each save reads those of up to thousands of
-    checkpoints."""
+    """Return a checkpoint's metrics. Each save needs the metrics of up to thousands of checkpoints, so they are cached
+    by the manifest's `version`."""
     return read_manifest(path).metrics
 
 

@@ -35,8 +35,10 @@ class Fetched:
         """Bytes that this rank received as a leader."""
 
     def get(self, files: CheckedFiles, wanted: Mapping[str, Iterable[int]]) -> None:
-        """Fetch blocks `wanted`, by file, that only other domains have, and let `files` find them. Collective. Raises
-        DamagedCheckpoint on every rank when a block differs from its hash, OSError when a disk fails."""
+        """Fetch those of the blocks `wanted` (by file) that only other domains have. `files` then reads them.
+
+        Collective. Raises DamagedCheckpoint on every rank if a block differs from its hash, OSError if a disk fails.
+        """
         if len(self._got) == 1:
             return
         lacking = {name: sorted(blocks) for name, blocks in wanted.items() if name not in self._own}
@@ -55,8 +57,8 @@ class Fetched:
             files.find_below(self._root, lacking)
 
     def _exchange(self, receivers: dict[tuple[str, int], set[int]]) -> None:
-        """Send and receive this rank's blocks. All leaders go through the blocks in one order and never stop before the
-        last, so that no leader waits forever."""
+        """Send and receive this rank's blocks. All leaders process the blocks in the same order, and after an error go
+        on to the last block, so that no leader waits forever."""
         if not self._coordinator.leads_domain:
             return
         me, own = self._coordinator.rank, CheckedFiles(self._located.path, self._located.manifest.files)

@@ -1,4 +1,4 @@
-"""Verifies a checkpoint's files across ranks: one rank compares each block with its hash."""
+"""Verifies a checkpoint's files: the ranks divide the blocks and compare each block with its hash."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class BlockNumbers:
-    """Numbers all blocks of all files of a checkpoint, so that a bit stands for each."""
+    """Numbers all blocks of all files of a checkpoint, for bitmaps with one bit per block."""
 
     def __init__(self, located: FileLocations, files: CheckedFiles) -> None:
         counts = {name: len(files.blocks(name)) for name in located.manifest.files}
@@ -38,8 +38,8 @@ class BlockNumbers:
 def verify_share(
     files: CheckedFiles, names: Sequence[str], blocks: Sequence[tuple[str, int]], coordinator: Coordinator
 ) -> list[str]:
-    """Verify this rank's share of the existence of the files `names` and of `blocks`; return one line per damaged file.
-    Every rank of a storage domain passes the same `names` and `blocks`."""
+    """Check that this rank's share of the files `names` exists, and verify its share of `blocks`. Return one line per
+    damaged file. Every rank of a storage domain passes the same `names` and `blocks`."""
     peers = [rank for rank, domain in enumerate(coordinator.domains) if domain == coordinator.domain]
     place, problems = peers.index(coordinator.rank), []
     begin, end = (len(blocks) * n // len(peers) for n in (place, place + 1))
@@ -56,8 +56,8 @@ def verify_share(
 
 
 def damage_of(located: FileLocations, names: Sequence[str], coordinator: Coordinator) -> list[str]:
-    """Return a checkpoint's damage, a line per file; each rank reads a share of `names`, its domain's files.
-    Collective."""
+    """Return one line per damaged file of a checkpoint. Each rank reads a share of `names`, the files to verify on its
+    domain's disk. Collective."""
     files = CheckedFiles(located.path, located.manifest.files)
     blocks = [(name, block) for name in names for block in files.blocks(name)]
     return coordinator.combine(
@@ -66,8 +66,8 @@ def damage_of(located: FileLocations, names: Sequence[str], coordinator: Coordin
 
 
 def newest_usable(run_dir: Path, coordinator: Coordinator) -> Path | None:
-    """Return the newest checkpoint of which the storage domains together have every file undamaged, for a resume, or
-    None. Collective; reads every byte of the checkpoints tried."""
+    """Return the newest checkpoint that can be resumed, or None. The storage domains together must have all its files,
+    undamaged. Collective; reads every byte of each checkpoint that it tries."""
     for path in published(run_dir, coordinator):
         try:
             located = locate_files(path, coordinator)

@@ -19,17 +19,17 @@ from rlhf.storage.layout import MANIFEST, RUN_FILE, TEMPORARY, fresh_name
 
 log = logging.getLogger(__name__)
 CHECK_S = 30.0
-"""Time limit for a rank's test whether it reaches the remote."""
+"""Seconds after which a rank gives up testing whether it can read the remote."""
 DOWNLOAD_S = 600.0
-"""Time limit for retries of a file without progress."""
+"""Seconds without progress after which a rank gives up retrying a file."""
 DISK, NETWORK, DAMAGE, STOPPED = range(4)
-"""Reasons why a rank's part was not fetched; the lowest one decides for all ranks."""
+"""Reasons why a rank did not fetch its part. The lowest reason of any rank decides for all ranks."""
 Fault = tuple[int, str]
 
 
 def download(url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> bool:
-    """Publish `copy`, every file verified, in `run_dir`, after run.json and the history; return False for a damaged
-    copy.
+    """Download run.json and the metric history, then `copy`, verify every file and publish the checkpoint in `run_dir`.
+    Return False if the copy is damaged.
 
     Collective over the ranks that share the directory. Raises UserError on every rank when the disk fails or the remote
     stops answering.
@@ -48,7 +48,7 @@ def download(url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> b
 
 
 class _Download:
-    """Downloads one copy into a run directory; the ranks that reach the remote share its files."""
+    """Downloads one copy into a run directory. The files are divided among the ranks that can read the remote."""
 
     def __init__(self, url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> None:
         self._url, self._copy, self._run_dir, self._coordinator = url, copy, run_dir, coordinator
@@ -103,7 +103,7 @@ class _Download:
 
 
 def _reach(url: str, copy: Copy, *, leads: bool) -> RemoteStore | None:
-    """Return the remote if this rank can read `copy`: other machines may lack the credentials or the route."""
+    """Return the remote if this rank can read `copy`, else None: its machine may lack the credentials or the route."""
     if leads:  # the leader found the copy
         return RemoteStore(url)
     retries = Retries(url, stalled_s=CHECK_S, give_up_s=CHECK_S)
@@ -174,7 +174,8 @@ def _fetch_run_file(store: RemoteStore, copy: Copy, root: Path, name: str, retri
 
 def _publish(copy: Copy, run_dir: Path, temporary: Path, beside: Path, fetched: list[str]) -> Fault | None:
     try:
-        # Before the checkpoint: after a kill in between, the next start finds no checkpoint and begins again.
+        # Rename these before the checkpoint: after a kill in between, the next start finds no checkpoint and downloads
+        # again.
         for name in fetched:
             if name != RUN_FILE or not (run_dir / RUN_FILE).exists():
                 rename_durably(beside / RUN_FILES[name], run_dir / name)

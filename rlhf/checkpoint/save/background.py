@@ -1,4 +1,4 @@
-"""Runs one save, in front of the training or in a thread behind it."""
+"""Runs one save: synchronously, or in a background thread while training goes on."""
 
 import concurrent.futures
 import threading
@@ -14,8 +14,11 @@ from rlhf.ranks.transport import LostPeer
 
 @dataclass
 class SaveInFlight:
-    """Runs the save of `step`. `reference_at`: the step of a moving reference's last change, as saved, or None. `last`:
-    no training follows the save."""
+    """Runs the save of `step`.
+
+    `reference_at`: the step at which the saved moving reference last changed, or None. `last`: whether no training
+    follows the save.
+    """
 
     step: int
     reference_at: int | None
@@ -37,7 +40,7 @@ class SaveInFlight:
             self._outcome.set_result(result)
 
     def start(self, write: Callable[[], SaveResult]) -> None:
-        # A daemon: a crash of the training does not wait for the save; a normal exit does.
+        # A daemon thread, so that a crash of the training does not wait for the save. A normal exit waits for the save.
         threading.Thread(target=self.run, args=(write,), name="checkpoint-writer", daemon=True).start()
 
     @property

@@ -48,7 +48,8 @@ RECIPE = (
 
 class ModelCard:
     """Writes the model card of one native checkpoint from its verified documents. Raises DamagedCheckpoint for a
-    damaged document. Settings named like a secret, and local folders, are left out (see `rlhf.config.overrides`)."""
+    damaged document. The card omits settings named like a secret, and the folders of local paths (see
+    `rlhf.config.overrides`)."""
 
     def __init__(self, manifest: Manifest, files: CheckedFiles) -> None:
         self._manifest = manifest
@@ -138,8 +139,8 @@ class ModelCard:
             return ""
         shell = printable_lines(as_shell(command_of(self._settings))).replace("```", "'''")
         return (
-            f"## The command\n\n```\n{shell}\n```\n\nPaths have lost their folders. The same bits take the same number "
-            "of ranks, versions and kind of machine; this checkpoint is step "
+            f"## The command\n\n```\n{shell}\n```\n\nFolders of local paths are omitted. The same number of "
+            "ranks, versions and kind of machine give the same bits; this checkpoint is step "
             f"{self._manifest.step} of that run.\n"
         )
 
@@ -155,7 +156,7 @@ def card_of(origin: Origin, layout: str, repo_id: str) -> str:
 
 
 def bare_card(title: str) -> str:
-    """Return README.md of a folder of which only the format is known."""
+    """Return README.md of a folder about which only the format is known."""
     metadata = {"library_name": "transformers", "tags": ["rlhf"]}
     return f"{_metadata(metadata)}\n# {_inline(title)}\n\nA Hugging Face folder, written by rlhf.\n"
 
