@@ -36,7 +36,7 @@ def vanilla(
         config: `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_c`.
 
     Returns:
-        The losses, and metrics that are 1 where clipping (`pg_clipfrac`) or dual clip (`pg_clipfrac_lower`) changed them.
+        The losses, and metrics that are 1 where clipping (`pg_clipfrac`) or dual clip (`pg_clipfrac_lower`) acted.
 
     Source: PPO (arXiv 1707.06347) equation 7; DAPO (arXiv 2503.14476) equation 10 for separate bounds; Ye et al. (arXiv
     1912.09729) equation 5 for dual clip.

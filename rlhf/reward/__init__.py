@@ -33,8 +33,8 @@ def _term(function: str, weight: float, config: RewardConfig, reward_model: Scor
     elif function == "exact_match":
         scorer = ExactMatch()
     elif function in ("math_verify", "reasoning_gym"):
-        # A user must fix a function that kills its process. But a response can kill a named verifier (memory, recursion,
-        # eval). If this ended the run, the same sample would end the run after every restart.
+        # A user must fix a function that kills its process. But a response can kill a named verifier (memory,
+        # recursion, eval). If this ended the run, the same sample would end the run after every restart.
         pool = ProcessPool(function, config, policy, forgive_deaths=True)
         scorer = pool if function == "math_verify" else ReasoningGym(pool)
     else:
