@@ -134,7 +134,7 @@ def read_statuses(run_dir: Path) -> dict[int, RankStatus]:
     for path in (run_dir / STATUS_DIR).glob("rank_*.json"):
         try:
             fields = json.loads(path.read_text())
-        except ValueError:  # the rank was writing
+        except (ValueError, FileNotFoundError):  # the rank was writing, or another process cleared the folder
             continue
         error, save = fields.pop("error"), fields.pop("save")
         statuses[int(path.stem.removeprefix("rank_"))] = RankStatus(
