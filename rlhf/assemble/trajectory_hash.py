@@ -34,7 +34,7 @@ def trajectory_hash(
         # If a resume does not load all contents, such as the optimizer's moments, all later weights differ.
         "contents": sorted(checkpoint.load_contents or checkpoint.contents),
         "files": dict(fingerprints),
-        # Only a start before the first save reads this folder.
+        # A resume reads the adapters of its checkpoint; only a start without checkpoints reads this folder.
         "adapters": fingerprint(adapters) if adapters and adapters.is_dir() else None,
         "functions": hash_of_files(
             [settings[key] for key in ("algorithm.adv_estimator", "actor.policy_loss.loss_mode")]

@@ -46,14 +46,14 @@ class TrainingBackend(Model, TrainState, Protocol):
         """Accumulate the gradient of the sum of all ranks' `loss`. Collective."""
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, advance a schedule over optimizer steps and clear gradients, inside `on_device`.
+        """Clip the gradients, step, advance a schedule that counts optimizer steps, and clear the gradients.
 
-        Return `grad_norm` (over all ranks, before clipping) and the `lr` used. If the norm is not finite, only clear
-        the gradients; the caller must check `grad_norm`.
+        Call it inside `on_device`. Return `grad_norm` (over all ranks, before clipping) and the `lr` used. If the norm
+        is not finite, only clear the gradients; the caller must check `grad_norm`.
         """
 
     def end_update(self) -> None:
-        """Advance a schedule over training steps if this training step took an optimizer step."""
+        """Advance a schedule that counts training steps, if this training step took an optimizer step."""
 
     def zero_grad(self) -> None:
         """Clear the accumulated gradient."""

@@ -62,7 +62,7 @@ class ZeroState:
 
     @contextmanager
     def for_weights(self) -> Iterator[None]:
-        """Keep the float32 weights on the device in the block, whether the module's own or master weights."""
+        """Keep the float32 weights on the device in the block: the module's own weights, and master weights if any."""
         with self._in_passes.on_device(), self._masters.on_device():
             yield
 
@@ -92,7 +92,7 @@ class ZeroState:
             yield parameter.ds_tensor if self._stage == 3 else parameter.detach()
 
     def _master_tensors(self) -> Iterator[Tensor]:
-        """Return the float32 weights that the module does not share."""
+        """Return the float32 weights that do not share memory with the module's weights."""
         own = {tensor.untyped_storage()._cdata for tensor in self._module_tensors()}
         flats = (part.flat.detach() for part in self._ranges.values())
         return (flat for flat in flats if flat.untyped_storage()._cdata not in own)
@@ -180,8 +180,8 @@ class ZeroState:
 def partition(model: PreTrainedModel, init: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Shard every parameter for ZeRO 3, one at a time, so that no rank has more than one unsharded. Collective.
 
-    Parameters on the meta device get memory but no values. `init` is a `deepspeed.zero.Init`. An engine would use it
-    only after moving the whole model to `device`.
+    Parameters on the meta device get memory but no values. `init` is a `deepspeed.zero.Init`. DeepSpeed's engine would
+    shard the model too, but would first move the whole model to `device`.
     """
 
     def parted(_: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -222,7 +222,8 @@ def _named(engine: Any, *, trained: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _part_of(parameter: Any, numel: int) -> tuple[int, int]:
-    """Return the start and size of this rank's part of a parameter with parts of `numel`, the last padded or empty."""
+    """Return the start and size of this rank's part of a parameter. Parts have `numel` elements, the last ones fewer or
+    none."""
     size = math.prod(parameter.ds_shape)
     start = min(dims.data().rank * numel, size)
     return start, min(numel, size - start)

@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 1 << 30
 _PREFIX = "rlhf-reward-"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/ptmx")
 _ACCELERATORS = ("nvidia*", "kfd", "dri/render*")
-# Every user namespace maps these ids; systemd reserves them for users without a name.
+# systemd reserves these ids for users without a name. Every user namespace maps them.
 _FIRST_UID, _UIDS = 61184, 4096
 _NEVER = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "add_key", "request_key", "keyctl"),
@@ -45,7 +45,7 @@ class Confinement:
     """GiB that the process, and each process that it starts, may allocate; None: no limit."""
     network: bool
     writable: list[str]
-    """Writable folders beside its own."""
+    """Folders that the process may write, in addition to its own folder."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Confined:
     """Result of `confine`, for the trainer."""
 
     folder: str
-    """The process' folder, which outlives the process; empty where its content is in memory."""
+    """The process' folder, which is still there when the process has ended. Empty if a tmpfs hides it."""
     missing: list[str]
     """Features that this machine does not allow, with the consequence."""
 

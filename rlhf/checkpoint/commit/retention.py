@@ -57,7 +57,7 @@ def figures_of(
 
 
 def ranking_metric(metrics: Iterable[Mapping[str, float] | None], settings: CheckpointConfig) -> str:
-    """Return `settings.best_metric`, or the headline metric of all checkpoints with these metrics."""
+    """Return `settings.best_metric`; if null, the headline metric of the checkpoints, whose metrics are `metrics`."""
     if settings.best_metric is not None:
         return settings.best_metric
     # Use one metric for all checkpoints: values of different metrics cannot be compared.

@@ -1,4 +1,4 @@
-"""Copies published checkpoints to the remote folder behind the training; retries, logs and counts failures."""
+"""Copies published checkpoints to the remote folder while the training goes on; retries, logs and counts failures."""
 
 import json
 import logging
@@ -44,8 +44,8 @@ STALLED_S = 300.0
 class RemoteCopies:
     """Copies a run's checkpoints to its remote folder, newest first, in a thread of the leader. Failures never raise.
 
-    A checkpoint in the run directory that is not complete in the remote folder is pending, whichever process published
-    it: a restart needs no memory.
+    Every checkpoint in the run directory without a complete remote copy is pending, also if an earlier process
+    published it. Therefore a restart needs no record of pending copies.
     """
 
     def __init__(self, run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> None:
@@ -89,8 +89,10 @@ class RemoteCopies:
             return found
 
     def cancel_copy(self) -> None:
-        """For a save short of disk space: give up the copy in progress if only it keeps a removed checkpoint's
-        bytes."""
+        """Stop the copy in progress if its pin is all that keeps the files of a removed checkpoint on the disk.
+
+        A save that lacks disk space calls this.
+        """
         with self._changed:
             pin, self._pin = self._pin, None
             if pin is not None and not checkpoint_of(pin).exists():
@@ -237,7 +239,7 @@ class RemoteCopies:
         if not call(f"reading step {step}", partial(store.is_partial, step)) and (
             problems := verify_files(source, manifest)
         ):
-            # The remote copy may be of another trajectory or damaged, but it may also be the better one.
+            # The remote copy may be intact, so keep it, although it may also be damaged or from another trajectory.
             raise DamagedCheckpoint(f"{'; '.join(problems)}; the existing copy is unchanged")
         run_files = _describe_run_files(self._run_dir, source, step)
         # Before the first file: an old copy may have other files.

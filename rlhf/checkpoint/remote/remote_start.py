@@ -25,8 +25,11 @@ FIXED_BY_USERS = (ImportError, ValueError, PermissionError, FileNotFoundError, N
 def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> RemoteStore | None:
     """Return the remote folder after a test write, or None without `checkpoint.remote`.
 
-    If the remote does not answer, log that and return None, provided the run directory has checkpoints. Otherwise the
-    remote's decide where the run begins: raise UserError. Also raises UserError for what the user must fix.
+    If the remote does not answer and the run directory has checkpoints, log a warning and return None.
+
+    Raises:
+        UserError: the user must fix the error, or the remote does not answer and the run directory has no checkpoints:
+            the run would start at step 0 although the remote may have checkpoints.
     """
     remote = settings.remote
     if remote is None:
@@ -72,10 +75,16 @@ def restore(
 ) -> int | None:
     """Download the newest intact remote checkpoint, run.json and the history into a run directory without checkpoints.
 
-    Returns the checkpoint's step, or None, with nothing changed, when the directory has checkpoints, the run starts
-    anew, or the remote has none of this run. Collective over the ranks that share the directory; `store` is the
-    leader's. Call it before the run directory gets a run.json. `source` is the checkpoint that a fork begins from.
-    Raises UserError when all remote checkpoints are damaged, the remote stops answering, or the disk fails.
+    Return the checkpoint's step. Change nothing and return None if the directory has checkpoints, the run starts anew,
+    or the remote has no checkpoints of this run. Call it before the run directory gets a run.json. Collective over the
+    ranks that share the directory.
+
+    Args:
+        store: the remote on the leader; other ranks pass None.
+        source: the checkpoint that a fork begins from.
+
+    Raises:
+        UserError: all remote checkpoints are damaged, the remote stops answering, or the disk fails.
     """
     url = coordinator.on_leader(lambda: None if store is None else store.url)
     if url is None:
@@ -88,8 +97,10 @@ def restore(
 
 
 def _copies_to_try(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, source: Path | None) -> Iterator[Copy]:
-    """Yield this run's copies, newest first; the caller asks for the next one when the last is damaged. Raises
-    UserError when none is left, or when the remote cannot be read."""
+    """Yield this run's copies, newest first. The caller asks for a further copy only if the copy before was damaged.
+
+    Raises UserError if all copies are damaged, or if the remote cannot be read.
+    """
     own = read_run_file(run_dir)
     if scan(run_dir) or trainer.resume_mode == "disable" or (trainer.overwrite and not own):
         return
@@ -119,7 +130,7 @@ def _copies_to_try(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, so
 
 
 def _owner(store: RemoteStore, retries: Retries) -> dict[str, Any]:
-    """Return the run that owns the folder, by its run.json or else by the newest copy; empty without an owner."""
+    """Return the run.json of the folder, or else the run id of its newest copy. Empty if no run owns the folder."""
     run = retries.call("reading run.json", store.run, final=FIXED_BY_USERS)
     if "run_id" in run:
         return run
@@ -135,8 +146,8 @@ def complete_copies(store: RemoteStore, retries: Retries) -> Iterator[Copy]:
 
 
 def claim_at_start(store: RemoteStore, run_dir: Path, trainer: TrainerConfig) -> None:
-    """Claim the folder before the ranks start. A silent remote is only a warning, since the copies behind the training
-    claim it again."""
+    """Claim the folder before the ranks start. If the remote does not answer, only log a warning: the thread that
+    copies checkpoints claims the folder again."""
     try:
         claim(store, run_dir, trainer, Retries(store.url, stalled_s=CHECK_S, give_up_s=CHECK_S))
     except UserError:
@@ -146,8 +157,10 @@ def claim_at_start(store: RemoteStore, run_dir: Path, trainer: TrainerConfig) ->
 
 
 def claim(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, retries: Retries) -> None:
-    """Make the run directory's run, by its run.json, the owner of the remote folder. Raises UserError when the folder
-    has checkpoints of another run, and this run is neither a fork nor overwrites."""
+    """Make the run of `run_dir` the owner of the remote folder: write its run.json there.
+
+    Raises UserError if the folder has checkpoints of another run, unless this run is a fork or overwrites the other.
+    """
     own = read_run_file(run_dir)
     if retries.call("reading run.json", store.run) == own:
         return

@@ -40,7 +40,7 @@ class SaveInFlight:
             self._outcome.set_result(result)
 
     def start(self, write: Callable[[], SaveResult]) -> None:
-        # A daemon thread, so that a crash of the training does not wait for the save. A normal exit waits for the save.
+        # A daemon, so that a crashed process can exit during the save. `Checkpointer.committing` waits for the save.
         threading.Thread(target=self.run, args=(write,), name="checkpoint-writer", daemon=True).start()
 
     @property
