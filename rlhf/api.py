@@ -39,9 +39,9 @@ def train(
         overrides: settings, `KEY=VALUE` each, as on the command line.
         reward: one or several functions for `reward.functions`, each at the top level of a file, where reward processes
             find it. A script that defines a reward calls `train` under `if __name__ == "__main__":`.
-        callbacks: called in this process, in order, with each step whose record is on the disk; step 0 is the
-            evaluation before the training. Steps that a crash or a roll-back repeats are passed again. A callback that
-            raises stops the run as SIGTERM does, after a checkpoint, and `train` raises its error.
+        callbacks: called in this process, in order, with each step after its record is on disk. Step 0 is the
+            evaluation before the training. If a crash or a roll-back repeats steps, callbacks receive these steps
+            again. If a callback raises, the run saves and stops as on SIGTERM, and `train` raises the callback's error.
         config_dir: a folder of further recipes and group entries (`--config-dir`).
 
     Returns:
@@ -53,7 +53,7 @@ def train(
     """
     if (path := file_being_read()) is not None:
         raise UserError(
-            f"rlhf.train is called by {path} while a reward function is imported from that file. Put the call under "
+            f"{path} calls rlhf.train while the trainer loads a function from this file. Put the call under "
             'if __name__ == "__main__":.'
         )
     _check_arguments(overrides, reward, callbacks)
@@ -132,7 +132,7 @@ def check_inputs(config: Config) -> None:
     check_fits(config)
     check_trackers(config.trainer.logger, config.tracking.wandb)
     check_reward(config.reward, config.reward_model)
-    # Of a node's ranks under torchrun, one imports the files.
+    # Under torchrun, only one rank of each node imports the files.
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     with preflight_import(_algorithm_files(config) if leads else []), preflight_start(config.reward if leads else None):
         if on_one_machine():  # on several machines, the ranks find out which machine has the files
@@ -153,7 +153,7 @@ def _check_models(config: Config) -> None:
     from rlhf.planning.model_shapes import of_files
     from rlhf.storage.layout import scan
 
-    # A resumed run loads weights and adapters from its checkpoint, which may be an imported one.
+    # A resumed run loads weights and adapters from its checkpoint (its own or an imported one), not from these folders.
     begins = config.trainer.resume_mode != "resume_path" and not scan(config.run_dir) and not config.checkpoint.remote
     trusts = config.model.trust_remote_code
     check_name("model.path", config.model.path, config.model.revision)
@@ -183,7 +183,7 @@ def _algorithm_files(config: Config) -> list[tuple[str, str]]:
 
 
 def file_and_name(function: Callable[..., Any]) -> str:
-    """Return `path/to/file.py:name` of a function. Raise UserError unless it is at the top level of a file."""
+    """Return `path/to/file.py:name` of a function. Raise UserError if the function is not at a file's top level."""
     name = getattr(function, "__qualname__", repr(function))
     if not isinstance(function, FunctionType):
         raise UserError(f"reward={name}: of type {type(function).__name__}, not a plain function. Write one with def.")

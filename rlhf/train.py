@@ -5,7 +5,7 @@ from rlhf.ranks.stop import leave_while_idle
 
 if __name__ == "__main__":
     open_closed_streams()
-    # Until the supervisor or the rank handles the signals; before the slow imports.
+    # Before the slow imports. Later, the supervisor or the rank handles the signals.
     leave_while_idle()
 
 import argparse
@@ -66,7 +66,7 @@ def _asked(arguments: argparse.Namespace, library: Library) -> str | None:
 
 
 def _print_config(overrides: list[str], library: Library) -> int:
-    """Print every setting to stdout and the missing ones to stderr. Check the rules if none is missing."""
+    """Print all settings to stdout, and missing settings to stderr. If no setting is missing, check the rules."""
     composed = composition(overrides, library)
     sys.stdout.write(composed.commented_yaml())
     if composed.missing:
@@ -77,7 +77,7 @@ def _print_config(overrides: list[str], library: Library) -> int:
 
 
 class _Callable(ModuleType):
-    """Makes this module callable as `rlhf.train(...)`, because its import hides a function of that name."""
+    """Makes this module callable: importing the module `rlhf.train` replaces the function `rlhf.train`."""
 
     def __call__(self, *overrides: Any, **options: Any) -> dict[str, Any]:
         return train(*overrides, **options)

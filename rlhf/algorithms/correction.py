@@ -57,9 +57,9 @@ def accepted(
 
     Args:
         old_log_probs, rollout_log_probs, mask: [N, R] each, as in `rollout_is_weights`.
-        kind: `token_k1` decides per token; `seq_sum_k1`, `seq_mean_k1` and `seq_max_k1` decide per response by the
-            sum, mean or maximum of its tokens' divergences. k2 and k3 likewise. The mean of k1 is the logarithm of the
-            geometric mean of the ratios.
+        kind: `token_k1` decides per token; `seq_sum_k1` and `seq_mean_k1` decide per response by the sum or the mean of
+            its tokens' divergences. k2 and k3 likewise, and also `seq_max_k2` and `seq_max_k3` by the maximum. The mean
+            of k1 is the logarithm of the geometric mean of the ratios.
         threshold: the largest divergence for k2 and k3, the largest ratio exp(d) for k1.
         lower: the smallest ratio for k1; None for 1 / threshold.
 

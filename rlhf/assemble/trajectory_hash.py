@@ -1,4 +1,4 @@
-"""Hashes all that decides the steps of a run, for the rollout journal and for resumes."""
+"""Hashes the settings and files that determine a run's steps, for the rollout journal and for resumes."""
 
 import json
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ def trajectory_hash(
     run_id: str,
     fingerprints: Mapping[str, str],
 ) -> str:
-    """Return a hash of all that decides the weights of a step, except the rewards and the number of ranks.
+    """Return a hash of everything that determines a step's weights, except the rewards and the number of ranks.
 
     Args:
-        settings: settings that decide the run's numbers (`rlhf.config.compare.trajectory`).
+        settings: settings that determine the run's results (`rlhf.config.compare.trajectory`).
         fingerprints: hashes of the model files and the prompts.
     """
     adapters = lora.path and Path(lora.path).expanduser()
@@ -46,7 +46,7 @@ def trajectory_hash(
 def user_files(
     reward: RewardConfig, algorithm: AlgorithmConfig, actor: ActorConfig, model: ModelConfig
 ) -> dict[str, str]:
-    """Return the hashes of the user's functions and chat template, by the setting that names the file.
+    """Return the hashes of the user's functions and chat template. The keys are the settings with the files' paths.
 
     The files change the run just as settings do. Files that the functions import are not hashed.
     """

@@ -1,4 +1,4 @@
-"""Trains with DeepSpeed: ZeRO stages 0 to 3 on CPU (gloo) and CUDA (NCCL), from 1 rank on; exposes state as shards."""
+"""Trains with DeepSpeed: ZeRO stages 0 to 3, on CPU (gloo) and CUDA (NCCL), with any number of ranks."""
 
 import contextlib
 import importlib
@@ -35,14 +35,14 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
     """Trains a model with float32 master weights, AdamW in float32 and a learning-rate schedule.
 
     With `autocast=bfloat16` the module is bfloat16, and gradients are summed over micro-batches and ranks in float32.
-    Stage 0 sums the gradients of one rank's micro-batches in bfloat16.
+    Exceptions: stage 0, and stages 1 and 2 with `offload_optimizer`, sum a rank's micro-batches in bfloat16.
     """
 
     def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training) -> None:
         optim, grad_clip = training.optim, training.grad_clip
         deepspeed = import_deepspeed(device)
         exact: dict[str, Tensor] = {}
-        # DeepSpeed would derive the master weights from the weights that it has already cast to bfloat16.
+        # Keep the float32 weights: DeepSpeed would compute the master weights from weights already cast to bfloat16.
         if config.autocast == "bfloat16":
             exact = {name: p.data for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
         settings = _settings(config, grad_clip, [(p.numel(), p.requires_grad) for p in model.parameters()])
@@ -181,8 +181,7 @@ def import_deepspeed(device: torch.device) -> Any:
         ) from error
     logging.getLogger("DeepSpeed").addFilter(_worth_saying)
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
-    # The only op that DeepSpeed would compile on a CPU is for inference; compiling it takes ninja, a C++ compiler and
-    # half a minute.
+    # On a CPU, DeepSpeed would compile only an op for inference, which needs ninja, a C++ compiler and half a minute.
     deepspeed.ops.__compatible_ops__ = {}
     # Otherwise DeepSpeed makes a copy of the group without trainer.collective_timeout_s.
     groups._WORLD_GROUP = dims.everyone().group
@@ -203,7 +202,7 @@ def _settings(config: BackendConfig, grad_clip: float, sizes: list[tuple[int, bo
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # has no effect except in reports
+        "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed, which uses it only in reports
         "gradient_accumulation_steps": 1,
         # `optimizer_step` decides when to step, after any number of backward passes.
         "managed_gradient_accumulation": False,

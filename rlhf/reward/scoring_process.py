@@ -2,9 +2,9 @@
 
 `python -m rlhf.reward.scoring_process VERIFIER PARENT_PID CONFINEMENT TIMEOUT_S`, where VERIFIER is `math_verify`,
 `reasoning_gym` or `/path/to/file.py:name`, and CONFINEMENT a `Confinement` as JSON. The first input line is
-`reward.kwargs`: a command line would show it to everybody and may be too short for it. The first output line reports
-that the process is ready and how to send samples, or an error. Each later line has an entry for each sample of the
-question, or one error for all samples.
+`reward.kwargs`, because all users of the machine can read a command line, and its length is limited. The first output
+line reports that the process is ready and how to send samples, or an error. Each later output line answers one input
+line, with an entry for each sample or one error for all samples.
 """
 
 import dataclasses
@@ -69,8 +69,8 @@ def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: fl
 
 
 def _die_with(parent_pid: int) -> None:
-    # A busy loop never reads the end of its input. Linux kills the process when the parent's thread that started it
-    # ends.
+    # A reward function in an endless loop never sees that its input has ended. Linux kills this process when the
+    # parent's thread that started it ends.
     if sys.platform == "linux":
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -126,7 +126,7 @@ def _meets_confinement(error: BaseException | None) -> bool:
 
 def _load(verifier: str, kwargs: dict[str, Any], timeout_s: float) -> tuple[Scoring, Sending]:
     if verifier == "math_verify":
-        # math_verify warns once that its own timeouts are off; the pool's deadline is the timeout.
+        # Hide math_verify's warning that its own timeouts are off: the pool's deadline replaces them.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         verifiers.math_verify(RewardItem("", "\\boxed{1}", "1", {}, []))
         return _each(verifiers.math_verify), Sending()

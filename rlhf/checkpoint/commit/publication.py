@@ -1,8 +1,10 @@
 """Publishes a checkpoint on every storage domain in two phases; a single disk is one domain.
 
-Every domain seals, then every domain renames, then every domain updates its pointer: no domain renames a checkpoint
-before all have it whole and durable under a temporary name. A kill leaves the old state or the new one on each disk.
-After a kill between two disks' renames, the next start completes the checkpoint (`roll_forward`).
+1. Every domain seals: its files and its manifest are durable under a temporary name.
+2. When all domains have sealed, every domain renames its directory. Then every domain updates its pointer.
+
+A kill leaves the old state or the new state on each disk. After a kill between two disks' renames, the next start
+completes the checkpoint (`roll_forward`).
 """
 
 import logging
@@ -39,9 +41,9 @@ def begin(run_dir: Path, step: int) -> Path:
 def publish(run_dir: Path, temporary: Path, step: int, manifest: Manifest | None, coordinator: Coordinator) -> Path:
     """Commit `temporary`, which has this name in every storage domain, as the checkpoint of `step`. Collective.
 
-    Only domain leaders need `manifest`. Raises SaveFailed on every rank when no domain has published it: a file is
-    missing, a disk fails, or the step exists already, since nothing ever writes into a published directory. Raises
-    LostPeer when a rank is lost after the renames.
+    Only domain leaders need `manifest`. Raises SaveFailed on every rank if a file is missing, a disk fails, or the step
+    is already published (nothing overwrites a published checkpoint). Raises LostPeer if a rank is lost after the
+    renames.
     """
     renamed: list[Path] = []
 
@@ -66,7 +68,7 @@ def abort_save(
     error: Exception,
     renamed: Iterable[Path] = (),
 ) -> SaveFailed:
-    """Remove what a save that failed with `error` left in this rank's storage domain; return the error to raise."""
+    """Clean up this rank's storage domain after a save that failed with `error`. Return the error to raise."""
     message = f"The checkpoint of step {step} in {run_dir} was not saved; earlier checkpoints are intact. {error}."
     failed = SaveFailed(message, unfixable=is_unfixable(error) or isinstance(error, UserError))
     lost = isinstance(error, LostPeer)
@@ -78,14 +80,17 @@ def abort_save(
             if path is not None and path.exists():
                 discard(path)
         except OSError as problem:
-            # Must not hide why the save failed, nor let this rank differ from the others.
+            # Only log: an exception would hide why the save failed, and this rank would differ from the others.
             log.warning("%s could not be removed (%s); the next start does it.", path, problem)
     return failed
 
 
 def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
-    """Publish what a kill between two domains' renames left: a checkpoint published by one domain is whole in all.
-    Collective; call it only when no save is in flight."""
+    """Complete checkpoints that a kill left renamed in some storage domains and only sealed in the others.
+
+    If one domain has published a checkpoint, all domains have sealed it. Collective; call this only while no save is
+    in flight.
+    """
     if not any(coordinator.on_domain_leaders(lambda: _sealed(run_dir))):
         return
     named = coordinator.on_domain_leaders(lambda: {step_of(path): _manifest_hash(path) for path in scan(run_dir)})
@@ -93,7 +98,7 @@ def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
     def complete() -> None:
         for temporary, sealed in _sealed(run_dir).items():
             step = _step_of_temporary(temporary)
-            # An unreadable manifest, here or elsewhere, must not cost the files beside it.
+            # If a manifest is unreadable here or elsewhere, publish anyway: the files beside it may be intact.
             committed = any(
                 step in there and (there[step] == sealed or None in (there[step], sealed)) for there in named
             )
@@ -106,7 +111,7 @@ def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
 
 
 def _seal(temporary: Path, manifest: Manifest, coordinator: Coordinator) -> None:
-    """Write the manifest and make all names durable: from now on one rename publishes this domain's files."""
+    """Write the manifest and make all names durable. After that, one rename publishes this domain's files."""
     for name, entry in manifest.files.items():
         if coordinator.domain in entry.get(DOMAINS, [coordinator.domain]) and not (temporary / name).is_file():
             raise FileNotFoundError(
@@ -115,28 +120,30 @@ def _seal(temporary: Path, manifest: Manifest, coordinator: Coordinator) -> None
             )
     announce("commit.manifest")
     write_manifest(temporary, manifest)
-    # Promise 2: the files were synced one by one; now their names are synced, before any name is published.
+    # Promise 2: each file's content is synced already. Sync the directory entries before the rename publishes them.
     fsync_tree(temporary)
     if len(coordinator.domain_leaders) > 1:
-        # Once one domain has renamed its part, the others need theirs to complete the commit.
+        # After one domain's rename, the other domains must find their sealed directories to complete the commit.
         fsync_dir(temporary.parent)
 
 
 def _rename_final(run_dir: Path, temporary: Path, step: int, renamed: list[Path]) -> None:
-    """Rename a sealed directory to its final name, durably; raise FileExistsError when the step is published already.
-    `renamed` gets the name right after the rename, even if the sync fails."""
+    """Rename a sealed directory to its final name, durably. Raise FileExistsError if the step is published already.
+
+    Append the final path to `renamed` right after the rename, even if the sync fails.
+    """
     final = step_dir(run_dir, step)
     announce("commit.rename")
     if final.exists():
         # Promise 3.
         raise FileExistsError(f"{final} exists already; a published checkpoint is never overwritten")
-    # Promise 1: before this one rename nothing has the name, after it the checkpoint is complete.
+    # Promise 1: before this rename the final name does not exist; after the rename the checkpoint is complete.
     renamed.append(rename(temporary, final))
     fsync_dir(run_dir)
 
 
 def _update_pointer(run_dir: Path, step: int, event: str | None = None) -> None:
-    """Point to a published step, and announce `event`; a pointer that cannot be written undoes nothing."""
+    """Point to a published step, and announce `event`. If the pointer can't be written, the step stays published."""
     announce("commit.pointer")
     try:
         point_to(run_dir, step)

@@ -1,4 +1,4 @@
-"""Sends a checkpoint's blocks that are only on other nodes' disks from one leader to another."""
+"""Copies blocks of a checkpoint between nodes' disks, from leader to leader, when a node's disk lacks them."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -35,10 +35,9 @@ class Fetched:
         """Bytes that this rank received as a leader."""
 
     def get(self, files: CheckedFiles, wanted: Mapping[str, Iterable[int]]) -> None:
-        """Fetch those of the blocks `wanted` (by file) that only other domains have. `files` then reads them.
-
-        Collective. Raises DamagedCheckpoint on every rank if a block differs from its hash, OSError if a disk fails.
-        """
+        """Fetch the blocks in `wanted` (file -> block numbers) that this domain lacks, and make `files` read them from
+        the temporary directory. Collective. Raises DamagedCheckpoint on every rank if a block differs from its hash,
+        and OSError if a disk fails."""
         if len(self._got) == 1:
             return
         lacking = {name: sorted(blocks) for name, blocks in wanted.items() if name not in self._own}
@@ -57,8 +56,8 @@ class Fetched:
             files.find_below(self._root, lacking)
 
     def _exchange(self, receivers: dict[tuple[str, int], set[int]]) -> None:
-        """Send and receive this rank's blocks. All leaders process the blocks in the same order, and after an error go
-        on to the last block, so that no leader waits forever."""
+        """Send and receive this rank's blocks. All leaders process the blocks in the same order, and continue after an
+        error, so that no leader waits forever."""
         if not self._coordinator.leads_domain:
             return
         me, own = self._coordinator.rank, CheckedFiles(self._located.path, self._located.manifest.files)
@@ -93,7 +92,7 @@ class Fetched:
         self.bytes += len(content)
 
     def remove(self) -> None:
-        """Remove the temporary directory, once no rank of the domain reads it any more."""
+        """Remove the temporary directory. Call this when no rank of the domain reads it any more."""
         if self._coordinator.leads_domain and self._root is not None and self._root.exists():
             try:
                 remove(self._root)

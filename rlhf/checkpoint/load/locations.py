@@ -51,14 +51,14 @@ class FileLocations:
 
 
 def published(run_dir: Path, coordinator: Coordinator) -> list[Path]:
-    """Return this rank's paths of the checkpoints of which any storage domain has files, newest first. Collective."""
+    """Return the paths of all checkpoints in any storage domain, as seen by this rank, newest first. Collective."""
     names = {name for names in coordinator.on_domain_leaders(lambda: [p.name for p in scan(run_dir)]) for name in names}
     return sorted((run_dir / name for name in names), key=lambda path: -(step_of(path) or 0))
 
 
 @dataclass(frozen=True)
 class _DomainFiles:
-    """A storage domain's part of a checkpoint: the manifest's hash or its problem, and a bit for each present file."""
+    """A storage domain's part of a checkpoint: the manifest's hash or problem, and a bitmap of the present files."""
 
     manifest_hash: str | None = None
     problem: str | None = None
@@ -66,20 +66,20 @@ class _DomainFiles:
 
 
 def locate_files(path: Path, coordinator: Coordinator) -> FileLocations:
-    """Return the storage domains that have each file of the checkpoint at `path`. Collective; raises DamagedCheckpoint
-    on every rank when no domain has a valid manifest."""
+    """Locate each file of the checkpoint at `path` in the storage domains. Collective. Raises DamagedCheckpoint on
+    every rank if no domain has a valid manifest."""
     if len(coordinator.domain_leaders) > 1:
         return _locate_over_domains(path, coordinator)
     manifest = coordinator.on_leader(lambda: read_manifest(path))
     if not any(DOMAINS in entry for entry in manifest.files.values()):
         return FileLocations.whole(path, manifest)
-    # Saved on several disks; opened on one of them, or where somebody has collected the files.
+    # The checkpoint was saved on several disks. This directory is one of them, or a copy that joins their files.
     return FileLocations(path, manifest, {0: frozenset(coordinator.on_leader(lambda: _present(path, manifest)))})
 
 
 def _locate_over_domains(path: Path, coordinator: Coordinator) -> FileLocations:
-    """Locate files across domains; only domains with the same manifest count together. A folder of the same name that
-    an earlier run left on a disk does not count."""
+    """Locate files across domains. If manifests differ, use the manifest whose domains together have the most files: a
+    disk may have a folder of the same name that an earlier run left."""
     domains = coordinator.domain_leaders
     parts = dict(zip(domains, coordinator.on_domain_leaders(lambda: _read_domain_files(path)), strict=True))
     found: dict[str, dict[int, int]] = {}

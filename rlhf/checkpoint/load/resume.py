@@ -39,15 +39,15 @@ def restore(
     """Restore `state` and this rank's generators from the newest intact checkpoint of the run `identity`. Collective.
 
     Verifies every byte, most of them while loading. When any rank finds damage, all ranks set the checkpoint aside and
-    start over with the one before. `source` is the checkpoint that the run was forked from and the last resort; only
-    for `source` does `checkpoint.load_contents` apply.
+    try the next older checkpoint. `source` is the checkpoint that the run starts from
+    (`trainer.resume_from_path`). It is tried last, and `checkpoint.load_contents` applies only to `source`.
 
-    Where nodes have their own disks, a checkpoint counts when all disks together have every file. A newer, incomplete
-    checkpoint is reported with its missing files, and set aside once an older one is loaded.
+    If nodes have their own disks, a checkpoint is complete when all disks together have every file. Incomplete
+    checkpoints are logged with their missing files, and set aside once an older checkpoint is loaded.
 
-    Returns None, with nothing changed, only for a run directory that never had a checkpoint. Raises UserError, with
-    `state` undefined, when every checkpoint is damaged or incomplete (a run must never silently start again at step 0),
-    or when one does not fit.
+    Returns None, with nothing changed, only for a run directory that never had a checkpoint. Raises UserError if every
+    checkpoint is damaged or incomplete (a run must never silently start again at step 0), or if a checkpoint does not
+    fit the configuration. After an error, `state` is undefined.
     """
 
     def attempt(located: FileLocations) -> LoadResult:
@@ -80,8 +80,8 @@ def restore(
 def _parts_to_load(manifest: Manifest, settings: CheckpointConfig, *, begins: bool) -> list[str]:
     if begins and settings.load_contents is not None:
         return settings.load_contents
-    # An imported checkpoint has its source's contents, whatever this run will save. A restart must not change a run, so
-    # it reads everything saved.
+    # The contents of an imported checkpoint depend on its source, not on this run's settings. A restart must not change
+    # the run, so it loads everything that was saved.
     return settings.contents if begins and not manifest.imported else manifest.contents
 
 
@@ -107,7 +107,7 @@ def _with_newest_intact(
             if not all(coordinator.on_domain_leaders(partial(_set_aside, path, error))):
                 stuck.append(path.name)
             continue
-        # Only now: if no checkpoint is complete, a disk that returns must find everything unchanged.
+        # Set incomplete checkpoints aside only after a load: otherwise a disk may return and complete one of them.
         for located in incomplete:
             coordinator.on_domain_leaders(partial(_set_aside, located.path))
         return result
@@ -131,7 +131,7 @@ def _from_source(source: Path, coordinator: Coordinator, attempt: Callable[[File
 def _reject_second_start(
     run_dir: Path, stuck: list[str], incomplete: list[FileLocations], coordinator: Coordinator
 ) -> None:
-    """Raise UserError if the run has had checkpoints: `stuck` are damaged and could not be set aside. Collective."""
+    """Raise UserError if the run has had checkpoints. `stuck`: damaged, and could not be set aside. Collective."""
     aside = coordinator.on_domain_leaders(
         lambda: [path.name for reason in ("damaged", "incomplete") for path in set_aside_dirs(run_dir, reason)]
     )
@@ -160,7 +160,7 @@ def _set_aside(path: Path, damage: DamagedCheckpoint | None = None) -> bool:
             return True
         kept = set_aside(path, "damaged" if damage else "incomplete")
     except OSError as error:
-        # On a failing disk a rename may fail like the reads. It is enough that the older checkpoint is used.
+        # On a failing disk a rename may fail too. The run can still use the older checkpoint.
         log.error("%s. It cannot be set aside (%s); falling back to the checkpoint before it.", what, error)
         return False
     log.error("%s. It was set aside as %s; falling back to the checkpoint before it.", what, kept.name)
@@ -168,7 +168,7 @@ def _set_aside(path: Path, damage: DamagedCheckpoint | None = None) -> bool:
 
 
 def _check_steps_left(located: FileLocations, state: RunState) -> None:
-    """Raise UserError for a checkpoint at the run's last step or beyond, which only the ranks can know."""
+    """Raise UserError for a checkpoint at the run's last step or beyond. Only the ranks know the last step."""
     step = located.manifest.step
     if state.driver.ends_with(step, 0.0):
         raise UserError(

@@ -38,8 +38,10 @@ class BlockNumbers:
 def verify_share(
     files: CheckedFiles, names: Sequence[str], blocks: Sequence[tuple[str, int]], coordinator: Coordinator
 ) -> list[str]:
-    """Check that this rank's share of the files `names` exists, and verify its share of `blocks`. Return one line per
-    damaged file. Every rank of a storage domain passes the same `names` and `blocks`."""
+    """Verify this rank's share of the files `names` (existence and size) and of `blocks` (content).
+
+    Return one line per damaged file. Every rank of a storage domain passes the same `names` and `blocks`.
+    """
     peers = [rank for rank, domain in enumerate(coordinator.domains) if domain == coordinator.domain]
     place, problems = peers.index(coordinator.rank), []
     begin, end = (len(blocks) * n // len(peers) for n in (place, place + 1))

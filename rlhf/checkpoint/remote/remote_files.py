@@ -21,8 +21,10 @@ FINAL = (ImportError, ValueError, PermissionError, FileNotFoundError, NotADirect
 
 
 class RemoteFiles(CheckedFiles):
-    """Reads and verifies files of the copy of `step` in `store`, THREADS parts of CHUNK bytes at a time. Reads raise
-    DamagedCheckpoint like CheckedFiles, and OSError when the network fails."""
+    """Reads and verifies files of the copy of `step` in `store`, in parts of CHUNK bytes, THREADS parts in parallel.
+
+    Reads raise DamagedCheckpoint as in CheckedFiles, and OSError if the network fails.
+    """
 
     def __init__(self, store: RemoteStore, step: int, files: Mapping[str, Mapping[str, Any]], retries: Retries) -> None:
         super().__init__(Path(), files)
@@ -62,8 +64,8 @@ class RemoteFiles(CheckedFiles):
 
 
 def ask(retries: Retries, what: str, action: Callable[[], T]) -> T:
-    """Return the result of a network call; raise FileNotFoundError for a missing object, and OSError with the remote's
-    name for any other error of the client."""
+    """Return the result of a network call. Errors for a missing object pass through; any other error of the client
+    becomes an OSError with the remote's name."""
     try:
         return retries.call(what, action, final=FINAL)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):

@@ -10,7 +10,7 @@ A remote has neither rename nor fsync; the manifest, written last, commits a cop
     ...                       the files of the local checkpoint
     run/{run.json,metrics.jsonl}   the run's id, and its history up to step N
     remote.json               the run's id; size and hash of run/* and of the manifest
-    manifest.json             the local one, byte for byte; written last, removed first
+    manifest.json             a copy of the local manifest; written last, removed first
 ```
 """
 
@@ -64,7 +64,7 @@ class RemoteStore:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        # Only folders need their parents created; elsewhere that could create a bucket with a mistyped name.
+        # Create parents only for local folders: in an object store this could create a bucket with a mistyped name.
         options = {"auto_mkdir": True} if self.url.startswith("file://") else {}
         self._fs, self._root = url_to_fs(self.url, use_listings_cache=False, **options)
 
@@ -86,8 +86,8 @@ class RemoteStore:
             raise OSError(f"{name} has {arrived} bytes there instead of {size}")
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a small object unless it exists, atomically among machines. Returns False, with nothing written, when
-        the object exists or the store has no atomic create."""
+        """Create a small object. If several machines try, only one succeeds. Return False, with nothing written, if the
+        object exists or the store cannot create atomically."""
         path = self._path(name)
         if isinstance(self._fs, LocalFileSystem):
             self._fs.makedirs(self._root, exist_ok=True)
@@ -98,7 +98,7 @@ class RemoteStore:
                 return False
             return True
         if not self._fs.async_impl and type(self._fs).pipe_file is AbstractFileSystem.pipe_file:
-            return False  # checks and then writes: not atomic
+            return False  # fsspec's fallback checks, then writes: not atomic
         try:
             self._fs.pipe_file(path, content, mode="create")
         except (OSError, NotImplementedError) as error:
@@ -136,7 +136,7 @@ class RemoteStore:
         return sorted({step for name in names if (step := step_of(Path(name.rstrip("/")))) is not None}, reverse=True)
 
     def folders(self) -> list[str]:
-        """Return the names of the folders here, without links."""
+        """Return the names of the folders in the remote folder, without links."""
         entries = (entry for entry in self._entries() if entry["type"] == "directory" and not entry.get("islink"))
         return sorted(Path(entry["name"].rstrip("/")).name for entry in entries)
 
@@ -166,7 +166,7 @@ class RemoteStore:
         return Copy(step, manifest, hash_of(raw), run_id, files)
 
     def is_partial(self, step: int) -> bool:
-        """Return whether a killed copy or removal left `step`: its manifest is missing or shorter than in remote.json.
+        """Return whether `step` is incomplete after a kill: its manifest is missing, or shorter than remote.json says.
 
         A manifest that is invalid for another reason (another version's format, a damaged byte) does not count: the
         files beside it may suffice to repair the copy.

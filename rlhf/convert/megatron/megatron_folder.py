@@ -40,11 +40,11 @@ def write_megatron_folder(
     progress: Progress = lambda count: None,
 ) -> list[WrittenFile]:
     """Write the tensors of `source` into the empty `folder` as a Megatron checkpoint, with the model's config and
-    tokenizer in `huggingface/`. Return the files with the hashes of the written memory.
+    tokenizer in `huggingface/`. Return the written files with hashes, computed in memory before the write.
 
     megatron-core's `dist_checkpointing` loads `torch_dist` at any number of ranks; `mp_rank` has one file per rank.
-    Raises UserError for a model that Megatron does not name, or that cannot be split over the ranks (either layout).
-    `dtype` (float32, ...) converts the weights; None keeps each dtype.
+    Raises UserError if no Megatron names are known for the model, or if it cannot be split over the ranks (either
+    layout). `dtype` (float32, ...) converts the weights; None keeps each dtype.
     """
     model = _model(source)
     model.check_tensor_ranks(tensor_ranks, "--tp")
@@ -74,12 +74,12 @@ def _write_distributed(
     written = write_dcp(folder, stacked_source, objects=_extra_states(model), progress=progress)
     # The state shared by all ranks, such as a run's arguments, is empty.
     written.append(write_file(folder, "common.pt", saved({}, iter(()))))
-    # Last, as in megatron-core: this file makes the folder a checkpoint.
+    # Write this file last, as megatron-core does: its presence makes the folder a checkpoint.
     return [*written, write_json(folder, "metadata.json", DISTRIBUTED)]
 
 
 def _extra_states(model: MegatronModel) -> dict[str, bytes]:
-    """Return the extra state that Megatron expects of each module: None, as without FP8."""
+    """Return the extra state that Megatron expects for each module: None, because the model has no FP8 state."""
     nothing = b"".join(saved([None], iter(())))
     layers = range(model.layers)
     names = [f"{LAYERS}{module}._extra_state/shard_{layer}_{model.layers}" for layer in layers for module in MODULES]
@@ -104,14 +104,14 @@ def _write_ranks(
 def _model(source: TensorSource) -> MegatronModel:
     contents = source.contents
     if contents.adapter is not None:
-        raise UserError("Megatron has no adapters of peft's kind. Merge it into its base first (--adapter merge).")
+        raise UserError("Megatron can't load peft adapters. Merge the adapter into its base first (--adapter merge).")
     if contents.model_files is None:
         raise UserError("The checkpoint has no config.json. Set --hf_model_path.")
     return read_model(contents.model_files, values="score.weight" in contents.tensors)
 
 
 def _of_stage(model: MegatronModel, shapes: Shapes, slices: Slices, stage: int, stages: int) -> SlicedSource:
-    """Return pipeline rank `stage`'s share of a tensor parallel rank's tensors, its layers counted from zero."""
+    """Return the tensors of pipeline rank `stage`, from one tensor-parallel rank's tensors. Layers restart at 0."""
     count = model.layers // stages
     names = {}
     for name in shapes:
