@@ -137,7 +137,9 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     section = tree
     *parents, name = key.split(".")
     for parent in parents:
-        below = section.setdefault(parent, {})
+        below = section.get(parent)
+        if below is None:  # missing, or stored as null
+            below = section[parent] = {}
         if not isinstance(below, dict):  # not a section: the schema rejects it later
             return
         section = below

@@ -85,6 +85,12 @@ def test_a_change_that_shows_already_is_not_made_again(table, release):
     assert migrate(tree, release).tree == tree
 
 
+def test_a_setting_moves_into_a_section_that_is_stored_as_null(table):
+    moved = migrate({"actor": {"lr": 0.5, "optim": None}}, "0.9.0")
+    assert moved.tree["actor"] == {"optim": {"lr": 0.5}}
+    assert moved.lost == []
+
+
 def test_a_removed_section_leaves_nothing_behind(table):
     assert "old" not in migrate(sections(stored_by_0_8_0(make())), "0.8.0").tree
 
