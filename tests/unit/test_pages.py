@@ -45,3 +45,22 @@ def test_links_lead_somewhere():
                 broken.append((page.name, target))
     assert found > 50
     assert broken == []
+
+
+def test_tables_are_whole():
+    """A blank line or a missing cell in a table breaks its rendering."""
+    broken = []
+    for page in PAGES:
+        lines = ["", *prose(page), ""]
+        for above, line, below in zip(lines, lines[1:], lines[2:], strict=False):
+            rule, last = re.fullmatch(r"\|[-| :]+\|", below), not below.startswith("|")
+            begins = line.startswith("|") and not above.startswith("|")
+            headless = (begins and not rule) or (re.fullmatch(r"\|[-| :]+\|", line) and last)
+            uneven = line.startswith("|") and above.startswith("|") and cells(above) != cells(line)
+            if headless or uneven:
+                broken.append((page.name, line))
+    assert broken == []
+
+
+def cells(row: str) -> int:
+    return len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", row)))
