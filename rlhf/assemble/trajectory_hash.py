@@ -46,7 +46,7 @@ def trajectory_hash(
 def user_files(
     reward: RewardConfig, algorithm: AlgorithmConfig, actor: ActorConfig, model: ModelConfig
 ) -> dict[str, str]:
-    """Return the hashes of the user's functions and chat template. The keys are the settings with the files' paths.
+    """Return hashes of the user's functions and chat template, by setting and path.
 
     The files change the run just as settings do. Files that the functions import are not hashed.
     """

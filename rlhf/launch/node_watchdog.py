@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 REPORT_EVERY_S = 2.0
 SILENCE_S = 10.0
-"""Seconds without a report from another node after which all ranks there count as overdue."""
+"""Seconds without a report from another node after which all ranks there count as overdue; also the longest wait for
+the other nodes' evidence of a hang."""
 STORE_PATIENCE_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,12 @@ class OtherNodes:
 
     A node raises its counter while one of its ranks is within its deadline, and otherwise reads the other counters. A
     store that does not answer counts as silence, because the rank that serves the store may be the one that hangs.
+
+    `attempt` names this start of the ranks: torchrun keeps the store over its restarts.
     """
 
-    def __init__(self, store: "TCPStore", node: int, nodes: int) -> None:
-        self._store, self._node = store, node
+    def __init__(self, store: "TCPStore", node: int, nodes: int, attempt: str) -> None:
+        self._store, self._node, self._attempt = store, node, attempt
         self._others = [other for other in range(nodes) if other != node]
         self._reported_at: dict[bool, float] = {}
         self._last_counts: dict[bool, tuple[list[int], float]] = {}
@@ -65,18 +68,29 @@ class OtherNodes:
         self._last_counts.pop(save, None)
         if time.monotonic() - self._reported_at.get(save, float("-inf")) >= REPORT_EVERY_S:
             self._reported_at[save] = time.monotonic()
-            self._count(self._node, save, 1)
+            self._count(self._node, _phase(save), 1)
 
     def are_silent(self, *, save: bool) -> bool:
-        """Return whether no counter has changed during SILENCE_S seconds of calls."""
-        counts, now = [self._count(other, save, 0) for other in self._others], time.monotonic()
+        """Return whether no counter has changed during SILENCE_S seconds of calls, or a node has found the hang."""
+        counts, now = [self._count(other, _phase(save), 0) for other in self._others], time.monotonic()
         before, since = self._last_counts.get(save, ([], now))
         if counts != before:
             since = now
         self._last_counts[save] = counts, since
-        return now - since >= SILENCE_S
+        return now - since >= SILENCE_S or any(self._count(other, "hang", 0) > 0 for other in self._others)
 
-    def _count(self, node: int, save: bool, more: int) -> int:
+    def announce_hang(self) -> None:
+        """Announce that this node found a hang and logged its evidence. Wait until the other nodes have done the same.
+
+        The ranks of all nodes fail once those of one node are killed, and then have no stacks to show. The wait ends
+        after SILENCE_S seconds at the latest.
+        """
+        end = time.monotonic() + SILENCE_S
+        self._count(self._node, "hang", 1)
+        while time.monotonic() < end and any(self._count(other, "hang", 0) <= 0 for other in self._others):
+            time.sleep(LOOK_EVERY_S)
+
+    def _count(self, node: int, what: str, more: int) -> int:
         """Add `more` to the counter of a node and return it; -1 without an answer within STORE_PATIENCE_S."""
         if self._asking is not None and self._asking.is_alive():
             return -1
@@ -84,7 +98,7 @@ class OtherNodes:
 
         def ask() -> None:
             with suppress(RuntimeError):
-                answers.put(self._store.add(f"rlhf/watchdog/{node}/{'save' if save else 'loop'}", more))
+                answers.put(self._store.add(f"rlhf/watchdog/{self._attempt}/{node}/{what}", more))
 
         # If the process of the store is stopped, `add` waits forever, whatever the timeout of the store.
         self._asking = threading.Thread(target=ask, name="store", daemon=True)
@@ -96,12 +110,16 @@ class OtherNodes:
             return -1
 
 
-def _other_nodes(node: int, nodes: int) -> OtherNodes | None:
+def _phase(save: bool) -> str:
+    return "save" if save else "loop"
+
+
+def _other_nodes(node: int, nodes: int, attempt: str) -> OtherNodes | None:
     if nodes == 1:
         return None
     from rlhf.ranks.collectives import connect_to_store
 
-    return OtherNodes(connect_to_store(timedelta(seconds=STORE_PATIENCE_S)), node, nodes)
+    return OtherNodes(connect_to_store(timedelta(seconds=STORE_PATIENCE_S)), node, nodes, attempt)
 
 
 def watch(run_dir: Path, pids: Mapping[int, int], others: OtherNodes | None) -> None:
@@ -117,6 +135,8 @@ def watch(run_dir: Path, pids: Mapping[int, int], others: OtherNodes | None) -> 
         if (hang := detector.look(ranks, alive)) is not None:
             evidence = describe_hang(hang, ranks.statuses(), next(iter(scan(run_dir)), None))
             _log(run_dir, f"Hang: {evidence}\nThe ranks of this node are killed. Their launcher restarts the run.")
+            if others is not None:
+                others.announce_hang()
             ranks.kill(alive)
             return
         if select.select(pipe, [], [], LOOK_EVERY_S)[0]:
@@ -133,6 +153,6 @@ def _log(run_dir: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    folder, by_rank, number, count = sys.argv[1:]
+    folder, by_rank, number, count, attempt = sys.argv[1:]
     local = {int(rank): pid for rank, pid in json.loads(by_rank).items()}
-    watch(Path(folder), local, _other_nodes(int(number), int(count)))
+    watch(Path(folder), local, _other_nodes(int(number), int(count), attempt))

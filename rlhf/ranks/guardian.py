@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import xxhash
+
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.parent import machine
@@ -35,8 +37,18 @@ def watched(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinator) -> 
     if coordinator.rank != min(pids):
         yield
         return
+    attempt = xxhash.xxh3_64_hexdigest(repr(ranks).encode())  # the same on every node
     process = subprocess.Popen(
-        [sys.executable, "-m", MODULE, str(run_dir), json.dumps(pids), str(nodes.index(mine)), str(len(nodes))],
+        [
+            sys.executable,
+            "-m",
+            MODULE,
+            str(run_dir),
+            json.dumps(pids),
+            str(nodes.index(mine)),
+            str(len(nodes)),
+            attempt,
+        ],
         stdin=subprocess.PIPE,
         start_new_session=True,  # stop signals go to the ranks alone, which must be watched until they have saved
     )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_a_rank_that_waits_for_another_node_does_not_hang(monkeypatch):
     ranks, detectors = [Rank(0), Rank(1)], []
     for rank in ranks:
         here = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-        detector = HangDetector(TrainerConfig(watchdog_timeout_s=1.5), 900.0, OtherNodes(here, rank.rank, 2))
+        detector = HangDetector(TrainerConfig(watchdog_timeout_s=1.5), 900.0, OtherNodes(here, rank.rank, 2, "attempt"))
         detector.start([rank.rank])
         detectors.append(detector)
 
@@ -105,10 +106,38 @@ def test_a_rank_that_waits_for_another_node_does_not_hang(monkeypatch):
     assert hang.rank == 0
 
 
+def test_a_node_kills_its_ranks_when_the_others_have_logged_the_hang(monkeypatch):
+    """Ranks fail when those of another node are killed. Each node logs its evidence first."""
+    monkeypatch.setattr(node_watchdog, "SILENCE_S", 30.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def node(number: int, attempt: str) -> OtherNodes:
+        here = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        return OtherNodes(here, number, 2, attempt)
+
+    first, second, later = node(0, "first"), node(1, "first"), node(1, "second")
+    with ThreadPoolExecutor(1) as pool:
+        started = time.monotonic()
+        killed = pool.submit(first.announce_hang)
+        while not second.are_silent(save=False):
+            assert time.monotonic() - started < 20, "the second node heard nothing of the hang"
+            time.sleep(0.05)
+        assert not killed.done(), "the second node has logged nothing yet"
+        assert not later.are_silent(save=False), "that was another start of the ranks"
+        second.announce_hang()
+        killed.result(20)
+    monkeypatch.setattr(node_watchdog, "SILENCE_S", 1.0)
+    started = time.monotonic()
+    later.announce_hang()
+    assert 1 <= time.monotonic() - started < 20, "a node that answers no more may still log its evidence"
+
+
 def test_a_store_that_does_not_answer_says_nothing(monkeypatch):
     monkeypatch.setattr(node_watchdog, "SILENCE_S", 0.2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    others = OtherNodes(dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False), 0, 2)
+    others = OtherNodes(
+        dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False), 0, 2, "attempt"
+    )
     others.report(save=False)
     assert not others.are_silent(save=False)
     del store
@@ -135,7 +164,7 @@ def test_a_store_whose_process_is_stopped_says_nothing(monkeypatch):
     with subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE) as rank_0:
         assert rank_0.stdout is not None
         port = int(rank_0.stdout.readline())
-        others = OtherNodes(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1, 2)
+        others = OtherNodes(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1, 2, "attempt")
         assert not others.are_silent(save=False)
         os.kill(rank_0.pid, signal.SIGSTOP)
         end = threading.Timer(60, rank_0.kill)  # an answer of a kind, for who would wait for one
@@ -156,7 +185,7 @@ def test_a_request_to_leave_is_for_the_ranks_and_not_for_their_watchdog(tmp_path
     """SLURM sends it to all processes; the ranks are watched until they have saved."""
     (tmp_path / RESOLVED).write_text(to_yaml(Config(model=ModelConfig(path="policy"))))
     rank = subprocess.Popen(["sleep", "600"])
-    command = [sys.executable, "-m", MODULE, str(tmp_path), json.dumps({0: rank.pid}), "0", "1"]
+    command = [sys.executable, "-m", MODULE, str(tmp_path), json.dumps({0: rank.pid}), "0", "1", "attempt"]
     watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         end = time.monotonic() + 60

@@ -27,7 +27,6 @@ from tests.support.engines import (
     NEEDS_DEEPSPEED,
     apart_in_float64,
     engines_in_float64,
-    forward_bound,
     gathered,
     logits_of,
     loss_of,
@@ -247,9 +246,7 @@ def test_saved_in_each_opened_in_each(found, writer, reader):
     opened, saved = found[reader]["opened"][writer], found[writer]
     assert equal_bits(opened["state"], saved["state"])
     # ZeRO 3 adds biases apart, in bfloat16 to what it has rounded.
-    low = torch.finfo(torch.bfloat16).eps * float(saved["loss"])
-    apart = low if "bfloat16" in reader else forward_bound(saved["loss"])
-    torch.testing.assert_close(opened["loss"], saved["loss"], rtol=0, atol=apart)
+    torch.testing.assert_close(opened["loss"], saved["loss"], rtol=0, atol=1e-2 if "bfloat16" in reader else 1e-6)
     if writer == reader:
         assert torch.equal(opened["loss"], saved["loss"])
 
@@ -262,7 +259,7 @@ def test_dora_is_that_of_peft(found, engine):
     assert seen["sent"].keys() == seen["peft_merged"].keys()
     for name, weight in seen["peft_merged"].items():
         # The norm of a row of at most 24 weights, each with a product of rank 4; a quotient and a product.
-        apart = sum_bound(24 + 4 + 2) * float(weight.abs().max())
+        apart = min(1e-6, sum_bound(24 + 4 + 2) * float(weight.abs().max()))
         torch.testing.assert_close(seen["sent"][name], weight, rtol=0, atol=apart)
 
 

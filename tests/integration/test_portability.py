@@ -1,8 +1,8 @@
 """Checkpoints saved by {FSDP2, ZeRO 0, 1, 2, 3} on {1, 2} ranks, opened by each of the same; of whole models and of
 adapters.
 
-Weights, moments, step counts and the schedule are exactly equal; the next losses are equal but for rounding, and the
-same bits where nothing changed. A covering set of the pairs, or all of them with --full-product.
+Weights, moments, step counts and the schedule are exactly equal; the next losses are within 1e-6, and the same bits
+where nothing changed. A covering set of the pairs, or all of them with --full-product.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import torch
 from rlhf.config import Config
 from tests.support.adapted_engines import ADAPTED, either_engine
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
-from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, forward_bound, loss_of, state_of, train
+from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, loss_of, state_of, train
 
 pytestmark = NEEDS_DEEPSPEED
 
@@ -125,9 +125,8 @@ def test_opens(matrix, cell):
     if (writer, writers) == (reader, readers):
         assert equal_bits(opened["losses"], saved["losses"])
     # A step on another number of ranks adds up in another order, and then rounds weights to bfloat16.
-    apart = forward_bound(saved["losses"])
-    later = torch.finfo(torch.bfloat16).eps * float(saved["losses"].max()) if "bfloat16" in writer else apart
-    for tolerance, mine, theirs in zip((apart, later), opened["losses"], saved["losses"], strict=True):
+    later = 1e-2 if "bfloat16" in writer else 1e-6
+    for tolerance, mine, theirs in zip((1e-6, later), opened["losses"], saved["losses"], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
 
 

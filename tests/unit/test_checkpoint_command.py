@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,9 +9,10 @@ import pytest
 
 from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.commit.formats import FORMAT, OLDEST
-from rlhf.checkpoint.commit.manifest import read_manifest, write_manifest
+from rlhf.checkpoint.commit.manifest import describe, read_manifest, write_manifest
 from rlhf.config.resolved import to_yaml
 from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.storage.files import write_json
 from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import (
     PlainReference,
@@ -239,11 +241,30 @@ def test_driver_state_is_shown_whole_and_without_python(run_dir, command):
     driver = json.loads((step_dir(run_dir, 10) / "driver_state.json").read_text())
     out = command("inspect", run_dir)[1]
     lines = out.partition("driver state\n")[2].splitlines()
-    assert {line.split()[0].partition(".")[0] for line in lines if line[:1] == " " and ".weight" not in line} >= set(
-        driver
-    )
+    shown = {line.split()[0].partition(".")[0] for line in lines if line[:1] == " " and ".weight" not in line}
+    assert shown >= set(driver)
     assert "{" not in out
     assert "'" not in out
+
+
+def test_a_driver_state_of_any_size_is_shown_in_part(run_dir, command):
+    root = step_dir(run_dir, 10)
+    driver = json.loads((root / "driver_state.json").read_text())
+    deep: dict = {}
+    for _ in range(50):
+        deep = {"deeper": deep, "value": 1}
+    driver |= {"deep": deep, "many": {f"key_{i}": i for i in range(5000)}, "long": "x" * 100_000, "y" * 100_000: 1}
+    (root / "driver_state.json").unlink()
+    manifest = read_manifest(root)
+    files = manifest.files | describe([write_json(root, "driver_state.json", driver)])
+    (root / "manifest.json").unlink()
+    write_manifest(root, replace(manifest, files=files))
+    code, out, _ = command("inspect", root)
+    assert code == 0
+    assert max(map(len, out.splitlines())) < 500
+    assert len([line for line in out.splitlines() if line.startswith("  many.")]) < 100
+    assert re.search(r"\.\.\. and 4,9\d\d more \(--json shows all\)", out)
+    assert command("inspect", root, "--json")[1].count("key_") == 5000
 
 
 def test_a_narrow_terminal_breaks_no_word(run_dir):

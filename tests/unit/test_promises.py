@@ -10,7 +10,7 @@ from tests.support.launching import ROOT
 
 def promised() -> list[int]:
     """The numbers of the list, in its order."""
-    _, _, rest = (ROOT / "docs/design/checkpoint-protocol.md").read_text().partition("## What is promised\n")
+    _, _, rest = (ROOT / "docs/design/checkpoint-protocol.md").read_text().partition("## Promises\n")
     section, _, _ = rest.partition("\n## ")
     return [int(number) for number in re.findall(r"^(\d+)\. \*\*", section, re.MULTILINE)]
 

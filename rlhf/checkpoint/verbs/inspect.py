@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from rlhf.storage.layout import DRIVER_STATE, INDEX
 
 HELP = "show one checkpoint, the newest of a run: roles, tensors, driver state"
 
-LONGEST = 200
-"""Characters of a value of the driver state that are shown."""
+MOST, LONGEST, DEEPEST = 100, 200, 8
+"""What is shown of a driver state, which may have any size: values, characters of each, and levels of nesting."""
 
 add_arguments = add_address
 
@@ -109,7 +110,10 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         facts["imported from"] = f"{origin['path']} ({origin['layout']})"
     yield from (f"{name:16} {value}" for name, value in facts.items())
     yield "driver state"
-    yield from (f"  {name:30} {value}" for name, value in _flat(found["driver_state"]))
+    state = _flat(found["driver_state"])
+    yield from (f"  {name:30} {value}" for name, value in islice(state, MOST))
+    if (more := sum(1 for _ in state)) > 0:
+        yield f"  ... and {more:,} more (--json shows all)"
     for folder in found["folders"]:
         tensors = folder["tensors"]
         count = "" if tensors is None else f", {len(tensors)} tensors"
@@ -118,14 +122,17 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             yield f"  {tensor['name']}  {tensor['dtype']} {tensor['shape']}  in {tensor['shards']} shard(s)"
 
 
-def _flat(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted names and values; long values are cut, since a state may have any size."""
+def _flat(state: dict[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield dotted names and values."""
     for name, value in sorted(state.items()):
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+        if isinstance(value, dict) and value and depth < DEEPEST:
+            yield from _flat(value, f"{prefix}{name}.", depth + 1)
         else:
-            text = value if isinstance(value, str) else json.dumps(value)
-            yield prefix + name, text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+            yield _cut(prefix + name), _cut(value if isinstance(value, str) else json.dumps(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _folders(manifest: Manifest) -> dict[str, int]:
