@@ -169,7 +169,7 @@ def collect(rank: int, samples: int, length: int, folder: Path) -> Figures:
     journal.add_samples = watch.timed(PHASES[1], journal.add_samples)
     generation.sampler.generate = watch.timed(PHASES[0], generation.sampler.generate)  # type: ignore[method-assign]
     generation._results = watch.timed(PHASES[2], generation._results)  # type: ignore[method-assign]
-    coordinator.gather(None)
+    coordinator.all_gather(None)
     Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
     before, tokens_here = memory("VmRSS"), samples * length // RANKS
     collected = watch.timed("all", collector.collect)(1)

@@ -4,7 +4,7 @@ It reads like the algorithm. Left out on purpose, because each is the business o
 
 - cadence: whether a save, an evaluation or a move of the reference is due (`maybe_save`, `maybe_evaluate`,
   `maybe_update`);
-- which rank works on which samples: in `work_sharing.share`. Rewards and advantages are computed on the rank that
+- which rank works on which samples: in `resharder.reshard`. Rewards and advantages are computed on the rank that
   generated a prompt's samples (`rollout`), model passes and updates on the rank that a sample is sent to (`training`);
 - dynamic sampling, prompts carried over, generation a step ahead, the journal: in `collector.collect`;
 - epochs, mini-batches, micro-batches, the optimizer and the guards before each of its steps: in the two `update`s;
@@ -31,9 +31,9 @@ from rlhf.learning.credit import Advantages, Credit
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.reference import Reference
+from rlhf.learning.resharding import SampleResharder, TrainingBatches
 from rlhf.learning.utilization import Utilization
-from rlhf.learning.work_sharing import TrainingBatches, WorkSharing
-from rlhf.ranks.figures import PhaseClock
+from rlhf.ranks.phase_clock import PhaseClock
 from rlhf.reward import Reward
 from rlhf.rollout import RolloutEngine
 from rlhf.tracking.run_log import RunLog
@@ -44,7 +44,7 @@ class Components:
     """All components of a rank, which `rlhf.assemble.run` builds."""
 
     collector: Collector
-    work_sharing: WorkSharing
+    resharder: SampleResharder
     engine: RolloutEngine
     actor: Actor
     critic: Critic | None
@@ -102,7 +102,7 @@ def _train(c: Components) -> None:
         announce("update.before")
         c.guards.begin(step, metrics["reward/mean"])
         with c.clock.phase("share"):
-            training = c.work_sharing.share(rollout, collected.uids, step)
+            training = c.resharder.reshard(rollout, collected.uids, step)
         batches, credit, figures = estimate(c, rollout, training)
         c.run_log.show(c.viewer.shown(collected.groups, credit.means()))
         metrics |= figures | update(c, batches, training, step)

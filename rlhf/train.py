@@ -1,12 +1,12 @@
 """Command line of the trainer: python -m rlhf.train. Imports nothing heavy before the configuration is checked."""
 
 from rlhf.ranks.open_files import open_closed_streams
-from rlhf.ranks.stop import leave_while_idle
+from rlhf.ranks.stop import exit_on_stop_signal
 
 if __name__ == "__main__":
     open_closed_streams()
     # Before the slow imports. Later, the supervisor or the rank handles the signals.
-    leave_while_idle()
+    exit_on_stop_signal()
 
 import argparse
 import logging

@@ -31,11 +31,11 @@ from rlhf.loop import train
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.ranks.guardian import watched
 from rlhf.ranks.lock import lock_as_rank
 from rlhf.ranks.logs import configure_logging, write_whole_lines
-from rlhf.ranks.progress_pipe import ProgressPipe, ShowsProgress
+from rlhf.ranks.progress_pipe import ProgressDisplay, ProgressPipe
 from rlhf.ranks.status import STACKS_SIGNAL, StatusWriter, clear_statuses
+from rlhf.ranks.watchdog_process import node_watchdog
 from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.layout import RESOLVED
 from rlhf.tracking.run_output import OutputHandler, RunOutput
@@ -45,7 +45,7 @@ schema()  # fills the cache once in a launcher, for all ranks that it forks
 
 
 def run(
-    config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, shown: ShowsProgress
+    config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, shown: ProgressDisplay
 ) -> None:
     """Build the components and train. Close trackers, reward processes and rollout engines, also after an error."""
     components = build(config, device, coordinator, status, shown)
@@ -89,7 +89,7 @@ def main(run_dir: Path) -> int:
     """Run a rank of a supervisor that has the run lock and has written the configuration. Return the exit code."""
 
     def work(evidence: _Evidence) -> None:
-        shown = ProgressPipe.of_environment()
+        shown = ProgressPipe.from_environment()
         shown.phase(rank(), 0, "starting the ranks", 0, 0)
         status = evidence.begin(run_dir)
         config = from_yaml((run_dir / RESOLVED).read_text())
@@ -124,9 +124,9 @@ def main_under_torchrun(config: Config, banner: str = "") -> int:
         def attempt() -> int:
             coordinator.on_domain_leaders(lambda: clear_statuses(agreed.run_dir))
             status = evidence.begin(agreed.run_dir)
-            with watched(agreed.run_dir, agreed.trainer, coordinator):
+            with node_watchdog(agreed.run_dir, agreed.trainer, coordinator):
                 output.begin_bar()
-                run(agreed, device, coordinator, status, ShowsProgress() if rank() else output.progress)
+                run(agreed, device, coordinator, status, ProgressDisplay() if rank() else output.progress)
             return EXIT_DONE
 
         live(agreed, coordinator, output, attempt)

@@ -41,7 +41,7 @@ def read_prompts(
     """
     train_set = build_train_set(data, reward, seed, tokenizer)
     val_set = build_val_set(data, reward, seed, tokenizer)
-    if len(set(coordinator.gather(train_set.fingerprint))) > 1:
+    if len(set(coordinator.all_gather(train_set.fingerprint))) > 1:
         raise UserError(
             f"The ranks read different training prompts from {data.train_files or data.reasoning_gym}: give every node "
             "the same files, and set PYTHONHASHSEED=0 for all ranks (some reasoning-gym tasks depend on it; our own "

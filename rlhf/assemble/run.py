@@ -46,8 +46,8 @@ from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.reference import Reference
+from rlhf.learning.resharding import SampleResharder
 from rlhf.learning.utilization import Utilization
-from rlhf.learning.work_sharing import WorkSharing
 from rlhf.loop import Components
 from rlhf.models import loading
 from rlhf.models.adapter_layers import add_adapters, without_adapters
@@ -60,8 +60,8 @@ from rlhf.models.parameter_count import short_number
 from rlhf.models.weights import Loaded
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.figures import PhaseClock
-from rlhf.ranks.progress_pipe import ShowsProgress
+from rlhf.ranks.phase_clock import PhaseClock
+from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.ranks.rng import seed_everything
 from rlhf.ranks.status import StatusWriter
 from rlhf.ranks.stop import PreemptionFlag
@@ -78,7 +78,7 @@ AFTER_THE_STEP = ("evaluation.", "metrics.", "commit.", "end.")
 
 
 def build(
-    config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, shown: ShowsProgress
+    config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, shown: ProgressDisplay
 ) -> Components:
     """Build all components of this rank, and load the newest checkpoint. Collective."""
     setup = Setup(config, device, coordinator)
@@ -132,7 +132,7 @@ def _follow_events(driver: DriverState, status: StatusWriter, phases: Phases) ->
     subscribe(lambda event: phases.event(step_of(event), event))
 
 
-def _build(setup: Setup, inputs: RunInputs, shown: ShowsProgress, preemption: PreemptionFlag) -> Components:
+def _build(setup: Setup, inputs: RunInputs, shown: ProgressDisplay, preemption: PreemptionFlag) -> Components:
     config, coordinator, device = setup.config, setup.coordinator, setup.device
     models, driver = inputs.models, inputs.driver
     report("loading the weights")
@@ -158,7 +158,7 @@ def _build(setup: Setup, inputs: RunInputs, shown: ShowsProgress, preemption: Pr
     per_pass = mini_batches(config.data, config.actor)
     return Components(
         collector=collector,
-        work_sharing=WorkSharing(per_pass, coordinator, config.trainer.seed if config.actor.shuffle else None),
+        resharder=SampleResharder(per_pass, coordinator, config.trainer.seed if config.actor.shuffle else None),
         engine=engine,
         actor=learners.actor,
         critic=learners.critic,
@@ -256,13 +256,13 @@ def _checkpointer(
         config.trainer,
         config.checkpoint,
         resolved,
-        Identity.of_run(config.backend.name, resolved.text, files, coordinator.gather(torch.get_num_threads())),
+        Identity.of_run(config.backend.name, resolved.text, files, coordinator.all_gather(torch.get_num_threads())),
         coordinator,
         RunState(learners.backends, inputs.driver, parts, learners.moving_reference, collector),
     )
 
 
-def _run_log(config: Config, driver: DriverState, shown: ShowsProgress, *, leads: bool) -> RunLog:
+def _run_log(config: Config, driver: DriverState, shown: ProgressDisplay, *, leads: bool) -> RunLog:
     tracker = None
     if leads:
         tracker = Tracker(config.trainer, config.tracking, asdict(config), config.run_dir, driver.run_id)

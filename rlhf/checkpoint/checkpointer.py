@@ -70,7 +70,7 @@ class Checkpointer:
         self._copies = RemoteCopies(run_dir, trainer, settings) if copies else None
         # Created here, where all ranks call together: the thread must not use training's process groups.
         timeout = timedelta(seconds=settings.timeout_s)
-        self._background = coordinator.another(timeout) if settings.async_save else None
+        self._background = coordinator.duplicate(timeout) if settings.async_save else None
         self._stager = Stager()
         self._in_flight: SaveInFlight | None = None
         self._result: SaveResult | None = None

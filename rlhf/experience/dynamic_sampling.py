@@ -66,7 +66,7 @@ class DynamicSampling:
         left = [group for group in kept if group.uid not in chosen]
         self.carried = self._young(left, step + 1)
         expired += len(left) - len(self.carried)
-        counts = self.coordinator.gather((len(self.carried), expired))
+        counts = self.coordinator.all_gather((len(self.carried), expired))
         share_carried = len(carried & chosen) / wanted
         self._warn(step, share_carried)
         metrics: dict[str, float] = {

@@ -90,7 +90,7 @@ class Generation:
         if self.journal is not None:
             stats.journaled += [known is not None] * (len(drawn) * self.n)
             # The weight sync is collective, so either every rank generates or none does.
-            everywhere = all(self.coordinator.gather(known is not None))
+            everywhere = all(self.coordinator.all_gather(known is not None))
             if known is not None and everywhere:
                 return known
         announce("rollout.before")

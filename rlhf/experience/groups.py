@@ -53,7 +53,7 @@ class Group:
 
 def uids_everywhere(groups: Sequence[Group], coordinator: Coordinator) -> list[int]:
     """Return the uids of the `groups` of all ranks, ascending. Collective."""
-    return sorted(uid for of_rank in coordinator.gather([group.uid for group in groups]) for uid in of_rank)
+    return sorted(uid for of_rank in coordinator.all_gather([group.uid for group in groups]) for uid in of_rank)
 
 
 def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:

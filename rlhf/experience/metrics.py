@@ -57,7 +57,7 @@ def merge(mine: dict[Name, Summary], coordinator: Coordinator) -> dict[Name, Sum
     Ranks may have different names. Names without values are dropped.
     """
     merged: dict[Name, Summary] = {}
-    for part in coordinator.gather(mine):
+    for part in coordinator.all_gather(mine):
         for name, summary in part.items():
             merged[name] = merged[name] + summary if name in merged else summary
     return {name: merged[name] for name in sorted(merged) if merged[name].count}

@@ -50,7 +50,7 @@ class Prefetch:
         self._score()
         scored, self._scored, self._before = self._scored, None, None
         # After a load with another number of ranks, some ranks may have no groups.
-        if scored is None or not any(self.generation.coordinator.gather(len(scored[0]))):
+        if scored is None or not any(self.generation.coordinator.all_gather(len(scored[0]))):
             return None
         groups, own = scored
         stats.add(own)

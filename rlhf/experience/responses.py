@@ -48,6 +48,6 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample]) -> l
 
 def log_timeouts(when: str, mine: Sequence[Timeouts], coordinator: Coordinator) -> None:
     """Log on the leader the reward functions that timed out on any rank, each with a count and a sample. Collective."""
-    every = merge_timeouts(each for of_rank in coordinator.gather(list(mine)) for each in of_rank)
+    every = merge_timeouts(each for of_rank in coordinator.all_gather(list(mine)) for each in of_rank)
     if every and coordinator.is_leader:
         log.warning("%s: %s", when, "; ".join(map(str, every)))

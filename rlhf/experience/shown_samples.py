@@ -35,7 +35,7 @@ class RolloutViewer:
             return []
         rows = [(group, number) for group in groups for number in range(len(group.samples))]
         order = sorted(range(len(rows)), key=lambda row: rows[row][1])
-        part = _parts(coordinator.gather(len(rows)), count)[coordinator.rank] if count > 0 else len(rows)
+        part = _parts(coordinator.all_gather(len(rows)), count)[coordinator.rank] if count > 0 else len(rows)
 
         def mine() -> list[ShownSample]:
             return [self._rollout(*rows[row], advantages[row]) for row in sorted(order[:part])]

@@ -14,7 +14,7 @@ from rlhf.launch.stop_request import StopRequest
 # Enough for the peers of a dead rank to notice and to write their errors. Peers in an NCCL collective never notice.
 PEER_GRACE_S = 5.0
 # A process that survives SIGKILL is stuck in the kernel (a wedged GPU or disk). The attempt then ends without it.
-_KILL_PATIENCE_S = 10.0
+_KILL_TIMEOUT_S = 10.0
 _LOOK_S = 0.1
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Attempt:
                 self._note(rank, end, now)
             self._callbacks.look(self._stop)
             alive = set(range(self._nproc)) - self._exits.keys()
-            if not alive or (self._killed_at is not None and now > self._killed_at + _KILL_PATIENCE_S):
+            if not alive or (self._killed_at is not None and now > self._killed_at + _KILL_TIMEOUT_S):
                 return AttemptResult(self._exits, tuple(sorted(self._first)), self._killed, self._hang, self._idle)
             self._end_what_is_due(alive, now)
 

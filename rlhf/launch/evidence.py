@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.launch.interface import RankExit
 from rlhf.ranks.status import RankError, RankStatus
-from rlhf.ranks.stop import STARTS_AGAIN
+from rlhf.ranks.stop import RERUN_HINT
 
 _TRACEBACK_LINES = 15
 
@@ -178,4 +178,4 @@ def _first_error(cause: int | None, statuses: dict[int, RankStatus]) -> tuple[in
 
 def next_start(checkpoint: Path | None) -> str:
     """Return a sentence on where the same command continues."""
-    return f"The same command continues from {checkpoint}." if checkpoint else STARTS_AGAIN
+    return f"The same command continues from {checkpoint}." if checkpoint else RERUN_HINT

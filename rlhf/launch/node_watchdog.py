@@ -1,7 +1,7 @@
 """Watches the ranks of one node that torchrun or another launcher started, in a process of its own.
 
-A rank starts the watchdog (`rlhf.ranks.guardian`). In a hang the watchdog logs the evidence and kills the node's ranks.
-The launcher restarts them.
+A rank starts the watchdog (`rlhf.ranks.watchdog_process`). In a hang the watchdog logs the evidence and kills the
+node's ranks. The launcher restarts them.
 """
 
 import signal
@@ -33,7 +33,7 @@ from rlhf.launch.evidence import describe_hang
 from rlhf.launch.hangs import LOOK_EVERY_S, HangDetector
 from rlhf.launch.local.processes import RankProcesses
 from rlhf.ranks.logs import configure_logging
-from rlhf.ranks.parent import birth_of
+from rlhf.ranks.parent import start_time_of
 from rlhf.storage.layout import RESOLVED, RUN_LOG, scan
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ REPORT_EVERY_S = 2.0
 SILENCE_S = 10.0
 """Seconds without a report from another node after which all ranks there count as overdue; also the longest wait for
 the other nodes' evidence of a hang."""
-STORE_PATIENCE_S = 5.0
+STORE_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class OtherNodes:
             time.sleep(LOOK_EVERY_S)
 
     def _count(self, node: int, what: str, more: int) -> int:
-        """Add `more` to the counter of a node and return it; -1 without an answer within STORE_PATIENCE_S."""
+        """Add `more` to the counter of a node and return it; -1 without an answer within STORE_TIMEOUT_S."""
         if self._asking is not None and self._asking.is_alive():
             return -1
         answers: SimpleQueue[int] = SimpleQueue()
@@ -103,7 +103,7 @@ class OtherNodes:
         # If the process of the store is stopped, `add` waits forever, whatever the timeout of the store.
         self._asking = threading.Thread(target=ask, name="store", daemon=True)
         self._asking.start()
-        self._asking.join(STORE_PATIENCE_S)
+        self._asking.join(STORE_TIMEOUT_S)
         try:
             return answers.get_nowait()
         except Empty:
@@ -119,7 +119,7 @@ def _other_nodes(node: int, nodes: int, attempt: str) -> OtherNodes | None:
         return None
     from rlhf.ranks.collectives import connect_to_store
 
-    return OtherNodes(connect_to_store(timedelta(seconds=STORE_PATIENCE_S)), node, nodes, attempt)
+    return OtherNodes(connect_to_store(timedelta(seconds=STORE_TIMEOUT_S)), node, nodes, attempt)
 
 
 def watch(run_dir: Path, pids: Mapping[int, int], others: OtherNodes | None) -> None:
@@ -128,10 +128,10 @@ def watch(run_dir: Path, pids: Mapping[int, int], others: OtherNodes | None) -> 
     The lowest rank has the other end of this process's stdin. When that rank closes its end, its watch is over.
     """
     config = load(run_dir / RESOLVED)
-    ranks, births = RankProcesses(pids, run_dir), {rank: birth_of(pid) for rank, pid in pids.items()}
+    ranks, births = RankProcesses(pids, run_dir), {rank: start_time_of(pid) for rank, pid in pids.items()}
     detector, pipe = HangDetector(config.trainer, config.checkpoint.timeout_s, others), [sys.stdin]
     detector.start(pids)
-    while alive := [rank for rank, pid in pids.items() if births[rank] and birth_of(pid) == births[rank]]:
+    while alive := [rank for rank, pid in pids.items() if births[rank] and start_time_of(pid) == births[rank]]:
         if (hang := detector.look(ranks, alive)) is not None:
             evidence = describe_hang(hang, ranks.statuses(), next(iter(scan(run_dir)), None))
             _log(run_dir, f"Hang: {evidence}\nThe ranks of this node are killed. Their launcher restarts the run.")

@@ -20,7 +20,7 @@ from rlhf.ranks.parent import PARENT_PID, die_with_parent
 DEADLINE_S = 60.0
 """Seconds after which the run starts without the result; the ranks import the files anyway."""
 _SHOWN_CHARACTERS = 2000
-_PATIENCE_S = 2.0
+_JOIN_TIMEOUT_S = 2.0
 """Seconds to wait for the last output of a process that has ended."""
 
 
@@ -81,7 +81,7 @@ class _PipeReader:
                 self._parts.append(part)
 
     def text(self) -> str:
-        self._thread.join(_PATIENCE_S)
+        self._thread.join(_JOIN_TIMEOUT_S)
         return b"".join(tuple(self._parts)).decode(errors="replace")
 
 

@@ -18,9 +18,9 @@ from rlhf.learning.balancing import SampleBalance
 from rlhf.learning.entropy_control import EntropyControl
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
+from rlhf.learning.resharding import Shuffle
 from rlhf.learning.token_choice import TokenChoice
 from rlhf.learning.update import Around, Counts, Figures, MicroBatchLoss, Passes, update
-from rlhf.learning.work_sharing import Shuffle
 from rlhf.ranks.collectives import all_sum
 
 

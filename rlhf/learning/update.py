@@ -14,8 +14,8 @@ from rlhf.batch import Batch
 from rlhf.events import announce, report
 from rlhf.learning.balancing import SampleBalance
 from rlhf.learning.guards import Guards
+from rlhf.learning.resharding import Shuffle
 from rlhf.learning.walk import mini_batch_plans
-from rlhf.learning.work_sharing import Shuffle
 from rlhf.models.packing import is_packed
 from rlhf.ranks.collectives import all_max, all_sum
 

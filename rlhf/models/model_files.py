@@ -110,7 +110,7 @@ def _check_same_files(
     """Raise UserError for `others`, which do not see the files of `reader`, under `loading=shard`; else warn if some
     of them see other files."""
     if loading == "shard":
-        host = coordinator.gather(socket.gethostname())[others[0]]
+        host = coordinator.all_gather(socket.gethostname())[others[0]]
         what = "does not see" if seen[others[0]] is None else f"sees other files than rank {reader} in"
         raise UserError(
             f"model.loading=shard: rank {others[0]} (on {host}) {what} {source}. Put the same folder at that path on "
@@ -137,7 +137,7 @@ def _read_small(
             return small, fingerprint(folder) if is_reader else ""
 
     small, own_mark = on_every_rank(look, coordinator)
-    return small, coordinator.gather(own_mark)[reader]
+    return small, coordinator.all_gather(own_mark)[reader]
 
 
 def _encoded(headers: Mapping[str, FileTensor] | None) -> bytes:
@@ -224,7 +224,7 @@ def _small_files(folder: Path, code: bool) -> dict[str, bytes]:
 
 def _send(contents: dict[str, bytes], reader: int, coordinator: Coordinator, device: torch.device) -> dict[str, bytes]:
     """Return the reader's `contents` on every rank."""
-    sizes = coordinator.gather({name: len(content) for name, content in contents.items()})[reader]
+    sizes = coordinator.all_gather({name: len(content) for name, content in contents.items()})[reader]
     sent = {}
     for name, size in sizes.items():
         buffer = torch.empty(size, dtype=torch.uint8, device=device)

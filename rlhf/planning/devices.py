@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PATIENCE_S = 10.0
+QUERY_TIMEOUT_S = 10.0
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Device files of drivers on Linux: NVIDIA's, AMD's, and Windows' (WSL). Without any, torch finds no GPU."""
 
@@ -59,7 +59,7 @@ def _visible_rows(environ: Mapping[str, str]) -> list[list[str]] | None:
         return None
     query = ["--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run([program, *query], capture_output=True, text=True, timeout=PATIENCE_S)
+        done = subprocess.run([program, *query], capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 2]

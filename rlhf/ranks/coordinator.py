@@ -44,9 +44,9 @@ class Coordinator:
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
         self.domains = list(domains or [0] * self.world_size)
 
-    def another(self, timeout: timedelta) -> "Coordinator":
+    def duplicate(self, timeout: timedelta) -> "Coordinator":
         """Return a coordinator of the same ranks for another thread, with a `timeout` of its own. Collective."""
-        return Coordinator(self._transport.another(timeout), self.domains)
+        return Coordinator(self._transport.duplicate(timeout), self.domains)
 
     @property
     def is_leader(self) -> bool:
@@ -67,9 +67,9 @@ class Coordinator:
         """Whether this rank acts for its storage domain."""
         return self.domain == self.rank
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return every rank's `value`, in rank order, on every rank."""
-        return self._transport.gather(value)
+        return self._transport.all_gather(value)
 
     def broadcast(self, value: T | None, source: int = 0) -> T:
         """Return the `value` of the rank `source` on every rank."""
@@ -101,25 +101,25 @@ class Coordinator:
         outcomes: list[Any] = self.everywhere(lambda: action() if self.leads_domain else None)
         return [outcomes[leader] for leader in self.domain_leaders]
 
-    def union(self, bits: bytes) -> bytes:
+    def bitwise_or(self, bits: bytes) -> bytes:
         """Return the bits that are set on any rank, on every rank."""
-        return self._transport.union(bits)
+        return self._transport.bitwise_or(bits)
 
-    def for_domain_leaders(self, action: Callable[[], T]) -> T | None:
+    def send_to_domain_leaders(self, action: Callable[[], T]) -> T | None:
         """Run `action` on the leader, and return its result on each domain's leader, None on the other ranks."""
         results: list[T] = []
         self.on_leader(lambda: results.append(action()))
         if len(self.domain_leaders) > 1:
-            return self._transport.share(results[0] if results else None, 0, self.domain_leaders)
+            return self._transport.send_object(results[0] if results else None, 0, self.domain_leaders)
         return results[0] if results else None
 
-    def hand_out(self, action: Callable[[], Sequence[T]]) -> T:
+    def scatter(self, action: Callable[[], Sequence[T]]) -> T:
         """Run `action` on the leader, and return on each rank the entry of the result with the rank's number."""
         results: list[Sequence[T]] = []
         self.on_leader(lambda: results.append(action()))
         own: list[T] = [results[0][0]] if results else []
         for rank in range(1, self.world_size):
-            value = self._transport.share(results[0][rank] if results else None, 0, [rank])
+            value = self._transport.send_object(results[0][rank] if results else None, 0, [rank])
             if rank == self.rank:
                 own.append(value)
         return own[0]
@@ -135,14 +135,14 @@ class Coordinator:
     def everywhere(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank, and return all results on every rank. For small results only."""
         result, error = _tried(action)
-        outcomes = self.gather((result, error and _sendable(error)))
+        outcomes = self.all_gather((result, error and _sendable(error)))
         _raise_first(error, {rank: remote for rank, (_, remote) in enumerate(outcomes) if remote is not None})
         return [value for value, _ in outcomes]
 
     def collect(self, action: Callable[[], T]) -> list[T] | None:
         """Run `action` on every rank, and return all results on the leader, None on the other ranks."""
         result, error = _tried(action)
-        outcomes = self._transport.collect((result, error and _sendable(error)), 0)
+        outcomes = self._transport.gather((result, error and _sendable(error)), 0)
         failed = {rank: remote for rank, (_, remote) in enumerate(outcomes or []) if remote is not None}
         _raise_first(error, self.broadcast(dict(list(failed.items())[:1])))
         return None if outcomes is None else [value for value, _ in outcomes]

@@ -34,10 +34,10 @@ class GlooTransport(Transport):
                 # On the training group, object collectives would have to keep an order with its tensors.
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def another(self, timeout: timedelta) -> "GlooTransport":
+    def duplicate(self, timeout: timedelta) -> "GlooTransport":
         return GlooTransport(timeout)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -45,7 +45,7 @@ class GlooTransport(Transport):
             dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def collect(self, value: Any, to: int) -> list[Any] | None:
+    def gather(self, value: Any, to: int) -> list[Any] | None:
         if self._group is None:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.rank == to else None
@@ -53,7 +53,7 @@ class GlooTransport(Transport):
             dist.gather_object(value, values, dst=to, group=self._group)
         return values
 
-    def union(self, bits: bytes) -> bytes:
+    def bitwise_or(self, bits: bytes) -> bytes:
         if self._group is None or not bits:
             return bits
         total = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
@@ -61,7 +61,7 @@ class GlooTransport(Transport):
             dist.all_reduce(total, op=dist.ReduceOp.BOR, group=self._group)
         return total.numpy().tobytes()
 
-    def share(self, value: Any, source: int, to: Sequence[int]) -> Any:
+    def send_object(self, value: Any, source: int, to: Sequence[int]) -> Any:
         if self._group is None or self.rank == source:
             with _collective():
                 for rank in to if self._group is not None else ():

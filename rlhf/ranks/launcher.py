@@ -28,7 +28,7 @@ _NO_COUNT = 255
 _HANDLED = (*STOP_SIGNALS, signal.SIGCHLD)
 
 
-def why_not_fork() -> str | None:
+def fork_problem() -> str | None:
     """Return the reason why a fork of this process would break; None if a fork is safe."""
     torch = sys.modules.get("torch")
     if (torch is not None and torch.cuda.is_initialized()) or _has_cuda_open():
@@ -127,7 +127,7 @@ class Launcher:
         """Fork the ranks and answer. Return True in each forked rank."""
         while self._ended:
             os.waitpid(self._ended.pop(), 0)
-        problem = self._problem or why_not_fork()
+        problem = self._problem or fork_problem()
         if problem is not None:
             self._connection.send(Forked({}, problem))
             return False
@@ -162,7 +162,7 @@ class Launcher:
             signal.signal(number, handler)
 
     def _devices(self) -> Devices:
-        problem = self._problem or why_not_fork()
+        problem = self._problem or fork_problem()
         if problem is not None:
             return Devices(0, problem)
         pid = os.fork()

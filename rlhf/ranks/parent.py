@@ -53,7 +53,7 @@ def machine() -> str:
     return f"{boot} {_PROCESSES.readlink() if _PROCESSES.exists() else ''}"
 
 
-def birth_of(pid: int) -> str | None:
+def start_time_of(pid: int) -> str | None:
     """Return the start time of a process, distinct if its id is reused; None if it has ended. Linux only."""
     try:
         fields = _stat(pid)

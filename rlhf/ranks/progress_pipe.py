@@ -16,7 +16,7 @@ _TOO_MANY = 1 << 63
 """Greater than every count, and small enough for a float."""
 
 
-class ShowsProgress:
+class ProgressDisplay:
     """Interface of displays of a run's progress. This class shows nothing."""
 
     def start(self, step: int, total: int) -> None:
@@ -29,7 +29,7 @@ class ShowsProgress:
         """Show that a rank has `done` of `total` parts of a phase; a `total` of 0 counts no parts."""
 
 
-class ProgressPipe(ShowsProgress):
+class ProgressPipe(ProgressDisplay):
     """Sends progress to the process at the other end of `fd`. Never waits: a full or closed pipe loses messages."""
 
     def __init__(self, fd: int) -> None:
@@ -37,10 +37,10 @@ class ProgressPipe(ShowsProgress):
         os.set_blocking(fd, False)
 
     @classmethod
-    def of_environment(cls) -> ShowsProgress:
+    def from_environment(cls) -> ProgressDisplay:
         """Return the pipe of PROGRESS_FD, or a display that shows nothing."""
         fd = os.environ.get(PROGRESS_FD)
-        return ShowsProgress() if fd is None else cls(int(fd))
+        return ProgressDisplay() if fd is None else cls(int(fd))
 
     def start(self, step: int, total: int) -> None:
         self._send("start", step, total)
@@ -62,7 +62,7 @@ class ProgressPipe(ShowsProgress):
                 raise
 
 
-def deliver(line: bytes, to: ShowsProgress) -> None:
+def dispatch_message(line: bytes, to: ProgressDisplay) -> None:
     """Show a message from a pipe. Raise ValueError if no `ProgressPipe` wrote the line."""
     try:
         message = json.loads(line)

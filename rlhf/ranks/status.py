@@ -74,7 +74,7 @@ class StatusWriter:
     def __init__(self, run_dir: Path, rank: int) -> None:
         path = run_dir / STATUS_DIR / f"rank_{rank}.json"
         make_dir(path.parent)
-        answer_with_stacks(stacks_file(run_dir, rank))
+        dump_stacks_on_signal(stacks_file(run_dir, rank))
         self._lock = threading.Lock()
         self._status = RankStatus(None, STARTING, time.time(), None, threading.get_ident())
         new = path.with_suffix(".new")
@@ -149,7 +149,7 @@ def clear_statuses(run_dir: Path) -> None:
         remove_file(path)
 
 
-def answer_with_stacks(path: Path) -> None:
+def dump_stacks_on_signal(path: Path) -> None:
     """Make SIGUSR2 append the stacks of all threads to `path`, even in a deadlock or while a thread holds the GIL."""
     faulthandler.register(STACKS_SIGNAL, file=path.open("w"), all_threads=True)
 
@@ -159,7 +159,7 @@ def stacks_file(run_dir: Path, rank: int) -> Path:
     return run_dir / STATUS_DIR / f"stacks_rank_{rank}.txt"
 
 
-def keep_stacks(run_dir: Path) -> list[Path]:
+def rename_stacks(run_dir: Path) -> list[Path]:
     """Rename the stacks of the ranks, so that the next attempt does not delete them. Return the new names."""
     kept, number = [], 1
     folder = run_dir / STATUS_DIR

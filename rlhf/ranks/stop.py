@@ -16,11 +16,11 @@ from rlhf.errors import EXIT_REQUEUE
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 IDLE = "while no rank was training."
 """Follows a signal's name in a message if there was nothing to save."""
-STARTS_AGAIN = "The same command starts the run again."
+RERUN_HINT = "The same command starts the run again."
 """Ends a message if no checkpoint is known."""
 
 
-def leave_while_idle() -> None:
+def exit_on_stop_signal() -> None:
     """Make requests to stop end this process at once, with one line and EXIT_REQUEUE. Main thread only.
 
     This is for the time before, between and after attempts, when no ranks run.
@@ -34,7 +34,7 @@ def leave_while_idle() -> None:
 def _leave(number: int, frame: FrameType | None) -> None:
     # Overwrite the terminal's own ^C. Use no stream of Python's: the signal may have interrupted a write.
     start = "\r\x1b[K" if os.isatty(2) else ""
-    line = f"{start}{signal.Signals(number).name} {IDLE} {STARTS_AGAIN}\n"
+    line = f"{start}{signal.Signals(number).name} {IDLE} {RERUN_HINT}\n"
     with suppress(OSError):  # the terminal may have hung up
         waits = select.poll()
         waits.register(2, select.POLLOUT)

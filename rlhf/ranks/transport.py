@@ -20,19 +20,19 @@ class Transport:
 
     rank, world_size = 0, 1
 
-    def another(self, timeout: timedelta) -> "Transport":
+    def duplicate(self, timeout: timedelta) -> "Transport":
         """Return a transport of the same ranks with its own timeout and its own order of calls. Collective."""
         return self
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order, on every rank."""
         return [value]
 
-    def collect(self, value: Any, to: int) -> list[Any] | None:
+    def gather(self, value: Any, to: int) -> list[Any] | None:
         """Return every rank's `value`, in rank order, on the rank `to`; None on the other ranks."""
         return [value]
 
-    def union(self, bits: bytes) -> bytes:
+    def bitwise_or(self, bits: bytes) -> bytes:
         """Return the bits that are set on any rank, on every rank. All ranks must pass the same length."""
         return bits
 
@@ -40,7 +40,7 @@ class Transport:
         """Return the `value` of the rank `source` on every rank."""
         return value
 
-    def share(self, value: Any, source: int, to: Sequence[int]) -> Any:
+    def send_object(self, value: Any, source: int, to: Sequence[int]) -> Any:
         """Return the `value` of the rank `source` on the ranks `to`; None on the other ranks, at once."""
         return value
 

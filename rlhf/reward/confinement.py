@@ -19,7 +19,7 @@ from pathlib import Path
 from rlhf.reward import kernel, namespaces
 from rlhf.storage.files import remove_dir
 
-ROOM_FOR_PROCESSES = 1024
+MAX_PROCESSES = 1024
 """Limit on processes and threads of a reward process with its own user. With a shared user the limit is four times as
 high, plus the threads that the user already runs."""
 MAX_OPEN_FILES = 4096
@@ -29,12 +29,12 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 _ACCELERATORS = ("nvidia*", "kfd", "dri/render*")
 # systemd reserves these ids for users without a name. Every user namespace maps them.
 _FIRST_UID, _UIDS = 61184, 4096
-_NEVER = (
+_FORBIDDEN_CALLS = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "add_key", "request_key", "keyctl"),
     # With CAP_DAC_READ_SEARCH this call opens files outside all mounts, for example the host's files from a container.
     "open_by_handle_at",
 )
-_NETWORK = ("socket", "io_uring_setup")
+_NETWORK_CALLS = ("socket", "io_uring_setup")
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def confine(confinement: Confinement) -> Confined:
         running = 0 if os.getuid() == 0 else _threads_of_this_user()
         _set_limits(confinement.memory_gb)
         own = namespaces.enter(folder, confinement.writable, missing)
-        alone = _give_up_rights(_FIRST_UID + number % _UIDS, own, bool(confinement.writable), missing)
-        _limit(resource.RLIMIT_NPROC, ROOM_FOR_PROCESSES if alone else 4 * ROOM_FOR_PROCESSES + running)
+        own_user = _drop_privileges(_FIRST_UID + number % _UIDS, own, bool(confinement.writable), missing)
+        _limit(resource.RLIMIT_NPROC, MAX_PROCESSES if own_user else 4 * MAX_PROCESSES + running)
         _restrict(confinement, own, missing)
     else:
         missing.append("Linux: they write, see and reach what your user can, and nothing limits them")
@@ -152,7 +152,7 @@ def _threads_of_this_user() -> int:
     return count
 
 
-def _give_up_rights(uid: int, own: str, writes: bool, missing: list[str]) -> bool:
+def _drop_privileges(uid: int, own: str, writes: bool, missing: list[str]) -> bool:
     """Drop all capabilities. Root becomes user `uid`, who may read any file, and write any file if `writes`. The kernel
     does not limit the number of root's processes, and they could harm the trainer. Return whether the user changed."""
     if os.geteuid() != 0:
@@ -192,7 +192,7 @@ def _restrict(confinement: Confinement, own: str, missing: list[str]) -> None:
         paths = [path for path in (*sorted(folders), *devices) if Path(path).exists()]
         kernel.restrict_writing(version, paths, abstract_sockets=confinement.network)
     try:
-        kernel.forbid_calls(_NEVER if confinement.network else (*_NEVER, *_NETWORK))
+        kernel.forbid_calls(_FORBIDDEN_CALLS if confinement.network else (*_FORBIDDEN_CALLS, *_NETWORK_CALLS))
     except OSError as error:
         missing.append(f"seccomp ({error}): they have the network")
 

@@ -9,9 +9,9 @@ from typing import Any
 from rlhf.config.schema.reward import RewardConfig
 from rlhf.events import announce
 from rlhf.reward.failures import FailurePolicy
+from rlhf.reward.request_format import RequestFormat
 from rlhf.reward.scores import RewardError, RewardItem, Score
 from rlhf.reward.scoring_handle import ProcessDiedError, ScoringProcess, failure
-from rlhf.reward.sending import Sending
 
 log = logging.getLogger(__name__)
 ANNOUNCE_S = 20.0
@@ -43,7 +43,7 @@ class ProcessPool:
         if not items:
             return []
         scores: list[Score] = []
-        parts = self._threads.submit(self._sending).result().divided(items, len(self._processes))
+        parts = self._threads.submit(self._request_format).result().split(items, len(self._processes))
         futures = [self._threads.submit(self._score_together, part) for part in parts]
         try:
             for future in futures:
@@ -58,7 +58,7 @@ class ProcessPool:
                 future.cancel()
         return scores
 
-    def _sending(self) -> Sending:
+    def _request_format(self) -> RequestFormat:
         process = self._idle.get()
         try:
             return process.start()
@@ -99,12 +99,12 @@ class ProcessPool:
 
     def _ask(self, process: ScoringProcess, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
         try:
-            return process.ask(items)
+            return process.request(items)
         except ProcessDiedError as error:
             if process.stopped:
                 raise
             log.warning("A reward process died (%s); starting it again for the same sample.", error)
-            return process.ask(items)
+            return process.request(items)
 
     def close(self) -> None:
         """End every process, even in the middle of a sample."""

@@ -21,8 +21,8 @@ from rlhf.errors import UserError
 from rlhf.printable import printable_output
 from rlhf.reward.confinement import Confinement
 from rlhf.reward.environment import reward_environment
+from rlhf.reward.request_format import RequestFormat
 from rlhf.reward.scores import NUMBER, RewardError, RewardItem
-from rlhf.reward.sending import Sending
 from rlhf.storage.files import remove_dir
 
 log = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "failed": (bool,),
 }
 _KINDS |= {"error": (str,), "user": (bool,), "limit": (bool,), "traceback": (str,)}
-_KINDS |= {"folder": (str,), "missing": (list,), "sending": (dict,), "notes": (dict,), "scores": (list,)}
+_KINDS |= {"folder": (str,), "missing": (list,), "request_format": (dict,), "notes": (dict,), "scores": (list,)}
 _ERROR, _READY = {"error", "user", "limit", "traceback"}, {"folder", "missing"}
 _ENTRIES = ({"score", "extra", "notes", "timed_out", "failed"}, _ERROR)
-_REPLIES = ({"scores"}, _ERROR, _READY | {"sending"}, _ERROR | _READY)
+_REPLIES = ({"scores"}, _ERROR, _READY | {"request_format"}, _ERROR | _READY)
 _missing_logged: set[str] = set()
 
 
@@ -57,43 +57,43 @@ class ProcessDiedError(Exception):
 class ScoringProcess:
     """One confined reward process; used by one thread at a time."""
 
-    def __init__(self, verifier: str, config: RewardConfig, trial: list[str] | None = None):
-        """`trial`: the start is only a check; the list receives the process' output, and no warning is logged."""
+    def __init__(self, verifier: str, config: RewardConfig, captured: list[str] | None = None):
+        """`captured`: the start is only a check; the list receives the process' output, and no warning is logged."""
         self._verifier = verifier
         self._config = config
-        self._trial = trial
+        self._captured = captured
         self._popen: subprocess.Popen[bytes] | None = None
         self._unread = b""
         self._output_left = MAX_OUTPUT_BYTES
         self._folder: str | None = None
         self.stopped = False
 
-    def start(self) -> Sending:
+    def start(self) -> RequestFormat:
         """Start the process unless it runs, and return how to send samples. Raises RewardError or UserError."""
         if self._popen is None:
-            self._sending = self._start()
-        return self._sending
+            self._format = self._start()
+        return self._format
 
-    def ask(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
+    def request(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
         """Return an entry for each item: the fields of a `Score`, or of an error, which `failure` converts to an
         exception.
 
         Each item has `reward.timeout_s`. Raises TimeoutError or ProcessDiedError after the process has been killed,
         RewardError or UserError if the process cannot start.
         """
-        sending = self.start()
+        request_format = self.start()
         if self.stopped:
             self.kill()
             raise ProcessDiedError("closed")
         # Random, not a count: the policy's text may have written an answer to the next question in advance.
         number = secrets.token_hex(8)
-        question = {NUMBER: number, "items": [sending.fields(item) for item in items]}
-        timeout_s = sending.timeout_s(self._config.timeout_s, len(items))
+        question = {NUMBER: number, "items": [request_format.fields(item) for item in items]}
+        timeout_s = request_format.timeout_s(self._config.timeout_s, len(items))
         line = json.dumps(question, default=str).encode() + b"\n"
         reply = self._exchange(line, timeout_s, number, len(items))
         return reply["scores"] if "scores" in reply else [reply] * len(items)
 
-    def _start(self) -> Sending:
+    def _start(self) -> RequestFormat:
         config = self._config
         writable = [str(Path(path).expanduser().absolute()) for path in config.writable]
         confinement = Confinement(config.memory_gb, config.network, writable)
@@ -132,9 +132,9 @@ class ScoringProcess:
         except (UserError, RewardError):
             self.kill()
             raise
-        if self._trial is None:
+        if self._captured is None:
             _report_missing(ready["missing"])
-        return Sending(**ready["sending"])
+        return RequestFormat(**ready["request_format"])
 
     def _exchange(self, request: bytes, timeout_s: float, number: str | None = None, count: int = 1) -> dict[str, Any]:
         """Send `request` and read one reply line with `number`, for `count` samples, both before the deadline."""
@@ -192,7 +192,7 @@ class ScoringProcess:
         poll.register(output, select.POLLIN)
         while ready := poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             found = [each for each, _ in ready]
-            if output in found and not self._pass_on(output):
+            if output in found and not self._forward_output(output):
                 poll.unregister(output)
             if fd in found:
                 return
@@ -200,17 +200,17 @@ class ScoringProcess:
                 break
         raise TimeoutError
 
-    def _pass_on(self, output: int) -> bool:
+    def _forward_output(self, output: int) -> bool:
         """Print the process' output, up to the limit; return False at its end."""
         try:
             data = os.read(output, 1 << 16)
         except BlockingIOError:
             return True
         text = printable_output(data[: self._output_left].decode(errors="replace"))
-        if self._trial is None:
+        if self._captured is None:
             sys.stderr.write(text)
         else:
-            self._trial.append(text)
+            self._captured.append(text)
         if 0 < self._output_left < len(data):
             log.warning(
                 "%s printed more than %d bytes on one sample; the rest is left out.", self._verifier, MAX_OUTPUT_BYTES
@@ -235,7 +235,7 @@ class ScoringProcess:
         # The last output has the reason.
         poll = select.poll()
         poll.register(popen.stderr.fileno(), select.POLLIN)
-        while self._output_left and poll.poll(0) and self._pass_on(popen.stderr.fileno()):
+        while self._output_left and poll.poll(0) and self._forward_output(popen.stderr.fileno()):
             pass
         for pipe in (popen.stdin, popen.stdout, popen.stderr):
             assert pipe is not None

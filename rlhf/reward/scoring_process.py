@@ -26,8 +26,8 @@ from rlhf.reward.calls import FunctionCall
 from rlhf.reward.confinement import Confinement, CpuTime, confine
 from rlhf.reward.function import SETTING
 from rlhf.reward.kernel import PR_SET_PDEATHSIG, prctl
+from rlhf.reward.request_format import RequestFormat
 from rlhf.reward.scores import NUMBER, RewardItem, Score
-from rlhf.reward.sending import Sending
 
 _LONGEST = 50_000
 """Most characters of an error in a reply; a reply has at most 1 MiB."""
@@ -50,8 +50,8 @@ def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: fl
         return
     try:
         kwargs = json.loads(first)
-        score, sending = _load(verifier, kwargs, timeout_s)
-        _send(replies, dataclasses.asdict(confined) | {"sending": dataclasses.asdict(sending)})
+        score, request_format = _load(verifier, kwargs, timeout_s)
+        _send(replies, dataclasses.asdict(confined) | {"request_format": dataclasses.asdict(request_format)})
     # Also SystemExit: a script without a __main__ guard must not look like a process that died.
     except BaseException as error:
         _send(replies, dataclasses.asdict(confined) | _failure(error))
@@ -94,7 +94,7 @@ def _send(replies: int, reply: dict[str, Any]) -> None:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    hint = f"\n{_CONFINED}" if _meets_confinement(error) else ""
+    hint = f"\n{_CONFINED}" if _caused_by_confinement(error) else ""
     return {
         "error": str(error)[-_LONGEST:] + hint,
         "user": isinstance(error, UserError),
@@ -111,7 +111,7 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__)).rstrip()
 
 
-def _meets_confinement(error: BaseException | None) -> bool:
+def _caused_by_confinement(error: BaseException | None) -> bool:
     """Return whether the cause is a missing right or environment variable, also in a chain of errors."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DENIED:
@@ -124,19 +124,19 @@ def _meets_confinement(error: BaseException | None) -> bool:
     return False
 
 
-def _load(verifier: str, kwargs: dict[str, Any], timeout_s: float) -> tuple[Scoring, Sending]:
+def _load(verifier: str, kwargs: dict[str, Any], timeout_s: float) -> tuple[Scoring, RequestFormat]:
     if verifier == "math_verify":
         # Hide math_verify's warning that its own timeouts are off: the pool's deadline replaces them.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         verifiers.math_verify(RewardItem("", "\\boxed{1}", "1", {}, []))
-        return _each(verifiers.math_verify), Sending()
+        return _each(verifiers.math_verify), RequestFormat()
     if verifier == "reasoning_gym":
         import reasoning_gym  # noqa: F401
 
-        return _each(verifiers.reasoning_gym), Sending()
+        return _each(verifiers.reasoning_gym), RequestFormat()
     setting = f"{SETTING}={verifier}"
     call = FunctionCall(setting, load_function(SETTING, verifier, may_be_async=True), kwargs, timeout_s, _failure)
-    return call, Sending.for_function(call.signature)
+    return call, RequestFormat.for_function(call.signature)
 
 
 def _each(verifier: Callable[[RewardItem], Score]) -> Scoring:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rlhf.config.schema.rollout import RolloutConfig
 from rlhf.models.config_check import check_positions
 from rlhf.rollout.decoding import Decoding
-from rlhf.rollout.engine import Request, Weights, places_by_params
+from rlhf.rollout.engine import Request, Weights, indices_by_params
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.weight_digest import WeightCheck, digest, read_digests
@@ -98,7 +98,7 @@ class EmbeddedEngine:
         if not all(r.token_ids for r in requests):
             raise ValueError("a prompt has no tokens")
         samples: dict[int, Sample] = {}
-        for params, places in places_by_params(requests).items():
+        for params, places in indices_by_params(requests).items():
             alike = [requests[place] for place in places]
             check_lengths(self.model.config, max(len(r.token_ids) for r in alike), params.max_tokens)
             eos = self.eos[:0] if params.ignore_eos else self.eos

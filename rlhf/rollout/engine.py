@@ -54,7 +54,7 @@ def siblings(requests: Sequence[Request]) -> list[range]:
     return [range(start, end) for start, end in pairwise([*starts, len(requests)])]
 
 
-def places_by_params(requests: Sequence[Request]) -> dict[SamplingParams, list[int]]:
+def indices_by_params(requests: Sequence[Request]) -> dict[SamplingParams, list[int]]:
     """Group the indices of the requests by parameters, for engines that decode only equal parameters together."""
     places: dict[SamplingParams, list[int]] = {}
     for place, request in enumerate(requests):

@@ -4,7 +4,7 @@ import threading
 import time
 
 from rlhf.events import GENERATING, REWARD
-from rlhf.ranks.progress_pipe import ShowsProgress
+from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.ranks.status import SCORED
 
 NAMES = {
@@ -27,7 +27,7 @@ INTERVAL_S = 0.1
 class Phases:
     """Sends the phases of the thread that creates it to `shown`. Background work counts while that thread waits."""
 
-    def __init__(self, shown: ShowsProgress, rank: int) -> None:
+    def __init__(self, shown: ProgressDisplay, rank: int) -> None:
         self._shown, self._rank = shown, rank
         self._thread = threading.get_ident()
         self._step, self._name, self._done, self._total = 0, "", 0, 0

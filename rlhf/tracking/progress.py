@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 
-from rlhf.ranks.progress_pipe import ShowsProgress
+from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.tracking.headline import ACCURACY, REWARD
 
 LINE_INTERVAL_S = 5.0
@@ -29,7 +29,7 @@ LONGEST_BAR, SHORTEST_BAR = 30, 10
 _NOTHING_AT = -math.inf
 
 
-class Progress(ShowsProgress):
+class Progress(ProgressDisplay):
     """Tracks the state of a run as its ranks report it, passes lines to `write_line`, and renders as a bar (rich).
 
     Lines come at most every LINE_INTERVAL_S, except for the first step, the last step and evaluations. Before the first

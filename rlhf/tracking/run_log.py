@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rlhf.events import announce
-from rlhf.ranks.progress_pipe import ShowsProgress
+from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.tracking.headline import headline
 from rlhf.tracking.progress import EVALUATED, SHOWN
 from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, ShownSample, as_text
@@ -29,7 +29,7 @@ class RunLog:
     """
 
     def __init__(
-        self, tracker: Tracker | None, progress: ShowsProgress, total_steps: int, *, log_samples: bool = False
+        self, tracker: Tracker | None, progress: ProgressDisplay, total_steps: int, *, log_samples: bool = False
     ) -> None:
         self._tracker, self._progress = tracker, progress
         self._total_steps, self._log_samples = total_steps, log_samples

@@ -39,7 +39,7 @@ def fill_up(rank: int, config: Config) -> tuple:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     run.checkpointer.save(run.step())
     end = time.monotonic() + DEADLINE_S
-    while not any(run.coordinator.gather(run.checkpointer.failed)):  # as the loop asks after each step
+    while not any(run.coordinator.all_gather(run.checkpointer.failed)):  # as the loop asks after each step
         assert time.monotonic() < end
         time.sleep(0.01)
         assert run.checkpointer.maybe_save(run.step(), {}) is None

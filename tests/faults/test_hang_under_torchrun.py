@@ -22,9 +22,9 @@ from rlhf.launch import node_watchdog
 from rlhf.launch.hangs import HangDetector
 from rlhf.launch.interface import Stacks
 from rlhf.launch.node_watchdog import OtherNodes
-from rlhf.ranks.guardian import MODULE
 from rlhf.ranks.status import RankStatus
 from rlhf.ranks.stop import STOP_SIGNALS
+from rlhf.ranks.watchdog_process import MODULE
 from rlhf.storage.layout import RESOLVED, RUN_LOG
 from tests.support.compare_runs import differences
 from tests.support.hanger import hangs
@@ -160,7 +160,7 @@ time.sleep(600)
 def test_a_store_whose_process_is_stopped_says_nothing(monkeypatch):
     """Where no torchrun has it, the store is in rank 0, which may be the one that is stopped."""
     monkeypatch.setattr(node_watchdog, "SILENCE_S", 0.2)
-    monkeypatch.setattr(node_watchdog, "STORE_PATIENCE_S", 0.2)
+    monkeypatch.setattr(node_watchdog, "STORE_TIMEOUT_S", 0.2)
     with subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE) as rank_0:
         assert rank_0.stdout is not None
         port = int(rank_0.stdout.readline())

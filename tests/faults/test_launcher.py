@@ -17,7 +17,7 @@ from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, UserError
 from rlhf.launch.local import starter as of_this_machine
-from rlhf.ranks.launcher import why_not_fork
+from rlhf.ranks.launcher import fork_problem
 from tests.support import rank_scripts
 from tests.support.compare_runs import differences
 from tests.support.interrupter import at
@@ -121,7 +121,7 @@ def test_a_thread_that_ends_while_threads_are_counted_is_no_error():
     steady = threading.Thread(target=come_and_go)
     steady.start()
     try:
-        assert all("threads run in it" in (why_not_fork() or "") for _ in range(3000))
+        assert all("threads run in it" in (fork_problem() or "") for _ in range(3000))
     finally:
         stop.set()
         steady.join()

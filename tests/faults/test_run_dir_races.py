@@ -47,7 +47,7 @@ def set_up_as_torchrun_does(rank: int, config: Config, set_ups: int) -> dict[str
             # Nobody goes on before the directory is ready.
             assert not leftover.exists()
             status = StatusWriter(run_dir, rank)
-            coordinator.gather(None)
+            coordinator.all_gather(None)
             os.close(status._fd)  # which lives as long as a rank, and threads leave their process many
         assert mark.exists() == (number > 0 and not config.trainer.overwrite)
         identity = read_run_file(run_dir)["run_id"]

@@ -48,12 +48,12 @@ sys.exit(code)
 # for on the screen comes last, so that it shows that the rest is done.
 LOADING = """
 from rlhf.ranks.progress_pipe import ProgressPipe
-ProgressPipe.of_environment().phase(rank, 0, "loading the weights", 0, 0)
+ProgressPipe.from_environment().phase(rank, 0, "loading the weights", 0, 0)
 block()
 """
 STEPS = """
 from rlhf.ranks.progress_pipe import ProgressPipe
-shown = ProgressPipe.of_environment()
+shown = ProgressPipe.from_environment()
 peers_started()
 status.event(4, "rollout.before")
 if rank == 0:

@@ -26,7 +26,7 @@ from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.engine import siblings
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.servers import server_engine as engine_module
-from rlhf.rollout.servers.client import Ask, ServerClient
+from rlhf.rollout.servers.client import RequestSettings, ServerClient
 from rlhf.rollout.servers.secret import VARIABLE, Secret, run_secret
 from rlhf.rollout.servers.server_engine import ServerEngine, build_server_engine
 from rlhf.rollout.servers.server_process import ServerProcess, processes_of
@@ -280,7 +280,7 @@ def test_a_busy_server_counts_its_tokens_before_it_answers(world):
 
     async def count() -> list[float]:
         async with aiohttp.ClientSession() as session:
-            client = ServerClient(session, world.servers[0].url, Ask([1], {}, 512), ANSWER_S, world.secret)
+            client = ServerClient(session, world.servers[0].url, RequestSettings([1], {}, 512), ANSWER_S, world.secret)
             label, before = await client.weight_label(), await client.tokens()
             answer = asyncio.create_task(client.generate([request], 1, label, 1))
             counts = [before]

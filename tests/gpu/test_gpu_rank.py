@@ -8,7 +8,7 @@ import torch
 from rlhf.backends import build_backend
 from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, OptimConfig, RolloutConfig
-from rlhf.learning.work_sharing import SampleRoute
+from rlhf.learning.resharding import SampleRoute
 from rlhf.ranks.collectives import all_to_all
 from rlhf.ranks.dims import data
 from rlhf.rollout import Request, SamplingParams

@@ -24,7 +24,7 @@ from rlhf.errors import Preempted, UserError
 from rlhf.loop import train
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.ranks.progress_pipe import ShowsProgress
+from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.ranks.status import StatusWriter
 from rlhf.ranks.stop import STOP_SIGNALS
 from rlhf.reward.scores import RewardError
@@ -389,7 +389,7 @@ class Runs:
         if not config.run_dir.exists():
             prepare(config)
         coordinator = Coordinator(GlooTransport())
-        components = build(config, torch.device("cpu"), coordinator, StatusWriter(config.run_dir, 0), ShowsProgress())
+        components = build(config, torch.device("cpu"), coordinator, StatusWriter(config.run_dir, 0), ProgressDisplay())
         components.stop_requested = lambda: True
         try:
             with pytest.raises(Preempted):

@@ -57,16 +57,16 @@ def fail(error: Exception) -> Any:
 def all_calls(rank: int, domains: list[int]) -> dict[str, Any]:
     coordinator = make_coordinator()
     coordinator.domains = domains
-    other = coordinator.another(timedelta(seconds=20))
+    other = coordinator.duplicate(timedelta(seconds=20))
     ran: list[str] = []
     found: dict[str, Any] = {
         "own": (coordinator.rank, coordinator.world_size, coordinator.is_leader),
         "domains": (coordinator.domain, coordinator.domain_leaders, coordinator.leads_domain, other.domains),
-        "gather": coordinator.gather({"rank": rank, "tensor": torch.arange(rank)}),
+        "all_gather": coordinator.all_gather({"rank": rank, "tensor": torch.arange(rank)}),
         "broadcast": [coordinator.broadcast(f"of {rank}", source) for source in range(coordinator.world_size)],
-        "share": [coordinator._transport.share(f"of {source}", source, [0, 2]) for source in (0, 2)],
+        "send_object": [coordinator._transport.send_object(f"of {source}", source, [0, 2]) for source in (0, 2)],
         "collect": coordinator.collect(lambda: f"of {rank}"),
-        "for_domain_leaders": coordinator.for_domain_leaders(lambda: f"from {rank}"),
+        "send_to_domain_leaders": coordinator.send_to_domain_leaders(lambda: f"from {rank}"),
         "on_leader": coordinator.on_leader(lambda: ran.append("leader") or rank),
         "on_rank": coordinator.on_rank(1, lambda: ran.append("rank 1") or rank),
         "on_domain_leaders": coordinator.on_domain_leaders(lambda: ran.append("domain") or rank),
@@ -76,14 +76,14 @@ def all_calls(rank: int, domains: list[int]) -> dict[str, Any]:
         "wrong on rank 1": outcome(lambda: coordinator.on_rank(1, lambda: fail(OSError(28, "full", f"file {rank}")))),
         "wrong on rank 2": outcome(lambda: coordinator.everywhere(lambda: fail(KeyError(rank)) if rank == 2 else rank)),
         "wrong collected": outcome(lambda: coordinator.collect(lambda: fail(KeyError(rank)) if rank == 2 else rank)),
-        "wrong for leaders": outcome(lambda: coordinator.for_domain_leaders(lambda: fail(ValueError(rank)))),
+        "wrong for leaders": outcome(lambda: coordinator.send_to_domain_leaders(lambda: fail(ValueError(rank)))),
         "wrong everywhere": outcome(lambda: coordinator.everywhere(lambda: fail(ValueError(rank)))),
         "unsendable": outcome(lambda: coordinator.on_leader(lambda: fail(UnsendableError(1, rank)))),
-        "after them": coordinator.gather(rank),
+        "after them": coordinator.all_gather(rank),
     }
     # What arrives is a copy: nobody changes another rank's object.
     mine = [rank]
-    everyones = coordinator.gather(mine)
+    everyones = coordinator.all_gather(mine)
     for received in everyones:
         received.append("changed")
     found["a copy"] = mine, coordinator.broadcast(mine, 1) is mine
@@ -107,9 +107,9 @@ def expected(rank: int, domains: list[int]) -> dict[str, Any]:
         "own": (rank, 3, rank == 0),
         "domains": (domains[rank], leaders, rank in leaders, domains),
         "broadcast": ["of 0", "of 1", "of 2"],
-        "share": [None, None] if rank == 1 else ["of 0", "of 2"],
+        "send_object": [None, None] if rank == 1 else ["of 0", "of 2"],
         "collect": ["of 0", "of 1", "of 2"] if rank == 0 else None,
-        "for_domain_leaders": "from 0" if rank in leaders else None,
+        "send_to_domain_leaders": "from 0" if rank in leaders else None,
         "on_leader": 0,
         "on_rank": 1,
         "on_domain_leaders": leaders,
@@ -131,7 +131,7 @@ def expected(rank: int, domains: list[int]) -> dict[str, Any]:
 @pytest.mark.parametrize("domains", [[0, 0, 0], [0, 1, 0], [0, 1, 2]])
 def test_all_calls_and_all_errors(start: Start, domains):
     for rank, found in enumerate(start(3, all_calls, domains)):
-        gathered, block = found.pop("gather"), found.pop("block")
+        gathered, block = found.pop("all_gather"), found.pop("block")
         assert found == expected(rank, domains)
         assert [value["rank"] for value in gathered] == [0, 1, 2]
         assert all(value["tensor"].equal(torch.arange(value["rank"])) for value in gathered)
@@ -142,17 +142,17 @@ def lose_rank_1(rank: int, how: str) -> tuple[list[Any], float]:
     """Rank 1 dies, or does not answer, before each kind of call; what rank 0 gets to know, and the seconds until
     then."""
     patient = make_coordinator()
-    coordinator = patient.another(timedelta(seconds=60 if how == "dies" else 2.0))
-    assert patient.gather(rank) == [0, 1]
+    coordinator = patient.duplicate(timedelta(seconds=60 if how == "dies" else 2.0))
+    assert patient.all_gather(rank) == [0, 1]
     if rank == 1:
         if how == "dies":
             die()
-        patient.gather("has heard")
+        patient.all_gather("has heard")
         return [], 0.0
     started = time.monotonic()
     block = torch.empty(3)
     calls = (
-        lambda: coordinator.gather(1),
+        lambda: coordinator.all_gather(1),
         lambda: coordinator.broadcast(None, 1),
         lambda: coordinator.on_rank(1, lambda: 1),
         lambda: coordinator.everywhere(lambda: 1),
@@ -166,7 +166,7 @@ def lose_rank_1(rank: int, how: str) -> tuple[list[Any], float]:
         caught.append(str(lost.value).partition(":")[0])
     seconds = time.monotonic() - started
     if how != "dies":
-        patient.gather("heard")
+        patient.all_gather("heard")
     return caught, seconds
 
 
@@ -186,7 +186,7 @@ def fail_on_rank_1(rank: int) -> None:
     coordinator = make_coordinator()
     if rank == 1:
         raise ValueError("wrong")
-    coordinator.gather(rank)
+    coordinator.all_gather(rank)
 
 
 def test_a_rank_that_fails_fails_the_test(start: Start):
@@ -209,13 +209,13 @@ def test_a_rank_that_stays_fails_the_test(tmp_path):
 def differ(rank: int) -> None:
     coordinator = make_coordinator()
     if rank == 0:
-        coordinator.gather(1)
+        coordinator.all_gather(1)
     else:
         coordinator.broadcast(1)
 
 
 def test_threads_notice_when_ranks_make_different_calls():
-    with pytest.raises(AssertionError, match=r"the ranks make different calls: \{0: 'gather', 1: 'broadcast'\}"):
+    with pytest.raises(AssertionError, match=r"the ranks make different calls: \{0: 'all_gather', 1: 'broadcast'\}"):
         run_thread_ranks(2, differ)
 
 
@@ -226,7 +226,7 @@ def own_things(rank: int, settings: dict[str, int]) -> tuple[Any, ...]:
     subscribe(heard.append)
     said = messages()
     with replaced(time, "asctime", lambda: f"replaced by {rank}") if rank == 1 else replaced(events, "nothing", fail):
-        coordinator.gather(None)
+        coordinator.all_gather(None)
 
         def behind() -> None:
             events.announce(f"behind {this_rank()}")
@@ -237,7 +237,7 @@ def own_things(rank: int, settings: dict[str, int]) -> tuple[Any, ...]:
         thread.join()
         events.announce(f"in front {this_rank()}")
         clock = time.asctime()
-        coordinator.gather(None)
+        coordinator.all_gather(None)
     return settings, heard, said, clock.startswith("replaced by")
 
 
@@ -253,7 +253,7 @@ def test_threads_hear_and_replace_what_is_their_own(monkeypatch):
 
 
 def unsendable(rank: int, path: Path) -> None:
-    make_coordinator().gather(lambda: path)
+    make_coordinator().all_gather(lambda: path)
 
 
 def test_what_cannot_be_pickled_cannot_travel(start: Start, tmp_path):
@@ -264,7 +264,7 @@ def test_what_cannot_be_pickled_cannot_travel(start: Start, tmp_path):
 def test_a_world_of_one_needs_no_group():
     coordinator = Coordinator(GlooTransport())
     unsendable = object()
-    assert coordinator.gather(unsendable) == [unsendable]
+    assert coordinator.all_gather(unsendable) == [unsendable]
     assert coordinator.broadcast(unsendable) is unsendable
-    assert coordinator.another(timedelta(seconds=1)).everywhere(lambda: 3) == [3]
+    assert coordinator.duplicate(timedelta(seconds=1)).everywhere(lambda: 3) == [3]
     assert PeerError is not LostPeer

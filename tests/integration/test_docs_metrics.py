@@ -10,7 +10,7 @@ from rlhf.batch import TokenCounts
 from rlhf.config.schema.rollout import ServersConfig
 from rlhf.learning.utilization import Utilization
 from rlhf.models.flops import UpdateFlops
-from rlhf.rollout.servers.client import Ask
+from rlhf.rollout.servers.client import RequestSettings
 from rlhf.rollout.servers.fleet_loop import FleetLoop
 from rlhf.rollout.servers.secret import Secret
 from tests.support.compare_runs import differences
@@ -109,7 +109,7 @@ def emitted(runs: dict[str, Path]) -> Iterator[str]:
         utilization.add(role, UpdateFlops(1, 1, 1), epochs=1)
     timings = {"timing_s/update_actor": 1.0, "timing_s/update_critic": 1.0}
     yield from utilization.metrics(TokenCounts(1, 1, 1), timings)
-    yield from FleetLoop(ServersConfig(), {}, Ask([1], {}, 1), Secret("s", "secret"), capacity=1).metrics()
+    yield from FleetLoop(ServersConfig(), {}, RequestSettings([1], {}, 1), Secret("s", "secret"), capacity=1).metrics()
     yield from OF_A_DEVICE
 
 

@@ -66,7 +66,7 @@ def walk(rank: Rank, last: int) -> list[dict[str, Any]]:
 
 def saved(rank: Rank) -> tuple[int, int, list[Any]]:
     """What a checkpoint would hold."""
-    parts = rank.collector.coordinator.gather(dict(rank.collector.tensors()))
+    parts = rank.collector.coordinator.all_gather(dict(rank.collector.tensors()))
     copies = [{name: tensor.clone() for name, tensor in part.items()} for part in parts]
     return rank.driver.step, rank.collector.prompts.position, copies
 

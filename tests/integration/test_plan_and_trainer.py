@@ -16,7 +16,7 @@ from rlhf.loop import train
 from rlhf.planning.check import plan_of
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.ranks.progress_pipe import ShowsProgress
+from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.ranks.status import StatusWriter
 from tests.support.checkpoints import run_ranks
 from tests.support.launching import write_sums
@@ -91,7 +91,7 @@ def _planned_and_measured(
         assert plan is not None
         prepare(config)
         status = StatusWriter(config.run_dir, rank)
-        components = build(config, torch.device("cpu"), Coordinator(GlooTransport()), status, ShowsProgress())
+        components = build(config, torch.device("cpu"), Coordinator(GlooTransport()), status, ProgressDisplay())
         try:
             train(components)
         finally:

@@ -34,9 +34,9 @@ def save(rank: int, config: Config, *figures: tuple[int, float | None]) -> list[
             seen.append(str(error))
             continue
         # Retention is the leader's work: once all are here, it is done.
-        coordinator.gather(None)
+        coordinator.all_gather(None)
         seen.append(steps(config.run_dir))
-        coordinator.gather(None)
+        coordinator.all_gather(None)
     return seen
 
 

@@ -18,10 +18,10 @@ from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
-from rlhf.learning.work_sharing import WorkSharing
+from rlhf.learning.resharding import SampleResharder
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.figures import PhaseClock
 from rlhf.ranks.gloo import GlooTransport
+from rlhf.ranks.phase_clock import PhaseClock
 from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.numeric_ranks import run_ranks
 from tests.support.tiny_updates import EveryBatch, random_batch, tiny_value_model, with_observations
@@ -79,7 +79,7 @@ def one_step(prompts: int, algorithm: AlgorithmConfig) -> dict[str, Any]:
         values = engine(tiny_value_model(), critic, BackendConfig())
         c.critic = Critic(values, critic, scale=20, budget=BUDGET, forward_budget=BUDGET)
     home, uids = home_of(prompts, coordinator)
-    work = WorkSharing(MINI_BATCHES, coordinator).share(home, uids, 1)
+    work = SampleResharder(MINI_BATCHES, coordinator).reshard(home, uids, 1)
     batches, credit, estimated = loop.estimate(c, home, work)
     figures = estimated | loop.update(c, batches, work, 1)
     assert guards.rejected is None

@@ -19,7 +19,7 @@ from rlhf.launch.local import launcher_process
 from rlhf.launch.local.rank_output import RankOutput
 from rlhf.ranks import launcher
 from rlhf.ranks.parent import PARENT_PID
-from rlhf.ranks.stop import STOP_SIGNALS, leave_while_idle
+from rlhf.ranks.stop import STOP_SIGNALS, exit_on_stop_signal
 from tests.support.launching import DEADLINE_S, ROOT, Ended
 from tests.support.preload import forkserver
 
@@ -48,7 +48,7 @@ def train_forked(
 
 
 def _supervisor(arguments: list[str], environment: dict[str, str], folder: Path, said: str) -> NoReturn:
-    leave_while_idle()
+    exit_on_stop_signal()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -20,7 +20,7 @@ from rlhf.storage.layout import CONFIG, DRIVER_STATE, MANIFEST
 from tests.support.checkpoints import PlainRole, make_config, make_driver, save_steps
 
 VERBS = ("list", "inspect", "verify", "prune")
-PATIENCE_S = 20
+TIMEOUT_S = 20
 
 
 @contextmanager
@@ -28,10 +28,10 @@ def short_timeouts() -> Iterator[None]:
     """Fail a test that waits too long, for example for a pipe."""
 
     def hangs(*_: object) -> None:
-        raise AssertionError(f"nothing for {PATIENCE_S} s")
+        raise AssertionError(f"nothing for {TIMEOUT_S} s")
 
     before = signal.signal(signal.SIGALRM, hangs)
-    signal.alarm(PATIENCE_S)
+    signal.alarm(TIMEOUT_S)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from rlhf.events import follow
-from rlhf.ranks.figures import PhaseClock
+from rlhf.ranks.phase_clock import PhaseClock
 from tests.support.launching import DEADLINE_S
 
 FILE = Path(os.environ.get("MEASURED_MEMORY", "/dev/null"))

@@ -21,7 +21,7 @@ from rlhf.config.compare import ResolvedConfig, compare_text
 from rlhf.config.resolved import to_yaml
 from rlhf.experience.journal import Journal
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.progress_pipe import ShowsProgress
+from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
 from rlhf.storage.layout import HISTORY, SAMPLES, step_of
@@ -181,7 +181,7 @@ class TinyRun:
         self.role, self.reference = PlainRole(SIZE, rank, world), PlainReference(SIZE, rank, world)
         self.carried = PlainCarried({"x": torch.zeros(3)})
         tracker = Tracker(config.trainer, config.tracking, {}, config.run_dir, self.run_id) if rank == 0 else None
-        self.run_log = RunLog(tracker, ShowsProgress(), 10)
+        self.run_log = RunLog(tracker, ProgressDisplay(), 10)
         parts = {"part": self.part, "reference": self.reference, "history": self.run_log}
         state = RunState({"actor": self.role}, self.driver, parts, self.reference, self.carried)
         self.checkpointer = Checkpointer(
@@ -251,7 +251,7 @@ class TinyRun:
         step = self.driver.step
         self.part.state["mark"] = None if self.book is None else len(self.book.saves) + 1
         self.part.state["mark"] = mark = self.coordinator.broadcast(self.part.state["mark"])
-        states = self.coordinator.gather(self.everything())
+        states = self.coordinator.all_gather(self.everything())
         if self.book is not None:
             self.book.saves[mark] = Saved(mark, step, dict(enumerate(states)), list(self.history))
             self.book.note("begun", self.book.saves[mark])

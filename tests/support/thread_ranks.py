@@ -76,29 +76,29 @@ class ThreadTransport:
         self._call = 0
         self._meet("group", b"", range(world.size))
 
-    def another(self, timeout: timedelta) -> "ThreadTransport":
+    def duplicate(self, timeout: timedelta) -> "ThreadTransport":
         return self._world.join(self.rank, timeout)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         if self.world_size == 1:
             return [value]
-        return list(map(pickle.loads, self._meet("gather", pickle.dumps(value), range(self.world_size))))
+        return list(map(pickle.loads, self._meet("all_gather", pickle.dumps(value), range(self.world_size))))
 
-    def collect(self, value: Any, to: int) -> list[Any] | None:
+    def gather(self, value: Any, to: int) -> list[Any] | None:
         if self.world_size == 1:
             return [value]
-        received = self._meet("collect", pickle.dumps(value), range(self.world_size) if self.rank == to else [])
+        received = self._meet("gather", pickle.dumps(value), range(self.world_size) if self.rank == to else [])
         return list(map(pickle.loads, received)) if self.rank == to else None
 
-    def union(self, bits: bytes) -> bytes:
-        held = self._meet("union", bits, range(self.world_size))
+    def bitwise_or(self, bits: bytes) -> bytes:
+        held = self._meet("bitwise_or", bits, range(self.world_size))
         assert len({len(each) for each in held}) == 1
         return bytes(reduce(or_, column) for column in zip(*held, strict=True))
 
-    def share(self, value: Any, source: int, to: Sequence[int]) -> Any:
+    def send_object(self, value: Any, source: int, to: Sequence[int]) -> Any:
         takes = self.rank in to and self.rank != source and self.world_size > 1
         message = pickle.dumps(value) if self.rank == source and self.world_size > 1 else b""
-        received = self._meet("share", message, [source] if takes else [])
+        received = self._meet("send_object", message, [source] if takes else [])
         return pickle.loads(received[0]) if takes else value if self.rank == source else None
 
     def broadcast(self, value: Any, source: int) -> Any:

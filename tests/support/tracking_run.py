@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhf.config import Config
-from rlhf.ranks.progress_pipe import ShowsProgress
+from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.tracking import Tracker, wandb
 from rlhf.tracking.run_log import RunLog
 from rlhf.tracking.sample_files import VALIDATION
@@ -30,7 +30,7 @@ def main() -> None:
     config.trainer.logger = [logger]
     config.tracking.wandb.mode = mode
     tracker = Tracker(config.trainer, config.tracking, asdict(config), Path(run_dir), RUN_ID)
-    run_log = RunLog(tracker, ShowsProgress(), int(last))
+    run_log = RunLog(tracker, ProgressDisplay(), int(last))
     step = 0 if resume_step == "none" else int(resume_step) + 1
     run_log.start(max(step - 1, 0), resumed=resume_step != "none")
     while step <= int(last):

@@ -32,7 +32,7 @@ from rlhf.learning.balancing import SampleBalance, balance_samples
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
-from rlhf.learning.work_sharing import Shuffle, WorkSharing
+from rlhf.learning.resharding import SampleResharder, Shuffle
 from rlhf.models.log_prob_head import LogProbModel
 from rlhf.models.log_prob_probe import check_log_probs
 from rlhf.models.packing import pack
@@ -272,7 +272,7 @@ def shuffled(batch: EveryBatch, mini_batches: int) -> tuple[EveryBatch, SampleBa
     coordinator = Coordinator(GlooTransport())
     rows = list(range(len(batch))) if coordinator.is_leader else []
     rollout = batch.select(torch.tensor(rows, dtype=torch.int64))
-    training = WorkSharing(mini_batches, coordinator, SEED).share(rollout, [row // GROUP for row in rows], STEP)
+    training = SampleResharder(mini_batches, coordinator, SEED).reshard(rollout, [row // GROUP for row in rows], STEP)
     figures = {name: training.to_training_ranks(getattr(rollout, name)) for name in ("advantages", "returns")}
     return EveryBatch(**training.batch.present(), **figures), training.balance, training.shuffle
 

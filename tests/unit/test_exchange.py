@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhf.config.schema.rollout import ServersConfig
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.exchange import gather_requests, scatter_samples
-from rlhf.rollout.servers.client import Ask
+from rlhf.rollout.servers.client import RequestSettings
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetLoop
 from rlhf.rollout.servers.secret import Secret
@@ -124,7 +124,7 @@ def generate(rank: int) -> tuple[bool, list[int]]:
     if rank == 0:
         server = Server()
         settings = ServersConfig(urls=[f"http://{HERE}:{server.server_port}"], max_failures=0)
-        fleet = Fleet(FleetLoop(settings, {}, Ask([1], {}, VOCAB), Secret("own", "RUN/secret"), capacity=4))
+        fleet = Fleet(FleetLoop(settings, {}, RequestSettings([1], {}, VOCAB), Secret("own", "RUN/secret"), capacity=4))
         for close in (server.server_close, server.shutdown, fleet.close):
             resources.callback(close)
     parts = {"fused": [FilePart("first", 0, (1, 2)), FilePart("second", 2, (2, 2))]}

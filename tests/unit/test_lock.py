@@ -46,10 +46,10 @@ def hold_locks(rank: int, folder: Path, nodes: list[int]) -> str:
     (folder / str(nodes[rank])).mkdir(exist_ok=True)
     try:
         with run_lock_together(folder / str(nodes[rank]), coordinator):
-            coordinator.gather(None)
+            coordinator.all_gather(None)
             with pytest.raises(UserError, match="Another run"), run_lock(folder / str(nodes[rank])):
                 pass
-            coordinator.gather(None)
+            coordinator.all_gather(None)
     except UserError as error:
         return str(error)
     return ""
@@ -75,12 +75,12 @@ def _leave_before(rank: int, last: int, folder: Path) -> bool:
     refused = False
     with run_lock_together(folder, coordinator):
         if coordinator.rank == last:
-            coordinator.gather(None)
+            coordinator.all_gather(None)
             with suppress(UserError), run_lock(folder):
                 return False
             refused = True
     if coordinator.rank != last:
-        coordinator.gather(None)
+        coordinator.all_gather(None)
     return refused
 
 

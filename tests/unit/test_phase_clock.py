@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from rlhf.ranks.figures import PhaseClock, largest, memory_use
+from rlhf.ranks.phase_clock import PhaseClock, largest, memory_use
 
 
 def test_phases_are_timed_apart_and_added_up():

@@ -13,7 +13,7 @@ import pytest
 from rlhf.config.redaction import Redaction
 from rlhf.errors import UserError
 from rlhf.launch.local.rank_output import RankOutput
-from rlhf.ranks.progress_pipe import PROGRESS_FD, ProgressPipe, ShowsProgress
+from rlhf.ranks.progress_pipe import PROGRESS_FD, ProgressDisplay, ProgressPipe
 from rlhf.storage.log_file import LogFile
 from rlhf.tracking import unread_output
 from rlhf.tracking.run_output import OutputHandler, RunOutput
@@ -160,7 +160,7 @@ def test_progress_comes_through_and_nonsense_stops_nothing(output, monkeypatch):
     with output, RankOutput(output) as of_ranks:
         assert of_ranks.variables == {PROGRESS_FD: str(of_ranks.progress_fd)}
         monkeypatch.setenv(PROGRESS_FD, str(of_ranks.progress_fd))
-        sent = ProgressPipe.of_environment()
+        sent = ProgressPipe.from_environment()
         sent.start(2, 9)
         for nonsense in (b"{}\n", b"\xff\n", b'["start", "x", 1]\n', json.dumps(["update"]).encode() + b"\n"):
             os.write(of_ranks.progress_fd, nonsense)
@@ -183,7 +183,7 @@ def test_progress_comes_through_and_nonsense_stops_nothing(output, monkeypatch):
         assert output.progress.phase_text == "generating 5/8"
     sent.phase(0, 3, "generating", 6, 8)  # nobody is there any more
     monkeypatch.delenv(PROGRESS_FD)
-    assert type(ProgressPipe.of_environment()) is ShowsProgress
+    assert type(ProgressPipe.from_environment()) is ProgressDisplay
 
 
 def test_a_rank_does_not_wait_for_a_supervisor_that_sleeps(tmp_path):

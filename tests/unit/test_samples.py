@@ -10,7 +10,7 @@ import pytest
 from rlhf.cli import samples
 from rlhf.config import TrackingConfig, TrainerConfig
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
-from rlhf.ranks.progress_pipe import ShowsProgress
+from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.tracking import Tracker
 from rlhf.tracking.run_log import RunLog
 from rlhf.tracking.sample_files import GenerationsTable, SampleFiles, as_text, markdown_table
@@ -142,7 +142,7 @@ def test_the_command_needs_no_torch(run):
 
 def test_a_roll_back_and_a_resume_drop_samples_of_later_steps(tmp_path):
     def log() -> RunLog:
-        return RunLog(Tracker(TrainerConfig(), TrackingConfig(), {}, tmp_path, "run"), ShowsProgress(), 10)
+        return RunLog(Tracker(TrainerConfig(), TrackingConfig(), {}, tmp_path, "run"), ProgressDisplay(), 10)
 
     run_log = log()
     run_log.start(0, resumed=False)
@@ -165,7 +165,7 @@ def test_two_samples_of_each_kind_are_shown_when_asked_for(tmp_path, caplog):
     for log_samples, wanted in ((True, ["rollout 4.0", "rollout 0.0", "validation 9.0"]), (False, [])):
         caplog.clear()
         tracker = Tracker(TrainerConfig(), TrackingConfig(), {}, tmp_path, "run")
-        run_log = RunLog(tracker, ShowsProgress(), 10, log_samples=log_samples)
+        run_log = RunLog(tracker, ProgressDisplay(), 10, log_samples=log_samples)
         run_log.start(2, resumed=False)
         run_log.show(every)
         with caplog.at_level("INFO"):

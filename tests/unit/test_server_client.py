@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlhf.errors import UserError
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.servers.client import (
-    Ask,
+    RequestSettings,
     SecretRejected,
     ServerClient,
     ServerFailure,
@@ -141,7 +141,7 @@ def ask(handler: Callable, use: Callable, answer_timeout_s: float = 30.0) -> Any
         try:
             async with aiohttp.ClientSession() as session:
                 client = ServerClient(
-                    session, f"http://127.0.0.1:{port}", Ask([9], {}, VOCAB), answer_timeout_s, SECRET
+                    session, f"http://127.0.0.1:{port}", RequestSettings([9], {}, VOCAB), answer_timeout_s, SECRET
                 )
                 return await use(client)
         finally:

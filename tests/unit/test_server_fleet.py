@@ -17,7 +17,7 @@ from rlhf.config.schema.rollout import RolloutConfig, ServersConfig
 from rlhf.errors import UserError
 from rlhf.rollout import Request, SamplingParams
 from rlhf.rollout.policy_files import PolicyFiles
-from rlhf.rollout.servers.client import Ask
+from rlhf.rollout.servers.client import RequestSettings
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetLoop, ServersFailed
 from rlhf.rollout.servers.secret import Secret
@@ -31,7 +31,7 @@ SECRET = Secret("of-this-run-alone", "RUN/secret")
 
 @contextmanager
 def fleet(settings: ServersConfig, processes: dict[Path, Any]) -> Iterator[Fleet]:
-    made = Fleet(FleetLoop(settings, processes, Ask([1], {}, 10), SECRET, capacity=4))
+    made = Fleet(FleetLoop(settings, processes, RequestSettings([1], {}, 10), SECRET, capacity=4))
     try:
         yield made
     finally:
@@ -79,7 +79,7 @@ def test_urls_at_which_nobody_answers_are_waited_for_and_then_given_up():
     with fleet(limits(start_timeout_s=0.1, urls=["http://127.0.0.1:9/"]), {}) as it:
         with pytest.raises(ServersFailed) as caught:
             it.wait(DEADLINE_S, generating=False)
-        assert it.do(lambda loop: loop.want("w1", 1)) == []
+        assert it.do(lambda loop: loop.begin_push("w1", 1)) == []
         assert it.do(FleetLoop.metrics)["perf/servers_serving"] == 0
     assert "http://127.0.0.1:9: dead; did not get ready in time" in str(caught.value)
     assert "ClientConnectorError" in str(caught.value)
@@ -179,14 +179,14 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_not(hangs):
     settings = ServersConfig(max_failures=0, answer_timeout_s=limit_s, urls=[proxy.url])
     with fleet(settings, {}) as it:
         assert it.wait(DEADLINE_S, generating=False) == "ready"
-        urls = it.do(lambda loop: loop.want("w1", 1))
-        it.do(lambda loop: loop.pushed("w1", dict.fromkeys(urls)))
+        urls = it.do(lambda loop: loop.begin_push("w1", 1))
+        it.do(lambda loop: loop.end_push("w1", dict.fromkeys(urls)))
         began = time.monotonic()
         it.do(lambda loop: loop.begin([Request(7, [1, 2], SamplingParams(max_tokens=4))], seed=1, step=1))
         if alive:
             assert it.wait(DEADLINE_S) == "done"
             assert time.monotonic() - began > limit_s
-            assert [sample.token_ids.tolist() for sample in it.do(FleetLoop.take)] == [[4]]
+            assert [sample.token_ids.tolist() for sample in it.do(FleetLoop.pop_samples)] == [[4]]
             assert it.do(FleetLoop.metrics)["perf/server_failures"] == 0
         else:
             with pytest.raises(ServersFailed, match="hung: 1 requests, and for 3 s no answer and no token"):

@@ -19,7 +19,7 @@ def serving(*, ours: bool = True) -> ServerHealth:
     health = make(ours=ours)
     if ours:
         health.started(0.0)
-    health.want("w1")
+    health.expect_label("w1")
     health.probing(0.0)
     health.probed(0.0, "default")
     health.pushed(0.0, "w1", None)
@@ -37,10 +37,10 @@ def test_from_the_start_to_the_first_weights():
     assert health.due(1.0) == "probe"
     health.probed(1.0, "default")
     assert (health.state, health.due(1.0)) == ("stale", "push")
-    health.want("w1")
+    health.expect_label("w1")
     health.pushed(2.0, "w1", None)
     assert (health.state, health.due(2.0)) == ("serving", "nothing")
-    health.want("w2")
+    health.expect_label("w2")
     assert (health.state, health.due(2.0)) == ("stale", "push")
 
 
@@ -66,22 +66,22 @@ def test_the_wanted_weights_by_another_name_are_not_served():
 
 def test_an_answer_by_other_weights_asks_for_a_push_at_once():
     health = serving()
-    health.asked(1.0)
+    health.request_sent(1.0)
     health.outdated("an answer by 'default'")
     assert (health.state, health.in_flight, health.due(1.0)) == ("stale", 0, "push")
 
 
 def test_a_push_for_weights_that_are_no_longer_wanted_does_not_count():
     health = serving()
-    health.want("w2")
-    health.want("w3")
+    health.expect_label("w2")
+    health.expect_label("w3")
     health.pushed(1.0, "w2", None)
     assert health.state == "stale"
 
 
 def test_after_half_a_push_only_a_whole_one_helps():
     health = serving(ours=False)
-    health.want("w2")
+    health.expect_label("w2")
     health.pushed(1.0, "w2", "connection lost")
     assert health.state == "dead"
     health.probing(5.0)
@@ -114,7 +114,7 @@ def test_a_process_that_is_gone_is_started_anew_at_once_after_the_back_off():
 
 def test_a_busy_server_is_alive_as_long_as_it_computes_tokens():
     health = serving()
-    health.asked(0.0)
+    health.request_sent(0.0)
     now = 0.0
     for tokens in range(100, 110):
         assert health.due(now) == "count"
@@ -133,7 +133,7 @@ def test_a_busy_server_is_alive_as_long_as_it_computes_tokens():
 
 def test_the_first_count_and_one_that_stands_still_are_no_progress():
     health = serving()
-    health.asked(0.0)
+    health.request_sent(0.0)
     for now in (0.0, 5.0, 10.0, 15.0):
         health.counting(now)
         health.counted(now, 1e9)
@@ -147,13 +147,13 @@ def test_the_first_count_and_one_that_stands_still_are_no_progress():
 def test_hung_is_a_server_with_requests_from_which_nothing_comes():
     health = serving()
     assert health.overdue(1000.0) is None  # idle
-    health.asked(1000.0)
-    health.asked(1015.0)
+    health.request_sent(1000.0)
+    health.request_sent(1015.0)
     assert health.overdue(1019.0) is None
-    health.finished(1019.0)
+    health.request_finished(1019.0)
     assert health.overdue(1038.0) is None
     assert "hung: 1 requests" in str(health.overdue(1039.0))
-    health.finished(1039.0)
+    health.request_finished(1039.0)
     assert health.overdue(2000.0) is None
 
 
@@ -162,11 +162,11 @@ def test_an_idle_server_is_asked_for_its_label_now_and_then_and_a_busy_one_how_f
     assert health.due(10.0) == "probe"
     health.probing(10.0)
     assert (health.due(19.0), health.due(20.0)) == ("nothing", "probe")
-    health.asked(12.0)
+    health.request_sent(12.0)
     assert health.due(12.0) == "count"
     health.counting(12.0)
     assert (health.due(16.9), health.due(17.0)) == ("nothing", "count")  # a quarter of the deadline
-    health.finished(17.0)
+    health.request_finished(17.0)
     assert (health.due(19.0), health.due(20.0)) == ("nothing", "probe")
 
 
@@ -177,8 +177,8 @@ def test_the_wait_doubles_up_to_the_longest_and_begins_again_after_a_finished_re
         health.failed(0.0, "lost")
         waits.append(health.backoff_s)
     assert waits == [1.0, 2.0, 4.0, 6.0, 6.0]
-    health.asked(0.0)
-    health.finished(0.0)
+    health.request_sent(0.0)
+    health.request_finished(0.0)
     health.failed(0.0, "lost")
     assert health.backoff_s == 1.0
 
@@ -193,8 +193,8 @@ def test_the_budget_is_the_fleets_and_counts_while_somebody_waits(needed):
         two[number % 2].failed(0.0, "lost")
     assert budget.spent is needed
     assert (two[0].due(1000.0) == "give_up") is needed
-    two[1].asked(0.0)
-    two[1].finished(0.0)
+    two[1].request_sent(0.0)
+    two[1].request_finished(0.0)
     assert not budget.spent
 
 
@@ -242,13 +242,13 @@ class AnyHistory(RuleBasedStateMachine):
     def new_weights(self):
         self.updates += 1
         self.wanted = f"w{self.updates}"
-        self.health.want(self.wanted)
+        self.health.expect_label(self.wanted)
 
     @precondition(lambda self: self.health.state == "serving")
     @rule()
     def restarted_behind_our_back(self):
         self.holds = "default"
-        self.health.asked(self.now)
+        self.health.request_sent(self.now)
         self.health.outdated("an answer by 'default'")
         self._failed()
 
@@ -256,8 +256,8 @@ class AnyHistory(RuleBasedStateMachine):
     @rule()
     def a_request(self):
         assert self.holds == self.wanted
-        self.health.asked(self.now)
-        self.health.finished(self.now)
+        self.health.request_sent(self.now)
+        self.health.request_finished(self.now)
         self.in_a_row = 0
 
     @precondition(lambda self: self.health.state != "dead")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf.errors import UserError
-from rlhf.rollout.servers.__main__ import with_our_flags
+from rlhf.rollout.servers.__main__ import server_flags
 from rlhf.rollout.servers.secret import VARIABLE, Secret, SecretMiddleware, environment_secret, nonce_hmac, run_secret
 
 RIGHT = "0123456789abcdef-right"
@@ -126,9 +126,9 @@ def test_without_a_secret_the_middleware_lets_nothing_start():
 
 def test_the_servers_last_flag_is_the_middleware_where_there_is_a_secret():
     theirs = ["model", "--middleware", "their.own"]
-    words = with_our_flags(theirs, cpu=True, asks=True)
+    words = server_flags(theirs, cpu=True, has_secret=True)
     assert words[-2:] == ["--middleware", "rlhf.rollout.servers.secret.SecretMiddleware"]
-    assert "rlhf.rollout.servers.secret.SecretMiddleware" not in with_our_flags(theirs, cpu=True, asks=False)
+    assert "rlhf.rollout.servers.secret.SecretMiddleware" not in server_flags(theirs, cpu=True, has_secret=False)
 
 
 def test_a_proof_is_of_its_secret_nonce_and_path():

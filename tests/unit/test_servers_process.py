@@ -9,7 +9,7 @@ import torch
 
 from rlhf.config import RolloutConfig
 from rlhf.ranks.parent import PARENT_PID
-from rlhf.rollout.servers.__main__ import with_our_flags
+from rlhf.rollout.servers.__main__ import server_flags
 from rlhf.rollout.servers.secret import VARIABLE, Secret
 from rlhf.rollout.servers.server_process import as_flags, environment, flags, processes_of, scratch_environment
 from rlhf.rollout.servers.weights.plugin import SCRATCH_NAME
@@ -56,19 +56,19 @@ def test_vllms_own_arguments_win_and_keep_their_types():
 
 def test_users_flags_win_except_over_what_the_trainer_cannot_do_without():
     theirs = ["model", "--host", "0.0.0.0", "--kv-cache-memory-bytes", "1", "--logprobs-mode", "raw_logprobs"]
-    words = with_our_flags(theirs, cpu=True, asks=True)
+    words = server_flags(theirs, cpu=True, has_secret=True)
     assert value(words, "--model") == "model"
     assert value(words, "--host") == "0.0.0.0"
     assert value(words, "--kv-cache-memory-bytes") == "1"
     assert value(words, "--logprobs-mode") == "processed_logprobs"
-    assert value(with_our_flags(["model"], cpu=True, asks=True), "--host") == "127.0.0.1"
+    assert value(server_flags(["model"], cpu=True, has_secret=True), "--host") == "127.0.0.1"
     assert "--no-enable-chunked-prefill" in words
-    assert "--no-enable-chunked-prefill" not in with_our_flags(theirs, cpu=False, asks=True)
+    assert "--no-enable-chunked-prefill" not in server_flags(theirs, cpu=False, has_secret=True)
 
 
 def test_a_cache_size_in_vllms_variable_is_not_overridden(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
-    assert "--kv-cache-memory-bytes" not in with_our_flags(["model"], cpu=True, asks=True)
+    assert "--kv-cache-memory-bytes" not in server_flags(["model"], cpu=True, has_secret=True)
 
 
 def test_a_server_is_no_rank_and_sees_its_gpus_only():

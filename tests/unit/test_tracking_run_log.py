@@ -5,7 +5,7 @@ import pytest
 
 from rlhf.checkpoint.save.writer import SaveResult
 from rlhf.config import TrackingConfig, TrainerConfig
-from rlhf.ranks.progress_pipe import ShowsProgress
+from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.tracking import Tracker
 from rlhf.tracking.progress import Progress
 from rlhf.tracking.run_log import RunLog
@@ -13,7 +13,7 @@ from rlhf.tracking.run_log import RunLog
 
 def run_log(run_dir: Path, said: list[str] | None = None) -> tuple[RunLog, Tracker]:
     tracker = Tracker(TrainerConfig(), TrackingConfig(), {}, run_dir, "run")
-    return RunLog(tracker, ShowsProgress() if said is None else Progress(said.append), 10), tracker
+    return RunLog(tracker, ProgressDisplay() if said is None else Progress(said.append), 10), tracker
 
 
 def test_a_rewound_log_is_that_of_a_resumed_run(tmp_path: Path) -> None:

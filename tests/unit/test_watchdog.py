@@ -7,7 +7,7 @@ from rlhf.launch.evidence import AttemptResult, Ending, Hang, classify, describe
 from rlhf.launch.hangs import frames_of, shown, waits_for_peers
 from rlhf.launch.interface import RankExit
 from rlhf.launch.watchdog import Watchdog
-from rlhf.ranks.status import StatusWriter, keep_stacks, read_statuses, stacks_file
+from rlhf.ranks.status import StatusWriter, read_statuses, rename_stacks, stacks_file
 
 SAVE_S = 900.0
 LOOP = {"step.begin": 1, "rollout.before": 20, "rollout.after": 4, "update.before": 30}
@@ -272,7 +272,7 @@ def test_stacks_of_a_hang_outlive_the_next_attempt(tmp_path):
     for number in (1, 2):
         StatusWriter(tmp_path, 0)
         stacks_file(tmp_path, 0).write_text(f"stacks {number}")
-        (kept,) = keep_stacks(tmp_path)
+        (kept,) = rename_stacks(tmp_path)
         assert kept.name == f"hang_{number}_rank_0.txt"
     assert (tmp_path / "status/hang_1_rank_0.txt").read_text() == "stacks 1"
 

@@ -42,7 +42,7 @@ class Fetched:
             return
         lacking = {name: sorted(blocks) for name, blocks in wanted.items() if name not in self._own}
         receivers: dict[tuple[str, int], set[int]] = {}
-        for domain, requests in zip(self._coordinator.domains, self._coordinator.gather(lacking), strict=True):
+        for domain, requests in zip(self._coordinator.domains, self._coordinator.all_gather(lacking), strict=True):
             for block in ((name, number) for name, numbers in requests.items() for number in numbers):
                 if block not in self._got[domain]:
                     self._got[domain].add(block)

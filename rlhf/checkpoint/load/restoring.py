@@ -81,11 +81,11 @@ def load_state(
                 fetched.get(loading.files, loading.wanted)
         loading.raise_together(coordinator.combine(loading.read, _combined))
         numbers = BlockNumbers(located, loading.files)
-        verified = coordinator.union(numbers.bits(loading.files.checked))
+        verified = coordinator.bitwise_or(numbers.bits(loading.files.checked))
         found = coordinator.combine(lambda: loading.verify_rest(numbers, verified), _combined)
         loading.raise_together(found)
         coordinator.collect(lambda: loading.apply(seed))
-        size = sum(coordinator.gather(fetched.bytes)) if len(located.by_domain) > 1 else 0
+        size = sum(coordinator.all_gather(fetched.bytes)) if len(located.by_domain) > 1 else 0
         if size and coordinator.is_leader:
             log.info("Fetched %.1f MiB of %s from other nodes' disks.", size / 2**20, located.path.name)
     finally:

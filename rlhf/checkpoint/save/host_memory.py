@@ -62,7 +62,7 @@ def check_memory(nbytes: int, coordinator: Coordinator) -> None:
     """Raise UserError on every rank when a machine lacks memory for its ranks' copies, here `nbytes`. Collective."""
     needed: defaultdict[str, list[int]] = defaultdict(list)
     available: dict[str, int] = {}
-    for host, size, free in coordinator.gather((platform.node(), nbytes, available_memory())):
+    for host, size, free in coordinator.all_gather((platform.node(), nbytes, available_memory())):
         needed[host].append(size)
         if free is not None:
             available[host] = min(free, available.get(host, free))

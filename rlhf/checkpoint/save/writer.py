@@ -82,7 +82,7 @@ def write_checkpoint(
         exported = write_exports(root, snapshot.exports, coordinator)
         if ranks is not None and exported is not None:
             _add_exported(ranks, exported, snapshot.roles)
-        commit = coordinator.for_domain_leaders(
+        commit = coordinator.send_to_domain_leaders(
             lambda: complete(run_dir, snapshot, identity, draft, ranks or [], coordinator)
         )
         coordinator.on_domain_leaders(lambda: _write_indices(root, commit))
@@ -108,7 +108,7 @@ def _needed(snapshot: Snapshot, linked: Collection[str], coordinator: Coordinato
             needed[domain] += size
         return needed
 
-    needed = coordinator.for_domain_leaders(by_domain)
+    needed = coordinator.send_to_domain_leaders(by_domain)
     return 0 if needed is None else needed[coordinator.domain]
 
 

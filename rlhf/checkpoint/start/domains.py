@@ -37,7 +37,7 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
     finally:
         with suppress(OSError):  # must not hide a failed creation
             remove_file(token)
-    coordinator.gather(None)  # all ranks have looked: cleaning up before would remove tokens
+    coordinator.all_gather(None)  # all ranks have looked: cleaning up before would remove tokens
     domains = [min(mine) for mine in seen]
     if coordinator.is_leader and len(set(domains)) > 1:
         _log_domains(domains)

@@ -115,7 +115,7 @@ def finished_unprepared(
 def _launch(run_dir: Path, coordinator: Coordinator) -> list[str]:
     """Return the torchrun processes of this launch, empty without torchrun: those of the ranks, and those of earlier
     attempts that any disk lists together with one of them, since machines come and go."""
-    agents = {agent for agent in coordinator.gather(torchrun_agent()) if agent is not None}
+    agents = {agent for agent in coordinator.all_gather(torchrun_agent()) if agent is not None}
     if not agents:
         return []
     for known in coordinator.on_domain_leaders(lambda: read_run_file(run_dir).get(AGENTS, [])):

@@ -12,11 +12,11 @@ from pathlib import Path
 from rlhf.launch.interface import RankExit, Stacks
 from rlhf.launch.local.rank_output import RankOutput
 from rlhf.ranks.parent import PARENT_PID
-from rlhf.ranks.status import STACKS_SIGNAL, RankStatus, keep_stacks, read_statuses, stacks_file
+from rlhf.ranks.status import STACKS_SIGNAL, RankStatus, read_statuses, rename_stacks, stacks_file
 from rlhf.ranks.world import listening_socket, rank_variables
 
 # Seconds to wait for a dump, which takes milliseconds unless the process is stopped, stuck in the kernel or starting.
-PATIENCE_S = 3.0
+DUMP_TIMEOUT_S = 3.0
 _SETTLED_S = 0.2
 
 
@@ -58,7 +58,7 @@ class RankProcesses:
         _wait_until_written(files, before)
         texts = {rank: path.read_text(errors="replace") for rank, path in files.items() if _size(path) > before[rank]}
         silent = {rank: why_silent(self._pids[rank]) for rank in ranks}
-        return Stacks(texts, silent, keep_stacks(self._run_dir))
+        return Stacks(texts, silent, rename_stacks(self._run_dir))
 
     def kill(self, ranks: Collection[int]) -> None:
         """See `Ranks`. Kill the process as well as its group: just after a fork a rank does not lead its group yet."""
@@ -104,8 +104,8 @@ class PlainRanks(RankProcesses):
 
 
 def _wait_until_written(files: Mapping[int, Path], before: Mapping[int, int]) -> None:
-    """Wait until every file is longer than `before` and no file grows, at most PATIENCE_S."""
-    end, last, quiet_since = time.monotonic() + PATIENCE_S, before, time.monotonic()
+    """Wait until every file is longer than `before` and no file grows, at most DUMP_TIMEOUT_S."""
+    end, last, quiet_since = time.monotonic() + DUMP_TIMEOUT_S, before, time.monotonic()
     while (now := time.monotonic()) < end:
         sizes = {rank: _size(path) for rank, path in files.items()}
         if sizes != last:

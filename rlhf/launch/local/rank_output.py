@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from typing import Self
 
-from rlhf.ranks.progress_pipe import PROGRESS_FD, deliver
+from rlhf.ranks.progress_pipe import PROGRESS_FD, dispatch_message
 from rlhf.tracking.run_output import RunOutput
 
 _READ_BYTES = 1 << 16
@@ -106,7 +106,7 @@ class RankOutput:
     def _show(self, fd: int, line: bytes) -> None:
         if fd == self._progress:
             with suppress(ValueError):  # the user's code may write anything to the pipe: this thread must go on
-                deliver(line, self._output.progress)
+                dispatch_message(line, self._output.progress)
             return
         text = _text(line.rstrip(b"\r").rpartition(b"\r")[2])
         self._output.line(text, sys.stdout if fd == self._of_stdout else None)

@@ -103,7 +103,7 @@ def write_exports(root: Path, exports: Mapping[str, HfExport], coordinator: Coor
     shares = coordinator.collect(
         lambda: {folder: lay_out("", export.in_files)[1] for folder, export in exports.items()}
     )
-    plans = coordinator.hand_out(lambda: _plan(exports, shares or [], coordinator))
+    plans = coordinator.scatter(lambda: _plan(exports, shares or [], coordinator))
     done = coordinator.collect(partial(_write, root, exports, plans, coordinator))
     if done is None:
         return None

@@ -32,7 +32,7 @@ CPU_REQUIRED = ["--enforce-eager", "--no-enable-chunked-prefill"]
 SECRET_FLAGS = ["--middleware", f"{SecretMiddleware.__module__}.{SecretMiddleware.__qualname__}"]
 
 
-def with_our_flags(arguments: Sequence[str], cpu: bool, asks: bool) -> list[str]:
+def server_flags(arguments: Sequence[str], cpu: bool, has_secret: bool) -> list[str]:
     """Return vLLM's flags for our command line, the model first; the last of repeated flags counts. `asks`: the server
     asks for a secret."""
     flags = list(arguments)
@@ -40,7 +40,7 @@ def with_our_flags(arguments: Sequence[str], cpu: bool, asks: bool) -> list[str]
         flags.insert(0, "--model")
     defaults = DEFAULTS + (CPU_DEFAULTS if cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ else [])
     # vLLM calls the last middleware first.
-    return [*defaults, *flags, *REQUIRED, *(CPU_REQUIRED if cpu else []), *(SECRET_FLAGS if asks else [])]
+    return [*defaults, *flags, *REQUIRED, *(CPU_REQUIRED if cpu else []), *(SECRET_FLAGS if has_secret else [])]
 
 
 def main() -> None:
@@ -61,10 +61,10 @@ def main() -> None:
     if len(sys.argv) < 2:
         sys.exit("Name a model: python -m rlhf.rollout.servers FOLDER_OR_HUB_NAME [vLLM's flags]")
     try:
-        asks = environment_secret(os.environ) is not None
+        has_secret = environment_secret(os.environ) is not None
     except UserError as error:
         sys.exit(str(error))
-    if not asks:
+    if not has_secret:
         logging.warning(
             "%s is not set: everyone who reaches this server's port can replace its weights and make it fetch any URL "
             "(docs/rollout.md).",
@@ -73,7 +73,7 @@ def main() -> None:
     if current_platform.is_cpu():
         # torch.compile would build two small functions in the first generation; that costs more than it saves.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    sys.argv = ["rlhf.rollout.servers", *with_our_flags(sys.argv[1:], current_platform.is_cpu(), asks)]
+    sys.argv = ["rlhf.rollout.servers", *server_flags(sys.argv[1:], current_platform.is_cpu(), has_secret)]
     serve()
 
 

@@ -17,7 +17,7 @@ class Admission:
         self._secret = secret
         self._warned: set[str] = set()
 
-    async def examine(self, client: ServerClient, url: str, *, ours: bool) -> None:
+    async def check(self, client: ServerClient, url: str, *, ours: bool) -> None:
         """Return if the server may be used. `ours`: this run started the server.
 
         Raises:

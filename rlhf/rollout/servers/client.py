@@ -38,7 +38,7 @@ class StaleAnswer(Exception):
 
 
 @dataclass(frozen=True)
-class Ask:
+class RequestSettings:
     """Arguments that all requests share."""
 
     eos: Sequence[int]
@@ -50,7 +50,7 @@ class ServerClient:
     """Sends requests to the server at `url`. Every call raises ServerFailure without a valid answer."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, ask: Ask, answer_timeout_s: float, secret: Secret
+        self, session: aiohttp.ClientSession, url: str, ask: RequestSettings, answer_timeout_s: float, secret: Secret
     ) -> None:
         self._session, self._url, self._ask, self._secret = session, url, ask, secret
         self._short = aiohttp.ClientTimeout(total=answer_timeout_s, sock_connect=CONNECT_S)

@@ -17,7 +17,7 @@ from rlhf.events import GENERATING, report
 from rlhf.rollout.engine import Request, siblings
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.servers.admission import Admission
-from rlhf.rollout.servers.client import Ask, ServerClient, ServerFailure, StaleAnswer
+from rlhf.rollout.servers.client import RequestSettings, ServerClient, ServerFailure, StaleAnswer
 from rlhf.rollout.servers.health import Budget, ServerHealth
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.server_process import ServerProcess
@@ -44,7 +44,7 @@ class _Member:
     starts: int = 0
     pushing: bool = False
     load: int = 0  # number of samples in flight
-    asks: dict[asyncio.Task, int] = field(default_factory=dict)  # index of the siblings that each task has sent
+    tasks: dict[asyncio.Task, int] = field(default_factory=dict)  # index of the siblings that each task has sent
     probe: asyncio.Task | None = None
     probe_error: str = NO_ANSWER  # error of the last probe; empty if the probe succeeded
 
@@ -77,7 +77,7 @@ class FleetLoop:
         self,
         settings: ServersConfig,
         processes: Mapping[Path, ServerProcess],
-        ask: Ask,
+        ask: RequestSettings,
         secret: Secret,
         *,
         capacity: int,
@@ -106,7 +106,7 @@ class FleetLoop:
             began()
             while not self.closing:
                 for member in self._members:
-                    self._tend(member, time.monotonic())
+                    self._advance(member, time.monotonic())
                 self._dispatch()
                 async with self._news:
                     self._news.notify_all()
@@ -133,20 +133,20 @@ class FleetLoop:
             self._budget.needed = False
         return outcome
 
-    def want(self, label: str, version: int) -> list[str]:
+    def begin_push(self, label: str, version: int) -> list[str]:
         """Return the servers that need the weights `label`, those after `version` steps; no other weights serve now.
-        These servers get no other calls until `pushed`."""
+        These servers get no other calls until `end_push`."""
         self._label, self._version = label, version
         for member in self._members:
-            member.health.want(label)
+            member.health.expect_label(label)
         stale = [member for member in self._members if member.health.state == "stale"]
         for member in stale:
             member.pushing = True
             self._drop(member)
         return [member.url for member in stale]
 
-    def pushed(self, label: str, errors: dict[str, str | None]) -> None:
-        """Record the result of the push to the servers of `want`: per URL an error, or None."""
+    def end_push(self, label: str, errors: dict[str, str | None]) -> None:
+        """Record the result of the push to the servers of `begin_push`: per URL an error, or None."""
         for member in self._members:
             if member.pushing:
                 member.pushing = False
@@ -156,13 +156,13 @@ class FleetLoop:
                     self._log_failure(member, f"the push of the weights failed: {error}")
 
     def begin(self, requests: Sequence[Request], seed: int, step: int) -> None:
-        """Start to generate; `until` waits for the end, and `take` returns the samples."""
+        """Start to generate; `until` waits for the end, and `pop_samples` returns the samples."""
         groups = [[requests[place] for place in places] for places in siblings(requests)]
         self._generation = _Generation(groups, seed, step, deque(range(len(groups))))
         self._budget.needed = True
         self._wake.set()
 
-    def take(self) -> list[Sample]:
+    def pop_samples(self) -> list[Sample]:
         """Return the sample of each request, in order, after `until` has returned `done`."""
         generation, self._generation = self._generation, None
         assert generation is not None
@@ -197,7 +197,7 @@ class FleetLoop:
                 f"failures (rollout.servers.max_failures={self._budget.max_failures}):\n{servers}"
             )
 
-    def _tend(self, member: _Member, now: float) -> None:
+    def _advance(self, member: _Member, now: float) -> None:
         """Update a server's health, and start the action that is due."""
         if member.pushing:  # the push reports errors
             return
@@ -244,7 +244,7 @@ class FleetLoop:
         health, before = member.health, member.health.state
         try:
             if before == "starting":
-                await self._admission.examine(member.client, member.url, ours=member.process is not None)
+                await self._admission.check(member.client, member.url, ours=member.process is not None)
             label = await member.client.weight_label()
         except ServerFailure as failure:
             member.probe_error = str(failure)
@@ -291,8 +291,8 @@ class FleetLoop:
                 return
             member, index = min(free, key=lambda m: m.load), generation.queue.popleft()
             member.load += n
-            member.health.asked(time.monotonic())
-            member.asks[asyncio.create_task(self._send(member, generation, index))] = index
+            member.health.request_sent(time.monotonic())
+            member.tasks[asyncio.create_task(self._send(member, generation, index))] = index
 
     async def _send(self, member: _Member, generation: _Generation, index: int) -> None:
         group, task = generation.groups[index], asyncio.current_task()
@@ -301,10 +301,10 @@ class FleetLoop:
             seed = request_seed(generation.seed, generation.step, group[0].uid) + group[0].sample
             samples = await member.client.generate(group, seed, self._label, self._version)
         except ServerFailure as failure:
-            if task in member.asks:
+            if task in member.tasks:
                 self._fail(member, str(failure), gone=failure.hung)
         except StaleAnswer as stale:
-            if task in member.asks:
+            if task in member.tasks:
                 self._counts["stale_answers"] += 1
                 self._counts["server_failures"] += 1
                 self._drop(member)
@@ -314,11 +314,11 @@ class FleetLoop:
             self.error = error
         else:
             # The requests of a dropped server are queued again.
-            if member.asks.pop(task, None) is not None:
+            if member.tasks.pop(task, None) is not None:
                 generation.samples[index] = samples
                 report(GENERATING, sum(map(len, generation.samples.values())), generation.total)
                 member.load -= len(group)
-                member.health.finished(time.monotonic())
+                member.health.request_finished(time.monotonic())
         finally:
             self._wake.set()
 
@@ -335,11 +335,11 @@ class FleetLoop:
 
     def _drop(self, member: _Member) -> None:
         """Put the server's requests back at the head of the queue, and cancel its tasks."""
-        asks, member.asks, member.load = member.asks, {}, 0
-        if asks and self._generation is not None:
-            self._counts["requests_repeated"] += len(asks)
-            self._generation.queue.extendleft(sorted(asks.values(), reverse=True))
-        for task in [*asks, member.probe]:
+        tasks, member.tasks, member.load = member.tasks, {}, 0
+        if tasks and self._generation is not None:
+            self._counts["requests_repeated"] += len(tasks)
+            self._generation.queue.extendleft(sorted(tasks.values(), reverse=True))
+        for task in [*tasks, member.probe]:
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
 

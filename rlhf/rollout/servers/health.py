@@ -34,11 +34,11 @@ class Budget:
 
 
 class ServerHealth:
-    """Health of one server. `ours`: we start and restart it; another server must recover by itself.
+    """Health of one server. `ours`: this run starts and restarts the server; any other server must recover by itself.
 
-    The caller reports events by methods such as `started` or `asked`, and does what `due` and `overdue` return. After
-    the first failure in a row, a process of ours is probed again once the back-off has passed. After the next failure,
-    or if the process is `gone` (ended, hung), it is restarted.
+    The caller reports events with methods such as `started` and `request_sent`, and runs the actions that `due` and
+    `overdue` return. After a first failure, a server of ours is probed again when its back-off has passed. After a
+    second failure in a row, or if its process is `gone` (ended or hung), the server is restarted.
     """
 
     def __init__(self, settings: ServersConfig, budget: Budget, *, ours: bool, now: float) -> None:
@@ -119,7 +119,7 @@ class ServerHealth:
             self._last_progress = now
         self._tokens = tokens
 
-    def want(self, label: str) -> None:
+    def expect_label(self, label: str) -> None:
         """Set the wanted weights; requests to other weights count as dropped."""
         if label != self._wanted and self._state == "serving":
             self._state, self.in_flight = "stale", 0
@@ -135,13 +135,13 @@ class ServerHealth:
         elif label == self._wanted:
             self._become("serving", now)
 
-    def asked(self, now: float) -> None:
+    def request_sent(self, now: float) -> None:
         if not self.in_flight:
             # The next count is compared with the first.
             self._last_progress = self._next_count = now
         self.in_flight += 1
 
-    def finished(self, now: float) -> None:
+    def request_finished(self, now: float) -> None:
         self.in_flight -= 1
         self._last_progress, self.failures = now, 0
         self._budget.finished()

@@ -19,7 +19,7 @@ from rlhf.rollout.engine import Request, Weights
 from rlhf.rollout.exchange import gather_requests, scatter_samples
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.sample import Sample
-from rlhf.rollout.servers.client import Ask
+from rlhf.rollout.servers.client import RequestSettings
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState
 from rlhf.rollout.servers.secret import run_secret
@@ -85,7 +85,7 @@ class ServerEngine:
             self._new_label(version)
             self._push(version)
         parts: list[list[Sample]] = []
-        self._on_leader(lambda fleet: parts.extend(self._split_by_rank(fleet.do(FleetLoop.take))))
+        self._on_leader(lambda fleet: parts.extend(self._split_by_rank(fleet.do(FleetLoop.pop_samples))))
         return scatter_samples(parts, self._coordinator)
 
     def sleep(self) -> bool:
@@ -130,7 +130,7 @@ class ServerEngine:
         """Send the present weights to all live servers. Collective."""
         weights, label = self._weights, self._label
         assert weights is not None, "generation needs weights"
-        urls = self._on_leader(lambda fleet: fleet.do(lambda loop: loop.want(label, version)))
+        urls = self._on_leader(lambda fleet: fleet.do(lambda loop: loop.begin_push(label, version)))
         if not urls:
             return
         announce("rollout.push")
@@ -143,7 +143,7 @@ class ServerEngine:
             return {}
 
         errors = self._coordinator.everywhere(walk)[0]
-        self._on_leader(lambda fleet: fleet.do(lambda loop: loop.pushed(label, errors)))
+        self._on_leader(lambda fleet: fleet.do(lambda loop: loop.end_push(label, errors)))
 
     def _split_by_rank(self, samples: list[Sample]) -> list[list[Sample]]:
         left = iter(samples)
@@ -187,7 +187,7 @@ def build_server_engine(
                     )
             weight_push = WeightPush(config, device, secret)
             resources.callback(weight_push.close)
-            ask = Ask(policy.eos, config.structured_outputs, policy.vocab_size)
+            ask = RequestSettings(policy.eos, config.structured_outputs, policy.vocab_size)
             fleet = Fleet(FleetLoop(config.servers, processes, ask, secret, capacity=config.max_num_seqs))
             resources.callback(fleet.close)
             log.info("Waiting for the first of %d rollout servers.", len(processes) or len(config.servers.urls))

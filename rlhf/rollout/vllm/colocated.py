@@ -13,7 +13,7 @@ from rlhf.config import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.events import GENERATING, report
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.rollout.engine import Request, Weights, places_by_params, siblings
+from rlhf.rollout.engine import Request, Weights, indices_by_params, siblings
 from rlhf.rollout.exchange import gather_requests
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.sample import Sample
@@ -108,7 +108,7 @@ class VllmEngine:
             self._wake(*PARTS)
             if restored:
                 self._verify(self.version)
-            for places in places_by_params(together).values():
+            for places in indices_by_params(together).values():
                 samples |= zip(places, self._samples([together[i] for i in places], seed, step), strict=True)
         first = sum(len(rank) for rank in ranks[: self._group.index(self._coordinator.rank)])
         return [samples[place] for place in range(first, first + len(requests))]
@@ -148,7 +148,7 @@ class VllmEngine:
             self._check_weights = weight_check(model, exact=self._llm.model_config.quantization is None)
         held = [model_digests(model, self.dtype)]
         if len(self._group) > 1:
-            ranks = self._coordinator.gather(held[0])
+            ranks = self._coordinator.all_gather(held[0])
             held = [ranks[rank] for rank in self._group]
         self._check_weights.check(read_digests(self._sent), held, f"step {version}")
 

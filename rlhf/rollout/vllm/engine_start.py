@@ -57,7 +57,7 @@ def build_vllm_engine(
     try:
         coordinator.on_domain_leaders(policy.write)
         # The ranks of a group share memory, so they share its name.
-        shared = coordinator.gather(scratch.name)[first]
+        shared = coordinator.all_gather(scratch.name)[first]
         with process_state.entered():
             weights, hf_config = _weights_in_files(policy.folder)
             arguments = _arguments(config, policy, hf_config, device) | {"seed": seed}

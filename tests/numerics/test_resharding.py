@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.learning.work_sharing import TrainingBatches, WorkSharing
+from rlhf.learning.resharding import SampleResharder, TrainingBatches
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from tests.support.numeric_ranks import run_ranks, single_rank
@@ -49,7 +49,7 @@ def shared(case: str, coordinator: Coordinator) -> tuple[EveryBatch, TrainingBat
     rows = [group * GROUP + sample for group in mine for sample in range(GROUP)]
     rollout = whole_batch().select(torch.tensor(rows, dtype=torch.int64))
     uids = [100 + 7 * (row // GROUP) for row in rows]
-    return rollout, WorkSharing(MINI_BATCHES, coordinator).share(rollout, uids, 1), rows
+    return rollout, SampleResharder(MINI_BATCHES, coordinator).reshard(rollout, uids, 1), rows
 
 
 def with_figures(training: TrainingBatches, rollout: EveryBatch) -> EveryBatch:
@@ -131,8 +131,8 @@ def test_ranks_have_about_the_same_to_do(ranks):
 def test_a_shuffle_is_a_draw_of_its_own_in_every_epoch_step_and_run():
     def training(seed: int, step: int) -> TrainingBatches:
         rollout = replace(whole_batch())
-        sharing = WorkSharing(MINI_BATCHES, Coordinator(GlooTransport()), seed)
-        return sharing.share(rollout, [r // GROUP for r in range(GROUPS * GROUP)], step)
+        resharder = SampleResharder(MINI_BATCHES, Coordinator(GlooTransport()), seed)
+        return resharder.reshard(rollout, [r // GROUP for r in range(GROUPS * GROUP)], step)
 
     with single_rank():
         first = training(1, 1)
@@ -157,7 +157,7 @@ def test_a_shuffle_is_a_draw_of_its_own_in_every_epoch_step_and_run():
 def test_one_rank_copies_nothing():
     with single_rank():
         rollout = replace(whole_batch())
-        training = WorkSharing(MINI_BATCHES, Coordinator(GlooTransport())).share(
+        training = SampleResharder(MINI_BATCHES, Coordinator(GlooTransport())).reshard(
             rollout, [r // GROUP for r in range(30)], 1
         )
         for name in FIELDS:

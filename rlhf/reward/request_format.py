@@ -9,33 +9,33 @@ import numpy as np
 from rlhf.reward.scores import RewardItem
 from rlhf.reward.signature import FIELDS, Convention, Signature
 
-ALONE, TOGETHER, GROUPS = "alone", "together", "groups"
+SINGLE, CONCURRENT, PROMPT_GROUP = "single", "concurrent", "prompt_group"
 
 
 @dataclass(frozen=True)
-class Sending:
+class RequestFormat:
     """Requirements of a verifier, which its process reports when ready."""
 
-    parts: str = ALONE
-    """`ALONE`: one sample. `TOGETHER`: a process' share, concurrently. `GROUPS`: all samples of a prompt."""
+    parts: str = SINGLE
+    """`SINGLE`: one sample. `CONCURRENT`: a process' share, concurrently. `PROMPT_GROUP`: all samples of a prompt."""
     messages: bool = False
     token_ids: bool = False
     """Whether the verifier reads the messages and the token ids of a sample."""
 
     @classmethod
-    def for_function(cls, signature: Signature) -> "Sending":
-        alone = TOGETHER if signature.is_async else ALONE
-        parts = alone if signature.convention is Convention.SAMPLE else GROUPS
+    def for_function(cls, signature: Signature) -> "RequestFormat":
+        alone = CONCURRENT if signature.is_async else SINGLE
+        parts = alone if signature.convention is Convention.SAMPLE else PROMPT_GROUP
         # The prompt is the messages where the data do not have it as a text.
         trl = signature.convention is Convention.TRL
         reads = trl or not {"messages", "prompt"}.isdisjoint(signature.named)
         return cls(parts, reads, trl and signature.accepts("completion_ids"))
 
-    def divided(self, items: Sequence[RewardItem], processes: int) -> list[Sequence[RewardItem]]:
+    def split(self, items: Sequence[RewardItem], processes: int) -> list[Sequence[RewardItem]]:
         """Split the items, in order, into one part per question."""
-        if self.parts == GROUPS:
+        if self.parts == PROMPT_GROUP:
             return [list(group) for _, group in groupby(items, key=lambda item: item.group)]
-        size = -(-len(items) // processes) if self.parts == TOGETHER else 1
+        size = -(-len(items) // processes) if self.parts == CONCURRENT else 1
         return [items[start : start + size] for start in range(0, len(items), size or 1)]
 
     def fields(self, item: RewardItem) -> dict[str, object]:
@@ -45,7 +45,7 @@ class Sending:
         return {name: getattr(item, name) for name in names} | own
 
     def timeout_s(self, each_s: float, count: int) -> float:
-        if self.parts == TOGETHER:
+        if self.parts == CONCURRENT:
             return each_s + _OWN_TIMEOUTS_S
         return each_s * count
 

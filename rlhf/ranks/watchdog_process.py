@@ -21,7 +21,7 @@ MODULE = "rlhf.launch.node_watchdog"
 
 
 @contextmanager
-def watched(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinator) -> Iterator[None]:
+def node_watchdog(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinator) -> Iterator[None]:
     """Run a watchdog for the ranks of each node, on Linux and unless `trainer.watchdog=false`. Collective.
 
     A node is a machine with one run directory. Its lowest rank starts the watchdog, which watches that rank until it
@@ -30,7 +30,7 @@ def watched(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinator) -> 
     if not trainer.watchdog or sys.platform != "linux":
         yield
         return
-    ranks = coordinator.gather((f"{machine()} {coordinator.domain}", os.getpid()))
+    ranks = coordinator.all_gather((f"{machine()} {coordinator.domain}", os.getpid()))
     nodes = list(dict.fromkeys(node for node, _ in ranks))
     mine = ranks[coordinator.rank][0]
     pids = {rank: pid for rank, (node, pid) in enumerate(ranks) if node == mine}

@@ -132,7 +132,7 @@ class TrainingBatches:
 
 
 @dataclass(frozen=True)
-class WorkSharing:
+class SampleResharder:
     """Balances each step's samples over the ranks."""
 
     mini_batches: int
@@ -141,7 +141,7 @@ class WorkSharing:
     shuffle_seed: int | None = None
     """Seed of the draws of mini-batches; None leaves the samples in order."""
 
-    def share(self, rollout: Batch, uids: Sequence[int], step: int) -> TrainingBatches:
+    def reshard(self, rollout: Batch, uids: Sequence[int], step: int) -> TrainingBatches:
         """Send the samples of the rollout batches to the ranks that train on them. Collective.
 
         The target ranks follow from the lengths of all samples, and do not depend on the source ranks.
@@ -153,7 +153,7 @@ class WorkSharing:
         """
         facts = list(zip(uids, rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist(), strict=True))
         ranks = dims.data()
-        every = ranks.of(self.coordinator.gather(facts))
+        every = ranks.of(self.coordinator.all_gather(facts))
         placed = sorted((fact[0], rank, row) for rank, of_rank in enumerate(every) for row, fact in enumerate(of_rank))
         sources = [(rank, row) for _, rank, row in placed]
         prompts, responses = ([every[rank][row][i] for rank, row in sources] for i in (1, 2))
