@@ -133,7 +133,7 @@ class TrainingBatches:
 
 @dataclass(frozen=True)
 class SampleResharder:
-    """Balances each step's samples over the ranks."""
+    """Sends each step's samples to ranks so that all ranks train about equally long."""
 
     mini_batches: int
     """Parts of a step with equally many samples, one optimizer step each: consecutive groups, or shuffled samples."""

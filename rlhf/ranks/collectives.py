@@ -23,7 +23,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def start(config: TrainerConfig) -> torch.device:
-    """Join the process group (gloo on CPU, NCCL on CUDA), apply the settings of determinism, and return the device."""
+    """Join the process group (gloo on CPU, NCCL on CUDA), apply the determinism settings, and return the device."""
     device = pick_device(config.device)
     deterministic = config.deterministic if config.deterministic is not None else device.type == "cpu"
     if device.type == "cuda":
@@ -63,11 +63,14 @@ def connect_to_store(timeout: timedelta) -> dist.TCPStore:
 
 
 def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return a name for this start of the ranks that no earlier start had. Raise DistStoreError after `timeout`.
+    """Return a name for this start of the ranks, equal on all ranks and unlike the name of any earlier start.
 
     torchrun keeps one store over its restarts, in which new ranks would find the addresses of dead ranks. torchrun's
-    restart count does not distinguish the starts, because each node counts by itself. So each rank asks rank 0 under a
-    random name, where no old answer can be, and confirms the answer.
+    restart count does not distinguish the starts, because each node counts by itself. So each rank sends rank 0 a
+    random key, waits for the name under that key, and confirms it. No earlier start can have written under that key.
+
+    Raises:
+        DistStoreError: some ranks did not start within `timeout`.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank > 0:
@@ -79,7 +82,7 @@ def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: ti
     while waiting:
         for peer in waiting:
             if store.check([f"asks/{peer}"]):
-                # The question may be a dead rank's. The question of its successor then follows.
+                # The key may be a dead rank's. Its successor will overwrite it, and this loop answers again.
                 store.set(f"answer/{store.get(f'asks/{peer}').decode()}", own)
         waiting = {peer for peer in waiting if not store.check([f"knows/{own}/{peer}"])}
         if time.monotonic() > deadline:

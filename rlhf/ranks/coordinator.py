@@ -45,7 +45,7 @@ class Coordinator:
         self.domains = list(domains or [0] * self.world_size)
 
     def duplicate(self, timeout: timedelta) -> "Coordinator":
-        """Return a coordinator of the same ranks for another thread, with a `timeout` of its own. Collective."""
+        """Return a coordinator of the same ranks for another thread, with its own `timeout`. Collective."""
         return Coordinator(self._transport.duplicate(timeout), self.domains)
 
     @property
@@ -95,14 +95,14 @@ class Coordinator:
         return result
 
     def on_domain_leaders(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on each domain's leader, and return all results, as `domain_leaders`, on every rank."""
+        """Run `action` on each domain's leader, and return the results, by ascending leader, on every rank."""
         if len(self.domain_leaders) == 1:
             return [self.on_leader(action)]
         outcomes: list[Any] = self.everywhere(lambda: action() if self.leads_domain else None)
         return [outcomes[leader] for leader in self.domain_leaders]
 
     def bitwise_or(self, bits: bytes) -> bytes:
-        """Return the bits that are set on any rank, on every rank."""
+        """Return the bitwise OR of all ranks' `bits`, of one length, on every rank."""
         return self._transport.bitwise_or(bits)
 
     def send_to_domain_leaders(self, action: Callable[[], T]) -> T | None:
@@ -114,7 +114,7 @@ class Coordinator:
         return results[0] if results else None
 
     def scatter(self, action: Callable[[], Sequence[T]]) -> T:
-        """Run `action` on the leader, and return on each rank the entry of the result with the rank's number."""
+        """Run `action` on the leader, which returns one entry per rank. Return each rank's entry on that rank."""
         results: list[Sequence[T]] = []
         self.on_leader(lambda: results.append(action()))
         own: list[T] = [results[0][0]] if results else []
@@ -148,7 +148,7 @@ class Coordinator:
         return None if outcomes is None else [value for value, _ in outcomes]
 
     def combine(self, action: Callable[[], T], how: Callable[[list[T]], U]) -> U:
-        """Run `action` on every rank and `how` on the leader with all results. Return its result on every rank."""
+        """Run `action` on every rank, then `how` on the leader with all results. Return `how`'s result everywhere."""
         found = self.collect(action)
         return self.on_leader(lambda: how(found or []))
 

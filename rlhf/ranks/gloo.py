@@ -31,7 +31,7 @@ class GlooTransport(Transport):
         if dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if self.world_size > 1:
-                # On the training group, object collectives would have to keep an order with its tensors.
+                # On the training group, these calls would have to keep one order with its tensor collectives.
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def duplicate(self, timeout: timedelta) -> "GlooTransport":

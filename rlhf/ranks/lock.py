@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 def _lock(path: Path, operation: int, setting: str = "trainer.default_local_dir", fd: int | None = None) -> int | None:
     """Return a locked file descriptor, which is closed on exec; None if another process has the lock.
 
-    `fd` already has another kind of lock, which is lost in any case.
+    `fd` is open with the other kind of lock (exclusive or shared), and is converted. A failed conversion loses that
+    lock and closes `fd`.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if fd is None else fd
     try:
@@ -93,12 +94,12 @@ def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]
     launch = coordinator.broadcast(uuid.uuid4().hex)
     fd: int | None = None
 
-    def take() -> None:
+    def acquire() -> None:
         nonlocal fd
         fd = _lock_run(run_dir, launch)
 
-    def look() -> None:
-        if fd is None and not _is_of(launch, run_dir):
+    def check_holder() -> None:
+        if fd is None and not _is_held_by(launch, run_dir):
             raise _in_use(run_dir)
 
     def share() -> None:
@@ -108,11 +109,11 @@ def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]
             raise _in_use(run_dir)
 
     try:
-        coordinator.everywhere(take)
-        coordinator.everywhere(look)
-        took = fd is not None
-        coordinator.everywhere(lambda: share() if took else None)
-        coordinator.everywhere(lambda: None if took else share())
+        coordinator.everywhere(acquire)
+        coordinator.everywhere(check_holder)
+        acquired = fd is not None
+        coordinator.everywhere(lambda: share() if acquired else None)
+        coordinator.everywhere(lambda: None if acquired else share())
         yield
     finally:
         if fd is not None:
@@ -140,8 +141,8 @@ def _lock_run(run_dir: Path, launch: str = "") -> int | None:
     return fd
 
 
-def _is_of(launch: str, run_dir: Path) -> bool:
-    """Return whether a rank of this launch has the lock, which a network file system may show late."""
+def _is_held_by(launch: str, run_dir: Path) -> bool:
+    """Return whether a rank of `launch` has the lock. Look several times: network file systems show writes late."""
     for look in range(LOOKS):
         if look:
             time.sleep(LOOK_AGAIN_S)

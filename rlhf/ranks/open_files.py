@@ -11,7 +11,7 @@ MOST = Path("/proc/sys/fs/nr_open")
 def open_closed_streams() -> None:
     """Open the null device as each closed standard stream (`>&-`, as some daemons start programs). Call this first.
 
-    Python has None for a closed stream, and the next file or connection would get the stream's number.
+    Python sets a closed stream to None, and the next file or connection would get the stream's number.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:

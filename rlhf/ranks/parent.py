@@ -1,4 +1,4 @@
-"""Makes a process die with its parent, and names processes and machines uniquely (process ids are reused)."""
+"""Makes a process die with its parent, and identifies processes and machines uniquely, since ids are reused."""
 
 import ctypes
 import os
@@ -41,7 +41,7 @@ def torchrun_agent() -> str | None:
     if _OF_TORCHRUN not in os.environ or sys.platform != "linux":
         return None
     pid = os.getppid()
-    # The parent may be a user's script, which has inherited the variable from torchrun. Find an ancestor without.
+    # The parent may be a user's script, which has inherited the variable. Find the nearest ancestor without it.
     while pid > 1 and f"{_OF_TORCHRUN}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
         pid = int(_stat(pid)[1])
     return f"{_BOOT.read_text().strip()}-{pid}-{_stat(pid)[19]}"
@@ -54,7 +54,7 @@ def machine() -> str:
 
 
 def start_time_of(pid: int) -> str | None:
-    """Return the start time of a process, distinct if its id is reused; None if it has ended. Linux only."""
+    """Return the start time of a process, which differs if its id is reused; None if it has ended. Linux only."""
     try:
         fields = _stat(pid)
     except (FileNotFoundError, ProcessLookupError):

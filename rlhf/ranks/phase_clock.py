@@ -17,8 +17,8 @@ STATM = Path("/proc/self/statm")
 class PhaseClock:
     """Measures the seconds that this rank spends in each phase of a step.
 
-    On CUDA the host runs ahead of the device, and the host's time would count the kernels of one phase to the next
-    phase that reads a number. CUDA events in the device's queue measure the time, and `collect` reads them once a step.
+    On CUDA the host runs ahead of the device, so the host's clock would charge a phase's kernels to the next phase that
+    synchronises. So CUDA events in the device's queue measure the time, and `collect` reads them once a step.
     """
 
     def __init__(self, device: torch.device) -> None:

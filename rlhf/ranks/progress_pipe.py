@@ -63,7 +63,7 @@ class ProgressPipe(ProgressDisplay):
 
 
 def dispatch_message(line: bytes, to: ProgressDisplay) -> None:
-    """Show a message from a pipe. Raise ValueError if no `ProgressPipe` wrote the line."""
+    """Pass a `line` from a pipe on to the display `to`. Raise ValueError if no `ProgressPipe` wrote the line."""
     try:
         message = json.loads(line)
     except RecursionError as error:

@@ -29,9 +29,9 @@ _REPEAT_S = 0.1
 
 @dataclass(frozen=True)
 class RankError:
-    """The error that ended a rank. `user` needs a person, `crash` a restart.
+    """The error that ended a rank. A `user` error needs the user, a `crash` a restart.
 
-    `unsaved`: the rank left as asked, or finished, but could not save. `traceback` is formatted, or empty.
+    `unsaved`: the rank obeyed a request to stop, or finished, but could not save. `traceback` is formatted, or empty.
     """
 
     kind: Literal["user", "crash", "unsaved"]
@@ -85,8 +85,8 @@ class StatusWriter:
     def event(self, step: int | None, event: str) -> None:
         """Write that `event` happens now, in `step` (None before the first step is known).
 
-        Events of other threads than the loop's count in two cases: a background save's, from SAVE_BEGINS to SAVE_ENDS,
-        without their steps; and SCORED and WAITS_FOR_SCORE, which show that the loop's phase moves.
+        Events of threads other than the loop's are written in two cases. A background save's, from SAVE_BEGINS to
+        SAVE_ENDS, go to `save`. SCORED and WAITS_FOR_SCORE renew the time, because the loop waits for these threads.
         """
         thread, now = threading.get_ident(), time.time()
         with self._lock:

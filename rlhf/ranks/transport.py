@@ -33,7 +33,7 @@ class Transport:
         return [value]
 
     def bitwise_or(self, bits: bytes) -> bytes:
-        """Return the bits that are set on any rank, on every rank. All ranks must pass the same length."""
+        """Return the bitwise OR of all ranks' `bits`, of one length, on every rank."""
         return bits
 
     def broadcast(self, value: Any, source: int) -> Any:
@@ -41,13 +41,13 @@ class Transport:
         return value
 
     def send_object(self, value: Any, source: int, to: Sequence[int]) -> Any:
-        """Return the `value` of the rank `source` on the ranks `to`; None on the other ranks, at once."""
+        """Return the `value` of the rank `source` on the ranks `to`; None on the other ranks, which do not wait."""
         return value
 
     def send(self, block: "Tensor", to: int) -> None:
         """Send `block`, bytes in CPU memory, to a rank that calls `receive` with as many bytes. Not collective."""
-        raise ValueError("nobody is there to send to")
+        raise ValueError("a single process has no other rank to send to")
 
     def receive(self, block: "Tensor", source: int) -> None:
         """Fill `block` with the bytes that the rank `source` sends."""
-        raise ValueError("nobody is there to receive from")
+        raise ValueError("a single process has no other rank to receive from")

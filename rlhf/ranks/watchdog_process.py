@@ -24,8 +24,8 @@ MODULE = "rlhf.launch.node_watchdog"
 def node_watchdog(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinator) -> Iterator[None]:
     """Run a watchdog for the ranks of each node, on Linux and unless `trainer.watchdog=false`. Collective.
 
-    A node is a machine with one run directory. Its lowest rank starts the watchdog, which watches that rank until it
-    leaves the `with` block, and the node's other ranks until they end.
+    Ranks on one machine with one storage domain form a node. The lowest rank of a node starts the watchdog. It watches
+    that rank until the rank leaves the `with` block, and the node's other ranks until they end.
     """
     if not trainer.watchdog or sys.platform != "linux":
         yield
@@ -50,7 +50,7 @@ def node_watchdog(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinato
             attempt,
         ],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # stop signals go to the ranks alone, which must be watched until they have saved
+        start_new_session=True,  # a stop signal must not end the watchdog before the ranks have saved
     )
     assert process.stdin is not None
     with process.stdin:

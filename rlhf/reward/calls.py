@@ -33,21 +33,20 @@ class FunctionCall:
         self._convention = signature.convention
         self._kwargs = {name: value for name, value in kwargs.items() if signature.accepts(name)}
         self._columns = set(signature.columns(kwargs))
-        # One loop for all calls: clients that a file opens belong to the loop in which they were opened.
+        # One event loop for all calls: an async client works only in the loop in which the user's file opened it.
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
-        """Return an entry of the reply for each item. Raises the function's errors; concurrent calls have an entry
-        each."""
+        """Return one reply entry per item. Raise the function's error; concurrent calls return theirs as entries."""
         if self._convention is not Convention.SAMPLE:
             return [asdict(score) for score in self._batch(items)]
         if not self.signature.is_async:
             values = [self._finished(self._function(**self._of_sample(item))) for item in items]
             return [asdict(as_score(value, self._setting)) for value in values]
         self._loop = self._loop or asyncio.new_event_loop()
-        return self._loop.run_until_complete(self._together(items))
+        return self._loop.run_until_complete(self._concurrently(items))
 
-    async def _together(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
+    async def _concurrently(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
         return list(await asyncio.gather(*map(self._entry, items)))
 
     async def _entry(self, item: RewardItem) -> dict[str, Any]:
@@ -152,9 +151,9 @@ def _completion(item: RewardItem) -> Any:
 def as_score(value: Any, setting: str, may_abstain: bool = False) -> Score:
     """Parse the score of one sample from the return value of the function of `setting`.
 
-    Beside the `score` of a dict, finite numbers become metrics and other values become notes. The elements after a
-    tuple's score become a note, as in verl's prime_code. None is no score, where the function `may_abstain`. Raises
-    UserError for any other value.
+    A dict has its score in `score`; its other numbers become metrics, and all other values notes. A tuple starts with
+    its score; the other elements become one note, as in verl's prime_code. None means no score if `may_abstain`. Raise
+    UserError for any other value, and for numbers that are not finite.
     """
     if value is None and may_abstain:
         return Score(None)
@@ -189,7 +188,7 @@ def _number(setting: str, value: Any, shown: str) -> float:
 
 
 def as_note(value: Any) -> Any:
-    """Return `value` as JSON has it, truncated if long; values that JSON lacks become text."""
+    """Return `value` in types of JSON, truncated if long. Values that JSON lacks become text."""
     try:
         text = json.dumps(value, default=str)
     except (TypeError, ValueError, RecursionError):  # keys that are not text, a list that contains itself

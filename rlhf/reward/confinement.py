@@ -53,9 +53,9 @@ class Confined:
     """Result of `confine`, for the trainer."""
 
     folder: str
-    """The process' folder, which is still there when the process has ended. Empty if a tmpfs hides it."""
+    """The process' folder outside its namespaces, for the trainer to remove. Empty if a tmpfs was mounted over it."""
     missing: list[str]
-    """Features that this machine does not allow, with the consequence."""
+    """Protections that this machine does not allow, each with the consequence."""
 
 
 def confine(confinement: Confinement) -> Confined:
@@ -75,7 +75,7 @@ def confine(confinement: Confinement) -> Confined:
         _limit(resource.RLIMIT_NPROC, MAX_PROCESSES if own_user else 4 * MAX_PROCESSES + running)
         _restrict(confinement, own, missing)
     else:
-        missing.append("Linux: they write, see and reach what your user can, and nothing limits them")
+        missing.append("Linux: reward processes have all rights of your user, without limits")
     os.environ.update(HOME=own, TMPDIR=own)
     tempfile.tempdir = None  # it caches the old folder
     return Confined(folder, missing)
@@ -170,7 +170,7 @@ def _drop_privileges(uid: int, own: str, writes: bool, missing: list[str]) -> bo
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     except OSError as error:
-        missing.append(f"a user of their own instead of root ({error}): the number of processes is not limited")
+        missing.append(f"a separate user instead of root ({error}): the number of processes is not limited")
         kernel.set_capabilities(kept)
         return False
     kernel.set_capabilities(kept)
@@ -194,12 +194,18 @@ def _restrict(confinement: Confinement, own: str, missing: list[str]) -> None:
     try:
         kernel.forbid_calls(_FORBIDDEN_CALLS if confinement.network else (*_FORBIDDEN_CALLS, *_NETWORK_CALLS))
     except OSError as error:
-        missing.append(f"seccomp ({error}): they have the network")
+        missing.append(f"seccomp ({error}): reward processes can use the network")
 
 
 def _without_landlock(version: int) -> str:
     if version == 0:
-        return "Landlock (Linux 5.13): they write and see what your user can, the trainer's environment included"
+        return (
+            "Landlock (Linux 5.13): reward processes can write wherever your user can, and may read the trainer's "
+            "environment variables"
+        )
     if version < 3:
-        return f"Landlock 6 (Linux 6.12; here {version}): files elsewhere can be emptied, and processes signalled"
-    return f"Landlock 6 (Linux 6.12; here {version}): your other processes can be signalled"
+        return (
+            f"Landlock 6 (Linux 6.12; here {version}): reward processes can truncate other files and signal your other "
+            "processes"
+        )
+    return f"Landlock 6 (Linux 6.12; here {version}): reward processes can signal your other processes"

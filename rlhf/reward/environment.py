@@ -31,12 +31,12 @@ def reward_environment(trainer: Mapping[str, str], pass_env: Sequence[str]) -> d
     kept = {name: trainer[name] for name in (*ALLOWED, *pass_env) if name in trainer}
     root = str(Path(rlhf.__file__).parents[1])
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, (root, trainer.get("PYTHONPATH"), str(Path.cwd()))))
-    # HOME changes; this variable lets the process find models that were downloaded. The token is elsewhere.
-    kept["HF_HUB_CACHE"] = _models_here(trainer)
+    # HOME changes; this variable lets the process find downloaded models. The Hub's token is not in this folder.
+    kept["HF_HUB_CACHE"] = _hub_cache(trainer)
     return kept
 
 
-def _models_here(trainer: Mapping[str, str]) -> str:
+def _hub_cache(trainer: Mapping[str, str]) -> str:
     """Return the Hub cache, by huggingface_hub's own rules."""
     caches = Path(trainer.get("XDG_CACHE_HOME") or Path(trainer.get("HOME") or "~", ".cache"))
     home = Path(trainer.get("HF_HOME") or caches / "huggingface")

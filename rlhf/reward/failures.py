@@ -40,7 +40,7 @@ def merge_timeouts(parts: Iterable[Timeouts]) -> list[Timeouts]:
 
 
 class FailurePolicy:
-    """The policy for one function; thread-safe."""
+    """Decides whether a failed or late sample of one function gets a score or ends the run. Thread-safe."""
 
     def __init__(self, function: str, config: RewardConfig):
         self._function = function
@@ -50,8 +50,11 @@ class FailurePolicy:
         self._lock = threading.Lock()
 
     def failed(self, error: Exception, *, forgive: bool = False) -> Score:
-        """Return the score after `error`; log only the first error. With `on_error=stop` raise UserError with `error`
-        in it, unless `forgive`: the same text fails again after every restart."""
+        """Return the score of a sample that failed with `error`; log only the first error.
+
+        If `reward.on_error=stop`, raise UserError with the error's text, unless `forgive` is set. Forgive errors that a
+        response can cause: the same response would end the run again after every restart.
+        """
         if self._config.on_error == "stop" and not forgive:
             raise UserError(
                 f"reward.functions={self._function} failed on a sample, and reward.on_error=stop ends the run there. "

@@ -13,8 +13,8 @@ NAMES = (*VERIFIERS, REWARD_MODEL)
 
 
 def signature_in_file(spec: str) -> Signature | None:
-    """Return the parameters of the function `spec`; None where its name is not bound by a `def`. Raises UserError if
-    `spec` has no file, no Python, or no such function."""
+    """Return the signature of the function `spec`; None if no `def` in the file binds its name, as for an import. Raise
+    UserError if the file is missing or is not valid Python, or the name is not in it."""
     found = find_definition(SETTING, spec)
     return None if found is None else Signature.of_definition(found)
 

@@ -128,21 +128,21 @@ def forbid_calls(names: Sequence[str]) -> None:
     """Seccomp: let the system calls `names` fail with EPERM, for good, here and in every process started from here."""
     architecture, column = _ARCHITECTURES.get(platform.machine(), (0, 0))
     if not architecture:
-        raise OSError(f"its system calls on {platform.machine()} are not known here")
+        raise OSError(f"the system call numbers of {platform.machine()} are unknown")
     numbers = [_CALLS[name][column] for name in names]
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
-    refuse = len(numbers) + 1
+    load, equal, at_least, ret = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
+    deny = len(numbers) + 1
     program = [
         (load, 0, 0, 4),  # the architecture of the call: others have other numbers
-        (equal, 0, refuse + 2, architecture),
+        (equal, 0, deny + 2, architecture),
         (load, 0, 0, 0),  # the number of the call
-        (at_least, refuse, 0, 0x40000000),  # the x32 interface, which is x86_64 by other numbers
-        *((equal, refuse - 1 - i, 0, number) for i, number in enumerate(numbers)),
-        (give, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
-        (give, 0, 0, 0x00050000 | 1),  # SECCOMP_RET_ERRNO, EPERM
+        (at_least, deny, 0, 0x40000000),  # the x32 interface, which is x86_64 by other numbers
+        *((equal, deny - 1 - i, 0, number) for i, number in enumerate(numbers)),
+        (ret, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
+        (ret, 0, 0, 0x00050000 | 1),  # SECCOMP_RET_ERRNO, EPERM
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *line) for line in program))
     filtered = struct.pack("@HP", len(program), ctypes.addressof(code))
-    # Without the mitigations that some kernels tie to seccomp, which slow down all computing.
+    # Some kernels tie speculation mitigations to seccomp, which would slow down all code of the process.
     allow_speculation = 1 << 2
     _checked(_libc().syscall(_CALLS["seccomp"][column], 1, allow_speculation, filtered))

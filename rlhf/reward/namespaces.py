@@ -22,7 +22,7 @@ def enter(folder: str, writable: Sequence[str], missing: list[str]) -> str:
     """Continue in new namespaces, in a grandchild; this process ends with the grandchild's exit status or signal.
 
     Mounts a file system over the empty `folder` and returns a writable folder in it. The folders `writable` stay
-    writable outside. `missing` receives a line for each feature that the machine rejects.
+    writable outside. Appends a line to `missing` for each protection that the machine does not allow.
     """
     user, group = os.geteuid(), os.getegid()
     flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
@@ -30,8 +30,8 @@ def enter(folder: str, writable: Sequence[str], missing: list[str]) -> str:
         kernel.unshare(flags if user == 0 else flags | kernel.CLONE_NEWUSER)
     except OSError as error:
         missing.append(
-            f"namespaces ({error}): a process of theirs that leaves its session outlives a time-out, and they write to "
-            f"{SHARED_MEMORY}"
+            f"namespaces ({error}): a child in another session can outlive a timeout, and reward processes can write "
+            f"to {SHARED_MEMORY}"
         )
         return folder
     if user != 0:
@@ -49,7 +49,7 @@ def _mount(folder: str, writable: Sequence[str], missing: list[str]) -> str:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
     except OSError as error:
-        missing.append(f"mounts of their own ({error}): the size of their folder is not limited")
+        missing.append(f"private mounts ({error}): the size of a reward process' folder is not limited")
         return folder
     home, upper, work = (Path(folder, name) for name in ("home", "upper", "work"))
     for path in (home, upper, work):
@@ -58,7 +58,10 @@ def _mount(folder: str, writable: Sequence[str], missing: list[str]) -> str:
     try:
         _cover_shared_memory(f"lowerdir={SHARED_MEMORY},upperdir={upper},workdir={work}", [folder, *writable])
     except OSError as error:
-        missing.append(f"a layer over {SHARED_MEMORY} ({error}): they write to your other processes' shared memory")
+        missing.append(
+            f"an overlay over {SHARED_MEMORY} ({error}): reward processes can write to your other processes' shared "
+            "memory"
+        )
     return str(home)
 
 

@@ -37,8 +37,10 @@ class ProcessPool:
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         """Return one score for each item, in order.
 
-        If the policy does not forgive: RewardError if the function raises or dies twice on one item, UserError if it
-        returns no number. Under any policy: either error if the process cannot start.
+        Raises:
+            UserError: the function failed on a sample, and `reward.on_error=stop`; or a process cannot start.
+            RewardError: a process cannot start, was stopped by `close`, or was killed twice on one sample (unless
+                `forgive_deaths`).
         """
         if not items:
             return []
@@ -47,7 +49,7 @@ class ProcessPool:
         futures = [self._threads.submit(self._score_together, part) for part in parts]
         try:
             for future in futures:
-                # This loop ends: every question has its own deadline, which may exceed the watchdog's.
+                # Each request has a deadline, so the loop ends. It may exceed the watchdog's, so announce the wait.
                 while not wait([future], ANNOUNCE_S).done:
                     announce("reward.wait")
                 scores += future.result()
@@ -80,13 +82,14 @@ class ProcessPool:
         else:
             if any(entry.get("limit") for entry in entries):
                 process.kill()  # the rest of its memory differs from a fresh process'
+            # `request` repeats an error of the whole request for each item.
             whole = len({id(entry) for entry in entries}) < len(entries)
             return [self._score(entry, items if whole else [item]) for entry, item in zip(entries, items, strict=True)]
         finally:
             self._idle.put(process)
 
     def _score(self, entry: dict[str, Any], items: Sequence[RewardItem]) -> Score:
-        """Return the score of one item; of several items, when the entry is one error for all of them."""
+        """Return the score of one item. `items` are the request's items if `entry` is one error for all."""
         if entry.get("limit"):
             return self._policy.failed(self._out_of_memory(items), forgive=self._forgive_deaths)
         if (wrong := failure(entry, f"\nOn {_describe(items)}")) is not None:
@@ -94,7 +97,9 @@ class ProcessPool:
         return self._policy.timed_out(items)[0] if entry["timed_out"] else Score(**entry)
 
     def _out_of_memory(self, items: Sequence[RewardItem]) -> RewardError:
-        limit = f"reward.memory_gb={self._config.memory_gb:g}" if self._config.memory_gb is not None else "there is"
+        limit = (
+            f"reward.memory_gb={self._config.memory_gb:g}" if self._config.memory_gb is not None else "the machine has"
+        )
         return RewardError(f"{self._verifier} asked for more memory than {limit} on {_describe(items)}")
 
     def _ask(self, process: ScoringProcess, items: Sequence[RewardItem]) -> list[dict[str, Any]]:

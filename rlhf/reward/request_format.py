@@ -14,37 +14,40 @@ SINGLE, CONCURRENT, PROMPT_GROUP = "single", "concurrent", "prompt_group"
 
 @dataclass(frozen=True)
 class RequestFormat:
-    """Requirements of a verifier, which its process reports when ready."""
+    """Batching and fields of the requests to one verifier. Its reward process reports the format when it is ready."""
 
     parts: str = SINGLE
-    """`SINGLE`: one sample. `CONCURRENT`: a process' share, concurrently. `PROMPT_GROUP`: all samples of a prompt."""
+    """Samples of one request. `SINGLE`: one. `CONCURRENT`: an equal part for each process, which the process scores
+    concurrently. `PROMPT_GROUP`: all samples of one prompt."""
     messages: bool = False
     token_ids: bool = False
-    """Whether the verifier reads the messages and the token ids of a sample."""
+    """Whether to send the messages, and the token ids, of each sample."""
 
     @classmethod
     def for_function(cls, signature: Signature) -> "RequestFormat":
         alone = CONCURRENT if signature.is_async else SINGLE
         parts = alone if signature.convention is Convention.SAMPLE else PROMPT_GROUP
-        # The prompt is the messages where the data do not have it as a text.
+        # The argument `prompt` is the messages if the data have no prompt column.
         trl = signature.convention is Convention.TRL
         reads = trl or not {"messages", "prompt"}.isdisjoint(signature.named)
         return cls(parts, reads, trl and signature.accepts("completion_ids"))
 
     def split(self, items: Sequence[RewardItem], processes: int) -> list[Sequence[RewardItem]]:
-        """Split the items, in order, into one part per question."""
+        """Split the items, in order, into one part per request."""
         if self.parts == PROMPT_GROUP:
             return [list(group) for _, group in groupby(items, key=lambda item: item.group)]
         size = -(-len(items) // processes) if self.parts == CONCURRENT else 1
         return [items[start : start + size] for start in range(0, len(items), size or 1)]
 
     def fields(self, item: RewardItem) -> dict[str, object]:
+        """Return the fields of `item` to send."""
         names = ["response", *FIELDS, "columns"]
         names += ["messages"] * self.messages
         own: dict[str, object] = {"token_ids": np.asarray(item.token_ids).tolist()} if self.token_ids else {}
         return {name: getattr(item, name) for name in names} | own
 
     def timeout_s(self, each_s: float, count: int) -> float:
+        """Return the timeout of a request with `count` samples. `each_s` is the timeout of one sample."""
         if self.parts == CONCURRENT:
             return each_s + _OWN_TIMEOUTS_S
         return each_s * count

@@ -110,7 +110,7 @@ class RewardModel:
     def _packed(self, sequences: list[list[int]]) -> list[float]:
         lengths = torch.tensor([len(s) for s in sequences], device=self._device)
         rows = lay_out(self._module, self._tensor(sequences, 0), lengths)
-        # The class gives one score per row, its head one per token.
+        # The model returns one score per row. Its head returns one per token, which a hook records.
         head = head_of(self._module)
         assert head is not None
         every: list[torch.Tensor] = []

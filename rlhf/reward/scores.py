@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 NUMBER = "number"
-"""Field that matches a reward process' answer to its question."""
+"""Field of a request and of its reply; both have the same number."""
 
 _SHOWN = ("data_source", "response", "ground_truth", "extra_info", "messages", "columns")
 _LONGEST = 1000
@@ -16,7 +16,7 @@ _LONGEST = 1000
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One sample to score: the response, its prompt's chat, and the answer's fields of the prompt's row."""
+    """One sample to score: the response, its prompt's messages, and fields of the prompt's row."""
 
     data_source: str
     response: str

@@ -1,4 +1,4 @@
-"""Controls one reward process: starts it at the first question, kills it at a missed deadline, restarts it."""
+"""Controls one reward process: starts it at the first request, kills it at a missed deadline, and restarts it."""
 
 import contextlib
 import dataclasses
@@ -85,11 +85,11 @@ class ScoringProcess:
         if self.stopped:
             self.kill()
             raise ProcessDiedError("closed")
-        # Random, not a count: the policy's text may have written an answer to the next question in advance.
+        # Random, not a count: code in a response could otherwise write the reply to the next request in advance.
         number = secrets.token_hex(8)
-        question = {NUMBER: number, "items": [request_format.fields(item) for item in items]}
+        body = {NUMBER: number, "items": [request_format.fields(item) for item in items]}
         timeout_s = request_format.timeout_s(self._config.timeout_s, len(items))
-        line = json.dumps(question, default=str).encode() + b"\n"
+        line = json.dumps(body, default=str).encode() + b"\n"
         reply = self._exchange(line, timeout_s, number, len(items))
         return reply["scores"] if "scores" in reply else [reply] * len(items)
 
@@ -123,7 +123,7 @@ class ScoringProcess:
             if wrong := failure(ready):
                 raise wrong
         except ProcessDiedError as error:
-            # The sample did not cause it, so no policy may forgive it.
+            # No sample caused this death, so `reward.on_error` does not apply.
             raise RewardError(f"The reward process for {self._verifier} died while it started ({error}).") from error
         except TimeoutError as error:
             raise RewardError(
@@ -167,7 +167,7 @@ class ScoringProcess:
             raise
         except (ValueError, RecursionError) as error:
             self.kill()
-            raise ProcessDiedError("an answer that no reward process gives") from error
+            raise ProcessDiedError("invalid reply") from error
         except BrokenPipeError as error:
             # A closed pipe precedes the exit status slightly.
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -177,13 +177,13 @@ class ScoringProcess:
             raise ProcessDiedError(how, killed=status == -signal.SIGKILL) from error
 
     def _has_unrequested_reply(self, from_child: int) -> bool:
-        """Return whether an unrequested line waits, which would pass for the answer to the next question."""
+        """Return whether output waits before a request is sent. It would pass for the reply."""
         poll = select.poll()
         poll.register(from_child, select.POLLIN)
         return bool(self._unread) or any(events & select.POLLIN for _, events in poll.poll(0))
 
     def _wait(self, fd: int, events: int, deadline: float) -> None:
-        """Wait until `fd` is ready, and pass on the process' output meanwhile."""
+        """Wait until `fd` is ready, and forward the process' output meanwhile. Raise TimeoutError after `deadline`."""
         assert self._popen is not None
         assert self._popen.stderr is not None
         output = self._popen.stderr.fileno()
@@ -252,7 +252,7 @@ def _kill_group(popen: subprocess.Popen[bytes]) -> None:
 
 
 def _parsed(line: bytes, number: str | None, count: int) -> dict[str, Any]:
-    """Parse the reply. Raises ValueError for a wrong shape or number: the policy's text may have written it."""
+    """Parse a reply. Raise ValueError for a wrong shape or number: code in a response may have written the line."""
     reply = json.loads(line, parse_constant=_reject_constant)
     if type(reply) is not dict or reply.pop(NUMBER, None) != number:
         raise ValueError
@@ -290,8 +290,8 @@ def _report_missing(missing: list[str]) -> None:
     _missing_logged.update(new)
     if new:
         log.warning(
-            "Reward processes run what the policy writes, and this machine does not allow to confine them fully. "
-            "Missing: %s. docs/design/reward-isolation.md lists what follows.",
+            "Reward processes may run code that the policy writes, and this machine cannot confine them fully. "
+            "Missing: %s. docs/design/reward-isolation.md lists the consequences.",
             "; ".join(new),
         )
 

@@ -45,7 +45,7 @@ Scoring = Callable[[Sequence[RewardItem]], list[dict[str, Any]]]
 def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: float) -> None:
     _die_with(parent_pid)
     confined = confine(confinement)
-    requests, replies = _take_pipes()
+    requests, replies = _reserve_pipes()
     if not (first := requests.readline()):
         return
     try:
@@ -58,8 +58,8 @@ def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: fl
         return
     cpu_time = CpuTime(timeout_s)
     for line in requests:
-        question = json.loads(line)
-        number, items = question[NUMBER], [RewardItem(**fields) for fields in question["items"]]
+        request = json.loads(line)
+        number, items = request[NUMBER], [RewardItem(**fields) for fields in request["items"]]
         cpu_time.renew(len(items))
         try:
             reply: dict[str, Any] = {"scores": score(items)}
@@ -77,7 +77,7 @@ def _die_with(parent_pid: int) -> None:
         sys.exit("the parent is gone")
 
 
-def _take_pipes() -> tuple[Any, int]:
+def _reserve_pipes() -> tuple[Any, int]:
     """Reserve the protocol's pipes: the user's code prints to stderr and reads an empty stdin."""
     requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -55,6 +55,7 @@ class Signature:
     positional: tuple[str, ...]
     """Positional-only parameters without a default."""
     rest: bool
+    """Whether the function has `**kwargs`."""
     is_async: bool
 
     @classmethod
@@ -99,7 +100,7 @@ class Signature:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Our names of the parameters that verl's geo3k.py, math_verify.py or prime_code name differently."""
+        """Parameters that verl's geo3k.py, math_verify.py or prime_code name differently, with our names."""
         if self.convention is not Convention.SAMPLE or "solution_str" in self.named:
             return {}
         response = next((name for name in _OTHER_RESPONSES if name in self.named), None)

@@ -42,15 +42,15 @@ def _braced(text: str) -> str:
     return text
 
 
-def accepted(ground_truth: Any) -> list[str]:
-    """Return the reference answers; a list in the data means any of them."""
+def reference_answers(ground_truth: Any) -> list[str]:
+    """Return the final answers of `ground_truth`. If it is a list, any of them counts as correct."""
     answers = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     return [final_answer(str(answer)) for answer in answers]
 
 
 def exact_match(item: RewardItem) -> Score:
     """Return 1 if the response's `final_answer` is one of the reference's, else 0."""
-    return Score(float(final_answer(item.response) in accepted(item.ground_truth)))
+    return Score(float(final_answer(item.response) in reference_answers(item.ground_truth)))
 
 
 def math_verify(item: RewardItem) -> Score:
@@ -63,7 +63,7 @@ def math_verify(item: RewardItem) -> Score:
         return bool(verify(parse(f"\\boxed{{{gold}}}", parsing_timeout=None), answer, timeout_seconds=None))
 
     answer = parse(item.response, parsing_timeout=None)
-    return Score(float(any(matches(gold) for gold in accepted(item.ground_truth))))
+    return Score(float(any(matches(gold) for gold in reference_answers(item.ground_truth))))
 
 
 def reasoning_gym(item: RewardItem) -> Score:
@@ -109,8 +109,8 @@ def evaluates_answers(data_source: str, settings: dict[str, Any]) -> bool:
 
 
 def answer_reader(config: RewardConfig) -> Reader | None:
-    """Return the reader that matches the first of `reward.functions`, or None unless it is a named verifier: only a
-    function's author knows what it reads, and a reward model reads no answer."""
+    """Return the reader of the first of `reward.functions`; None unless that is a named verifier. Only the author of a
+    user function knows how the function reads an answer, and a reward model reads none."""
     first = config.functions[0]
     if first in ("exact_match", "math_verify"):
         return final_answer

@@ -26,8 +26,8 @@ class Reward:
     def __init__(self, terms: Sequence[Term]):
         self._terms = terms
         self._threads = ThreadPoolExecutor(len(terms), thread_name_prefix="reward-function")
-        # The meaning of each metric reward/<name>: of two with one name the metric could show only one.
-        self._meanings = dict.fromkeys(RESERVED, "a figure of every run")
+        # What each metric reward/<name> means. A second meaning of a name is an error.
+        self._meanings = dict.fromkeys(RESERVED, "a metric of every run")
         self._meanings |= {term.label: f"the score of {term.label}" for term in terms}
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:

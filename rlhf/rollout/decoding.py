@@ -24,8 +24,11 @@ SAMPLE, START, BIRTH, KEY, TOKEN = range(5)
 
 
 class Decoding:
-    """State of one `generate` call over requests with equal `params`. Siblings share the prefill of their prompt. The
-    host has a copy of the state on which it decides. So there is one synchronisation per token, or two with top-k."""
+    """State of one `generate` call over requests with equal `params`. Siblings share the prefill of their prompt.
+
+    The host keeps a copy of the state that its decisions need, so each token costs one synchronisation with the device,
+    or two with top-k.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, eos: Tensor, requests: Sequence[Request], max_rows: int) -> None:
         self.model, self.tokenizer, self.eos, self.requests = model, tokenizer, eos, requests
@@ -43,7 +46,7 @@ class Decoding:
         self.cache = RowCache(model.config)
         self.cache.span.start = self.cache.span.end = int(self.lengths.max())
         self.columns = 0
-        # A model that accepts prepared masks, with one kind of attention, gets a view of ours. Others build their own.
+        # A model that accepts a prepared mask, without sliding windows, gets a slice of ours. Others build their own.
         self.prepared_mask = (
             model._supports_attention_backend
             and model.config._attn_implementation in ("sdpa", "eager")
@@ -62,7 +65,7 @@ class Decoding:
         self.stopped = np.zeros(self.total, dtype=bool)
 
     def run(self, seed: int, step: int, version: int) -> list[Sample]:
-        """Return the sample of each request. `version` is recorded as that of the weights."""
+        """Return the sample of each request. `version`, the version of the weights, is recorded in the samples."""
         uids, numbers = torch.tensor([(r.uid, r.sample) for r in self.requests], device=self.device).T
         self.keys = row_keys(seed, step, uids, numbers)
         while self.cache.span.rows or self.admitted < self.total:

@@ -23,8 +23,11 @@ DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, 
 def gather_requests(
     mine: Sequence[Request], sources: Sequence[int], receivers: Sequence[int], coordinator: Coordinator
 ) -> list[list[Request]]:
-    """Send requests from the ranks `sources` to the ranks `receivers`. Collective over sources and takers. Returns each
-    source's requests, in the order of `sources`, on a taker; an empty list on other ranks."""
+    """Send requests from the ranks `sources` to the ranks `receivers`. Collective over sources and receivers.
+
+    Returns:
+        On a receiver, one list of requests for each source, in the order of `sources`. An empty list on other ranks.
+    """
     rank, gathered = coordinator.rank, []
     for source in sources:  # the same order on all ranks, so that there is no deadlock
         if rank == source:
@@ -77,8 +80,8 @@ def requests_from_tensors(tensors: dict[str, Tensor]) -> list[Request]:
 
 
 def send_tensors(coordinator: Coordinator, tensors: Mapping[str, Tensor], to: int) -> None:
-    """Send `tensors` (CPU, types in DTYPES) to a rank that calls `receive_tensors`. Other ranks take no part. Several
-    pairs call in the same order on all ranks."""
+    """Send `tensors` (CPU, types in DTYPES) to a rank that calls `receive_tensors`. Only these two ranks call. If
+    several pairs exchange tensors, all ranks must keep one order of pairs."""
     head = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
     text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
     coordinator.send(torch.tensor([len(text)]), to)

@@ -53,16 +53,20 @@ def read_digests(found: Mapping[str, Tensor]) -> dict[str, Digest]:
 class WeightCheck:
     """Compares an engine's weights with the weights sent, after each weight sync.
 
-    Weights are compared by name; a fused weight with the sum of its parts; weights with unknown names (experts) with
-    all such weights of their layer. If weights of the last kind differ at the first sync, the engine computes them from
-    the weights sent (as Mamba's decay rates are). They are logged as a warning, and from then on only have to change
-    exactly when the weights sent change. Weights without a counterpart are not compared. An engine without any of the
-    weights, or without a weight that it had before, fails the check.
+    - A weight is compared with the engine's weight of the same name.
+    - A fused weight is compared with the sum of its parts.
+    - Weights whose names the engine lacks (experts) are summed per layer, and compared with the sum of the engine's
+      weights of that layer whose names were not sent. If these sums differ at the first sync, the engine computes such
+      weights from those sent, as for Mamba's decay rates. The check then logs a warning, and from then on only requires
+      that the sum changes exactly when the weights sent change.
+    - Weights without a counterpart are not compared.
+
+    An engine that has none of the weights sent, or that lacks a weight of an earlier sync, fails the check.
 
     Args:
         fused: the engine's module names, each with the names of its parts in the weights sent.
         renamed: returns the engine's name of a weight sent.
-        exact: False for a quantized engine, whose weights as a whole only have to change.
+        exact: False for a quantized engine. All its weights form one sum, of which only changes are checked.
     """
 
     def __init__(
@@ -98,7 +102,8 @@ class WeightCheck:
         if self._before is None and (computed := [group for group in wrong if group not in actual_names]):
             self._computed |= set(computed)
             log.warning(
-                "The engine does not hold as they are sent, so only changes are checked: %s.", _listed(computed)
+                "The rollout engine computes some weights from those it was sent, so only changes are checked: %s.",
+                _listed(computed),
             )
             wrong = [group for group in wrong if group in actual_names]
         if wrong:

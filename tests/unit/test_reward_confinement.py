@@ -282,7 +282,7 @@ def answer_of(entries: str) -> str:
     ],
 )
 def test_a_forged_answer_costs_the_sample_not_the_run(shared, answer):
-    code = "import sys\nframe = sys._getframe()\nwhile 'question' not in frame.f_locals: frame = frame.f_back\n"
+    code = "import sys\nframe = sys._getframe()\nwhile 'request' not in frame.f_locals: frame = frame.f_back\n"
     code += "number = frame.f_locals['number'].encode()\n"
     code += (
         f"data = {answer}\nfor fd in range(3, 20):\n    try:\n        while data: data = data[os.write(fd, data):]\n"
@@ -295,7 +295,7 @@ def test_a_forged_answer_costs_the_sample_not_the_run(shared, answer):
 @pytest.mark.parametrize("numbered", [False, True])
 def test_an_answer_that_nobody_asked_for_is_not_the_next_samples(shared, numbered):
     """Also not one that comes when the next question has been asked: to the first one, after a forged answer to it."""
-    code = "import json, sys\nframe = sys._getframe()\nwhile 'question' not in frame.f_locals: frame = frame.f_back\n"
+    code = "import json, sys\nframe = sys._getframe()\nwhile 'request' not in frame.f_locals: frame = frame.f_back\n"
     code += "entry = {'score': 7.0, 'extra': {}, 'notes': {}, 'timed_out': False, 'failed': False}\n"
     code += "answer = {'scores': [entry]}\n"
     code += "answer['number'] = frame.f_locals['number']\n" if numbered else ""

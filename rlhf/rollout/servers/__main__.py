@@ -33,8 +33,8 @@ SECRET_FLAGS = ["--middleware", f"{SecretMiddleware.__module__}.{SecretMiddlewar
 
 
 def server_flags(arguments: Sequence[str], cpu: bool, has_secret: bool) -> list[str]:
-    """Return vLLM's flags for our command line, the model first; the last of repeated flags counts. `asks`: the server
-    asks for a secret."""
+    """Return vLLM's flags for our command line, which starts with the model. Of repeated flags, vLLM uses the last.
+    `has_secret`: the server requires a secret."""
     flags = list(arguments)
     if not flags[0].startswith("-"):  # --help
         flags.insert(0, "--model")
@@ -48,7 +48,7 @@ def main() -> None:
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # enables the weight sync routes
     os.environ[SERVER_PID] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a forked child would not load plugins again
-    # The user and the scheduler share out cores among servers and trainer.
+    # Servers and trainer share the cores; binding them to cores is left to the user or the scheduler.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
         from vllm.entrypoints.launchers.api_server.entry import main as serve

@@ -18,7 +18,7 @@ class Admission:
         self._warned: set[str] = set()
 
     async def check(self, client: ServerClient, url: str, *, ours: bool) -> None:
-        """Return if the server may be used. `ours`: this run started the server.
+        """Check that the server can be used. `ours`: this run started the server.
 
         Raises:
             ServerFailure: no answer, or an unexpected one.

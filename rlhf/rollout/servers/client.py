@@ -34,12 +34,12 @@ class SecretRejected(ServerFailure):
 
 
 class StaleAnswer(Exception):
-    """Other weights than the requested ones made the answer."""
+    """The server generated the answer with other weights than requested."""
 
 
 @dataclass(frozen=True)
 class RequestSettings:
-    """Arguments that all requests share."""
+    """Settings that all requests of a run share."""
 
     eos: Sequence[int]
     structured_outputs: Mapping[str, Any]
@@ -50,9 +50,14 @@ class ServerClient:
     """Sends requests to the server at `url`. Every call raises ServerFailure without a valid answer."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, ask: RequestSettings, answer_timeout_s: float, secret: Secret
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        settings: RequestSettings,
+        answer_timeout_s: float,
+        secret: Secret,
     ) -> None:
-        self._session, self._url, self._ask, self._secret = session, url, ask, secret
+        self._session, self._url, self._settings, self._secret = session, url, settings, secret
         self._short = aiohttp.ClientTimeout(total=answer_timeout_s, sock_connect=CONNECT_S)
 
     async def weight_label(self) -> str:
@@ -87,18 +92,24 @@ class ServerClient:
             raise ServerFailure(f"/metrics: {error}") from error
 
     async def generate(self, requests: Sequence[Request], seed: int, label: str, version: int) -> list[Sample]:
-        """Return samples of siblings by the weights `label`, those after `version` steps. Waits without a deadline.
-        `seed` is the first sample's. Raises StaleAnswer if other weights made part of the answer, and UserError if the
-        server rejects the request, as any other server would."""
-        first, n = requests[0], copies_of(requests)
-        ask = self._ask
+        """Return the samples of siblings. Wait without a deadline.
+
+        Args:
+            seed: of the first sample.
+            label: label of the weights that the server must use, the policy after `version` steps.
+
+        Raises:
+            StaleAnswer: the server used other weights for a part of the answer.
+            UserError: the server rejects the request, as any other server would.
+        """
+        first, n, settings = requests[0], copies_of(requests), self._settings
         body = {
             "token_ids": first.token_ids,
-            "sampling_params": sampling_kwargs(first.params, n, seed, ask.eos, ask.structured_outputs),
+            "sampling_params": sampling_kwargs(first.params, n, seed, settings.eos, settings.structured_outputs),
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         answer = await self._call("POST", "/inference/v1/generate", timeout, body)
-        return samples_of(answer, requests, ask.vocab_size, label, version)
+        return samples_of(answer, requests, settings.vocab_size, label, version)
 
     async def _call(
         self,
@@ -141,7 +152,7 @@ def samples_of(content: bytes, requests: Sequence[Request], vocab_size: int, lab
 
     Raises:
         ServerFailure: something is missing or invalid.
-        StaleAnswer: valid, but other weights than `label` made part of the answer.
+        StaleAnswer: the answer is valid, but a part of it was generated with other weights than `label`.
     """
     choices = _parsed(content).get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):

@@ -28,9 +28,10 @@ class Fleet:
         self._began.wait()
 
     def wait(self, seconds: float, generating: bool = True) -> FleetState | None:
-        """Return the state of the fleet, or None if no state is reached within `seconds`.
+        """Wait for one of these states of the fleet, and return it; return None after `seconds`.
 
-        `weights`: generation needs a server with new weights. If not `generating`, `ready`: a server is alive.
+        done: all samples are generated. weights: no server has the wanted weights, and one can receive them. If not
+        `generating`, wait for one state only: ready, which means that a server is alive.
 
         Raises:
             ServersFailed: too many failures; the text has each server's last failures and log file.

@@ -1,4 +1,4 @@
-"""Event loop of the fleet's thread: probes servers, restarts ours, and sends requests to those that serve."""
+"""Event loop of the fleet's thread: probes servers, restarts those that this run started, and sends requests."""
 
 import asyncio
 import logging
@@ -66,7 +66,8 @@ class FleetLoop:
     """State of the fleet; only its event loop accesses the state.
 
     Args:
-        processes: servers that we start, by log file; without any, the servers are `settings.urls`.
+        processes: servers that this run starts, by log file. If empty, the servers are `settings.urls`.
+        request_settings: settings that all requests share.
         secret: sent to each server with every request.
         capacity: number of samples that a server decodes together.
 
@@ -77,14 +78,15 @@ class FleetLoop:
         self,
         settings: ServersConfig,
         processes: Mapping[Path, ServerProcess],
-        ask: RequestSettings,
+        request_settings: RequestSettings,
         secret: Secret,
         *,
         capacity: int,
     ) -> None:
         self.closing = False
         self.error: BaseException | None = None  # an error that no restart of a server fixes
-        self._settings, self.processes, self._ask, self._capacity = settings, processes, ask, capacity
+        self._settings, self.processes, self._capacity = settings, processes, capacity
+        self._request_settings = request_settings
         self._secret, self._admission = secret, Admission(secret)
         self._budget = Budget(settings.max_failures)
         self._members: list[_Member] = []
@@ -119,9 +121,10 @@ class FleetLoop:
         return _Member(health, self._client(url), url, process, log)
 
     def _client(self, url: str) -> ServerClient:
-        return ServerClient(self._session, url, self._ask, self._settings.answer_timeout_s, self._secret)
+        return ServerClient(self._session, url, self._request_settings, self._settings.answer_timeout_s, self._secret)
 
     async def until(self, generating: bool, seconds: float) -> FleetState | None:
+        """See `Fleet.wait`."""
         outcome_now = self._ended if generating else self._ready
         self._budget.needed = True
         end = time.monotonic() + seconds
@@ -134,8 +137,8 @@ class FleetLoop:
         return outcome
 
     def begin_push(self, label: str, version: int) -> list[str]:
-        """Return the servers that need the weights `label`, those after `version` steps; no other weights serve now.
-        These servers get no other calls until `end_push`."""
+        """Make `label` the wanted weights, those after `version` steps. Return the URLs of the live servers that lack
+        them. These servers get no other calls until `end_push`."""
         self._label, self._version = label, version
         for member in self._members:
             member.health.expect_label(label)
@@ -146,7 +149,7 @@ class FleetLoop:
         return [member.url for member in stale]
 
     def end_push(self, label: str, errors: dict[str, str | None]) -> None:
-        """Record the result of the push to the servers of `begin_push`: per URL an error, or None."""
+        """Record the result of the push to the servers from `begin_push`. `errors`: by URL, None for success."""
         for member in self._members:
             if member.pushing:
                 member.pushing = False
@@ -266,7 +269,7 @@ class FleetLoop:
             self._wake.set()
 
     async def _count(self, member: _Member) -> None:
-        """Ask a busy server for its count of tokens. An error is no failure before the deadline of its requests."""
+        """Ask a busy server for its count of tokens. An error counts as a failure only when the deadline passes."""
         try:
             tokens = await member.client.tokens()
         except ServerFailure as failure:

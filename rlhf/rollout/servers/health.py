@@ -78,7 +78,7 @@ class ServerHealth:
         return "push" if self._state == "stale" else "nothing"
 
     def overdue(self, now: float) -> str | None:
-        """Return the missed deadline in words, or None. On a missed deadline the caller calls `failed(gone=True)`."""
+        """Return a text about a missed deadline, or None. The caller then calls `failed(gone=True)`."""
         if self._state == "starting" and now >= self._deadline:
             return "did not get ready in time (rollout.servers.start_timeout_s, answer_timeout_s)"
         limit_s = self._settings.answer_timeout_s
@@ -120,7 +120,8 @@ class ServerHealth:
         self._tokens = tokens
 
     def expect_label(self, label: str) -> None:
-        """Set the wanted weights; requests to other weights count as dropped."""
+        """Set the label of the wanted weights. A server that serves other weights becomes stale; its requests count as
+        dropped."""
         if label != self._wanted and self._state == "serving":
             self._state, self.in_flight = "stale", 0
         self._wanted = label
@@ -159,7 +160,7 @@ class ServerHealth:
         self._start_due = self._ours and (gone or self._start_due or self.failures > 1)
 
     def ended(self) -> None:
-        """Record that the process has ended, which explains the previous failure."""
+        """Record that the process of a dead server has ended, so that it is restarted and not only probed."""
         self._start_due = self._ours
 
     @property

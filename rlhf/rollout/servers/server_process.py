@@ -87,7 +87,7 @@ class ServerProcess:
         return self._process.poll() if self._process else None
 
     def kill(self) -> None:
-        """Send SIGKILL to all its processes, and wait until they and their files are gone. It can be started again."""
+        """Kill all processes of the server, and wait until they and their files are gone. `start` may follow."""
         if self._process is not None:
             self._end(self._process)
         if self._scratch is not None:
@@ -140,7 +140,7 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
 def environment(
     rank: Mapping[str, str], device: torch.device, gpus: Sequence[int | str], secret: Secret
 ) -> dict[str, str]:
-    """Return a server's environment: the starting rank's, without rank variables, ending with this process."""
+    """Return a server's environment: the starting rank's without rank variables, and this process as the parent."""
     kept = {name: value for name, value in rank.items() if not name.startswith(_OF_THE_RANK)}
     kept[PARENT_PID] = str(os.getpid())
     kept[VARIABLE] = secret.value

@@ -99,15 +99,15 @@ def _start(arguments: dict[str, Any], shared: str, device: torch.device) -> Any:
             "rollout=vllm: vLLM rejects the model or the arguments (including rollout.engine_kwargs.vllm): "
             f"{' '.join(str(error).split())}"
         ) from error
-    # At its end, or the process's, the engine would destroy the process group, which belongs to the rank.
+    # The finalizer would destroy the process group, which belongs to the rank.
     llm.llm_engine.engine_core._finalizer.detach()
     return llm
 
 
 @contextmanager
 def _own_groups(shared: str) -> Iterator[None]:
-    """Start the names of the shared memory that connects a group's ranks on a CPU with `shared`. vLLM uses the same
-    name in all runs, and a killed run does not remove the memory."""
+    """Prefix the names of vLLM's shared memory between the ranks of a group on a CPU with `shared`. vLLM uses the same
+    names in all runs, and a killed run does not remove the memory."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     name = Shared.make_group_name

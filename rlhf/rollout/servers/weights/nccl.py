@@ -17,14 +17,14 @@ from rlhf.rollout.servers.weights.pull import address_towards
 
 # Larger than any bucket, so that both ends treat a bucket as one chunk.
 _ONE_CHUNK = 1 << 40
-# Seconds for the broadcast to end after a server has reported an error: it may have received all bytes.
+# Seconds that the broadcast may still run after a server's error: the server may have received all bytes.
 _GRACE_S = 5.0
 
 log = logging.getLogger(__name__)
 
 
 class NcclGroup:
-    """Group of the leader (rank 0) and all workers of all servers. The leader, too, needs vLLM and a CUDA device."""
+    """NCCL group of the leader (rank 0) and all servers' workers. The leader, too, needs vLLM and a CUDA device."""
 
     def __init__(self, device: torch.device, control: ServerControl) -> None:
         self.device = device
@@ -34,8 +34,10 @@ class NcclGroup:
         self.label = ""  # the servers' label of the weights of the last update
 
     def join(self, urls: Sequence[str]) -> bool:
-        """Join a group with exactly these servers; return False on failure, without a second try for equal servers. A
-        server that was restarted at its old address lacks the label of the last update, and is detected by this."""
+        """Join a group with exactly these servers. Return False on failure; the same servers are not tried again.
+
+        A server that was restarted at its old address lacks the label of the last update. The group is then made again.
+        """
         if self._communicator is not None:
             try:
                 known = {self._control.get(url, "/weight_info")["weight_version"] for url in urls}

@@ -55,7 +55,8 @@ class WeightPush:
     def send(self, urls: Sequence[str], tensors: Iterable[tuple[str, Tensor]], label: str) -> dict[str, str | None]:
         """Send `tensors` to the servers at `urls`, which abort their requests and continue with the new weights.
 
-        Iterates `tensors` to the end after any failure, since other ranks take part in it; its own errors propagate.
+        After any failure, iterate `tensors` to the end: the other ranks take part in the iteration. Errors of `tensors`
+        propagate.
         The servers store `label` as vLLM's weight version.
 
         Returns:
