@@ -23,7 +23,7 @@ ABSENT = "(none)"
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """A setting or value, by its dotted name, that differs; `ABSENT` where one checkpoint lacks it."""
+    """A setting or state value that differs. `key` is its dotted name; `a` or `b` is `ABSENT` if it has none."""
 
     key: str
     a: Any
@@ -32,7 +32,7 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor whose bits differ. The figures are None where the tensors cannot be compared."""
+    """A tensor whose bits differ. Norms and `largest` are None unless both tensors exist and have the same shape."""
 
     name: str
     what: str
@@ -48,14 +48,14 @@ class TensorDifference:
 
 @dataclass
 class Compared:
-    """Number of tensors of one kind in either checkpoint, and the tensors that differ."""
+    """Result of a comparison: the number of tensors in A or B, and the tensors that differ."""
 
     tensors: int = 0
     different: list[TensorDifference] = field(default_factory=list)
 
 
 def documents(roles: Mapping[str, TensorSource]) -> dict[str, dict[str, Any]]:
-    """Return the settings and state of a checkpoint, by kind: values by dotted name."""
+    """Return a checkpoint's settings and state: kind, such as `config` -> dotted name -> value."""
     found: dict[str, dict[str, Any]] = {}
     first = next(iter(roles.values()))
     if isinstance(first, NativeCheckpoint):

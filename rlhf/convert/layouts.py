@@ -47,10 +47,11 @@ class LayoutEntry:
 
 
 LAYOUTS: tuple[LayoutEntry, ...] = (
-    LayoutEntry("native", "rlhf.checkpoint.export.layout_native", "manifest.json, or global_step_N with one"),
-    # Before the other layouts of a Trainer folder: DeepSpeed's files have the float32 weights and the moments.
+    LayoutEntry("native", "rlhf.checkpoint.export.layout_native", "manifest.json, or a folder global_step_N with it"),
+    # Before trainer and huggingface, which recognise the same folder: DeepSpeed's files also have the moments and the
+    # float32 weights.
     LayoutEntry("deepspeed", "rlhf.convert.deepspeed.layout_deepspeed", "TAG/*_model_states.pt", tagged=True),
-    # Before dcp, which would recognise a megatron-core folder, too.
+    # Before dcp, which also recognises a megatron-core folder.
     LayoutEntry(
         "megatron",
         "rlhf.convert.megatron.layout_torch_dist",
@@ -60,7 +61,7 @@ LAYOUTS: tuple[LayoutEntry, ...] = (
     LayoutEntry(
         "dcp",
         "rlhf.convert.dcp.layout_dcp",
-        ".metadata of torch.distributed.checkpoint, in it or in step-N",
+        ".metadata of torch.distributed.checkpoint, in the folder or in step-N",
         tagged=True,
     ),
     LayoutEntry("trainer", "rlhf.convert.huggingface.layout_trainer", "trainer_state.json or adapter_config.json"),
@@ -98,11 +99,13 @@ def open_source(origin: Origin, backend: str = AUTO) -> TensorSource:
             return _opened(entry, origin)
     if roles := _roles_in(origin, asked):
         there = ", ".join(roles)
-        raise UserError(f"{origin.path} has no role {origin.role}; it has {there}. Set --role, or give its folder.")
+        raise UserError(
+            f"{origin.path} has no role {origin.role}; it has {there}. Set --role, or give a role's folder."
+        )
     for step in scan(origin.path):
         if _is_known(replace(origin, path=step), asked):
             raise UserError(f"{origin.path} contains the steps of another trainer. Give one step, such as {step}.")
-    # The layout that the user selected reports best which file is missing.
+    # The error of the selected layout names the missing file.
     if backend != AUTO and len(asked) == 1:
         return _opened(asked[0], origin)
     if within := _checkpoint_around(origin, asked):

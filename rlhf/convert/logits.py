@@ -14,6 +14,7 @@ from rlhf.models.hf.source import TensorInfo, TensorSource
 
 ROW_TOKENS = 16
 Opened = tuple[TensorSource, Path]
+"""An open checkpoint and its folder."""
 
 
 def largest_difference(a: Opened, b: Opened, architecture: Architecture, rows: int) -> float:
@@ -30,7 +31,8 @@ def largest_difference(a: Opened, b: Opened, architecture: Architecture, rows: i
 
 @torch.no_grad()
 def _logits(source: TensorSource, folder: Path, architecture: Architecture, tokens: Tensor) -> Tensor:
-    """Return logits [rows, ROW_TOKENS, vocabulary], or one value per token, on the CPU in the dtype of the weights."""
+    """Return logits [rows, ROW_TOKENS, vocabulary], on the CPU in the dtype of the weights. A value model returns one
+    value per token."""
     if source.layout == HUGGING_FACE:
         model = architecture.kind.from_pretrained(folder, dtype="auto")
     else:

@@ -14,7 +14,7 @@ class Unmapped(Exception):
 
 
 class NamedTensors:
-    """A `TensorSource` of tensors and moments that each read themselves; fills in the tables of `contents`."""
+    """A `TensorSource` of `ReadableTensor`s; fills in `contents.tensors` and `contents.moments`."""
 
     def __init__(
         self,

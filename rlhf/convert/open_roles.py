@@ -15,7 +15,7 @@ ACTOR, CRITIC = "actor", "critic"
 
 @contextmanager
 def open_roles(origin: Origin, backend: str = AUTO, *, trained: bool = False) -> Iterator[dict[str, TensorSource]]:
-    """Open the actor and every other role, or only the `trained` roles. Raises as `open_source` does."""
+    """Yield the open models by role. `trained` leaves out a moving reference. Raises as `open_source` does."""
     with ExitStack() as stack:
         actor = open_source(replace(origin, role=ACTOR), backend)
         stack.callback(actor.close)

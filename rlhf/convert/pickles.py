@@ -21,7 +21,7 @@ from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 Allowed = Sequence[type | Callable[..., Any] | tuple[Any, str]]
-"""Classes and functions that a pickle may use; the pair `(class, "module.name")` if the module differs by release."""
+"""Classes and functions that a pickle may use. A pair `(class, "module.name")` gives the name in the pickle."""
 
 BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of a file that torch wrote before its files were zip archives."""
@@ -34,7 +34,7 @@ _list_lock = threading.Lock()  # torch has one list of allowed classes per proce
 
 
 class StandIn:
-    """Replaces an object that is not needed; keeps the arguments and the state that the pickle gives it."""
+    """Replaces an object that is not needed; stores the constructor arguments and the state from the pickle."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -54,14 +54,14 @@ class TensorStandIn(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError(f"{func} of a {cls.__name__} that was only read")
+        raise TypeError(f"{func} of a {cls.__name__}, a stand-in without data")
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 def stand_in(name: str, kind: type = StandIn) -> tuple[type, str]:
-    """Return an entry of `Allowed` that replaces `name` by a StandIn (or TensorStandIn) class of its own."""
+    """Return an entry of `Allowed` that unpickles the class `name` as a new subclass of `kind`."""
     return type(name.rpartition(".")[2], (kind,), {}), name
 
 
@@ -101,7 +101,7 @@ def _check_archive(path: Path, file: "_Part") -> dict[int, tuple[int, int]]:
                 file.seek(start)
                 if entry.filename.endswith("/byteorder") and file.read(6) != b"little":  # torch would swap bytes
                     raise UserError(
-                        f"{path} is from a machine with another byte order. Save it again on one like this."
+                        f"{path} is from a machine with another byte order. Save it again on a little-endian machine."
                     )
                 _compare_sum(path, file, entry, start)
             return {start: (start + entry.file_size, entry.CRC) for entry, start in found}
@@ -109,7 +109,9 @@ def _check_archive(path: Path, file: "_Part") -> dict[int, tuple[int, int]]:
         file.seek(0)
         beginning = file.read(SCANNED)
         if beginning.startswith(BEFORE_1_6):
-            raise UserError(f"{path} has the format of torch before 1.6. Load it there and save it again.") from None
+            raise UserError(
+                f"{path} has the format of torch before 1.6. Load it with torch and save it again."
+            ) from None
         if names := [name for name in _names_in(beginning) if not name.startswith(TENSOR_PREFIXES)]:
             raise _not_allowed(path, names) from None
         raise _damaged(path, _first_sentence(error)) from None
@@ -131,7 +133,7 @@ def _damaged(path: Path, why: str) -> DamagedCheckpoint:
 
 
 def _content_of(path: Path, file: "_Part", header: int) -> int:
-    """Return where an entry's content begins; its local header (30 bytes, a name, extra fields) is at `header`."""
+    """Return the offset of an entry's content. Its local header (30 bytes, a name, extra fields) begins at `header`."""
     file.seek(max(0, header))
     local = file.read(30)
     if header < 0 or not local.startswith(b"PK\3\4"):
@@ -143,7 +145,7 @@ def _content_of(path: Path, file: "_Part", header: int) -> int:
 def restrict_unpickling(path: Path, allowed: Allowed) -> Iterator[None]:
     """Let `torch.load(..., weights_only=True)` of the file `path` create only the classes and functions `allowed`.
 
-    Classes that other libraries have put on torch's list are not allowed either. Errors become those of `read_pickle`.
+    Classes that other libraries have put on torch's list are not allowed either. Raises the errors of `read_pickle`.
     """
     try:
         with _allow_only(allowed), warnings.catch_warnings():
@@ -217,8 +219,8 @@ def _first_sentence(error: Exception) -> str:
 
 
 class _Part(io.RawIOBase):
-    """A range of an open file, as a file. `records` has the end and the CRC-32 of each archive entry, by its first
-    byte."""
+    """Presents a range of an open file as a file. `records` maps the first byte of each archive entry to its end
+    and CRC-32."""
 
     records: Mapping[int, tuple[int, int]]
 

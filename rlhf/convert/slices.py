@@ -34,8 +34,8 @@ class TensorSlice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A `Readable` of matrices with `columns` columns each, side by side: one matrix per column parallel rank."""
+class JoinedColumns:
+    """A `Readable` that joins matrices of `columns` columns each side by side: one matrix per tensor parallel rank."""
 
     matrices: Sequence[Readable]
     columns: int
@@ -53,7 +53,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class SomeColumns:
+class ColumnSlice:
     """A `Readable` of the columns [first, first + columns) of a matrix with `width` columns."""
 
     matrix: Readable

@@ -16,7 +16,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.shards import as_bytes
 
 MOST_EXPANDED = 64 << 20
-"""Most bytes that a tensor may exceed its file by, when it repeats elements."""
+"""Most bytes by which a tensor that repeats elements (stride 0) may exceed its file."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StoredTensor:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of the flattened (row-major) tensor, 1-D. A tensor that is not row-major on
-        disk is read whole. Raises DamagedCheckpoint when the file ends before."""
+        disk is read whole. Raises DamagedCheckpoint when the file ends too early."""
         if self.stride is None:
             return self._elements(start, stop)
         span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
@@ -74,15 +74,15 @@ Piece = tuple[StoredTensor, int, int]
 """Elements [start, stop) of a stored tensor."""
 
 
-def whole(tensor: StoredTensor) -> list[Piece]:
+def as_pieces(tensor: StoredTensor) -> list[Piece]:
     return [(tensor, 0, tensor.numel)]
 
 
-def size_of(pieces: Sequence[Piece]) -> int:
+def numel_of(pieces: Sequence[Piece]) -> int:
     return sum(stop - start for _, start, stop in pieces)
 
 
-def joined(pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
+def read_pieces(pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
     """Return the elements of all `pieces`, concatenated. Raises DamagedCheckpoint unless all are of `dtype`."""
     if odd := next((tensor for tensor, _, _ in pieces if tensor.dtype != dtype), None):
         raise DamagedCheckpoint(f"{odd.path} has {odd.dtype} instead of {dtype}: the files are not all of one save")
@@ -99,7 +99,7 @@ def open_torch_file(path: Path, allowed: Allowed = (), *, start: int = 0, size: 
 
 
 class _Locator:
-    """Replaces each tensor on the meta device by its place in a file."""
+    """Replaces each tensor on the meta device by a StoredTensor."""
 
     def __init__(self, path: Path, start: int, records: Mapping[int, tuple[int, int]]) -> None:
         self._path, self._start, self._records = path, start, records

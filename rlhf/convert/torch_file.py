@@ -28,19 +28,21 @@ def write_torch_file(
     progress: Progress = lambda count: None,
 ) -> WrittenFile:
     """Write `root/path`; `torch.load` returns `content` with all tensors of `source`, by name, under `key`. The
-    checksums of the zip records stay empty; torch allows empty ones and `unzip -t` reports them."""
+    zip records have no checksums: torch accepts that, `unzip -t` reports it."""
     tensors = source.contents.tensors
     with FakeTensorMode():
         named = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in tensors.items()}
-    return write_file(root, path, saved({**content, key: named}, _all_slabs(source, progress)))
+    return write_file(root, path, torch_save_bytes({**content, key: named}, _all_slabs(source, progress)))
 
 
-def saved_range(source: TensorSource, name: str, start: int, shape: tuple[int, ...]) -> Iterator[bytes | memoryview]:
+def torch_save_range(
+    source: TensorSource, name: str, start: int, shape: tuple[int, ...]
+) -> Iterator[bytes | memoryview]:
     """Yield a file of `torch.save` with one tensor of `shape`: the elements of `name` from `start` on."""
     info = TensorInfo(shape, source.contents.tensors[name].dtype)
     with FakeTensorMode():
         tensor = torch.empty(shape, dtype=info.dtype)
-    return saved(tensor, slabs(source, name, start, start + info.numel))
+    return torch_save_bytes(tensor, slabs(source, name, start, start + info.numel))
 
 
 def slabs(source: TensorSource, name: str, start: int, stop: int) -> Iterator[memoryview]:
@@ -57,8 +59,8 @@ def _all_slabs(source: TensorSource, progress: Progress) -> Iterator[memoryview]
             progress(len(slab))
 
 
-def saved(content: Any, tensors: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes that `torch.save` writes for `content`; `tensors` gives those of its (fake) tensors, in order."""
+def torch_save_bytes(content: Any, tensors: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
+    """Yield the bytes that `torch.save` writes for `content`; `tensors` yields those of its fake tensors, in order."""
     frame = _Frame()
     with skip_data(materialize_fake_tensors=True):
         torch.save(content, frame)  # type: ignore[arg-type]  # torch uses only the methods of _Frame

@@ -10,7 +10,7 @@ import torch
 from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.checkpoint.state.driver_state import DriverState
-from rlhf.convert.native.native_folder import Written, plan_native_folder, write_native_folder
+from rlhf.convert.native.native_folder import WrittenCheckpoint, plan_native_folder, write_native_folder
 from rlhf.errors import UserError
 from rlhf.models.hf import hf_folder
 from rlhf.models.hf.source import TrainedSoFar
@@ -62,7 +62,7 @@ def imported(source: HeldSource, folder: Path, step: int = 4, **options) -> Path
     return write(folder / f"global_step_{step}", source, **options).path
 
 
-def write(target: Path, source: HeldSource, role: str = "actor", **options) -> Written:
+def write(target: Path, source: HeldSource, role: str = "actor", **options) -> WrittenCheckpoint:
     plans = plan_native_folder({role: source}, target.parent / "theirs")
     return write_native_folder(plans, target, step_of(target) or 0, **options)
 
@@ -170,7 +170,7 @@ def test_moments_that_are_missing_are_zero_and_named(tmp_path, trained, model_fi
     done = write(tmp_path / "global_step_4", source)
     assert done.absent == [f"actor: moments of 1 weights, such as {frozen}, which begin at zero"]
     place = "actor: place in the learning rate schedule, after 3 optimizer steps"
-    assert place in done.taken, "as the moments' step counts say"
+    assert place in done.converted, "as the moments' step counts say"
     backend = make_backend(2, train_steps=1)
     start(make_config(tmp_path), tmp_path / "global_step_4", backend)
     found = whole_state(backend)["optimizer"]

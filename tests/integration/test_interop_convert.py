@@ -104,7 +104,7 @@ def test_mistakes_are_one_line_and_write_nothing(model, tmp_path, capsys):
         capsys, model, target.with_name("global_step_1"), "--to", "native", "--dtype", "bfloat16"
     )
     assert "Give SOURCE and TARGET, or" in refusal(capsys, model, "--to", "hf")
-    assert "give one target" in refusal(capsys, model, target, "--to", "hf", "--output_path", tmp_path / "y")
+    assert "Give one target" in refusal(capsys, model, target, "--to", "hf", "--output_path", tmp_path / "y")
     assert "--tp=3" in refusal(capsys, model, target, "--to", "megatron", "--tp", 3)
     assert "--pp=0" in refusal(capsys, model, target, "--to", "megatron", "--pp", 0)
     assert "contains the source" in refusal(capsys, model, model, "--to", "dcp", "--overwrite")

@@ -159,7 +159,7 @@ def test_mistakes_and_damage_are_one_line(checkpoints, tmp_path, capsys):
     assert main(["diff", str(checkpoints[0]), str(copy)]) == EXIT_CRASHED
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"error: {tmp_path / 'nothing'} does not exist. Give the folder of a checkpoint."
-    assert lines[1] == "error: --largest -1 is no number of lines. Give 0 for all."
+    assert lines[1] == "error: --largest -1 is negative. Give the number of lines, or 0 for all."
     damaged = f"error: {copy} is damaged: actor/model/rank_00000.safetensors"
     assert lines[2].startswith(f"{damaged}: content differs from its hash")
     assert len(lines) == 3

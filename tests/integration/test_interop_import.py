@@ -63,11 +63,12 @@ def test_it_says_what_comes_along_what_does_not_and_how_to_begin(saved, tmp_path
         "actor: weights, 12 tensors",
         "actor: AdamW's moments and step counts",
         "actor: place in the learning rate schedule, after 3 optimizer steps",
-        "the generators of random numbers, which follow from trainer.seed",
-        "the place in the training prompts, which begin at the first",
+        "the random number generators, which are seeded from trainer.seed",
+        "the position in the training prompts, which start at the first prompt",
     ):
         assert f"\n  {line}\n" in said
-    assert said.index("A new run takes over:") < said.index("It begins anew, and is not that run continued to the bit:")
+    anew = "It does not continue the old run bit for bit. These start anew:"
+    assert said.index("A new run continues with:") < said.index(anew)
     begin = f"trainer.resume_mode=resume_path trainer.resume_from_path={target}"
     assert f"python -m rlhf.train model.path={target}/actor/huggingface {begin}\n" in said
     assert main(["inspect", str(target)]) == EXIT_DONE

@@ -142,7 +142,7 @@ def test_a_base_in_a_folder_is_named_only(config, server, command, tmp_path):
 def test_a_folder_is_sent_as_it_is(config, server, command, tmp_path):
     assert command("export", config.run_dir, tmp_path / "out")[0] == 0
     code, _, err = command("push", tmp_path / "out", REPOSITORY, "--dtype", "bfloat16")
-    assert (code, "is sent as it is" in err, server.requests) == (2, True, [])
+    assert (code, "is uploaded unchanged" in err, server.requests) == (2, True, [])
     assert command("push", tmp_path / "out", REPOSITORY, "--commit-message", "Mine")[0] == 0
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert {name: raw for name, raw in server.files(REPOSITORY).items() if name != "README.md"} == files

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.convert.fsdp.fsdp_tensors import SpreadTensor, StoredBox
+from rlhf.convert.fsdp.fsdp_tensors import AssembledTensor, StoredBox
 from rlhf.convert.layouts import LAYOUTS, backends, open_source
 from rlhf.convert.stored_tensor import StoredTensor
 from rlhf.errors import UserError
@@ -96,8 +96,8 @@ def test_parts_that_overlap_are_no_whole(tmp_path):
         StoredTensor(tmp_path / "f", 0, torch.float32, (3,)),
         StoredTensor(tmp_path / "f", 12, torch.float32, (1,)),
     ]
-    spread = SpreadTensor(TensorInfo((4,), torch.float32), [StoredBox((0,), parts[0]), StoredBox((2,), parts[1])])
+    spread = AssembledTensor(TensorInfo((4,), torch.float32), [StoredBox((0,), parts[0]), StoredBox((2,), parts[1])])
     with pytest.raises(DamagedCheckpoint, match="do not form a tensor of"):
         spread.read(0, 4)
-    spread = SpreadTensor(TensorInfo((4,), torch.float32), [StoredBox((0,), parts[0]), StoredBox((3,), parts[1])])
+    spread = AssembledTensor(TensorInfo((4,), torch.float32), [StoredBox((0,), parts[0]), StoredBox((3,), parts[1])])
     assert spread.read(0, 4).tolist() == [0.0] * 4

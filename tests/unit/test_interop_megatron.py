@@ -209,7 +209,7 @@ def mix_iterations(root: Path, _: Path) -> None:
         ),
         (mix_iterations, "mp_rank_01_001/model_states.pt is of iteration 21, .*mp_rank_00_000/model_states.pt of 20"),
         (add_tensor, r"has decoder.layers.1.mlp.router.weight, which transformers' llama lacks"),
-        (change_config(model_type="gemma"), "model_type=gemma .* llama, mistral, qwen2 and qwen3 are"),
+        (change_config(model_type="gemma"), "model_type=gemma .* supports llama, mistral, qwen2 and qwen3 only"),
         (change_config(num_hidden_layers=3), "decoder.layers.3.* which transformers' llama lacks"),
         (change_config(vocab_size=100_000), r"word_embeddings.weight has the shape \[256, 16\] where \[50000, 16\]"),
         (

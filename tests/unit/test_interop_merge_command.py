@@ -181,7 +181,7 @@ def test_a_folder_of_several_models_is_not_replaced_by_one(tmp_path, command):
         assert command("export", run_dir, models / name)[0] == 0
     code, _, err = command("export", run_dir, models, "--overwrite")
     assert (code, err.count("\n")) == (2, 1)
-    assert f"{models} holds something other than one exported model" in err
+    assert f"{models} is not the folder of one exported model" in err
     assert {path.name for path in models.iterdir()} == {"a", "b"}
     assert command("export", run_dir, models / "a", "--overwrite")[0] == 0
 
@@ -251,7 +251,7 @@ def test_misplaced_folders_cost_no_imports(tmp_path):
     assert done.stdout == f"{[2] * len(mistakes)} False\n"
     lines = done.stderr.splitlines()
     assert len(lines) == len(mistakes)
-    assert "--hf_model_path=Qwen/Qwen2.5-0.5B is no folder" in lines[4]
+    assert "--hf_model_path=Qwen/Qwen2.5-0.5B is not a folder" in lines[4]
     assert f"give {gone}/global_step_0, or another step" in lines[7]
     assert "no token for the Hub" in lines[9]
 

@@ -136,9 +136,9 @@ def test_mistakes_get_one_line(model, tmp_path, capsys):
     for options, message in (
         (["--local_dir", tmp_path, "--test_hf_dir", model], "contains no checkpoint of a known layout"),
         (["--local_dir", model, "--test_hf_dir", tmp_path], "has no weights of a Hugging Face model"),
-        (["--local_dir", model, "--test_hf_dir", model, "--atol", "-1"], "--atol -1.0 is no difference"),
-        (["--local_dir", model, "--test_hf_dir", model, "--atol", "nan"], "--atol nan is no difference"),
-        (["--local_dir", model, "--test_hf_dir", model, "--rows", "-1"], "--rows -1 is no number of rows"),
+        (["--local_dir", model, "--test_hf_dir", model, "--atol", "-1"], "--atol -1.0 is not a valid tolerance"),
+        (["--local_dir", model, "--test_hf_dir", model, "--atol", "nan"], "--atol nan is not a valid tolerance"),
+        (["--local_dir", model, "--test_hf_dir", model, "--rows", "-1"], "--rows -1 is negative"),
     ):
         assert main(["test", *map(str, options)]) == 2
         err = capsys.readouterr().err

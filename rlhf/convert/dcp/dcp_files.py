@@ -62,8 +62,8 @@ class ReadableChunk(Protocol):
 
 @dataclass(frozen=True)
 class Band:
-    """Rows [row, row + rows) and columns [column, column + columns) of a tensor, in a chunk from its element `at`
-    on."""
+    """Rows [row, row + rows) and columns [column, column + columns) of a tensor, stored from element `at` of the
+    chunk `stored` on."""
 
     row: int
     rows: int
@@ -95,8 +95,8 @@ class _Chunk:
 class DcpFolder:
     """Reads the tensors of a folder by their names in `.metadata`; no file is open between reads.
 
-    `objects` names the other entries. `paths` has the keys that lead to each entry in the saved nested state dict, if
-    the saver noted them. Raises UserError for a folder without `.metadata`, a missing or a compressed data file;
+    `objects` names the entries that are not tensors. `paths` maps each entry to its keys in the nested state dict, if
+    `.metadata` has them. Raises UserError for a folder without `.metadata`, a missing or a compressed data file;
     DamagedCheckpoint for an unreadable `.metadata`.
     """
 
@@ -109,27 +109,31 @@ class DcpFolder:
         self._chunks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         self._bands: dict[str, list[Band]] = {}
         try:
-            self._take(described)
+            self._parse_metadata(described)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise DamagedCheckpoint(f"{path / METADATA} does not have torch's structure: {error!r}") from None
 
-    def _take(self, described: metadata.Metadata) -> None:
+    def _parse_metadata(self, described: metadata.Metadata) -> None:
         self.paths: dict[str, tuple[Any, ...]] = {key: tuple(of) for key, of in (described.planner_data or {}).items()}
         for name, entry in described.state_dict_metadata.items():
             if isinstance(entry, metadata.TensorStorageMetadata):
-                self.tensors[name] = TensorInfo(counts(entry.size), torch.empty(0, dtype=entry.properties.dtype).dtype)
-                self._chunks[name] = [(counts(chunk.offsets), counts(chunk.sizes)) for chunk in entry.chunks]
+                self.tensors[name] = TensorInfo(
+                    checked_counts(entry.size), torch.empty(0, dtype=entry.properties.dtype).dtype
+                )
+                self._chunks[name] = [
+                    (checked_counts(chunk.offsets), checked_counts(chunk.sizes)) for chunk in entry.chunks
+                ]
             else:
                 self.objects.append(name)
         for index, info in described.storage_data.items():
-            self._items.setdefault(index.fqn, {})[counts(index.offset or ())] = info
+            self._items.setdefault(index.fqn, {})[checked_counts(index.offset or ())] = info
         self._check_files(described.storage_data)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of the flattened (row-major) tensor `name`, 1-D."""
         info = self.tensors[name]
         if name not in self._bands:
-            self._bands[name] = list(self._laid_out(name))
+            self._bands[name] = list(self._bands_of(name))
         width = info.shape[-1] if len(info.shape) > 1 else 1
         first, last = (start // width, -(-stop // width)) if width else (0, 0)
         rows = torch.empty(last - first, width, dtype=info.dtype)
@@ -142,7 +146,7 @@ class DcpFolder:
                 place = slice(begin - first, end - first), slice(band.column, band.column + band.columns)
                 rows[place], there[place] = block, True
                 filled += block.numel()
-        # Overlapping parts would make up for a missing one.
+        # The count alone would hide a missing part if other parts overlap.
         if filled != rows.numel() or not there.all():
             raise DamagedCheckpoint(f"{self.path / METADATA} does not list all parts of {name}")
         return rows.view(-1)[start - first * width : stop - first * width]
@@ -154,7 +158,7 @@ class DcpFolder:
         [item] = found.values()
         return open_torch_file(self.path / item.relative_path, start=item.offset, size=item.length)
 
-    def _laid_out(self, name: str) -> Iterator[Band]:
+    def _bands_of(self, name: str) -> Iterator[Band]:
         """Yield the bands of all chunks. Rows flatten all dimensions but the last; a vector has one row per element."""
         info, items = self.tensors[name], self._items.get(name, {})
         for offsets, sizes in self._chunks[name]:
@@ -162,9 +166,9 @@ class DcpFolder:
             if item is None or part.nbytes > item.length:
                 raise DamagedCheckpoint(f"{self.path / METADATA} does not list {name}")
             stored = _Chunk(self.path / item.relative_path, item.offset, item.length, part)
-            yield from self._bands_of(name, offsets, part.shape, stored)
+            yield from self._bands_of_chunk(name, offsets, part.shape, stored)
 
-    def _bands_of(
+    def _bands_of_chunk(
         self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], stored: ReadableChunk
     ) -> Iterator[Band]:
         """Return the bands of one chunk; raises DamagedCheckpoint unless the chunk is a part of the tensor."""
@@ -179,7 +183,7 @@ class DcpFolder:
         for info in stored.values():
             if getattr(info, "transform_descriptors", None):
                 raise UserError(f"{self.path} is compressed ({info.transform_descriptors}). Save it uncompressed.")
-            end = sum(counts((info.offset, info.length)))
+            end = sum(checked_counts((info.offset, info.length)))
             ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
         for file, end in sorted(ends.items()):
             if Path(file).name != file:
@@ -190,8 +194,8 @@ class DcpFolder:
                 raise DamagedCheckpoint(f"{self.path / file} is truncated: it has {size} bytes instead of {end}")
 
 
-def counts(numbers: Any) -> tuple[int, ...]:
-    """Return the integers of a shape or offset that the file claims; raises ValueError for a negative one."""
+def checked_counts(numbers: Any) -> tuple[int, ...]:
+    """Return a shape or offsets from a file as a tuple of ints; raises ValueError for a negative number."""
     found = tuple(map(operator.index, numbers))
     if any(number < 0 for number in found):
         raise ValueError(f"{found} has a negative number")
@@ -205,7 +209,7 @@ def read_metadata(path: Path) -> metadata.Metadata:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}). Give the folder of a finished save.") from None
     try:
-        found = _Listed(io.BytesIO(content), path).load()
+        found = _RestrictedUnpickler(io.BytesIO(content), path).load()
     except UserError:
         raise
     except Exception as error:  # other files make the unpickler fail in any way
@@ -215,7 +219,7 @@ def read_metadata(path: Path) -> metadata.Metadata:
     return found
 
 
-class _Listed(pickle._Unpickler):
+class _RestrictedUnpickler(pickle._Unpickler):
     """Unpickles the allowed classes and rejects every other class by name.
 
     In Python, not C: the C unpickler allocates as much memory as a pickle claims to need, and lets a pickle set
@@ -223,7 +227,7 @@ class _Listed(pickle._Unpickler):
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-    del dispatch[pickle.BYTEARRAY8[0]]  # allocates what it claims, too; no metadata has one
+    del dispatch[pickle.BYTEARRAY8[0]]  # also allocates what the pickle claims; no `.metadata` has one
 
     def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file)
@@ -244,7 +248,7 @@ class _Listed(pickle._Unpickler):
 
     def _build(self) -> None:
         if callable(made := self.stack[-2]):  # type: ignore[attr-defined]  # a class or function, not an instance
-            raise DamagedCheckpoint(f"it changes {made.__name__}")
+            raise DamagedCheckpoint(f"it sets attributes of {made.__name__}")
         self.load_build()  # type: ignore[attr-defined]
 
     dispatch[pickle.BUILD[0]] = _build
@@ -258,7 +262,7 @@ def bands(
         yield Band(sum(offsets), torch.Size(sizes).numel(), 0, 1, 0, stored)
         return
     outer, columns = shape[:-1], sizes[-1]
-    # Dimensions that the chunk has whole form consecutive rows, together with the dimension before them.
+    # The last outer dimensions that the chunk covers whole, and the one before them, form consecutive rows.
     split = len(outer) - 1
     while split > 0 and sizes[split] == shape[split]:
         split -= 1

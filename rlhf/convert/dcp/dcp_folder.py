@@ -23,13 +23,13 @@ def write_dcp_folder(
     progress: Progress = lambda count: None,
 ) -> list[WrittenFile]:
     """Write an open checkpoint into the empty `folder`, which `torch.distributed.checkpoint.load` opens under any
-    parallel layout. Return the files with the hashes of the written memory.
+    parallel layout. Return the written files with hashes, computed in memory before the write.
 
     Parameters are at the top under their names in transformers; the moments are `optimizer.state.NAME.exp_avg`,
     `.exp_avg_sq` and `.step`, as torch flattens them (`flatten_optimizer_state_dict`). `dtype` (float32, ...) converts
     the weights, not the moments; None keeps each dtype. Config and tokenizer are copied if they are known.
     """
-    saved = AsSaved(source, dtype, moments)
+    saved = ConvertedSource(source, dtype, moments)
     written = []
     if source.contents.model_files is not None:
         for name, content in read_small_files(source.contents.model_files).items():
@@ -39,11 +39,12 @@ def write_dcp_folder(
 
 def nbytes_of_dcp(source: TensorSource, *, dtype: str | None = None, moments: bool = True) -> int:
     """Return the bytes of the tensors that `write_dcp_folder` writes."""
-    return sum(info.nbytes for info in AsSaved(source, dtype, moments).contents.tensors.values())
+    return sum(info.nbytes for info in ConvertedSource(source, dtype, moments).contents.tensors.values())
 
 
-class AsSaved:
-    """A `TensorSource` with the written names; `paths` has the keys of each tensor in the nested state dict."""
+class ConvertedSource:
+    """A `TensorSource` with the names and dtypes of a DCP folder; `paths` maps each tensor to its keys in the nested
+    state dict."""
 
     def __init__(self, source: TensorSource, dtype: str | None, moments: bool) -> None:
         self._source, self.layout, self._names = source, source.layout, dict[str, str]()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf.convert.dcp.dcp_files import Band, DcpFolder, counts
+from rlhf.convert.dcp.dcp_files import Band, DcpFolder, checked_counts
 from rlhf.convert.stored_tensor import StoredTensor
 from rlhf.errors import UserError
 from rlhf.models.hf.source import TensorInfo
@@ -25,7 +25,7 @@ def is_sharded(folder: Path) -> bool:
 
 
 class DcpSafetensors(DcpFolder):
-    """Reads the tensors of a HuggingFaceStorageWriter folder, which only the files themselves describe.
+    """Reads the tensors of a HuggingFaceStorageWriter folder. It has no `.metadata`: each file describes its tensors.
 
     Raises UserError for a missing file between two ranks, DamagedCheckpoint for a truncated file. Missing files of the
     last ranks cannot be detected here: the tensors are then shorter than the model's.
@@ -59,7 +59,7 @@ class DcpSafetensors(DcpFolder):
             if end - begin != stored.numel * stored.dtype.itemsize:
                 raise DamagedCheckpoint(f"{self.path / name}: the size of {tensor} does not fit its shape")
             try:
-                offsets = counts(places[tensor][OFFSETS])
+                offsets = checked_counts(places[tensor][OFFSETS])
             except (KeyError, TypeError, ValueError):
                 raise DamagedCheckpoint(f"{self.path / name} does not list the offsets of {tensor}") from None
             if len(offsets) != len(stored.shape):
@@ -71,6 +71,6 @@ class DcpSafetensors(DcpFolder):
         sharding = own.get(SHARDING) if isinstance(own, dict) else None
         return parse_json(sharding.encode(), name) if isinstance(sharding, str) else None
 
-    def _laid_out(self, name: str) -> Iterator[Band]:
+    def _bands_of(self, name: str) -> Iterator[Band]:
         for offsets, stored in self._parts[name]:
-            yield from self._bands_of(name, offsets, stored.shape, stored)
+            yield from self._bands_of_chunk(name, offsets, stored.shape, stored)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rlhf.convert.dcp.dcp_files import METADATA
-from rlhf.convert.torch_file import saved_range
+from rlhf.convert.torch_file import torch_save_range
 from rlhf.models.hf.hf_plan import Progress
 from rlhf.models.hf.source import TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_file
@@ -105,7 +105,7 @@ def _items(
     end = 0
     for chunk in chunks:
         start = end
-        for part in saved_range(source, chunk.name, chunk.start, chunk.shape):
+        for part in torch_save_range(source, chunk.name, chunk.start, chunk.shape):
             end += len(part)
             yield part
             if isinstance(part, memoryview):  # tensor bytes

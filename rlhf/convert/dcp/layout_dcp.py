@@ -44,7 +44,8 @@ def recognises(origin: Origin) -> bool:
 
 
 def open_source(origin: Origin) -> "DcpSource":
-    """Open a folder. Raises UserError for a missing file, and for an unknown or undescribed torchtitan model."""
+    """Open a folder. Raises UserError for a missing file, and for a torchtitan model that is unknown or lacks a
+    config.json."""
     found = _folders(origin)
     if found is None:
         raise UserError(f"{origin.path} has no {METADATA}. Give the folder of a finished DCP save.")
@@ -83,7 +84,7 @@ def _if_save(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class _FolderTensor:
-    """A tensor in a folder; `head` has the rows of a head if torchtitan's row order applies, else 0."""
+    """A tensor in a folder; `head` is the rows per head if the rows have torchtitan's order, else 0."""
 
     folder: DcpFolder
     name: str
@@ -104,7 +105,7 @@ class _FolderTensor:
 
 
 class DcpSource(NamedTensors):
-    """One open folder, or accelerate's two; no file is open between reads."""
+    """An open folder, or accelerate's two folders for model and optimizer; no file is open between reads."""
 
     def __init__(self, origin: Origin, model: Path, optimizer: Path | None) -> None:
         folders = [DcpSafetensors(model) if not _is_save(model) else DcpFolder(model)]
@@ -152,7 +153,7 @@ def _named(folders: list[DcpFolder]) -> tuple[dict[str, _FolderTensor], dict[str
 
 
 def _kind(path: tuple[Any, ...]) -> tuple[str, str]:
-    """Return the kind of the tensor saved under the keys `path`, and its name."""
+    """Return the kind (nested, top, moments or other) and the name of the tensor saved under the keys `path`."""
     parts = [str(part) for part in path]
     if len(parts) == 1 and (first := parts[0].partition("."))[0] in OPTIMIZER:
         parts = [first[0], first[2]]
@@ -200,7 +201,7 @@ def _renamed_from_torchtitan(
 
 
 def _progress(folder: DcpFolder, beside: Path, updates: int | None) -> TrainedSoFar:
-    """Return torchtitan's step and schedule, or those that the Trainer of transformers notes beside its folders."""
+    """Return torchtitan's step and schedule, or those in the files of transformers' Trainer in the folder `beside`."""
     noted = progress_of(beside)
     step = noted.step
     for key in [key for key, path in folder.paths.items() if path[-2:] == ("train_state", "step")]:

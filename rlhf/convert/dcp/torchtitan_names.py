@@ -8,7 +8,7 @@ from typing import Any
 from rlhf.errors import UserError
 
 EMBEDDING = "tok_embeddings.weight"
-"""In every language model of torchtitan, in none of transformers."""
+"""A tensor of every torchtitan language model, and of no transformers model."""
 TOP = {
     EMBEDDING: "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -29,10 +29,10 @@ LAYER = {
     "ffn_norm.weight": "post_attention_layernorm.weight",
 }
 TABLES = ("freqs_cis", "rope_cache")
-"""Tables of angles, which older releases save and transformers computes."""
+"""Rotary embedding tables, which older releases save and transformers computes."""
 MODELS = {"llama": True, "qwen3": False}
-"""Known models by `model_type` in config.json: whether torchtitan rotates pairs of neighbours, as Meta does.
-transformers rotates the first half of a head with the second."""
+"""`model_type` in config.json -> whether torchtitan rotates pairs of neighbouring rows, as Meta does. transformers
+rotates row i of a head's first half with row i of its second half."""
 
 
 def to_transformers(name: str, config: Mapping[str, Any], where: Path) -> str | None:

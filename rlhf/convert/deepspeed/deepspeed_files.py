@@ -18,8 +18,8 @@ RANK = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(?:mod
 
 
 # A save uses a few of DeepSpeed's classes, and an application may add numpy's random state and its arguments. StandIns
-# replace all of them. numpy's own types are never created: they accept any state from a pickle, and then bytes as
-# addresses.
+# replace all of them. numpy's own types are never created: a pickle can set their whole state, of which numpy uses
+# bytes as addresses.
 ALLOWED: Allowed = [
     *(
         stand_in(name)
@@ -41,7 +41,7 @@ ALLOWED: Allowed = [
 
 def find_save(origin: Origin) -> Path | None:
     """Return the folder of the save: `origin` itself, its tag, or the tag in `latest`; None if there is no save. Raises
-    UserError when there are saves, but not the one that is meant."""
+    UserError when there are saves, but the selected one is missing or none is selected."""
     if origin.tag is None and _is_save(origin.path):
         return origin.path
     tags = sorted(path.name for path in origin.path.iterdir() if path.is_dir() and _is_save(path))
@@ -64,7 +64,7 @@ def _is_save(folder: Path) -> bool:
     return any(RANK.fullmatch(path.name) for path in folder.glob(MODEL_STATES))
 
 
-def check_kind(save: Path) -> None:
+def check_supported(save: Path) -> None:
     """Raise UserError for a save split over pipeline stages, tensor parallel ranks or experts, or offloaded to NVMe."""
     found = {
         "layer_*model_states.pt": "a model split over pipeline stages or experts",

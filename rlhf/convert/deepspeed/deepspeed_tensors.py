@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from rlhf.convert.deepspeed.deepspeed_files import MODEL_STATES, OPTIM_STATES, open_all, open_first
-from rlhf.convert.stored_tensor import Piece, StoredTensor, size_of, whole
+from rlhf.convert.stored_tensor import Piece, StoredTensor, as_pieces, numel_of
 from rlhf.models.hf.source import TensorInfo, cut
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PARTITIONS, PARTITIONS_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
-NO_MOMENTS = "The moments: this save has no AdamW state of every parameter."
+NO_MOMENTS = "The moments: this save lacks AdamW's state for some or all parameters."
 NO_NAMES = "{}: at stage 0 DeepSpeed saves them without names, and their order is unknown."
 
 Shapes = Mapping[str, Sequence[int]]
@@ -72,7 +72,7 @@ def _stage_0(states: Mapping[str, Any]) -> Assembled:
     """Assemble whole parameters; float32 copies and moments are in the optimizer's order, without names."""
     made = Assembled()
     for name, tensor in _unique_tensors(states["module"], {}):
-        made.add_weight(name, tensor.shape, whole(tensor))
+        made.add_weight(name, tensor.shape, as_pieces(tensor))
     shapes = {name: info.shape for name, (info, _) in made.tensors.items() if name not in states["buffer_names"]}
     optimizer = states.get("optimizer") or {}
     flat, parts = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
@@ -86,8 +86,8 @@ def _stage_0(states: Mapping[str, Any]) -> Assembled:
     if len(inner["param_groups"]) > 1 or found != expected:
         made.absent.append(NO_NAMES.format("The float32 weights and the moments" if flat or parts else "The moments"))
         return made
-    weights = [piece for tensor in (flat or (parts[0] if parts else [])) for piece in whole(tensor)]
-    moments = {moment: [piece for each in state for piece in whole(each[moment])] for moment in MOMENTS}
+    weights = [piece for tensor in (flat or (parts[0] if parts else [])) for piece in as_pieces(tensor)]
+    moments = {moment: [piece for each in state for piece in as_pieces(each[moment])] for moment in MOMENTS}
     _add_consecutive(
         made, shapes, [0] * len(shapes), weights, moments, state[0].get("step", inner["param_groups"][0].get("step"))
     )
@@ -99,15 +99,15 @@ def _stages_1_and_2(save: Path, states: Mapping[str, Any], ranks: Sequence[Mappi
     trained = {name for shapes in states["param_shapes"] for name in shapes}
     for name, tensor in _unique_tensors(states["module"], states.get("shared_params") or {}):
         if name not in trained:
-            made.add_weight(name, tensor.shape, whole(tensor))
+            made.add_weight(name, tensor.shape, as_pieces(tensor))
     for group, shapes in enumerate(states["param_shapes"]):
-        weights = [piece for rank in ranks for piece in whole(rank[PARTITIONS][group])]
+        weights = [piece for rank in ranks for piece in as_pieces(rank[PARTITIONS][group])]
         paddings = ranks[0].get("param_alignment_paddings")
         gaps = paddings[group] if paddings else [0] * len(shapes)
-        needed, held = sum(map(math.prod, shapes.values())) + sum(gaps), size_of(weights)
+        needed, found = sum(map(math.prod, shapes.values())) + sum(gaps), numel_of(weights)
         # The end is padded; the padding depends on the version, at most to a multiple of twice the ranks.
-        if not needed <= held < needed + 2 * len(ranks) or len(gaps) != len(shapes):
-            raise DamagedCheckpoint(_wrong_size(save, group, held, needed))
+        if not needed <= found < needed + 2 * len(ranks) or len(gaps) != len(shapes):
+            raise DamagedCheckpoint(_wrong_size(save, group, found, needed))
         moments, step = _moments(ranks, group)
         _add_consecutive(made, shapes, gaps, weights, moments, step)
     return _without_partial_moments(made, trained)
@@ -139,22 +139,22 @@ def _check_order(save: Path, groups: Sequence[Shapes], ranks: Sequence[Mapping[s
 def _stage_3(save: Path, states: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Assembled:
     made = Assembled()
     for name in states["buffer_names"]:
-        made.add_weight(name, states["module"][name].shape, whole(states["module"][name]))
+        made.add_weight(name, states["module"][name].shape, as_pieces(states["module"][name]))
     if frozen := states.get("frozen_param_shapes"):
         parts = [each["frozen_param_fragments"] for each in open_all(save, MODEL_STATES, len(ranks))]
         for name, shape in frozen.items():
-            pieces = [piece for part in parts for piece in whole(part[name])]
+            pieces = [piece for part in parts for piece in as_pieces(part[name])]
             made.add_weight(name, shape, cut(pieces, 0, math.prod(shape)))
     shapes = {name: shape for group in states["param_shapes"] for name, shape in group.items()}
     groups = range(len(ranks[0][PARTITIONS_3]))
-    weights = [[piece for group in groups for piece in whole(rank[PARTITIONS_3][group])] for rank in ranks]
+    weights = [[piece for group in groups for piece in as_pieces(rank[PARTITIONS_3][group])] for rank in ranks]
     found = [_moments([rank], group) for rank in ranks for group in groups]
     complete = all(set(moments) == set(MOMENTS) for moments, _ in found)
     _check_steps([{"step": step} for _, step in found if step is not None])
     at, needed = 0, sum(-(-math.prod(shape) // len(ranks)) for shape in shapes.values())
     for number, flat in enumerate(weights):
-        if size_of(flat) != needed:
-            raise DamagedCheckpoint(_wrong_size(save, number, size_of(flat), needed))
+        if numel_of(flat) != needed:
+            raise DamagedCheckpoint(_wrong_size(save, number, numel_of(flat), needed))
     moments = {
         moment: [
             [piece for group in groups for piece in found[rank * len(groups) + group][0][moment]]
@@ -199,18 +199,18 @@ def _add_consecutive(
 
 def _moments(ranks: Sequence[Mapping[str, Any]], group: int) -> tuple[dict[str, list[Piece]], Any]:
     """Return the flat moments of a group and its step count; empty when a rank lacks them."""
-    held: list[Mapping[str, Any]] = []
+    states: list[Mapping[str, Any]] = []
     for rank in ranks:
         inner = rank.get("base_optimizer_state") or rank.get("optimizer_state_dict") or {}
         state = inner[group] if isinstance(inner, list) else inner.get("state", {}).get(group, {})
         if any(moment not in state for moment in MOMENTS):
             return {}, None
-        held.append(state)
-    step = held[0].get("step", ranks[0].get("base_optimizer_state_step"))
-    _check_steps(held)
+        states.append(state)
+    step = states[0].get("step", ranks[0].get("base_optimizer_state_step"))
+    _check_steps(states)
     if step is None and isinstance(inner, dict):
         step = inner["param_groups"][group].get("step")
-    return {moment: [piece for state in held for piece in whole(state[moment])] for moment in MOMENTS}, step
+    return {moment: [piece for state in states for piece in as_pieces(state[moment])] for moment in MOMENTS}, step
 
 
 def _check_steps(states: Sequence[Mapping[str, Any]]) -> None:
@@ -246,8 +246,8 @@ def _scalar(step: Any) -> Tensor:
     return value.float()
 
 
-def _wrong_size(save: Path, number: int, held: int, needed: int) -> str:
+def _wrong_size(save: Path, number: int, found: int, needed: int) -> str:
     return (
-        f"{save}: flat partition {number} has {held} numbers, but its parameters have {needed}: the files are not all "
+        f"{save}: flat partition {number} has {found} numbers, but its parameters have {needed}: the files are not all "
         "of one save. Set another --tag."
     )

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf.convert.deepspeed.deepspeed_files import MODEL_STATES, check_kind, find_save, open_first
+from rlhf.convert.deepspeed.deepspeed_files import MODEL_STATES, check_supported, find_save, open_first
 from rlhf.convert.deepspeed.deepspeed_tensors import assemble
 from rlhf.convert.huggingface.layout_trainer import progress_of
-from rlhf.convert.stored_tensor import joined
+from rlhf.convert.stored_tensor import read_pieces
 from rlhf.errors import UserError
 from rlhf.models.hf.source import Contents, Origin, TensorInfo, TrainedSoFar, cut
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -37,7 +37,7 @@ def open_source(origin: Origin) -> "DeepSpeedSource":
     save = find_save(origin)
     if save is None:
         raise UserError(f"{origin.path} has no DeepSpeed save: no folder in it has files {MODEL_STATES}.")
-    check_kind(save)
+    check_supported(save)
     return DeepSpeedSource(save, _model_files(origin, save))
 
 
@@ -75,7 +75,7 @@ class DeepSpeedSource:
         if name.endswith(".step") and (step := self._steps.get(name.removesuffix(".step"))) is not None:
             return step.reshape(-1)[start:stop].clone()
         info = self.contents.tensors.get(name) or self.contents.moments[name]
-        return joined(cut(self._pieces[name], start, stop), info.dtype)
+        return read_pieces(cut(self._pieces[name], start, stop), info.dtype)
 
     def close(self) -> None:
         """See `TensorSource.close`; files are open only during a read."""

@@ -21,7 +21,7 @@ class _Nested(StandIn):
 
 
 def _nested(_owner: Any, _name: str) -> type[_Nested]:
-    """Replaces `getattr`, with which Python 3.11 pickles nested classes and enum members; looks nothing up."""
+    """Return a stand-in instead of an attribute. Python 3.11 pickles nested classes and enum members with `getattr`."""
     return _Nested
 
 

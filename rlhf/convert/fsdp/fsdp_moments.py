@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf.convert.fsdp.fsdp_files import OPTIMIZER, missing_among, open_mapping, paths_of
 from rlhf.convert.fsdp.fsdp_tensors import assemble
 from rlhf.convert.named_tensors import MOMENTS, Unmapped
-from rlhf.convert.stored_tensor import Piece, StoredWrapper, joined, size_of, whole
+from rlhf.convert.stored_tensor import Piece, StoredWrapper, as_pieces, numel_of, read_pieces
 from rlhf.models.hf.source import ReadableTensor, TensorInfo, cut
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
@@ -25,11 +25,13 @@ BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
 
 @dataclass(frozen=True)
 class FlatTensor:
+    """A tensor whose flattened elements are consecutive pieces of stored tensors."""
+
     info: TensorInfo
     pieces: Sequence[Piece]
 
     def read(self, start: int, stop: int) -> Tensor:
-        return joined(cut(self.pieces, start, stop), self.info.dtype)
+        return read_pieces(cut(self.pieces, start, stop), self.info.dtype)
 
 
 def read_moments(
@@ -117,12 +119,12 @@ def _of_units(
             continue
         numel = sum(TensorInfo(shape, there[0]["exp_avg"].dtype).numel for _, shape in unit)
         for moment in MOMENTS:
-            pieces = [piece for entry in there for piece in whole(entry[moment])]
+            pieces = [piece for entry in there for piece in as_pieces(entry[moment])]
             if there[0][moment].numel == numel:  # not split
                 pieces = pieces[:1]
             expected = -(-numel // len(ranks)) * len(ranks) if padded and len(pieces) > 1 else numel
-            if size_of(pieces) != expected:
-                raise Unmapped(f"entry {index} of the optimizer has {size_of(pieces)} elements instead of {numel}")
+            if numel_of(pieces) != expected:
+                raise Unmapped(f"entry {index} of the optimizer has {numel_of(pieces)} elements instead of {numel}")
             at = 0
             for name, shape in unit:
                 info = TensorInfo(shape, there[0][moment].dtype)

@@ -24,7 +24,7 @@ class StoredBox:
 
 
 @dataclass(frozen=True)
-class SpreadTensor:
+class AssembledTensor:
     """A tensor whose elements are all in `boxes`."""
 
     info: TensorInfo
@@ -47,7 +47,7 @@ class SpreadTensor:
                 columns = [slice(at, at + n) for at, n in zip(box.begin[1:], box.stored.shape[1:], strict=True)]
                 place = (slice(low - first, high - first), *columns)
                 rows[place], there[place] = part.view(high - low, *box.stored.shape[1:]), True
-        if not there.all():  # overlapping parts made up for a missing one
+        if not there.all():  # the sizes add up, because other parts overlap
             raise DamagedCheckpoint(f"{self.boxes[0].stored.path}: the ranks' parts do not form a tensor of {shape}")
         return rows.view(-1)[start - first * width : stop - first * width]
 
@@ -69,7 +69,7 @@ class ReplicatedTensor:
         return result
 
 
-def assemble(name: str, of_ranks: Sequence[Any]) -> SpreadTensor | ReplicatedTensor:
+def assemble(name: str, of_ranks: Sequence[Any]) -> AssembledTensor | ReplicatedTensor:
     """Assemble the tensor `name` from the parts of all ranks, in order: DTensors, ShardedTensors, or plain tensors.
     Raises DamagedCheckpoint when parts are missing or overlap, UserError for a split that FSDP does not make."""
     kinds = {part.kind if isinstance(part, StoredWrapper) else type(part).__name__ for part in of_ranks}
@@ -94,8 +94,8 @@ def assemble(name: str, of_ranks: Sequence[Any]) -> SpreadTensor | ReplicatedTen
 class DTensorPart:
     """One rank's part of a DTensor.
 
-    `coordinates` are the rank's in its mesh. `splits` has the split tensor dimension per dimension of the mesh, None
-    for a replicated one. `rank` is the rank that saved the part, where the file has it.
+    `coordinates` is the rank's position in the device mesh. `splits` has one entry per mesh dimension: the tensor
+    dimension that it shards, or None if it replicates. `rank` saved the part; None if the file does not store it.
     """
 
     shape: tuple[int, ...]
@@ -137,7 +137,7 @@ class DTensorPart:
         return tuple(begin), tuple(extent)
 
 
-def _of_shards(name: str, parts: Sequence[DTensorPart]) -> SpreadTensor:
+def _of_shards(name: str, parts: Sequence[DTensorPart]) -> AssembledTensor:
     first = parts[0]
     for number, part in enumerate(parts):
         if part.rank not in (None, number):
@@ -156,10 +156,12 @@ def _of_shards(name: str, parts: Sequence[DTensorPart]) -> SpreadTensor:
             raise DamagedCheckpoint(f"{part.local.path}: the part of {name} is {part.local.shape}, not {extent}")
         if not part.is_copy:
             boxes.append(StoredBox(begin, part.local))
-    return SpreadTensor(TensorInfo(first.shape, first.local.dtype), [b for b in boxes if b.stored.numel] or boxes[:1])
+    return AssembledTensor(
+        TensorInfo(first.shape, first.local.dtype), [b for b in boxes if b.stored.numel] or boxes[:1]
+    )
 
 
-def _of_sharded_tensors(name: str, tensors: Sequence[StoredWrapper]) -> SpreadTensor:
+def _of_sharded_tensors(name: str, tensors: Sequence[StoredWrapper]) -> AssembledTensor:
     boxes = []
     try:
         size = tuple(fields_of(tensors[0].state[1])["size"])
@@ -171,6 +173,8 @@ def _of_sharded_tensors(name: str, tensors: Sequence[StoredWrapper]) -> SpreadTe
                 if stored.shape != extent or not fits:
                     raise DamagedCheckpoint(f"{stored.path}: the part of {name} is {stored.shape}, not {extent}")
                 boxes.append(StoredBox(begin, stored))
-        return SpreadTensor(TensorInfo(size, boxes[0].stored.dtype), [b for b in boxes if b.stored.numel] or boxes[:1])
+        return AssembledTensor(
+            TensorInfo(size, boxes[0].stored.dtype), [b for b in boxes if b.stored.numel] or boxes[:1]
+        )
     except (KeyError, TypeError, IndexError, AttributeError, ValueError):
         raise DamagedCheckpoint(f"{name}: its ShardedTensor does not describe how it is sharded") from None

@@ -61,7 +61,7 @@ def open_source(origin: Origin) -> NamedTensors:
     contents = Contents({}, model_files=model_files, progress=_progress(folder, world_size))
     if contents.progress.schedule is None:
         contents.absent.append(f"the learning rate schedule: no {EXTRA} file with one")
-    contents.absent.append("the place in the data and the state of the algorithm: verl's data.pt is of its own loader")
+    contents.absent.append("the place in the data and the state of the algorithm: only verl's loader reads its data.pt")
     tensors = _tensors(folder, ranks)
     if adapters.is_adapted(tensors):
         contents.absent.append("the optimizer's moments: they are of an adapter")
@@ -124,7 +124,7 @@ def _moments(
 
 
 def _shard_ranks(ranks: Sequence[Mapping[str, Any]], split: Sequence[str]) -> list[int]:
-    """Return the ranks that together have the model once, in the order of their parts."""
+    """Return the ranks whose parts form the model without copies, in the order of their parts."""
     if not split:  # each rank has the whole model
         return [0]
     parts = [rank[split[0]] for rank in ranks]

@@ -26,9 +26,9 @@ SILENCE_S = 300.0
 WAITS_S = (1.0, 5.0, 20.0)
 """Waits before the retries of errors that may pass; the client retries within each try."""
 FILES_AT_A_TIME = 4
-"""Files of weights in a group; a kill may cost the upload of one group."""
+"""Weights files per upload call. A killed upload loses at most one such group."""
 TRANSIENT = {408, 409, 412, 429, 500, 502, 503, 504}
-"""Status codes that deserve a retry: the server is busy, or another commit came between."""
+"""Status codes that are retried: the server is busy, or another commit came first."""
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Files of a model that an upload replaces: the repository must not keep those of an older model."""
 
@@ -75,8 +75,8 @@ def upload_folder(
         return _with_retries(lambda: _send(api, files, repo_id, revision, message, card))
 
 
-def known_model(repo_id: str) -> tuple[str | None, str | None]:
-    """Return a model's name and license, None where unknown. Raises UserError as `prepare_repository`."""
+def look_up_model(repo_id: str) -> tuple[str | None, str | None]:
+    """Return name and license of a model of the Hub, each None if unknown. Raises UserError as `prepare_repository`."""
     with _client(repo_id) as api:
         try:
             info = _with_retries(lambda: api.model_info(repo_id))
@@ -100,7 +100,9 @@ def files_to_send(folder: Path) -> dict[str, Path]:
             if any(part.startswith(".") for part in name.parts) or path.is_dir():
                 continue
             if not path.resolve().is_relative_to(root):
-                raise UserError(f"{path} is a link that leads out of the folder. Copy what it leads to, or remove it.")
+                raise UserError(
+                    f"{path} is a link that leads out of the folder. Replace it by a copy of its target, or remove it."
+                )
             if not stat.S_ISREG(path.stat().st_mode):
                 raise UserError(f"{path} is not a regular file. Remove it: a repository contains only files.")
             files[name.as_posix()] = path
@@ -135,7 +137,7 @@ def _send(
 
 
 def _send_weights(api: "HfApi", additions: "Sequence[CommitOperationAdd]", repo_id: str, revision: str | None) -> None:
-    """Send the weights, a few files at a time, so that the Hub keeps each group for good."""
+    """Send the weights in groups of files. The Hub keeps a sent group even if a later one fails."""
     todo, sent = iter(additions), 0
     while group := list(islice(todo, FILES_AT_A_TIME)):
         api.preupload_lfs_files(repo_id, group, revision=revision, free_memory=False)

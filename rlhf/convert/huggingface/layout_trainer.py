@@ -32,7 +32,8 @@ NOT_DECAYED: tuple[Callable[[str, tuple[int, ...]], bool], ...] = (
     lambda name, shape: "bias" in name,
     lambda name, shape: bool(re.search(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", name)),
 )
-"""Parameters without weight decay, by release of the Trainer: the optimizer's second group."""
+"""Tests for parameters without weight decay, one per rule that the Trainer's releases have used. These parameters are
+the optimizer's second group."""
 
 
 def recognises(origin: Origin) -> bool:
@@ -60,7 +61,7 @@ def _all_of(source: TensorSource) -> dict[str, ReadableTensor]:
 
 
 def progress_of(path: Path) -> TrainedSoFar:
-    """Return step and schedule that the Trainer notes in its folder `path`, also beside saves of DeepSpeed and FSDP."""
+    """Return step and schedule from the Trainer's files in `path`; DeepSpeed and FSDP saves have them, too."""
     step, schedule = None, None
     if (path / STATE).is_file():
         step = _json(path / STATE).get("global_step")
@@ -143,7 +144,7 @@ def _named(optimizer: Any, shapes: Shapes) -> dict[str, ReadableTensor]:
 
 
 def _order(groups: list[list[int]], state: Mapping[int, Any], shapes: Shapes) -> dict[int, str]:
-    """Return the parameter of each number in the optimizer; the group with weight decay comes first."""
+    """Return the optimizer's parameter numbers -> names. The group with weight decay comes first."""
     for second in NOT_DECAYED if len(groups) == 2 else [lambda name, shape: False]:
         split: list[list[str]] = [[], []]
         for name, shape in shapes.items():

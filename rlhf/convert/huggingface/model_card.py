@@ -13,7 +13,7 @@ from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.export import layout_native
 from rlhf.checkpoint.state.driver_state import parse_driver_state
 from rlhf.config.overrides import as_shell, command_of, fit_to_show, stored_settings
-from rlhf.convert.huggingface.hub import known_model
+from rlhf.convert.huggingface.hub import look_up_model
 from rlhf.models.hf.source import Origin
 from rlhf.printable import printable, printable_lines
 from rlhf.storage.layout import CONFIG, DRIVER_STATE
@@ -139,9 +139,9 @@ class ModelCard:
             return ""
         shell = printable_lines(as_shell(command_of(self._settings))).replace("```", "'''")
         return (
-            f"## The command\n\n```\n{shell}\n```\n\nFolders of local paths are omitted. The same number of "
-            "ranks, versions and kind of machine give the same bits; this checkpoint is step "
-            f"{self._manifest.step} of that run.\n"
+            f"## The command\n\n```\n{shell}\n```\n\nFolders of local paths are omitted. With the same number of "
+            "ranks, versions and kind of machine, this command repeats the run bit for bit. This checkpoint is "
+            f"its step {self._manifest.step}.\n"
         )
 
 
@@ -151,7 +151,7 @@ def card_of(origin: Origin, layout: str, repo_id: str) -> str:
         return bare_card(repo_id)
     with closing(layout_native.open_source(origin)) as checkpoint:
         card = ModelCard(checkpoint.manifest, checkpoint.files)
-    base, license = known_model(card.base_model) if card.base_model else (None, None)
+    base, license = look_up_model(card.base_model) if card.base_model else (None, None)
     return card.text(repo_id, base_model=base, license=license)
 
 

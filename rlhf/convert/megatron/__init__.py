@@ -1,1 +1,1 @@
-"""Reads and writes Megatron's layouts, by ranks and distributed."""
+"""Reads and writes Megatron checkpoints: one file per rank (`mp_rank`), and distributed (`torch_dist`)."""

@@ -61,19 +61,23 @@ def open_source(origin: Origin) -> SlicedSource:
     """Open the model of all ranks; raises UserError that names a rank without folder or file."""
     folder = find_folder(origin, _has_ranks)
     if folder is None:
-        raise UserError(f"{origin.path / (origin.tag or '')} has no folders mp_rank_XX_YYY. Give the one that has.")
+        raise UserError(
+            f"{origin.path / (origin.tag or '')} has no folders mp_rank_XX_YYY. Give the folder that contains them."
+        )
     files = _rank_files(folder)
     contents = {path: open_torch_file(path, ALLOWED) for _, path in sorted(files.items())}
     _check_iterations(contents)
     stages = [_stage(files, contents, stage) for stage in range(1 + max(stage for _, stage in files))]
     if len({len(chunks) for chunks in stages}) > 1:
-        raise UserError(f"{folder}: the pipeline ranks have different numbers of virtual stages. Restore them.")
-    # The first chunks of all stages come before the second ones.
+        raise UserError(
+            f"{folder}: the pipeline ranks have different numbers of virtual stages. Restore all files of one save."
+        )
+    # The first chunks of all stages come before their second chunks.
     chunks = [stage[chunk] for chunk in range(len(stages[0])) for stage in stages]
     _check_ends(folder, chunks)
     parts = _of_whole_model(chunks)
     model, model_files = find_model(origin, folder, values=has_value_head(parts))
-    remedy = "Set --hf_model_path to the folder of the model that was trained, or restore the ranks that are missing."
+    remedy = "Set --hf_model_path to the folder of the model that was trained, or restore the missing ranks."
     model.check_tensor_ranks(1 + max(rank for rank, _ in files), f"{folder}: tensor parallel ranks", remedy)
     return as_transformers(model, parts, folder, model_files)
 
@@ -106,7 +110,7 @@ def _check_iterations(contents: Mapping[Path, Any]) -> None:
     for path, iteration in iterations.items():
         if first is not None and iteration != iterations[first]:
             raise UserError(
-                f"{path} is of iteration {iteration}, {first} of {iterations[first]}. Copy all of one save."
+                f"{path} is of iteration {iteration}, {first} of {iterations[first]}. Copy all files of one save."
             )
 
 

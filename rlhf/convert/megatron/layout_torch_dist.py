@@ -48,7 +48,7 @@ class DcpTensor:
 
 
 def recognises(origin: Origin) -> bool:
-    """Return whether the folder, or the role's folder in it, is one of `dist_checkpointing`."""
+    """Return whether `dist_checkpointing` wrote the folder, or the role's folder in it."""
     return find_folder(origin, _is_distributed) is not None
 
 
@@ -56,13 +56,15 @@ def open_source(origin: Origin) -> SlicedSource:
     """Open the model; raises UserError for a missing file, or a format other than `torch_dist`."""
     path = find_folder(origin, _is_distributed)
     if path is None:
-        raise UserError(f"{origin.path / (origin.tag or '')} has no {CONFIG} of megatron-core. Give the one that has.")
+        raise UserError(f"{origin.path / (origin.tag or '')} has no {CONFIG} of megatron-core. Give its folder.")
     if (backend := _config(path)["sharded_backend"]) != FORMAT:
         raise UserError(f"{path} has Megatron's format {backend}. Save it with --dist-ckpt-format {FORMAT}.")
     folder = DcpFolder(path)
     parts = _model_tensors(folder)
     if not parts:
-        raise UserError(f"{path} contains no model ({METADATA}): it was saved without (checkpoint.contents).")
+        raise UserError(
+            f"{path / METADATA} lists no model tensors. Save it again with the model (checkpoint.contents)."
+        )
     model, model_files = find_model(origin, path, values=has_value_head(parts))
     return as_transformers(model, parts, path, model_files)
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf.convert.dcp.dcp_folder import AsSaved
+from rlhf.convert.dcp.dcp_folder import ConvertedSource
 from rlhf.convert.dcp.dcp_writer import write_dcp
 from rlhf.convert.megatron.megatron_model import EMBEDDING, LAYERS, OUTPUT, MegatronModel, read_model
 from rlhf.convert.megatron.megatron_names import Shapes, Slices, as_megatron
 from rlhf.convert.slices import SlicedSource
-from rlhf.convert.torch_file import saved, write_torch_file
+from rlhf.convert.torch_file import torch_save_bytes, write_torch_file
 from rlhf.errors import UserError
 from rlhf.models.hf.hf_plan import Progress
 from rlhf.models.hf.small_files import read_small_files
@@ -19,7 +19,7 @@ VOCABULARY_MULTIPLE = 128
 """Megatron-LM pads the vocabulary to a multiple of this number times the tensor parallel ranks."""
 OF_ATTENTION = ("linear_qkv", "linear_proj", "core_attention", "q_layernorm", "k_layernorm")
 MODULES = (*(f"self_attention.{name}" for name in OF_ATTENTION), "mlp.linear_fc1", "mlp.linear_fc2")
-"""Modules of a layer that have a state beside their weights, with Transformer Engine or without."""
+"""Modules of a layer that save an extra state beside their weights, with Transformer Engine or without."""
 MODEL_FILES = "huggingface"
 """Folder with config.json and tokenizer, as verl names it."""
 
@@ -49,7 +49,7 @@ def write_megatron_folder(
     model = _model(source)
     model.check_tensor_ranks(tensor_ranks, "--tp")
     model.check_pipeline_ranks(pipeline_ranks, "--pp")
-    converted = AsSaved(source, dtype, moments=False)
+    converted = ConvertedSource(source, dtype, moments=False)
     if layout == "torch_dist":
         written = _write_distributed(model, converted, folder, progress)
     else:
@@ -72,15 +72,15 @@ def _write_distributed(
         of_layers.setdefault(stacked, []).extend(slices[name])
     stacked_source = SlicedSource("megatron", whole, of_layers)
     written = write_dcp(folder, stacked_source, objects=_extra_states(model), progress=progress)
-    # The state shared by all ranks, such as a run's arguments, is empty.
-    written.append(write_file(folder, "common.pt", saved({}, iter(()))))
+    # The state shared by all ranks, such as the arguments of a run: none here.
+    written.append(write_file(folder, "common.pt", torch_save_bytes({}, iter(()))))
     # Write this file last, as megatron-core does: its presence makes the folder a checkpoint.
     return [*written, write_json(folder, "metadata.json", DISTRIBUTED)]
 
 
 def _extra_states(model: MegatronModel) -> dict[str, bytes]:
     """Return the extra state that Megatron expects for each module: None, because the model has no FP8 state."""
-    nothing = b"".join(saved([None], iter(())))
+    nothing = b"".join(torch_save_bytes([None], iter(())))
     layers = range(model.layers)
     names = [f"{LAYERS}{module}._extra_state/shard_{layer}_{model.layers}" for layer in layers for module in MODULES]
     return dict.fromkeys([*names, "decoder.final_layernorm._extra_state/shard_0_1"], nothing)

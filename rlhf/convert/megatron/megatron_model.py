@@ -48,7 +48,7 @@ class MegatronTensor:
     stage: Literal["layer", "first", "last"] = "layer"
     alias: str | None = None
     groups: int | None = None
-    """Key-value heads, when the members alternate with each of them."""
+    """Number of key-value heads if the members alternate per head, as q, k and v do."""
 
     @property
     def rows(self) -> int:
@@ -60,7 +60,7 @@ class MegatronTensor:
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether the tensor has a row per token; the rows may be padded and are split regardless of the padding."""
+        """Whether the tensor has a row per token; the ranks split the rows evenly, padding included."""
         return self.name in (EMBEDDING, OUTPUT) and self.split == "rows"
 
     def shape(self, rows: int, ranks: int = 1) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class MegatronTensor:
         return rows, self.columns // (ranks if self.split == "columns" else 1)
 
     def runs(self, rank: int = 0, ranks: int = 1) -> Iterator[Run]:
-        """Yield the rows of rank `rank` of `ranks` in their order there; see `vocabulary_run` for a vocabulary."""
+        """Yield the rows of rank `rank` of `ranks`, in stored order. Use `vocabulary_run` for a vocabulary."""
         if self.split != "rows":
             rank, ranks = 0, 1
         units = self.groups or ranks
@@ -137,8 +137,8 @@ class MegatronModel:
         return parts
 
     def check_tensor_ranks(self, ranks: int, what: str, remedy: str = "") -> None:
-        """Raise UserError, naming the ranks `what`, unless the model splits over `ranks` tensor parallel ranks. Without
-        a `remedy` the message lists the possible numbers."""
+        """Raise UserError unless the model splits over `ranks` tensor parallel ranks. The message calls the setting
+        `what`, and lists the possible numbers if `remedy` is empty."""
         divided = {
             "attention heads": self.heads,
             "key-value heads": self.groups,
@@ -170,7 +170,7 @@ def member_name(layer: int, part: MegatronTensor, name: str) -> str:
 
 
 def read_model(folder: Path, *, values: bool = False) -> MegatronModel:
-    """Read the model of config.json in `folder`; raises UserError for a model that Megatron does not name."""
+    """Read the model of config.json in `folder`; raises UserError for an unsupported model."""
     path = folder / MODEL_CONFIG
     try:
         config: dict[str, Any] = parse_json(read_regular(path, LARGEST), MODEL_CONFIG)
@@ -178,11 +178,13 @@ def read_model(folder: Path, *, values: bool = False) -> MegatronModel:
     except (OSError, DamagedCheckpoint, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a config.json of transformers: {error}. Set --hf_model_path.") from None
     if model_type not in MODEL_TYPES:
-        raise UserError(f"model_type={model_type} ({path}) is not converted to or from Megatron: {_known()} are.")
+        raise UserError(f"model_type={model_type} ({path}): conversion to or from Megatron supports {_known()} only.")
     biased = ("attention_bias",) if model_type != "qwen2" else ()
     for setting in (*biased, "mlp_bias"):
         if config.get(setting):
-            raise UserError(f"{setting}=true ({path}): {model_type} with it is not converted to or from Megatron.")
+            raise UserError(
+                f"{setting}=true ({path}) is not supported by the conversion of {model_type} to or from Megatron."
+            )
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return MegatronModel(

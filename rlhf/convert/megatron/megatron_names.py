@@ -16,7 +16,7 @@ from rlhf.convert.megatron.megatron_model import (
     read_model,
 )
 from rlhf.convert.megatron.megatron_paths import step_of
-from rlhf.convert.slices import Beside, Readable, SlicedSource, SomeColumns, TensorSlice, Zeros
+from rlhf.convert.slices import ColumnSlice, JoinedColumns, Readable, SlicedSource, TensorSlice, Zeros
 from rlhf.errors import UserError
 from rlhf.models.hf.source import Origin, SourceTensor, TensorSource, TrainedSoFar
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -26,7 +26,7 @@ Shapes = dict[str, tuple[int, ...]]
 Slices = dict[str, list[TensorSlice]]
 ABSENT = ("the optimizer's moments", "the learning rate schedule")
 NO_WEIGHTS = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$")
-"""Names among the weights that are not weights."""
+"""Names in the model's state dict that are not weights."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def has_value_head(parts: Mapping[str, Sequence[RankPart]]) -> bool:
 def as_transformers(
     model: MegatronModel, parts: Mapping[str, Sequence[RankPart]], where: Path, files: Path
 ) -> SlicedSource:
-    """Return the tensors of `model` in transformers, from the `parts` in `where` of each tensor parallel rank, by
+    """Return transformers' tensors of `model`. `parts`, read from `where`, has a part per tensor parallel rank by
     Megatron's names. Raises UserError for a missing tensor, a wrong shape, or a tensor that the model lacks."""
     shapes: Shapes = {}
     slices: Slices = {}
@@ -87,7 +87,7 @@ def as_transformers(
 def _slices(part: MegatronTensor, tensors: Sequence[RankPart]) -> Slices:
     if part.split == "columns":
         ((member, rows),) = part.members
-        beside = Beside([own.tensor for own in tensors], part.width // len(tensors))
+        beside = JoinedColumns([own.tensor for own in tensors], part.width // len(tensors))
         return {member: [TensorSlice(beside, 0, rows * part.width)]}
     found: defaultdict[str, list[tuple[int, TensorSlice]]] = defaultdict(list)
     for rank, own in enumerate(tensors if part.split == "rows" else tensors[:1]):
@@ -117,8 +117,9 @@ def _check(model: MegatronModel, part: MegatronTensor, tensors: Sequence[RankPar
 
 def _missing(model: MegatronModel, where: Path, name: str, files: Path) -> str:
     if name == OUTPUT:
-        return f"{where} has no {OUTPUT}, but {files / MODEL_CONFIG} does not say tie_word_embeddings=true. Correct it."
-    return f"{where} has no {name}. Restore what is missing, or set --hf_model_path if {files} is another model's."
+        remedy = f"set tie_word_embeddings=true in {files / MODEL_CONFIG}; otherwise restore the tensor"
+        return f"{where} has no {OUTPUT}. If the embeddings are tied, {remedy}."
+    return f"{where} has no {name}. Restore the missing files, or set --hf_model_path if {files} is another model's."
 
 
 def as_megatron(
@@ -147,7 +148,7 @@ def _rank_slices(
     if part.split == "columns":
         columns = part.width // ranks
         whole = SourceTensor(source, member_name(layer, part, part.members[0][0]))
-        chosen = SomeColumns(whole, part.width, rank * columns, columns)
+        chosen = ColumnSlice(whole, part.width, rank * columns, columns)
         return part.shape(part.rows, ranks), [TensorSlice(chosen, 0, part.rows * columns)]
     rows, runs = part.rows // (ranks if part.split == "rows" else 1), list(part.runs(rank, ranks))
     if part.is_vocabulary:

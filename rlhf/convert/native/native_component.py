@@ -20,7 +20,7 @@ from rlhf.storage.shards import DTYPE_NAMES, as_bytes
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a component: its name, shape and dtype there, and `read(start, stop)` for a range of elements."""
+    """A tensor of a component: name, shape and dtype in it, and `read(start, stop)` for a range of elements."""
 
     name: str
     info: TensorInfo
@@ -45,7 +45,7 @@ def write_component(
 ) -> list[WrittenFile]:
     """Write `parts` to `root/folder`, in one file with its index; `progress` gets the bytes as they are written.
 
-    One rank's file serves any number of ranks, because a load may cut a tensor anywhere: see `rlhf.storage.shards`.
+    Any number of ranks can load this one file, because each rank reads only its parts: see `rlhf.storage.shards`.
     """
     table = {part.name: (DTYPE_NAMES[part.info.dtype], part.info.shape) for part in parts}
     number = {name: i for i, name in enumerate(sorted(table))}

@@ -12,8 +12,8 @@ from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
 from rlhf.checkpoint.commit.output_folder import output_folder, verify_written
 from rlhf.checkpoint.start.run_dir import new_run_id
 from rlhf.checkpoint.state.driver_state import DriverState
-from rlhf.convert.native.named_as_trained import TrainedTensor, named_as_trained
 from rlhf.convert.native.native_component import Part, part_of, write_component, zeros
+from rlhf.convert.native.trained_tensors import TrainedTensor, trained_tensors
 from rlhf.convert.open_roles import CRITIC
 from rlhf.models.hf.hf_folder import plan_hf_folder
 from rlhf.models.hf.hf_plan import HfOptions, HfPlan
@@ -46,12 +46,12 @@ class RolePlan:
 
 
 @dataclass
-class Written:
-    """Result: the parts of the source that were converted, and the parts that a run starts anew, a line each."""
+class WrittenCheckpoint:
+    """Result of a conversion: what was converted, and what a new run starts anew, a line each."""
 
     path: Path
     manifest: Manifest
-    taken: list[str] = field(default_factory=list)
+    converted: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
 
 
@@ -65,7 +65,7 @@ def plan_native_folder(roles: Mapping[str, TensorSource], path: Path) -> dict[st
         assert files is not None  # the plan has read them
         twice = in_files.contents.tensors.keys() - hf.tensors.keys()
         kept = {name: info for name, info in trained.contents.tensors.items() if name not in twice}
-        plans[role] = RolePlan(path, trained, in_files, named_as_trained(kept, files, path, role), hf)
+        plans[role] = RolePlan(path, trained, in_files, trained_tensors(kept, files, path, role), hf)
     return plans
 
 
@@ -76,13 +76,13 @@ def write_native_folder(
     *,
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda count: None,
-) -> Written:
+) -> WrittenCheckpoint:
     """Write the checkpoint `target` of `step`, verify it, and rename it into place.
 
     The weights are stored in float32, and in their own dtype in a Hugging Face folder. Weights without moments get zero
     moments if others have some. A range of a tensor is in memory at a time.
     """
-    done = Written(target, _manifest(step, plans))
+    done = WrittenCheckpoint(target, _manifest(step, plans))
     with output_folder(target, overwrite=overwrite, sources=[plan.path for plan in plans.values()]) as root:
         files = [write_json(root, DRIVER_STATE, DriverState(new_run_id(), step, 0.0, step=step).state_dict())]
         for role, plan in plans.items():
@@ -94,9 +94,9 @@ def write_native_folder(
 
 
 def _write_role(
-    root: Path, role: str, plan: RolePlan, done: Written, progress: Callable[[int], None]
+    root: Path, role: str, plan: RolePlan, done: WrittenCheckpoint, progress: Callable[[int], None]
 ) -> list[WrittenFile]:
-    """Write the files of one role below `root`; note in `done` what the source has and lacks."""
+    """Write the files of one role below `root`; add to `done` what was converted and what is absent."""
     source, have = plan.source, done.manifest.contents
     weights = [part_of(source, tensor.source_name, name, tensor.info) for name, tensor in plan.named.items()]
     files = write_component(root, f"{role}/model", weights, progress)
@@ -104,12 +104,12 @@ def _write_role(
     files += [
         replace(f, path=f"{folder}/{f.path}") for f in write_hf_folder(plan.in_files, plan.hf, root / folder, progress)
     ]
-    done.taken.append(f"{role}: weights, {len(weights)} tensors")
+    done.converted.append(f"{role}: weights, {len(weights)} tensors")
     if source.contents.moments:
         moments, lacking = _moments(source, plan.named)
         files += write_component(root, f"{role}/optimizer", moments, progress)
         have += [] if "optimizer" in have else ["optimizer"]
-        done.taken.append(f"{role}: AdamW's moments and step counts")
+        done.converted.append(f"{role}: AdamW's moments and step counts")
         if lacking:
             done.absent.append(f"{role}: moments of {len(lacking)} weights, such as {lacking[0]}, which begin at zero")
     if (position := _position(source)) is not None:
@@ -118,7 +118,7 @@ def _write_role(
         taken = {"optimizer_step": position, "training_step": done.manifest.step}
         files.append(write_json(root, f"{role}/{SCHEDULE}", {"lr_scheduler": schedule, "steps_taken": taken}))
         have += [] if "extra" in have else ["extra"]
-        done.taken.append(f"{role}: place in the learning rate schedule, after {position} optimizer steps")
+        done.converted.append(f"{role}: place in the learning rate schedule, after {position} optimizer steps")
     done.absent += [f"{role}: {line}" for line in source.contents.absent]
     return files
 

@@ -11,13 +11,13 @@ from rich.console import Console
 
 from rlhf.checkpoint.verbs.places import local_folder
 from rlhf.convert.verbs.options import add_origin_options, add_weights_options, check_paths
-from rlhf.convert.verbs.outputs import report, to_hf_folder, to_native_folder, to_other_folder
+from rlhf.convert.verbs.outputs import print_result, to_hf_folder, to_native_folder, to_other_folder
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
     from rlhf.models.hf.source import Origin
 
-HELP = "make a Hugging Face folder, a checkpoint of ours, of torch DCP or of Megatron out of any other"
+HELP = "convert a checkpoint of any layout to a Hugging Face folder, a native checkpoint, torch DCP or Megatron"
 HF, NATIVE, DCP, MEGATRON = "hf", "native", "dcp", "megatron"
 ONLY_FOR = {
     "dtype": (HF, DCP, MEGATRON),
@@ -34,28 +34,28 @@ ONLY_FOR = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `rlhf.checkpoint.__main__.VERBS`. verl's users know only `--hf_model_path` and `--output_path`."""
+    """See `rlhf.checkpoint.__main__.VERBS`. `--hf_model_path` replaces SOURCE, as in verl."""
     parser.add_argument(
         "source",
         type=local_folder,
         nargs="?",
         metavar="SOURCE",
-        help="folder of a checkpoint of any layout; of a run of ours its newest whole checkpoint",
+        help="folder of a checkpoint of any layout, or run directory, whose newest complete checkpoint is read",
     )
     parser.add_argument(
         "target",
         type=local_folder,
         nargs="?",
         metavar="TARGET",
-        help="the folder to write; a checkpoint of ours is FOLDER/global_step_N, and a run begins after N",
+        help="folder to write; --to native needs the name global_step_N, and a new run begins after step N",
     )
-    parser.add_argument("--to", choices=(HF, NATIVE, DCP, MEGATRON), help="what TARGET is to be")
+    parser.add_argument("--to", choices=(HF, NATIVE, DCP, MEGATRON), help="layout of TARGET")
     add_origin_options(parser)
     parser.add_argument(
         *("--target_dir", "--target-dir", "--output_path", "--output-path"),
         type=local_folder,
         metavar="DIR",
-        help="TARGET, as verl's tools name it",
+        help="same as TARGET, under verl's name",
     )
     parser.set_defaults(adapter="merge", role=None)
     add_weights_options(parser)
@@ -63,25 +63,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tie-word-embedding",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="whether input and output embeddings are one (default: as config.json says)",
+        help="whether input and output embeddings are tied (default: tie_word_embeddings of config.json)",
     )
     for name, what in (("tp", "tensor"), ("pp", "pipeline")):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} parallel ranks of Megatron (1)")
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} parallel size of Megatron (default: 1)")
     parser.add_argument(
         "--megatron-layout",
         choices=("torch_dist", "mp_rank"),
-        help="torch_dist: megatron-core's, loads at any number of ranks (default); mp_rank: a file for each rank",
+        help="torch_dist: megatron-core's format, loads at any number of ranks (default); mp_rank: one file per rank",
     )
     parser.add_argument(
-        "--hf_upload_path", "--hf-upload-path", metavar="NAME", help="upload it to the Hub as NAME, too"
+        "--hf_upload_path", "--hf-upload-path", metavar="NAME", help="also upload TARGET to the Hub as NAME"
     )
-    parser.add_argument("--private", action="store_true", help="as a private repository")
-    parser.add_argument("--overwrite", action="store_true", help="replace the target if it is there")
+    parser.add_argument("--private", action="store_true", help="upload to a private repository")
+    parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it exists")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Write TARGET and, if asked, upload it."""
+    """Write TARGET, and upload it if `--hf_upload_path` is set."""
     (source, *parts), target = _paths(arguments)
     _check(arguments)
     check_paths([source, *parts], arguments.hf_model_path, target, arguments.overwrite)
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             given = {"layout": arguments.megatron_layout, "tensor_ranks": arguments.tp, "pipeline_ranks": arguments.pp}
             options |= {name: value for name, value in given.items() if value is not None}
         made = to_other_folder(origin, arguments.backend, arguments.to, options, target, arguments.overwrite)
-    return report(made, arguments.json, console)
+    return print_result(made, arguments.json, console)
 
 
 def _paths(arguments: argparse.Namespace) -> tuple[list[Path], Path]:
@@ -112,15 +112,19 @@ def _paths(arguments: argparse.Namespace) -> tuple[list[Path], Path]:
     if not sources or target is None:
         raise UserError("Give SOURCE and TARGET, or --local_dir and --target_dir (--hf_model_path and --output_path).")
     if None not in (arguments.source, arguments.local_dir):
-        raise UserError(f"--local_dir={arguments.local_dir[0]} and {arguments.source}: give one source.")
+        raise UserError(
+            f"--local_dir={arguments.local_dir[0]} and SOURCE {arguments.source} are both set. Give one source."
+        )
     if None not in (arguments.target, arguments.target_dir):
-        raise UserError(f"--target_dir={arguments.target_dir} and {arguments.target}: give one target.")
+        raise UserError(
+            f"--target_dir={arguments.target_dir} and TARGET {arguments.target} are both set. Give one target."
+        )
     return sources, target
 
 
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.to is None:
-        raise UserError(f"Give --to, what TARGET is to be: {', '.join((HF, NATIVE, DCP, MEGATRON))}.")
+        raise UserError(f"Give --to, the layout of TARGET: {', '.join((HF, NATIVE, DCP, MEGATRON))}.")
     if arguments.adapter == "keep" and arguments.to != HF:
         raise UserError(f"--adapter=keep is for --to {HF}, not for --to {arguments.to}. Leave it out.")
     for name, known in ONLY_FOR.items():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhf.convert.differences import Compared, TensorDifference, ValueDifference
     from rlhf.models.hf.source import TensorSource
 
-HELP = "how two checkpoints differ: settings, driver state, weights and moments by norm and largest difference"
+HELP = "compare two checkpoints: settings, driver state, weights and moments, by norm and largest difference"
 DOCUMENTS, WEIGHTS, MOMENTS = "documents", "weights", "moments"
 
 
@@ -35,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         action="append",
         choices=(DOCUMENTS, WEIGHTS, MOMENTS),
-        help="compare only this: settings and driver state, weights, or moments; may be given several times",
+        help="compare only documents (settings, driver state), weights or moments; may be given several times",
     )
     parser.add_argument(
-        "--largest", type=int, default=10, metavar="N", help="lines of each kind, largest first (10; 0: all)"
+        "--largest", type=int, default=10, metavar="N", help="lines of each kind, largest first (default: 10; 0: all)"
     )
     parser.add_argument("--json", action="store_true", help="print all differences as JSON")
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Return exit code 0 when everything compared is equal bit for bit, 1 otherwise."""
     if arguments.largest < 0:
-        raise UserError(f"--largest {arguments.largest} is no number of lines. Give 0 for all.")
+        raise UserError(f"--largest {arguments.largest} is negative. Give the number of lines, or 0 for all.")
     check_paths([arguments.a, arguments.b], arguments.hf_model_path)
     from rlhf.checkpoint.export.layout_native import recognises
     from rlhf.convert.differences import documents, value_differences

@@ -13,8 +13,8 @@ from rlhf.storage.layout import MANIFEST
 
 DTYPES = ("float32", "bfloat16", "float16")
 _OUTPUTS = ("config.json", "adapter_config.json", "*.safetensors", ".metadata", "mp_rank_*", MANIFEST)
-"""Files of which a folder written by a verb has at least one at its top. A folder of several models has none of them:
-replacing that folder, instead of one in it, would delete all models."""
+"""A folder that a verb wrote has at least one of these files at its top. `--overwrite` replaces no other folder: a
+folder of several models, for example, has none of these files, and replacing it would delete all models."""
 
 
 def add_origin_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
@@ -26,23 +26,27 @@ def add_origin_options(parser: argparse.ArgumentParser, *, required: bool = Fals
         nargs="+",
         required=required,
         metavar="DIR",
-        help="folder of the checkpoint, or a run directory; further ones with parts of it from other nodes' disks",
+        help="folder of the checkpoint, or run directory; more folders if its files are on the disks of several nodes",
     )
     parser.add_argument(
-        "--backend", choices=backends(), default=AUTO, help="layout of the checkpoint; auto asks each (default)"
+        "--backend", choices=backends(), default=AUTO, help="layout of the checkpoint (default: auto, which detects it)"
     )
     parser.add_argument(
-        "--tag", help="save within the folder, of DeepSpeed, torch DCP or Megatron (default: the newest)"
+        "--tag", help="which save in a folder of DeepSpeed, torch DCP or Megatron (default: the newest)"
     )
     parser.add_argument(
-        "--role", default="actor", help="actor (default), critic, or ref for a reference of ours that moves"
+        "--role",
+        default="actor",
+        help="model to read: actor (default), critic, or ref, the moving reference of a native checkpoint",
     )
-    parser.add_argument("--is-value-model", action="store_true", help="the model has a head of one number per token")
+    parser.add_argument(
+        "--is-value-model", action="store_true", help="the model has a value head, one number per token"
+    )
     parser.add_argument(
         "--use_cpu_initialization",
         "--use-cpu-initialization",
         action="store_true",
-        help="accepted as verl's tools take it: all is done on the CPU",
+        help="accepted for compatibility with verl and ignored: all work is on the CPU",
     )
     add_model_files_option(parser)
     add_adapter_option(parser)
@@ -55,20 +59,25 @@ def add_model_files_option(parser: argparse.ArgumentParser) -> None:
         "--hf-model-path",
         type=local_folder,
         metavar="DIR",
-        help="Hugging Face folder with config and tokenizer, where the checkpoint does not bring them",
+        help="Hugging Face folder with config and tokenizer, for a checkpoint without them",
     )
 
 
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--adapter", choices=("keep", "merge"), help="an adapter (LoRA): keep it as peft's, or merge it into its base"
+        "--adapter",
+        choices=("keep", "merge"),
+        help="for a LoRA adapter: keep it in peft's format, or merge it into its base model",
     )
 
 
 def add_weights_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights; without it each keeps its type")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the written weights (default: unchanged)")
     parser.add_argument(
-        "--max-shard-size", type=byte_size, metavar="SIZE", help="most bytes of one file of weights, such as 2GB (5GB)"
+        "--max-shard-size",
+        type=byte_size,
+        metavar="SIZE",
+        help="size limit of one weights file, such as 2GB (default: 5GB)",
     )
 
 
@@ -80,13 +89,13 @@ def check_paths(
         check_folder(source)
     if model_files is not None and not model_files.is_dir():
         raise UserError(
-            f"--hf_model_path={model_files} is no folder. Name one with config and tokenizer; a model of the "
-            "Hub is fetched into one by `hf download NAME --local-dir DIR`."
+            f"--hf_model_path={model_files} is not a folder. Give a folder with config and tokenizer; "
+            "`hf download NAME --local-dir DIR` downloads a model of the Hub into one."
         )
     if target is not None:
         check_target(target, overwrite, sources)
         if target.is_dir() and any(target.iterdir()) and not any(next(target.glob(name), None) for name in _OUTPUTS):
             raise UserError(
-                f"{target} holds something other than one exported model, which --overwrite does not replace. Give a "
-                "folder in it, or remove it yourself."
+                f"{target} is not the folder of one exported model, so --overwrite does not replace it. Give a folder "
+                "in it, or remove it yourself."
             )

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from rlhf.models.hf.source import Origin
 
 NEVER_IMPORTED = (
-    "the generators of random numbers, which follow from trainer.seed",
-    "the place in the training prompts, which begin at the first",
+    "the random number generators, which are seeded from trainer.seed",
+    "the position in the training prompts, which start at the first prompt",
     "the KL controller, the guards, the metric history and the counts of tokens and samples",
-    "the learning rate, the shape of its schedule and AdamW's settings, which are the run's own",
-    "the reference policy, which is what model.path of the run holds: name the base model there to keep that",
+    "the learning rate, its schedule and AdamW's settings, which come from the new run's configuration",
+    "the reference policy, which is the model in model.path: set model.path to the base model to keep it as reference",
 )
 """Parts of a run that other tools' checkpoints lack."""
 
@@ -103,7 +103,7 @@ def to_native_folder(origin: "Origin", backend: str, target: Path, overwrite: bo
         "step": step,
         "contents": done.manifest.contents,
         "bytes": done.manifest.total_bytes,
-        "taken": done.taken,
+        "taken": done.converted,
         "absent": [*done.absent, *NEVER_IMPORTED],
         "start": [
             f"model.path={target / 'actor' / 'huggingface'}",
@@ -122,7 +122,7 @@ def _files(target: Path) -> dict[str, int]:
     return {str(path.relative_to(target)): path.stat().st_size for path in sorted(target.rglob("*")) if path.is_file()}
 
 
-def report(result: dict[str, Any], as_json: bool, console: Console) -> int:
+def print_result(result: dict[str, Any], as_json: bool, console: Console) -> int:
     """Print the result, with the command that starts a run from a native checkpoint. Return the exit code."""
     if as_json:
         console.print_json(json.dumps(result))
@@ -141,9 +141,9 @@ def _line_of(result: dict[str, Any]) -> str:
 
 def _lines_of_start(result: dict[str, Any]) -> Iterator[str]:
     yield f"{result['target']}: {size_text(result['bytes'])}, from a checkpoint of layout {result['layout']}"
-    yield "A new run takes over:"
+    yield "A new run continues with:"
     yield from (f"  {line}" for line in result["taken"])
-    yield "It begins anew, and is not that run continued to the bit:"
+    yield "It does not continue the old run bit for bit. These start anew:"
     yield from (f"  {line}" for line in result["absent"])
-    yield "Begin it with (and your data, reward and other settings, under a trainer.experiment_name of its own):"
+    yield "Start it with this command. Add your data, reward and other settings, and a new trainer.experiment_name:"
     yield f"  python -m rlhf.train {' '.join(result['start'])}"

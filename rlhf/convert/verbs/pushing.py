@@ -28,16 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "path",
         type=local_folder,
         metavar="RUN_OR_CHECKPOINT",
-        help="of a run its newest whole checkpoint; or a Hugging Face folder, such as merge and export write",
+        help="run directory (its newest complete checkpoint), checkpoint, or Hugging Face folder from merge or export",
     )
-    parser.add_argument("repo_id", metavar="REPO_ID", help="the repository, NAMESPACE/NAME; made if it is not there")
-    parser.add_argument("--private", action="store_true", help="nobody else sees it; a public one is refused")
-    parser.add_argument("--revision", metavar="BRANCH", help="a branch, made if it is not there (main)")
-    parser.add_argument("--commit-message", metavar="TEXT", help="of the one commit")
+    parser.add_argument("repo_id", metavar="REPO_ID", help="repository, NAMESPACE/NAME; created if missing")
+    parser.add_argument(
+        "--private", action="store_true", help="upload to a private repository; fails if it exists and is public"
+    )
+    parser.add_argument("--revision", metavar="BRANCH", help="branch; created if missing (default: main)")
+    parser.add_argument("--commit-message", metavar="TEXT", help="message of the commit")
     add_adapter_option(parser)
     add_weights_options(parser)
     add_model_files_option(parser)
-    parser.add_argument("--json", action="store_true", help="print the address of the commit as JSON")
+    parser.add_argument("--json", action="store_true", help="print repository and commit URL as JSON")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -46,7 +48,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     ready = any((path / name).is_file() for name in FOLDERS)
     if ready and (arguments.dtype or arguments.max_shard_size or arguments.hf_model_path or arguments.adapter):
         raise UserError(
-            f"{path} is a Hugging Face folder, which is sent as it is: --dtype, --max-shard-size, --adapter and "
+            f"{path} is a Hugging Face folder, which is uploaded unchanged: --dtype, --max-shard-size, --adapter and "
             "--hf_model_path are for a checkpoint. Give them to merge or export, or push the checkpoint."
         )
     url, repo_id = _push_folder(arguments) if ready else _push_checkpoint(arguments)
@@ -81,7 +83,7 @@ def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
 
     checkpoints_at(arguments.path)
     with closing(open_source(Origin(arguments.path, model_files=arguments.hf_model_path))) as source:
-        # The checkpoint to send, even if a live run saves a newer one meanwhile.
+        # Fixes the checkpoint to upload: a live run may save a newer one before the merge.
         origin = Origin(source.path, model_files=arguments.hf_model_path, adapter=arguments.adapter)
         if source.adapted:
             from rlhf.models.hf.adapters import choose  # imports torch
@@ -109,8 +111,8 @@ def _merge(origin: "Origin", options: "HfOptions", target: Path) -> None:
         if error.errno != errno.ENOSPC:
             raise
         raise UserError(
-            f"{target.parents[1]} has no room for the merged model, and nothing was sent. Set TMPDIR to a folder that "
-            "has, or merge into a folder of yours and push that."
+            f"{target.parents[1]} has no space for the merged model; nothing was uploaded. Set TMPDIR to a folder on a "
+            "larger disk, or run merge and push the merged folder."
         ) from None
 
 

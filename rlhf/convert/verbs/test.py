@@ -35,9 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="Hugging Face reference model",
     )
-    parser.add_argument("--atol", type=float, default=0.0, help="largest difference that counts as equal (0)")
-    parser.add_argument("--ignore-dtype", action="store_true", help="let the types differ, not only the values")
-    parser.add_argument("--rows", type=int, default=2, help="rows of tokens whose logits are compared; 0: none (2)")
+    parser.add_argument("--atol", type=float, default=0.0, help="largest difference that counts as equal (default: 0)")
+    parser.add_argument(
+        "--ignore-dtype", action="store_true", help="compare values only: different dtypes count as equal"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=2, help="rows of tokens whose logits are compared (default: 2; 0: none)"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -63,9 +67,9 @@ class Verdict:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Return exit code 0 when everything compared is equal within `--atol`, 1 otherwise."""
     if not arguments.atol >= 0:
-        raise UserError(f"--atol {arguments.atol} is no difference. Give a number of 0 or more.")
+        raise UserError(f"--atol {arguments.atol} is not a valid tolerance. Give a number of 0 or more.")
     if arguments.rows < 0:
-        raise UserError(f"--rows {arguments.rows} is no number of rows. Give 0 for none.")
+        raise UserError(f"--rows {arguments.rows} is negative. Give the number of rows, or 0 to compare no logits.")
     check_paths([*arguments.local_dir, arguments.test_hf_dir], arguments.hf_model_path)
     from rlhf.convert.layouts import open_source
     from rlhf.models.hf.source import Origin
@@ -97,7 +101,7 @@ def _verdict(arguments: argparse.Namespace, source: "TensorSource", known: "Tens
     if architecture is not None:
         source, known = (as_in_files(each, architecture.config) for each in (source, known))
     tied = {} if architecture is None else architecture.tied
-    tables = _once(source, tied), _once(known, tied)
+    tables = _without_tied_copies(source, tied), _without_tied_copies(known, tied)
     with work_bar("compared", sum(info.nbytes for info in tables[0].values())) as progress:
         compared = compare_tensors(source, known, tables, progress)
     verdict = Verdict(compared.tensors)
@@ -114,7 +118,7 @@ def _verdict(arguments: argparse.Namespace, source: "TensorSource", known: "Tens
     return verdict
 
 
-def _once(source: "TensorSource", tied: dict[str, str]) -> "dict[str, TensorInfo]":
+def _without_tied_copies(source: "TensorSource", tied: dict[str, str]) -> "dict[str, TensorInfo]":
     """Return the tensors of a source; of two tied tensors only the first."""
     from rlhf.models.hf.hf_folder import same_tensor
 
@@ -153,5 +157,5 @@ def _lines(verdict: Verdict, atol: float) -> list[str]:
     judged = "equal" if verdict.equal else "NOT equal"
     lines.append(f"{verdict.tensors} tensors, largest difference {verdict.largest:.6g}; logits: {logits}")
     if verdict.dtypes:
-        lines.append("types differ, which --ignore-dtype allows")
+        lines.append("dtypes differ; --ignore-dtype ignores that")
     return [*lines, f"{judged} within {atol:g}"]

@@ -24,11 +24,12 @@ class TrainedTensor:
     trained: bool
 
 
-def named_as_trained(
+def trained_tensors(
     tensors: Mapping[str, TensorInfo], model_files: Path, path: Path, role: str
 ) -> dict[str, TrainedTensor]:
-    """Return the tensors that the model of `model_files` needs, by its names, from `tensors`; a `critic` has a head of
-    one value. All are float32, as in the trainer. Raises UserError, naming `path`, when `tensors` lack one."""
+    """Return the weights and buffers of the model of `model_files` by the trainer's names; each is one of `tensors`.
+    Floating-point tensors are float32, as in the trainer. A `critic` has a value head. Raises UserError, which names
+    `path`, if `tensors` do not fit the model."""
     origin = ModelSource("SOURCE", str(path))
     hf_config = load_model_config(origin, model_files)
     headers = {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}
@@ -36,13 +37,13 @@ def named_as_trained(
     built = skeleton(partial(load, ModelStart(origin, model_files, hf_config)), headers)
     if built is None:
         raise UserError(
-            f"{path}: transformers makes the weights of {hf_config.model_type} out of others than these. Open it with "
-            "the tool that wrote it and save it with save_pretrained."
+            f"{path}: these tensors are not the weights that transformers uses for {hf_config.model_type}. Load the "
+            "model with the tool that wrote it and save it with save_pretrained."
         )
     model, names = built
     trained = {name for name, _ in model.named_parameters()}
     if heads := trained - names.keys():
-        raise UserError(f"{path} has no value head ({min(heads)}): it is no critic's.")
+        raise UserError(f"{path} has no value head ({min(heads)}), so it is not a critic.")
     found = {}
     for name, source_name in names.items():
         info = tensors[source_name]
