@@ -210,7 +210,7 @@ def lose_chunk(folder: Path) -> None:
         (lose_chunks, "does not have torch's structure"),
         (pipe, "is not a regular file"),
         (ask_for_bytes, "is truncated, or not metadata"),
-        (change_torch, "changes Metadata"),
+        (change_torch, "sets attributes of Metadata"),
     ],
 )
 def test_a_broken_folder_gets_one_line(

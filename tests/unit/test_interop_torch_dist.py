@@ -132,7 +132,7 @@ def change_width(tensors: dict[str, Tensor]) -> None:
         (lose_tensor, r"has no decoder.layers.0.mlp.linear_fc2.weight\. Restore"),
         (add_expert, r"has decoder.layers.0.mlp.router.weight, which transformers' llama lacks"),
         (lose_layer, r"has no decoder.layers.2.*linear_qkv.layer_norm_weight"),
-        (lose_model, "contains no model"),
+        (lose_model, "lists no model tensors"),
         (change_width, r"linear_qkv.weight has the shape \[8, 16\] where \[24, 16\] is expected"),
     ],
 )
