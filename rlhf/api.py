@@ -15,7 +15,7 @@ from rlhf.config.library import Library
 from rlhf.config.redaction import Redaction
 from rlhf.config.rules.path_rules import on_one_machine
 from rlhf.config.rules.validate import validate
-from rlhf.config.user_functions import file_being_read, find_definition
+from rlhf.config.user_functions import file_being_loaded, find_definition
 from rlhf.errors import EXIT_DONE, RunEnded, UserError
 from rlhf.launch.banner import banner
 from rlhf.launch.callbacks import Callback, Callbacks
@@ -51,7 +51,7 @@ def train(
         UserError: a mistake in the settings, the data or the files, found before the training began.
         RunEnded: the run ended with another exit code than 0.
     """
-    if (path := file_being_read()) is not None:
+    if (path := file_being_loaded()) is not None:
         raise UserError(
             f"{path} calls rlhf.train while the trainer loads a function from this file. Put the call under "
             'if __name__ == "__main__":.'

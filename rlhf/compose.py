@@ -24,7 +24,7 @@ from rlhf.config.help_texts import commented_yaml
 from rlhf.config.known_settings import SECTIONS, SETTINGS, setting_of
 from rlhf.config.library import PACKAGE, Library
 from rlhf.config.library_folder import LibraryFolder
-from rlhf.config.names.hints import form_hint, hint, instead, nearest_setting, own_recipe
+from rlhf.config.names.hints import entry_hint, hint, nearest_setting, recipe_hint, syntax_hint
 from rlhf.config.rules.algorithm_rules import idle_critic
 from rlhf.config.rules.lora_rules import idle_lora
 from rlhf.errors import UserError, did_you_mean, nearest
@@ -122,7 +122,7 @@ def _set(composed: DictConfig, key: str, value: Any) -> str | None:
     """Set a setting of the command line. Return a message if the value is wrong."""
     setting = setting_of(key)
     try:
-        if setting is not None and setting.takes_for_true(value):
+        if setting is not None and setting.reads_as_true(value):
             raise ValidationError(f"{value} is neither true nor false")
         OmegaConf.update(composed, key, value, merge=False, force_add=True)
     except GrammarParseError as error:
@@ -130,7 +130,7 @@ def _set(composed: DictConfig, key: str, value: Any) -> str | None:
     except OmegaConfBaseException:
         assert setting is not None
         shown = "null" if value is None else value
-        return f"{key}={shown}: must be {setting.expects}.{form_hint(setting, value)}"
+        return f"{key}={shown}: must be {setting.expects}.{syntax_hint(setting, value)}"
     return None
 
 
@@ -176,7 +176,7 @@ def _parse_override(text: str) -> Override:
     except HydraException as error:
         if "=" not in text:
             if text.endswith((".yaml", ".yml")):
-                raise UserError(f"{text}: is not a setting. {own_recipe()}") from error
+                raise UserError(f"{text}: is not a setting. {recipe_hint()}") from error
             found = text if setting_of(text) else nearest_setting(text)
             raise UserError(f"{text}: has no value; write {found or 'KEY'}=VALUE.") from error
         reason = str(error).splitlines()[0]
@@ -207,7 +207,7 @@ def _choice(override: Override, library: Library) -> str:
         if name not in known:
             what = "there is no such recipe" if group == "recipes" else "the group has no such entry"
             near = _recipe_elsewhere(name, library) if group == "recipes" else ""
-            near = near or instead(group, name, known)
+            near = near or entry_hint(group, name, known)
             raise UserError(f"{group}={name}: {what}.{near} Choices: {', '.join(known)}.")
     return f"{group}=[{','.join(names)}]"
 
@@ -278,7 +278,7 @@ def _compose(choices: list[str], library: Library) -> DictConfig:
             group, name = head, f"{group}/{name}".removeprefix(f"{head}/")
         where = f"{' '.join(choices)}: the defaults name {group + '=' * bool(group)}{name}, which does not exist."
         known = library.entries(group) if group in (*library.groups, "recipes") else {}
-        near = instead(group, name, known)
+        near = entry_hint(group, name, known)
         raise UserError(f"{where}{near} Choices: {', '.join(known) or 'none'}.") from error
     except HydraException as error:
         raise UserError(_composition_problem(error, choices, library)) from error
@@ -304,7 +304,9 @@ def _composition_problem(error: HydraException, choices: list[str], library: Lib
         section, _, leaf = key.rpartition(".")
         return f"{where}{key}: sections are nested in a recipe. Write `{leaf}:` indented below `{section}:`."
     if setting := setting_of(key):
-        return f"{where}{key}: {reason}; must be {setting.expects}.{form_hint(setting, getattr(cause, 'value', None))}"
+        return (
+            f"{where}{key}: {reason}; must be {setting.expects}.{syntax_hint(setting, getattr(cause, 'value', None))}"
+        )
     return f"{where}{reason}"
 
 

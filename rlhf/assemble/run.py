@@ -280,10 +280,10 @@ def _facts(setup: Setup, policy: TrainingBackend, inputs: RunInputs) -> str:
     if base:
         parameters += f", frozen, and {short_number(trained)} in adapters"
     where = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else str(setup.device)
-    held_out = "" if inputs.val_set is None else f" and {inputs.val_set.counted} held-out"
+    held_out = "" if inputs.val_set is None else f" and {inputs.val_set.count_text} held-out"
     driver = inputs.driver
     return (
         f"Policy: {inputs.models.policy.hf_config.model_type} with {parameters} on {where}, "
-        f"ranks: {setup.coordinator.world_size}; {inputs.train_set.counted} training{held_out} prompts; "
+        f"ranks: {setup.coordinator.world_size}; {inputs.train_set.count_text} training{held_out} prompts; "
         f"step {driver.step} of {driver.total_steps} done."
     )

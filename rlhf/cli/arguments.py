@@ -1,4 +1,4 @@
-"""Parses the arguments of python -m rlhf.train, and explains settings that were written as options."""
+"""Parses the arguments of python -m rlhf.train, and suggests settings for unknown options."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn
 
-from rlhf.config.names.hints import nearest_setting, remark, setting_instead
+from rlhf.config.names.hints import nearest_setting, override_for, remark
 from rlhf.errors import UserError, did_you_mean, nearest
 
 FLAGS = ("--help", "-h", "--version", "--info", "--multirun", "-m")
@@ -36,7 +36,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def check_options(argv: Sequence[str], flags: Sequence[str], with_value: Sequence[str]) -> None:
     """Raise one UserError for all options that are neither in `flags` nor in `with_value`.
 
-    For a setting written as an option, the trainer's own or another trainer's, the message has the setting to write.
+    If an option has the name of a setting, of this trainer or of another one, the message shows the setting to write.
     """
     if problems := list(_unknown(argv, flags, with_value)):
         raise UserError("\n".join(problems))
@@ -58,10 +58,10 @@ def _unknown(argv: Sequence[str], flags: Sequence[str], with_value: Sequence[str
 
 def _explained(typed: str, name: str, value: str, options: Sequence[str]) -> str:
     key = name.replace("-", "_")
-    if said := remark(key):
-        return f"{typed}: there is no such option. {said}"
+    if text := remark(key):
+        return f"{typed}: there is no such option. {text}"
     if meant := nearest_setting(key):
-        meant = setting_instead(meant, value) or f"{meant}={value or 'VALUE'}"
+        meant = override_for(meant, value) or f"{meant}={value or 'VALUE'}"
         return f"{typed}: settings are written without dashes. Did you mean {meant}?"
     option = nearest(f"--{name}", options)
     return f"{typed}: there is no such option.{did_you_mean(option)} --help shows the usage."

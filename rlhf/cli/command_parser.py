@@ -15,7 +15,7 @@ def byte_size(text: str) -> int:
     """Return the bytes of `80GB`, `79.2GiB` or `512M`, for `type` of an option.
 
     Raises:
-        argparse.ArgumentTypeError: the text is not a size, or has no unit: who types 80 means gigabytes, not bytes.
+        argparse.ArgumentTypeError: the text is not a size, or has no unit: a user who types 80 rarely means bytes.
     """
     found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?)\s*([KMGT])(i?)B?\s*", text, flags=re.IGNORECASE)
     size = 0

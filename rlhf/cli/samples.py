@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         write_error(str(error))
         return EXIT_USER_ERROR
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # `| head` has closed the pipe
         sys.stderr.close()
     return EXIT_DONE
 
@@ -77,7 +77,7 @@ def _steps(files: SampleFiles, arguments: argparse.Namespace) -> list[int]:
         what = "has no samples" if arguments.run.is_dir() else "is not a folder"
         raise UserError(
             f"{arguments.run} {what}. Give a run directory, <default_local_dir>/<project>/<experiment>, of a run that "
-            "has done a step."
+            "has finished a step."
         )
     if arguments.step is not None and arguments.step not in steps:
         raise UserError(f"--step={arguments.step}: the run has samples of {_ranges(steps)}.")

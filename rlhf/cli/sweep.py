@@ -38,10 +38,10 @@ def plan(overrides: Sequence[str], library: Library) -> list[PlannedRun]:
     """Return the runs of the sweep, each with a directory named after the experiment and the run's own values.
 
     Raises:
-        UserError: before any run starts, for the mistakes in all runs.
+        UserError: with the mistakes in all runs, before any run starts.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise UserError("-m: under torchrun a command is one run; start each by itself, without -m.")
+        raise UserError("-m: a command under torchrun is a single run. Start each run separately, without -m.")
     runs, problems = [], []
     for combination in combinations(overrides):
         try:
@@ -56,7 +56,7 @@ def plan(overrides: Sequence[str], library: Library) -> list[PlannedRun]:
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     if len({run.config.run_dir for run in runs}) < len(runs):
-        raise UserError("-m: two runs of the sweep are the same; give each value once.")
+        raise UserError("-m: two runs of the sweep are the same. Give each value once.")
     return runs
 
 
@@ -77,8 +77,8 @@ def run_name(experiment: str, swept: Sequence[str]) -> str:
 def run_all(runs: Sequence[PlannedRun], start: Callable[[Config], int]) -> int:
     """Run all runs, even after failures, and return the exit code of the sweep.
 
-    0: all runs are done. 75: a stop was requested; the same command continues with the present run. 1: a run crashed.
-    2: runs failed only by a user's mistake.
+    0: all runs are done. 75: a stop was requested; the same command continues the interrupted run. 1: a run crashed.
+    2: runs failed, and all of them by a user's mistake.
     """
     configure_logging()
     codes: list[int] = []

@@ -50,7 +50,7 @@ POLICY_LOSSES = {
     "kl_cov": PolicyLossNeeds(chosen="largest"),
 }
 
-SETTINGS_OF_ONE = {
+SETTINGS_OF_ONE_FUNCTION = {
     "algorithm.pass_at_k": "pass_at_k",
     "actor.policy_loss.clip_cov_ratio": "clip_cov",
     "actor.policy_loss.clip_cov_lb": "clip_cov",

@@ -14,14 +14,14 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf.config import Config
 from rlhf.config.derived import needs_critic
 from rlhf.config.known_settings import SETTINGS
-from rlhf.config.overrides import written
+from rlhf.config.overrides import hydra_value
 from rlhf.config.resolved import from_stored, to_yaml
 from rlhf.config.same_files import same_value
 from rlhf.errors import UserError
 
 log = logging.getLogger(__name__)
 
-OTHER_TENSORS = frozenset(
+TENSOR_SETTINGS = frozenset(
     f"model.lora.{name}" for name in ("enabled", "rank", "target_modules", "exclude_modules", "use_dora")
 )
 """Settings that decide which tensors a run has. A checkpoint with other values lacks tensors that the run needs."""
@@ -35,8 +35,10 @@ NEW_RUN = (
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that differs, with its dotted key. `removed` is the release that removed the setting, and `present`
-    is then the value that all runs now act as."""
+    """One setting that differs, by its dotted key.
+
+    `removed` is the release that removed the setting. `present` is then the only value that this release can reproduce.
+    """
 
     key: str
     stored: Any
@@ -45,7 +47,7 @@ class Change:
 
     def __str__(self) -> str:
         gone = f" (release {self.removed} removed the setting)" if self.removed else ""
-        return f"{self.key}: {written(self.stored)} in the checkpoint, {written(self.present)} now{gone}"
+        return f"{self.key}: {hydra_value(self.stored)} in the checkpoint, {hydra_value(self.present)} now{gone}"
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ def compare_text(stored: str, present: Config, release: str | None = None) -> Co
         return ConfigDiff(diff.harmless, diff.trajectory + gone)
     except OmegaConfBaseException as error:
         raise UserError(
-            f"the checkpoint's settings are of another version of rlhf ({str(error).splitlines()[0]}). Continue it "
-            f"with the version that wrote it, or {NEW_RUN}."
+            f"the checkpoint's settings do not fit this version of rlhf ({str(error).splitlines()[0]}). Resume with "
+            f"the version that wrote the checkpoint, or {NEW_RUN}."
         ) from error
 
 
@@ -120,11 +122,11 @@ def trajectory(config: Config) -> dict[str, Any]:
     return {s.key: s.value(config) for s in SETTINGS.values() if s.metadata["resume"] == "trajectory"}
 
 
-def refuse_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> None:
+def reject_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> None:
     """Raise UserError if a setting changes the run's trajectory, unless `allow` (`trainer.allow_config_change`).
 
-    The message lists the settings with both values, and the remedies. A run that `begins` at the checkpoint
-    (`trainer.resume_mode=resume_path`) is a new run already, so the message does not suggest another directory.
+    A run that `begins` at the checkpoint (`trainer.resume_mode=resume_path`) is a new run already, so the message does
+    not suggest another directory.
     """
     if diff.trajectory and not allow:
         ways = "" if begins else f"; or {NEW_RUN}"
@@ -132,22 +134,22 @@ def refuse_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> No
         by_device = [key for key in there if SETTINGS[key].metadata["by_device"]]
         unless = f" Defaults depend on the device, which may have changed: {', '.join(by_device)}." * bool(by_device)
         gone = [change.key for change in diff.trajectory if change.removed is not None]
-        older = f" with the release that saved it, which has {', '.join(gone)}" * bool(gone)
-        others = sorted(OTHER_TENSORS & {change.key for change in diff.trajectory})
-        change_it = ", or set trainer.allow_config_change=true to continue it with the new ones" * (not others)
-        never = f" With other {' and '.join(others)} the checkpoint lacks tensors that the run needs." * bool(others)
+        older = f" with the release that saved the checkpoint, which has {', '.join(gone)}" * bool(gone)
+        others = sorted(TENSOR_SETTINGS & {change.key for change in diff.trajectory})
+        change_it = ", or set trainer.allow_config_change=true to continue with the new values" * (not others)
+        never = f" The checkpoint lacks tensors for the new {' and '.join(others)}." * bool(others)
         raise UserError(
-            f"the checkpoint was written with settings that give another run:\n{as_lines(diff.trajectory)}\n"
-            f"Restore these values to continue that run{older}{change_it}{ways}.{never}{unless}"
+            f"settings that the run's numbers depend on differ from the checkpoint's:\n{as_lines(diff.trajectory)}\n"
+            f"Restore the checkpoint's values to continue its run{older}{change_it}{ways}.{never}{unless}"
         )
 
 
 def log_changes(diff: ConfigDiff) -> None:
     """Log each difference, and whether the resumed run's numbers depend on it."""
     for change in diff.harmless:
-        log.info("resume: setting changed, the run's numbers do not depend on it: %s", change)
+        log.info("resume: changed setting that does not affect the run's numbers: %s", change)
     for change in diff.trajectory:
-        log.warning("resume: setting changed, the run departs from the stored one: %s", change)
+        log.warning("resume: changed setting that affects the run's numbers: %s", change)
 
 
 def as_lines(changes: list[Change]) -> str:

@@ -27,8 +27,9 @@ class Setting:
         """Return the default value in the schema."""
         return self.value(_DEFAULTS)
 
-    def takes_for_true(self, value: Any) -> bool:
-        """Return whether OmegaConf would read `value`, a number but 0 or 1, as true for this boolean setting."""
+    def reads_as_true(self, value: Any) -> bool:
+        """Return whether this setting is boolean and `value` is a number other than 0 and 1, which OmegaConf reads as
+        true."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and value not in (0, 1) and self.expects in ("true or false", "true or false or null")
 

@@ -15,15 +15,15 @@ usage: python -m rlhf.train [recipes=NAME] [GROUP=ENTRY ...] [KEY=VALUE ...] [-m
 
 Trains a language model with reinforcement learning. The same command again resumes the run.
 
-  recipes=NAME      a named experiment; recipes=null is none, recipes=[a,b] applies both
+  recipes=NAME      a named experiment; recipes=null applies none, recipes=[a,b] applies both
   GROUP=ENTRY       one entry of a configuration group
   KEY=VALUE         one setting; wins over groups and recipes
-  -m, --multirun    a run for each combination of values in KEY=a,b, one after the other
+  -m, --multirun    run each combination of the values in KEY=a,b, one after the other
   --config-dir DIR  more entries and recipes: DIR/recipes/NAME.yaml, DIR/GROUP/ENTRY.yaml
   --cfg job         print the resolved configuration (every setting, with its help) and exit
-  --version         print the release and exit
-  --info            print releases, devices and what is installed, and exit
-  --shell-completion install=bash   (or zsh) print a script for eval "$(...)"; -sc for short
+  --version         print the version and exit
+  --info            print versions, devices and environment variables for a bug report, and exit
+  --shell-completion install=bash   (or zsh) print a script for eval "$(...)"; short form: -sc
   --help            print this page and exit
 
 examples:
@@ -37,15 +37,14 @@ examples:
 
 @dataclass(frozen=True)
 class Library:
-    """The bundled conf/ and the folders with further groups and recipes/."""
+    """The bundled conf/, and the folders with recipes/ and more group entries."""
 
     conf: Path
     others: tuple[Path, ...]
 
     @classmethod
     def find(cls, user_dir: Path | None) -> "Library":
-        """Return the bundled folders (in a wheel inside the package, in a checkout beside it), then the user's
-        folder."""
+        """Return the bundled folders, then the user's. A wheel has them inside the package, a checkout beside it."""
         root = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent
         if user_dir is None:
             return cls(root / "conf", (root,))
@@ -75,7 +74,7 @@ class Library:
         if asked:
             try:
                 names = yaml.safe_load(asked[-1])
-            except yaml.YAMLError:  # of a sweep
+            except yaml.YAMLError:  # the values of a sweep
                 names = asked[-1]
         else:
             defaults = yaml.safe_load((self.conf / "train.yaml").read_text())["defaults"]

@@ -13,8 +13,11 @@ from rlhf.errors import UserError
 
 
 class LibraryFolder(FileConfigSource):
-    """Reads a folder whose files may choose a group's entry like the command line (`algorithm: ppo`), and may require a
-    setting (`???`), which a merge would ignore."""
+    """Reads a folder of configuration files, which may do two things that Hydra does not support.
+
+    A file may select a group's entry as on the command line (`algorithm: ppo`). A file may require a setting (`???`),
+    which a merge of files would ignore.
+    """
 
     groups: frozenset[str] = frozenset()
     filled: ClassVar[set[str]] = set()
@@ -26,8 +29,7 @@ class LibraryFolder(FileConfigSource):
         return "library"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the file's configuration, with chosen entries at the end of its defaults list, where Hydra reads
-        them."""
+        """Return the file's configuration, with selected entries moved to the end of its defaults list for Hydra."""
         file = f"{self.path}/{config_path.removesuffix('.yaml')}.yaml"
         try:
             result = super().load_config(config_path)
@@ -54,7 +56,9 @@ class LibraryFolder(FileConfigSource):
                 listed = {str(key) for default in defaults if isinstance(default, DictConfig) for key in default}
                 if twice := sorted(listed & overrides.keys()):
                     what = twice[0].removeprefix("override /")
-                    raise UserError(f"{file}: {what} is chosen twice; leave one out.")
+                    raise UserError(
+                        f"{file}: {what} is selected twice, by `{what}:` and by `override /{what}:`; remove one."
+                    )
                 content["defaults"] = [*defaults, *({key: value} for key, value in overrides.items())]
         self._note(file, content, "")
         return result
@@ -65,13 +69,13 @@ class LibraryFolder(FileConfigSource):
             if isinstance(value, DictConfig) and not value._is_none() and not value._is_interpolation():
                 self._note(file, value, f"{key}.")
             elif key in SETTINGS:
-                if SETTINGS[key].takes_for_true(value):
+                if SETTINGS[key].reads_as_true(value):
                     raise UserError(f"{file}: {key}={value}: must be {SETTINGS[key].expects}.")
                 (self.left_open if OmegaConf.is_missing(content, name) else self.filled).add(key)
 
 
 def _no_mapping(file: str, what: str) -> str:
     return (
-        f"{file}: holds {what}, not a mapping of settings. Write each section, and its settings below it: `trainer:`, "
-        "and `  seed: 1` in the next line."
+        f"{file}: contains {what}, not a mapping of settings. Write each section with its settings indented below it: "
+        "`trainer:`, and `  seed: 1` in the next line."
     )

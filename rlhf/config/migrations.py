@@ -27,8 +27,8 @@ class Renamed:
 class Removed:
     """A setting that a release removed.
 
-    `acts_as` is the stored value with which a run still computes the same, or `ANY`. With any other stored value, the
-    run would continue as a different run. `remedy` is a sentence for users who set it.
+    `acts_as` is the stored value that current runs still reproduce, or `ANY`. A run with any other stored value would
+    continue as a different run. `remedy` is a sentence for users who set the removed setting.
     """
 
     key: str
@@ -70,10 +70,10 @@ class Migrated:
 def migrate(tree: dict[str, Any], release: str | None = None) -> Migrated:
     """Return the stored sections `tree` under the current names, without changing `tree`.
 
-    A change that `tree` already has is skipped, so a tree that was stored between two releases can be read, too.
+    Skips changes that `tree` already has, so a tree that was stored between two releases can be read as well.
 
     Args:
-        release: the release that stored `tree`. None, or a text that is no version, applies the changes of all
+        release: the release that stored `tree`. None, or a string that is not a version, applies the changes of all
             releases.
     """
     # Promise 19.
@@ -101,7 +101,7 @@ def migrated_name(key: str, release: str | None = None) -> str:
     return key
 
 
-def said_of(key: str) -> str | None:
+def release_hint(key: str) -> str | None:
     """Return a sentence about a setting that an older release renamed or removed; None for other names."""
     release, name = None, key
     for later, migrations in MIGRATIONS.items():
@@ -147,7 +147,7 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _pop(tree: dict[str, Any], key: str) -> Any:
-    """Remove a setting, and the sections that this leaves empty. Return its value."""
+    """Remove a setting and the sections that become empty. Return the setting's value."""
     parent, _, name = key.rpartition(".")
     value = _section(tree, key).pop(name)
     while parent and not _section(tree, f"{parent}.x"):

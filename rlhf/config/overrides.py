@@ -32,16 +32,18 @@ _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:@-]*")
 
 
 def stored_settings(text: str | bytes, release: str | None = None) -> dict[str, Any]:
-    """Return the known settings that `release` stored in `text`, by their current dotted names; ValueError as
-    `stored_sections`."""
+    """Return the known settings that `release` stored in `text`, by their current dotted names.
+
+    Raises:
+        ValueError: as `stored_sections`.
+    """
     return dict(_known(stored_sections(text, release)))
 
 
 def command_of(settings: Mapping[str, Any]) -> list[str]:
-    """Return arguments of `python -m rlhf.train` for a run with the same numbers as one with `settings`.
+    """Return arguments of `python -m rlhf.train` for a run that computes the same numbers as one with `settings`.
 
-    For publication: secrets are redacted, and paths that start at the root of this machine are cut to their last name
-    (see `fit_to_show`).
+    The values are `publishable`.
     """
     base, arguments = _without_recipe(), ["recipes=null"]
     # Without a critic, a recipe's critic settings have no effect, and the command line does not allow them.
@@ -53,7 +55,7 @@ def command_of(settings: Mapping[str, Any]) -> list[str]:
         counts = key in NAMES or SETTINGS[key].metadata["resume"] == "trajectory"
         idle = not critic and key.startswith("critic.") and key != "critic.enable"
         if counts and not idle and value != base[key] and value != str(TINY):
-            arguments.append(f"{key}={written(fit_to_show(value))}")
+            arguments.append(f"{key}={hydra_value(publishable(value))}")
     return arguments
 
 
@@ -62,12 +64,12 @@ def as_shell(arguments: list[str]) -> str:
     return " \\\n  ".join(["python -m rlhf.train", *map(shlex.quote, arguments)])
 
 
-def fit_to_show(value: Any) -> Any:
-    """Return `value` without secrets and without folders of this machine."""
+def publishable(value: Any) -> Any:
+    """Return `value` with secrets redacted and with absolute paths cut to their last name."""
     if isinstance(value, dict):
-        return {key: REDACTED if SECRET_NAME.fullmatch(str(key)) else fit_to_show(item) for key, item in value.items()}
+        return {key: REDACTED if SECRET_NAME.fullmatch(str(key)) else publishable(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [fit_to_show(item) for item in value]
+        return [publishable(item) for item in value]
     if not isinstance(value, str):
         return value
     value = SECRET.sub(REDACTED, value)
@@ -101,16 +103,16 @@ def _without_recipe() -> dict[str, Any]:
     return settings
 
 
-def written(value: Any) -> str:
+def hydra_value(value: Any) -> str:
     """Return `value` in the syntax of Hydra's command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(map(written, value))}]"
+        return f"[{','.join(map(hydra_value, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{written(key)}:{written(item)}' for key, item in value.items())}}}"
+        return f"{{{','.join(f'{hydra_value(key)}:{hydra_value(item)}' for key, item in value.items())}}}"
     if not isinstance(value, str):
         return repr(value)
     if _PLAIN.fullmatch(value) and value.lower() not in ("null", "true", "false", "nan", "inf"):

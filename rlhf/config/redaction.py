@@ -7,7 +7,7 @@ REDACTED = "REDACTED"
 SECRET_NAME = re.compile(r"(.*[_-])?(token|secret|password|passwd|key|credentials?|auth)", re.IGNORECASE)
 """Name of a variable or an option whose value is a secret."""
 SECRET = re.compile(r"\b(hf|sk|ghp|gho|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}")
-"""Text that looks like a secret anywhere."""
+"""Tokens in the formats of Hugging Face, OpenAI, GitHub, Slack and AWS, wherever they occur in a text."""
 _LOGIN = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 _SHORTEST = 8
 """Characters. Shorter values may occur inside ordinary words."""

@@ -14,11 +14,11 @@ from rlhf.config.migrations import Lost, migrate
 
 # Writing or parsing a configuration takes as long as a small save. A process repeats both with nearly the same text: at
 # each step of a start, and for every checkpoint that it inspects.
-_KEPT = 256
+_CACHE_SIZE = 256
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _CachedSection:
     """A section with its `repr`, the cache key: a section is mutable and has no hash."""
 
     text: str
@@ -28,11 +28,11 @@ class _Shown:
 def to_yaml(config: Config) -> str:
     """Return the configuration as YAML, with all values resolved."""
     sections = {part.name: getattr(config, part.name) for part in fields(config)}
-    return "".join(_to_yaml(name, _Shown(repr(section), section)) for name, section in sections.items())
+    return "".join(_to_yaml(name, _CachedSection(repr(section), section)) for name, section in sections.items())
 
 
-@lru_cache(_KEPT)
-def _to_yaml(name: str, shown: _Shown) -> str:
+@lru_cache(_CACHE_SIZE)
+def _to_yaml(name: str, shown: _CachedSection) -> str:
     return OmegaConf.to_yaml(OmegaConf.create({name: shown.section}), resolve=True)
 
 
@@ -45,7 +45,7 @@ def from_yaml(text: str) -> Config:
     return deepcopy(_parsed(text))
 
 
-@lru_cache(_KEPT)
+@lru_cache(_CACHE_SIZE)
 def _parsed(text: str) -> Config:
     return _typed(OmegaConf.create(text))
 
@@ -67,7 +67,7 @@ def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
     return deepcopy(config), lost
 
 
-@lru_cache(_KEPT)
+@lru_cache(_CACHE_SIZE)
 def _migrated(text: str, release: str | None) -> tuple[Config, list[Lost]]:
     migrated = migrate(_sections(text), release)
     return _typed(OmegaConf.create(migrated.tree)), migrated.lost
@@ -76,13 +76,13 @@ def _migrated(text: str, release: str | None) -> tuple[Config, list[Lost]]:
 def _sections(text: str) -> dict[str, Any]:
     # Aliases expand a few bytes without end, and `to_yaml` writes no aliases.
     if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-        raise yaml.YAMLError("its settings have an alias")
+        raise yaml.YAMLError("the settings contain a YAML alias")
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text))
-    except (AssertionError, RecursionError):  # OmegaConf's, of a number and of brackets without end
+    except (AssertionError, RecursionError):  # OmegaConf raises these for a number and for deeply nested brackets
         tree = None
     if not isinstance(tree, dict):
-        raise yaml.YAMLError("its settings are no sections")
+        raise yaml.YAMLError("the settings are not a mapping of sections")
     return cast(dict[str, Any], tree)
 
 

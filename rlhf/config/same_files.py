@@ -4,14 +4,14 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-JUDGED_BY_END = ("data.train_files", "data.val_files", "model.path", "critic.path", "reward_model.path")
-"""Settings whose files count as the same if their paths have the same end, after a start in another folder.
+COMPARED_BY_SUFFIX = ("data.train_files", "data.val_files", "model.path", "critic.path", "reward_model.path")
+"""Settings with files whose relative paths count as equal if they have the same end: the working directory may differ.
 
-A resume compares their prompts and models by fingerprint, too, as it does with the chat template and user functions. A
-template with another path but the same text is no change: see `rlhf.checkpoint.load.stored_config`.
+A resume also compares the content of these files, of the chat template and of user functions by fingerprint. A chat
+template with another path but the same text is not a change: see `rlhf.checkpoint.load.stored_config`.
 """
 PATHS = (
-    *JUDGED_BY_END,
+    *COMPARED_BY_SUFFIX,
     "model.chat_template",
     "reward.functions",
     "reward.writable",
@@ -25,8 +25,8 @@ PATHS = (
 def same_value(key: str, stored: Any, present: Any) -> bool:
     """Return whether both values of a setting are equal, or name the same files in the same order.
 
-    A relative path that does not exist here was written in another folder. For `JUDGED_BY_END` the same end of the path
-    is then enough.
+    A stored relative path that does not exist here was given in another working directory. For `COMPARED_BY_SUFFIX`,
+    the same end of the path is then enough.
     """
     if stored == present:
         return True
@@ -34,7 +34,7 @@ def same_value(key: str, stored: Any, present: Any) -> bool:
         return False
     names, others = _names(stored), _names(present)
     return len(names) == len(others) and all(
-        _resolved(a) == _resolved(b) or (key in JUDGED_BY_END and _of_elsewhere(a, b))
+        _resolved(a) == _resolved(b) or (key in COMPARED_BY_SUFFIX and _same_suffix(a, b))
         for a, b in zip(names, others, strict=True)
     )
 
@@ -50,7 +50,7 @@ def _resolved(name: str) -> str:
     return os.path.realpath(os.path.expanduser(name))  # noqa: PTH111
 
 
-def _of_elsewhere(stored: str, present: str) -> bool:
+def _same_suffix(stored: str, present: str) -> bool:
     if os.path.isabs(stored) or stored.startswith("~") or os.path.exists(stored):  # noqa: PTH110, PTH117
         return False
     end = os.path.normpath(stored)

@@ -34,7 +34,7 @@ def stored_sections(text: str | bytes, release: str | None = None) -> dict[str, 
     try:
         stored = _NoAliases(text).get_single_data()
     except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"no YAML: {type(error).__name__}") from None
+        raise ValueError(f"not valid YAML: {type(error).__name__}") from None
     if not isinstance(stored, dict):
-        raise ValueError("no sections")
+        raise ValueError("not a mapping of sections")
     return migrate(stored, release).tree

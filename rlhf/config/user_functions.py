@@ -13,7 +13,7 @@ import xxhash
 
 from rlhf.errors import UserError, did_you_mean, nearest
 
-_being_read: list[Path] = []
+_files_loading: list[Path] = []
 
 
 def split_spec(setting: str, spec: str) -> tuple[Path, str]:
@@ -38,8 +38,8 @@ def find_function(setting: str, spec: str) -> ast.arguments | None:
     binding = find_definition(setting, spec)
     if isinstance(binding, ast.AsyncFunctionDef):
         raise UserError(
-            f"{setting}={spec}: the function is async, and nobody would await it. Make it a plain one (asyncio.run "
-            "inside)."
+            f"{setting}={spec}: the function is async, and the trainer would not await it. Make it a plain function "
+            "(with asyncio.run inside)."
         )
     return None if binding is None else binding.args
 
@@ -47,28 +47,28 @@ def find_function(setting: str, spec: str) -> ast.arguments | None:
 def find_definition(setting: str, spec: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """Return the whole definition, which may be async; otherwise as `find_function`."""
     path, name = split_spec(setting, spec)
-    said = f"{setting}={spec}"
+    shown = f"{setting}={spec}"
     if not path.is_file():
         found = nearest(path.name, [p.name for p in path.parent.glob("*.py")])
-        raise UserError(f"{said}: no file {path}.{did_you_mean(found)} Correct the path (it starts from {Path.cwd()}).")
+        raise UserError(f"{shown}: no file {path}.{did_you_mean(found)} Correct the path (relative to {Path.cwd()}).")
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError) as error:
-        raise UserError(f"{said}: the file cannot be read as Python: {error}. Correct it.") from error
+        raise UserError(f"{shown}: the file cannot be read as Python: {error}. Correct it.") from error
     bound = {each: binding for node in tree.body for each, binding in _bound(node)}
     if name not in bound:
         raise UserError(
-            f"{said}: {path.name} defines no {name!r}.{did_you_mean(nearest(name, bound))} "
+            f"{shown}: {path.name} defines no {name!r}.{did_you_mean(nearest(name, bound))} "
             "Correct the name after the colon."
         )
     binding = bound[name]
     if isinstance(binding, ast.ClassDef):
-        raise UserError(_is_class(said, name))
+        raise UserError(_is_class(shown, name))
     return binding if isinstance(binding, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
 
-def check_positional(setting: str, spec: str, takes: Sequence[str]) -> None:
-    """Check as `find_function`, and that the function accepts the arguments `takes` by position."""
+def check_positional(setting: str, spec: str, arguments: Sequence[str]) -> None:
+    """Check as `find_function`, and that the function accepts `arguments` (names, for the message) by position."""
     parameters = find_function(setting, spec)
     if parameters is None:
         return
@@ -77,13 +77,13 @@ def check_positional(setting: str, spec: str, takes: Sequence[str]) -> None:
     keywords = [
         a.arg for a, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True) if default is None
     ]
-    too_few = len(by_position) < len(takes) and parameters.vararg is None
-    if too_few or required > len(takes) or keywords:
+    too_few = len(by_position) < len(arguments) and parameters.vararg is None
+    if too_few or required > len(arguments) or keywords:
         rest = [f"*{parameters.vararg.arg}"] if parameters.vararg else []
         has = ", ".join([*(a.arg for a in by_position), *rest, *(f"{name}=" for name in keywords)])
         raise UserError(
-            f"{setting}={spec}: the function takes ({has}), but is called with {len(takes)} arguments: "
-            f"({', '.join(takes)}). Correct its parameters."
+            f"{setting}={spec}: the function takes ({has}), but is called with {len(arguments)} arguments: "
+            f"({', '.join(arguments)}). Correct its parameters."
         )
 
 
@@ -94,12 +94,12 @@ def hash_of_files(functions: Sequence[str]) -> str:
 
 
 def load_function(setting: str, spec: str, *, may_be_async: bool = False) -> Callable[..., Any]:
-    """Run the file (once per process, whatever the number of its functions) and return the function.
+    """Run the file, once per process, and return the function.
 
     The file can import modules in its folder, by their names or relatively.
 
     Raises:
-        UserError: as `find_function`, or the file raises, or the name is no function.
+        UserError: as `find_function`, or the file raises, or the name is not a function.
     """
     (find_definition if may_be_async else find_function)(setting, spec)
     path, name = split_spec(setting, spec)
@@ -113,17 +113,17 @@ def load_function(setting: str, spec: str, *, may_be_async: bool = False) -> Cal
     if isinstance(function, type):
         raise UserError(_is_class(f"{setting}={spec}", name))
     if not callable(function):
-        raise UserError(f"{setting}={spec} is no function but of type {type(function).__name__}. Name a function.")
+        raise UserError(f"{setting}={spec} is not a function, but of type {type(function).__name__}. Name a function.")
     return function
 
 
-def _is_class(said: str, name: str) -> str:
-    return f"{said}: {name} is a class, and a call of it would make an object. Write a function that uses it, with def."
+def _is_class(shown: str, name: str) -> str:
+    return f"{shown}: {name} is a class, so calling it only creates an object. Write a function (def) that uses it."
 
 
 @functools.cache
 def _module(path: Path) -> ModuleType:
-    # At the end, so that a user's file hides no module of the trainer.
+    # At the end of sys.path, so that a user's file cannot replace a module of the trainer.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     # The folder becomes a package, for `from .utils import ...`.
@@ -137,17 +137,17 @@ def _module(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses of the file look themselves up here
-    _being_read.append(path)
+    _files_loading.append(path)
     try:
         spec.loader.exec_module(module)
     finally:
-        _being_read.pop()
+        _files_loading.pop()
     return module
 
 
-def file_being_read() -> Path | None:
-    """Return the user's file that is now running to load its functions, if any."""
-    return _being_read[-1] if _being_read else None
+def file_being_loaded() -> Path | None:
+    """Return the user's file that this process is importing at this moment, or None."""
+    return _files_loading[-1] if _files_loading else None
 
 
 def _bound(node: ast.stmt) -> list[tuple[str, ast.AST]]:

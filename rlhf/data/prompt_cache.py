@@ -25,12 +25,12 @@ from rlhf.storage.layout import TEMPORARY, fresh_name
 log = logging.getLogger(__name__)
 
 FOLDER = "rlhf_prompts"
-LOOK_AGAIN_S = 0.1
+POLL_S = 0.1
 STALLED_S = 600.0
 
 
 def cache_folder(setting: str | None) -> Path:
-    """Return the folder of `data.cache_dir`, or if null, one beside Hugging Face's cached datasets."""
+    """Return `data.cache_dir`; if null, the folder `rlhf_prompts` in the cache of Hugging Face datasets."""
     if setting is not None:
         return Path(setting).expanduser()
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
@@ -38,11 +38,12 @@ def cache_folder(setting: str | None) -> Path:
 
 
 def open_or_make(folder: Path, key: str, make: Callable[[Path], None]) -> MappedPrompts:
-    """Return the set `key` of the cache `folder`; if missing, the first process has `make` write it, and others wait.
+    """Return the set `key` of the cache `folder`. If it is missing, one process calls `make` to write it; others wait.
 
-    Raises UserError if nothing was written for STALLED_S or the folder cannot be written; and any error of `make`.
+    Raises:
+        UserError: nothing was written for STALLED_S seconds, or the folder cannot be written, or as `make`.
     """
-    entry, told, moved, seen = folder / key, False, time.monotonic(), -1
+    entry, logged, moved, seen = folder / key, False, time.monotonic(), -1
     while (prompts := _opened(entry)) is None:
         with _writable(folder), _lock(folder, key) as mine:
             if mine:
@@ -53,13 +54,13 @@ def open_or_make(folder: Path, key: str, make: Callable[[Path], None]) -> Mapped
             moved, seen = time.monotonic(), size
         elif time.monotonic() - moved > STALLED_S:
             raise UserError(
-                f"data.cache_dir={folder}: the process that tokenises the prompts has written nothing for "
-                f"{STALLED_S:g} s. `fuser {folder / key}.lock` shows it; end it and run the same command again."
+                f"data.cache_dir={folder}: the process that tokenizes the prompts has written nothing for "
+                f"{STALLED_S:g} s. Find it with `fuser {folder / key}.lock`, end it and run the same command again."
             )
-        if not told:
-            told = True
-            log.info("Waiting for another process that tokenises the prompts into %s.", entry)
-        time.sleep(LOOK_AGAIN_S)
+        if not logged:
+            logged = True
+            log.info("Waiting for another process that tokenizes the prompts into %s.", entry)
+        time.sleep(POLL_S)
     return prompts
 
 
@@ -68,13 +69,13 @@ def _opened(entry: Path) -> MappedPrompts | None:
         return MappedPrompts(entry)
     except PermissionError as error:
         raise UserError(
-            f"data.cache_dir={entry.parent}: {error.filename or entry} may not be read. Ask its owner, or set "
-            "data.cache_dir to a folder of your own."
+            f"data.cache_dir={entry.parent}: no permission to read {error.filename or entry}. Ask its owner, or set "
+            "data.cache_dir to your own folder."
         ) from error
     except (FileNotFoundError, NotADirectoryError):
         return None
     except DamagedPrompts as error:
-        log.warning("%s; it is made again.", error)
+        log.warning("%s. The prompts are tokenized again.", error)
         return None
 
 
@@ -92,15 +93,15 @@ def _made(entry: Path, make: Callable[[Path], None]) -> MappedPrompts:
     for leftover in _in_the_making(entry.parent, entry.name):
         remove_dir(leftover, ignore_errors=True)  # over NFS, a file that is still open cannot be removed
     temporary = entry.with_name(fresh_name(TEMPORARY, entry.name))
-    log.info("Tokenising the prompts into %s; later starts will find them there.", entry)
+    log.info("Tokenizing the prompts into %s; later starts reuse them.", entry)
     try:
         make(temporary)
-        rename(temporary, entry)  # not synced: after a power cut, a lost or torn set is made again
+        rename(temporary, entry)  # not synced: a set that a power cut damages is tokenized again
     except BaseException:
         remove_dir(temporary, ignore_errors=True)
         raise
     prompts = MappedPrompts(entry)
-    log.info("Tokenised %d prompts into %s in %.1f s.", len(prompts), entry, time.monotonic() - started)
+    log.info("Tokenized %d prompts into %s in %.1f s.", len(prompts), entry, time.monotonic() - started)
     return prompts
 
 
@@ -122,6 +123,6 @@ def _writable(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"data.cache_dir={folder}: the tokenised prompts cannot be kept there ({error.strerror or error}). Make "
-            "room, or set data.cache_dir to a folder on another disk that can be written."
+            f"data.cache_dir={folder}: cannot store the tokenized prompts there ({error.strerror or error}). Free "
+            "disk space, or set data.cache_dir to a writable folder on another disk."
         ) from error

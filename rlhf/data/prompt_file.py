@@ -25,7 +25,7 @@ PLAIN = (str, int, float, bool, type(None))
 
 
 class NotPlain(Exception):
-    """A row has a value that JSON lacks, such as a date, so the value would be read back changed."""
+    """A row has a value that JSON cannot represent, such as a date, so reading would not return the same value."""
 
 
 class DamagedPrompts(Exception):
@@ -33,9 +33,12 @@ class DamagedPrompts(Exception):
 
 
 def write_prompts(folder: Path, prompts: Iterable[tuple[Row, list[int]]], lengths: Lengths) -> bool:
-    """Write `prompts` and their metadata to `folder`, and return True; `lengths` is that of `LengthLimit.tokenized`.
+    """Write `prompts` and their metadata to `folder`, and return True.
 
-    For prompts that the file cannot store, write only this fact and return False.
+    If the file cannot store the prompts, write only the reason and return False.
+
+    Args:
+        prompts: from `LengthLimit.tokenized`, which fills `lengths`.
     """
     digest, counted = RowsHash(), _Count()
     try:
@@ -69,7 +72,7 @@ class _Count:
 
 
 class _Sink:
-    """A file object for Arrow that buffers bytes until `take`."""
+    """A file object for Arrow that buffers bytes until `pop`."""
 
     closed = False
 
@@ -83,7 +86,7 @@ class _Sink:
     def flush(self) -> None:
         pass
 
-    def take(self) -> bytes:
+    def pop(self) -> bytes:
         content = b"".join(self._parts)
         self._parts.clear()
         return content
@@ -113,8 +116,8 @@ def _stream(prompts: Iterable[tuple[Row, list[int]]], digest: RowsHash, counted:
                 pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema)
             )
             counted.rows += len(part)
-            yield sink.take()
-    yield sink.take()
+            yield sink.pop()
+    yield sink.pop()
 
 
 def _check(index: int, row: bytes, token_ids: np.ndarray) -> int:
@@ -127,7 +130,7 @@ def _check(index: int, row: bytes, token_ids: np.ndarray) -> int:
 def _check_plain(row: Row) -> None:
     for value in (row.ground_truth, row.extra_info, row.columns):
         if (kind := _not_plain(value)) is not None:
-            raise NotPlain(f"{row.where} has a value of type {kind.__name__}, which JSON lacks")
+            raise NotPlain(f"{row.where} has a value of type {kind.__name__}, which JSON cannot represent")
 
 
 def _not_plain(value: Any) -> type | None:
@@ -141,8 +144,13 @@ def _not_plain(value: Any) -> type | None:
 
 
 class MappedPrompts:
-    """The prompts of a folder that `write_prompts` wrote. Raises FileNotFoundError if there are none, DamagedPrompts
-    for an incomplete file, NotPlain if the file could not store the prompts."""
+    """The prompts of a folder that `write_prompts` wrote.
+
+    Raises:
+        FileNotFoundError: the folder has no prompts.
+        DamagedPrompts: a file is incomplete or differs from its hash.
+        NotPlain: `write_prompts` could not store the prompts.
+    """
 
     def __init__(self, folder: Path) -> None:
         import pyarrow as pa
@@ -171,7 +179,7 @@ class MappedPrompts:
         if [batch.num_rows for batch in self._batches[:-1]] != [BATCH] * (len(self._batches) - 1) or (
             sum(batch.num_rows for batch in self._batches) != self._rows
         ):
-            raise DamagedPrompts(f"{self._path} has not the {self._rows} rows that it should have")
+            raise DamagedPrompts(f"{self._path} does not have {self._rows} rows")
 
     def __len__(self) -> int:
         return self._rows
@@ -187,8 +195,8 @@ class MappedPrompts:
             intact = False
         if not intact:
             raise UserError(
-                f"{self._path}: prompt {i} is damaged on the disk. Delete the folder {self._path.parent}, which is "
-                "made again from the data files, and run the same command again."
+                f"{self._path}: prompt {i} is damaged on the disk. Delete the folder {self._path.parent}, and run the "
+                "same command again: it tokenizes the data files again."
             )
         messages, data_source, ground_truth, extra_info, *columns = json.loads(row)
         return Prompt(index, messages, token_ids.tolist(), data_source, ground_truth, extra_info, *columns)

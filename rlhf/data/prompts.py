@@ -27,8 +27,11 @@ class StoredPrompts(Protocol):
 class PromptSet:
     """A sequence of `Prompt`s.
 
-    dropped, truncated: number of prompts that the over-long policy removed or shortened. fingerprint: a hash of the
-    remaining rows. Raises UserError if none remain, or if the policy is `error`.
+    `dropped` and `truncated` are the numbers of prompts that the over-long policy removed or shortened. `fingerprint`
+    is a hash of the remaining rows.
+
+    Raises:
+        UserError: no prompts remain, or the policy is `error` and a prompt is too long.
     """
 
     def __init__(self, stored: StoredPrompts, limit: LengthLimit):
@@ -45,8 +48,8 @@ class PromptSet:
         return cls(PromptsInMemory(rows, tokenizer, limit), limit)
 
     @property
-    def counted(self) -> str:
-        """Return the number of prompts, and of dropped ones, for the terminal."""
+    def count_text(self) -> str:
+        """Return the number of prompts, and of dropped prompts, in words for the terminal."""
         count = f"{len(self):,}"
         if not self.dropped:
             return count

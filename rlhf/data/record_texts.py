@@ -37,11 +37,11 @@ def jsonl_records(setting: str, path: Path) -> Iterator[Record]:
 
 
 def json_records(setting: str, path: Path) -> Iterator[Record]:
-    """Yield the objects of a list, or, if the file is no list, of its lines. Raise UserError with the location."""
+    """Yield the objects of a JSON list, or of the lines of any other file. Raise UserError with the location."""
     with _reading(setting, path, lambda: 0):
         text = path.read_text(encoding=ENCODING)
     if not text.lstrip().startswith("["):
-        yield from _lines_or_refusal(setting, path, text)
+        yield from _lines_or_error(setting, path, text)
         return
     try:
         records = json.loads(text)
@@ -80,7 +80,7 @@ def csv_records(setting: str, path: Path) -> Iterator[Record]:
             raise UserError(f"{setting}: {path} line {rows.line_num} is not CSV: {error}. Correct it.") from error
 
 
-def _lines_or_refusal(setting: str, path: Path, text: str) -> Iterator[Record]:
+def _lines_or_error(setting: str, path: Path, text: str) -> Iterator[Record]:
     try:
         whole = json.loads(text)
     except BROKEN:
@@ -91,8 +91,8 @@ def _lines_or_refusal(setting: str, path: Path, text: str) -> Iterator[Record]:
         return
     keys = f" with {', '.join(whole)}" if isinstance(whole, dict) else ""
     raise UserError(
-        f"{setting}: {path} holds one {type(whole).__name__}{keys}, not a list of rows. Write the rows as a list, or "
-        "one on each line (.jsonl)."
+        f"{setting}: {path} contains one {type(whole).__name__}{keys}, not a list of rows. Write the rows as a list, "
+        "or one on each line (.jsonl)."
     )
 
 
@@ -101,19 +101,19 @@ def _reading(setting: str, path: Path, line: Any) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        if (other := form_of(path)) not in (None, ".jsonl"):
-            raise UserError(f"{setting}: {path} is no text. Name it {other}, or unpack it.") from error
+        if (other := extension_by_content(path)) not in (None, ".jsonl"):
+            raise UserError(f"{setting}: {path} is a {other} file, not text. Rename or unpack it.") from error
         where = f"{setting}: {path} line {_first_line_of_another_encoding(path)}"
         raise UserError(
-            f"{where} is not UTF-8 ({error.reason}). Convert the file, as in `iconv -f latin1 -t UTF-8 OLD > NEW` (or "
-            "utf-16, or whatever it was written in)."
+            f"{where} is not UTF-8 ({error.reason}). Convert the file, as in `iconv -f latin1 -t UTF-8 OLD > NEW` "
+            "(instead of latin1, the file's encoding)."
         ) from error
     except OSError as error:
         raise UserError(f"{setting}: {path} cannot be read after line {line()}: {error}. Restore it.") from error
 
 
-def form_of(path: Path) -> str | None:
-    """Return the extension that fits the first bytes of the file, or None."""
+def extension_by_content(path: Path) -> str | None:
+    """Return the file extension that the first bytes of the file indicate, or None."""
     with path.open("rb") as file:
         start = file.read(6)
     forms = {

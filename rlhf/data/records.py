@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlhf.data.record_texts import Record, csv_records, form_of, json_records, jsonl_records
+from rlhf.data.record_texts import Record, csv_records, extension_by_content, json_records, jsonl_records
 from rlhf.data.rows import VERL_COLUMNS, listed, suggestion
 from rlhf.errors import UserError
 from rlhf.reward import WantedColumns
@@ -36,7 +36,7 @@ class Source:
     def label(self) -> str:
         """Return the `data_source` of rows without their own."""
         if self.path is not None and (file := self.path.resolve()).suffix == self.path.suffix:
-            return file.stem  # of the link's target, except in the Hub's cache, where only links have names
+            return file.stem  # of a link's target, but not in the Hub's cache, where targets are named by their hash
         return self.path.stem if self.path else self.spec.partition("@")[0].partition(":")[0]
 
     @cached_property
@@ -44,8 +44,7 @@ class Source:
         return _hub_split(self)
 
     def files(self) -> list[Path]:
-        """Return the local files of the records; for a Hub dataset its cache files, or none if the data is
-        elsewhere."""
+        """Return the local files of the records. A Hub dataset has its cache files, if any."""
         if self.path is not None:
             return [self.path]
         return [Path(file["filename"]) for file in self.hub_split.cache_files]
@@ -73,24 +72,24 @@ def resolve(setting: str, value: Any, default_split: str) -> list[Source]:
 def _resolve_one(setting: str, spec: str, default_split: str) -> list[Source]:
     path = Path(spec).expanduser()
     if "://" in spec:
-        raise UserError(f"{setting}={spec}: addresses are not read. Download the file, and name it where it lies.")
+        raise UserError(f"{setting}={spec}: URLs are not supported. Download the file, and set its local path.")
     if path.is_file():
         paths = [path]
     elif path.is_dir():
         raise UserError(
-            f"{setting}={spec} is a folder. Name its files, for instance {setting}='{spec.rstrip('/')}/*.parquet'."
+            f"{setting}={spec} is a folder. Give its files, for instance {setting}='{spec.rstrip('/')}/*.parquet'."
         )
     elif any(c in spec for c in "*?["):
         paths = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if Path(p).is_file()]  # noqa: PTH207
         if not paths:
-            raise UserError(f"{setting}={spec} matches no file (looked from {Path.cwd()}). Correct the pattern.")
+            raise UserError(f"{setting}={spec} matches no file (relative to {Path.cwd()}). Correct the pattern.")
     elif HUB_NAME.fullmatch(spec) and path.suffix not in EXTENSIONS:
         return [Source(setting, spec, None, default_split)]
     else:
         siblings = [p.name for p in path.parent.iterdir() if p.is_file()] if path.parent.is_dir() else []
         folder = "" if path.parent.is_dir() else f" There is no folder {path.parent} either."
         raise UserError(
-            f"{setting}={spec}: no such file (looked from {Path.cwd()}).{folder}{suggestion(path.name, siblings)} "
+            f"{setting}={spec}: no such file (relative to {Path.cwd()}).{folder}{suggestion(path.name, siblings)} "
             f"Correct the path; a Hub data set is written org/name, org/name:config or org/name@split."
         )
     for p in paths:
@@ -98,7 +97,7 @@ def _resolve_one(setting: str, spec: str, default_split: str) -> list[Source]:
             raise UserError(f"{setting}={spec}: {p.name} is compressed. Unpack it.")
         if p.suffix not in EXTENSIONS:
             raise UserError(
-                f"{setting}={spec}: {p.name} is none of {', '.join(EXTENSIONS)}. Convert it, or narrow the pattern."
+                f"{setting}={spec}: {p.name} is not one of {', '.join(EXTENSIONS)}. Convert it, or narrow the pattern."
             )
     return [Source(setting, spec, p, default_split) for p in paths]
 
@@ -112,18 +111,18 @@ def _parquet_records(source: Source, wanted: Callable[[str], bool]) -> Iterator[
     try:
         with pq.ParquetFile(source.path) as file:
             names = file.schema_arrow.names
-            # Without a known column, read all, for the error message of parse_row.
+            # If no column is wanted, read all columns, which the error message of parse_row lists.
             columns = [name for name in names if wanted(name)] or names
             for batch in file.iter_batches(batch_size=1000, columns=columns):
                 for record in batch.to_pylist():
                     yield f"{source.setting}: {source.path} row {number}", {name: record.get(name) for name in names}
                     number += 1
     except (pa.ArrowException, OSError) as error:
-        if (other := form_of(source.path)) not in (None, ".parquet"):
-            raise UserError(f"{source.setting}: {source.path} is no parquet file. Name it {other}.") from error
+        if (other := extension_by_content(source.path)) not in (None, ".parquet"):
+            raise UserError(f"{source.setting}: {source.path} is not a parquet file. Rename it to {other}.") from error
         raise UserError(
             f"{source.setting}: {source.path} cannot be read as parquet: {str(error).rstrip('.')}. Restore or "
-            "convert it; a few lines of text in its place are a pointer of Git LFS, which `git lfs pull` replaces."
+            "convert it. If it is a pointer of Git LFS (a few lines of text), run `git lfs pull`."
         ) from error
 
 
@@ -152,9 +151,9 @@ def _load_from_hub(source: Source, path: str, config: str | None) -> Any:
     except RepositoryNotFoundError as error:
         raise UserError(
             f"{source.setting}={source.spec}: there is no such local file, and no such data set on the Hub that you "
-            f"may read. Correct the name, or log in with `hf auth login` if it is private or gated."
+            f"can access. Correct the name, or log in with `hf auth login` if it is private or gated."
         ) from error
-    # The class of network errors depends on the Hub library's version. The messages below have the reason.
+    # The class of network errors depends on the Hub library's version. The messages below include the error.
     except Exception as error:
         unreachable = error
     try:

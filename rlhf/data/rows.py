@@ -19,7 +19,7 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names for an error message."""
+    """Return `names` with commas, or "none", for an error message."""
     return ", ".join(names) or "none"
 
 
@@ -53,32 +53,32 @@ def parse_row(
 
 def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
     if isinstance(prompt, str):
-        return _asking([{"role": "user", "content": prompt}], where, prompt_key)
+        return _reject_empty([{"role": "user", "content": prompt}], where, prompt_key)
     if prompt is None:
         raise UserError(
-            f"{where}: column {prompt_key!r} (data.prompt_key) is null in this row. Give it, or delete the row."
+            f"{where}: column {prompt_key!r} (data.prompt_key) is null in this row. Fill it in, or delete the row."
         )
     is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
     if not is_chat or not all(isinstance(m.get(key), str) for m in prompt for key in ("role", "content")):
         raise UserError(
-            f"{where}: column {prompt_key!r} (data.prompt_key) must hold a string or a list of {{role, content}} with "
-            f"text in both, not {type(prompt).__name__}: {_short(prompt)}."
+            f"{where}: column {prompt_key!r} (data.prompt_key) must be a string or a list of {{role, content}} with "
+            f"two strings, not {type(prompt).__name__}: {_short(prompt)}."
         )
     texts = [{key: value for key, value in message.items() if isinstance(value, str)} for message in prompt]
-    return _asking(texts, where, prompt_key)
+    return _reject_empty(texts, where, prompt_key)
 
 
-def _asking(messages: list[dict[str, str]], where: str, prompt_key: str) -> list[dict[str, str]]:
+def _reject_empty(messages: list[dict[str, str]], where: str, prompt_key: str) -> list[dict[str, str]]:
     if not any(message["content"].strip() for message in messages):
         raise UserError(
-            f"{where}: column {prompt_key!r} (data.prompt_key) has an empty prompt in this row. Give it, or delete the "
-            "row."
+            f"{where}: column {prompt_key!r} (data.prompt_key) has an empty prompt in this row. Fill it in, or delete "
+            "the row."
         )
     return messages
 
 
 def with_system_prompt(row: Row, text: str | None) -> Row:
-    """Return the row with `text` as its system message, unless it has one."""
+    """Return the row with `text` as its system message, unless the row already has a system message."""
     if text is None or row.messages[0]["role"] == "system":
         return row
     return replace(row, messages=[{"role": "system", "content": text}, *row.messages])
@@ -101,12 +101,12 @@ def _ground_truth(record: Mapping[str, Any], where: str, answer_key: str, need_a
         if column in record:
             what = "reward_model.ground_truth" if column == "reward_model" else column
             raise UserError(
-                f"{where}: the reference answer, column {what!r}, is null in this row. Give it, delete the row, or set "
-                "data.answer_key to another column."
+                f"{where}: the reference answer, column {what!r}, is null in this row. Fill it in, delete the row, or "
+                "set data.answer_key to another column."
             )
     raise UserError(
         f"{where}: the reference answer is missing: no column {answer_key!r} (data.answer_key); it has "
-        f"{listed(record)}.{suggestion(answer_key, record)} Set data.answer_key to the column with the answer, or give "
+        f"{listed(record)}.{suggestion(answer_key, record)} Set data.answer_key to the column with the answer, or add "
         "reward_model.ground_truth."
     )
 

@@ -24,7 +24,7 @@ from rlhf.reward import WantedColumns
 
 log = logging.getLogger(__name__)
 
-EARLY_S = 0.7
+EARLY_CHECK_S = 0.7
 """Seconds to check rows of a set before models load. The ranks check all rows."""
 
 _TRAIN, _VAL, _GYM = "data.train_files", "data.val_files", "data.reasoning_gym"
@@ -34,7 +34,7 @@ def build_train_set(data: DataConfig, reward: RewardConfig, seed: int, tokenizer
     """Return the tokenized training prompts.
 
     Args:
-        reward: its functions decide whether rows need an answer, and which other columns.
+        reward: its functions decide whether rows need an answer, and which other columns rows need.
         seed: `trainer.seed`, for generated problems.
 
     Raises:
@@ -55,10 +55,13 @@ def build_val_set(data: DataConfig, reward: RewardConfig, seed: int, tokenizer: 
 
 
 def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row:
-    """Check names, files, extensions, columns and rewards, as far as possible without a tokenizer.
+    """Check names, files, extensions, columns and rewards without a tokenizer, and return the first training row.
 
-    Reads one row of each source, then rows of local files for up to EARLY_S. Loads a Hub dataset, so that it is
-    downloaded once, before the ranks need it. Returns the first training row. Raises UserError.
+    Reads one row of each source, then rows of local files for up to EARLY_CHECK_S seconds. Loads a Hub dataset, so that
+    it is downloaded once, before the ranks need it.
+
+    Raises:
+        UserError: any error that is found.
     """
     firsts: list[Row] = []
     wanted = ((_TRAIN, data.train_files, data.train_max_samples), (_VAL, data.val_files, data.val_max_samples))
@@ -70,7 +73,7 @@ def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row:
         if not any(first_rows):
             raise UserError(f"{setting}={value} has no rows. Name a data set with at least one prompt.")
         firsts += [row for row in first_rows if row is not None]
-        end = time.monotonic() + EARLY_S
+        end = time.monotonic() + EARLY_CHECK_S
         local = all(source.path is not None for source in sources)
         for _ in islice(_read(data, reward, sources), max_samples) if local else ():
             if time.monotonic() > end:
@@ -102,9 +105,9 @@ def _file_set(
     sources = resolve(setting, value, _split(setting))
     limit = _limit(data, setting)
     if is_large(sources) and (tokens := tokenizer_identity(tokenizer)) is not None:
-        read_with: list[Any] = [data.prompt_key, data.answer_key, max_samples, _need_answer(reward.functions)]
-        read_with += [_checked_by(reward.functions), WantedColumns.of(reward).as_json()]
-        read_with += [data.system_prompt, data.apply_chat_template_kwargs]
+        other_inputs: list[Any] = [data.prompt_key, data.answer_key, max_samples, _need_answer(reward.functions)]
+        other_inputs += [_verifier_release(reward.functions), WantedColumns.of(reward).as_json()]
+        other_inputs += [data.system_prompt, data.apply_chat_template_kwargs]
         try:
             stored = cached_prompts(
                 cache_folder(data.cache_dir),
@@ -112,11 +115,11 @@ def _file_set(
                 lambda: islice(_read(data, reward, sources), max_samples),
                 tokenizer,
                 limit,
-                [tokens, *read_with],
+                [tokens, *other_inputs],
             )
             return PromptSet(stored, limit)
         except NotPlain as error:
-            log.warning("%s, so every rank keeps all prompts of %s in its memory.", error, setting)
+            log.warning("%s, so every rank stores all prompts of %s in its own memory.", error, setting)
     rows = list(islice(_read(data, reward, sources), max_samples))
     if not rows:
         raise UserError(f"{setting}={value} has no rows. Name a data set with at least one prompt.")
@@ -140,7 +143,7 @@ def _need_answer(rewards: Sequence[str]) -> bool:
     return not set(VERIFIERS).isdisjoint(rewards)
 
 
-def _checked_by(rewards: Sequence[str]) -> str | None:
+def _verifier_release(rewards: Sequence[str]) -> str | None:
     """Return the release of reasoning-gym, if it checks rows."""
     return version("reasoning-gym") if "reasoning_gym" in rewards else None
 
@@ -150,18 +153,18 @@ def _check_reward_fits(rewards: Sequence[str], row: Row) -> None:
     if comparing and isinstance(row.ground_truth, dict):
         raise UserError(
             f"{row.where}: the reference answer is a mapping with {', '.join(map(str, row.ground_truth))}, and "
-            f"{comparing[0]} of reward.functions compares texts. Set data.answer_key to a column with the answer "
-            "alone, or take a function of yours."
+            f"{comparing[0]} of reward.functions compares texts. Set data.answer_key to a column with only the "
+            "answer, or use your own reward function."
         )
     if "reasoning_gym" not in rewards:
         return
-    said = f"reward.functions={rewards}: reasoning_gym"
+    shown = f"reward.functions={rewards}: reasoning_gym"
     if not row.data_source.startswith(procedural.PREFIX):
         raise UserError(
-            f"{said} cannot score {row.where}: its data_source is {row.data_source!r}, not {procedural.PREFIX}<task>. "
-            "Name math_verify, exact_match or file.py:name in its place."
+            f"{shown} cannot score {row.where}: its data_source is {row.data_source!r}, not {procedural.PREFIX}<task>. "
+            "Use math_verify, exact_match or file.py:name instead."
         )
     procedural.check_task(row.data_source.removeprefix(procedural.PREFIX), f"{row.where}: data_source")
     missing = [key for key in ("question", "metadata") if key not in row.extra_info]
     if missing:
-        raise UserError(f"{row.where}: {said} needs extra_info.{missing[0]} as the library made it. Add it.")
+        raise UserError(f"{row.where}: {shown} needs extra_info.{missing[0]} as reasoning-gym generates it. Add it.")

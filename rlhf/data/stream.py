@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 class PromptStream:
     """Draws from `prompts` without end. The order of an epoch depends only on (seed, epoch).
 
-    `allow_change` lets a saved state continue with other prompts than those of the checkpoint.
+    With `allow_change`, a saved state may continue with other prompts than the checkpoint's.
     """
 
     def __init__(self, prompts: PromptSet, seed: int, shuffle: bool, *, allow_change: bool = False):
@@ -58,6 +58,6 @@ class PromptStream:
                 f"fingerprint {self._prompts.fingerprint}, the checkpoint has {state['fingerprint']}."
             )
             if not self._allow_change:
-                raise UserError(f"{message} Restore the data, or set trainer.allow_config_change=true to go on.")
-            log.warning("%s Going on with the new prompts, as trainer.allow_config_change=true asks.", message)
+                raise UserError(f"{message} Restore the data, or set trainer.allow_config_change=true to continue.")
+            log.warning("%s Continuing with the new prompts (trainer.allow_config_change=true).", message)
         self._consumed = state["consumed"]

@@ -1,4 +1,4 @@
-"""Applies the chat template to prompts, and the policy for over-long prompts, and counts them."""
+"""Tokenizes prompts with the chat template, and drops, truncates or rejects over-long prompts."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ def in_batches(items: Iterable[T]) -> Iterator[list[T]]:
 
 @dataclass
 class Lengths:
-    """Counts of all rows and of rows above the limit, and the tokens of the longest row above it."""
+    """Counts of all rows and of over-long rows, and the number of tokens of the longest over-long row."""
 
     rows: int = 0
     too_long: int = 0
@@ -104,7 +104,7 @@ def _tokenized(rows: Iterable[Row], tokenizer: Any, variables: Mapping[str, Any]
     if tokenizer.chat_template is None:
         raise UserError(
             f"model.path={tokenizer.name_or_path}: its tokenizer has no chat template, so prompts cannot be rendered. "
-            f"Take an instruction-tuned model, or set model.chat_template to a Jinja file."
+            f"Use an instruction-tuned model, or set model.chat_template to a Jinja file."
         )
     _check_variables(tokenizer, variables)
     options = {**variables, "add_generation_prompt": True}
@@ -112,11 +112,11 @@ def _tokenized(rows: Iterable[Row], tokenizer: Any, variables: Mapping[str, Any]
         try:
             ids = tokenizer.apply_chat_template([row.messages for row in part], **options)["input_ids"]
         except (jinja2.TemplateError, *_RAISED_BY_TEMPLATES):
-            # One by one, for the row in the message.
+            # Tokenize one by one, to name the row in the message.
             ids = [_tokenize_one(row, tokenizer, options) for row in part]
         if empty := [row for row, tokens in zip(part, ids, strict=True) if not tokens]:
             raise UserError(
-                f"{empty[0].where}: the chat template makes no token of the prompt. Correct the prompt, or set "
+                f"{empty[0].where}: the chat template renders the prompt to zero tokens. Correct the prompt, or set "
                 "model.chat_template."
             )
         yield from zip(part, ids, strict=True)
@@ -145,6 +145,6 @@ def _tokenize_one(row: Row, tokenizer: Any, options: Mapping[str, Any]) -> list[
     except (jinja2.TemplateError, *_RAISED_BY_TEMPLATES) as error:
         roles = ", ".join(message["role"] for message in row.messages)
         raise UserError(
-            f"{row.where}: the chat template of model.path refuses the prompt (roles: {roles}): {error}. Correct the "
+            f"{row.where}: the chat template of model.path rejects the prompt (roles: {roles}): {error}. Correct the "
             f"prompt, or set model.chat_template."
         ) from error

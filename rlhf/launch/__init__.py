@@ -1,1 +1,1 @@
-"""The parent process of a run: decides when ranks start, restart, leave and are killed. Ranks import nothing of it."""
+"""The parent process of a run: starts, restarts, stops and kills the ranks. Ranks import nothing from this package."""

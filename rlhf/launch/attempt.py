@@ -25,8 +25,8 @@ class Attempt:
 
     After a crash or a user error of one rank, its peers have `PEER_GRACE_S` seconds to end. After a stop request, or
     after a rank left to be requeued, the ranks have `grace_s` seconds. The attempt then kills the ranks that are alive.
-    It kills them at once after a second signal, in a hang that `detector` finds, and if a stop is requested before any
-    rank has reached a step: then there is nothing to save.
+    It kills them at once after a second signal, and in a hang that `detector` finds. It also kills them at once if a
+    stop is requested before any rank has reached a step, because there is nothing to save.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Attempt:
             alive = set(range(self._nproc)) - self._exits.keys()
             if not alive or (self._killed_at is not None and now > self._killed_at + _KILL_TIMEOUT_S):
                 return AttemptResult(self._exits, tuple(sorted(self._first)), self._killed, self._hang, self._idle)
-            self._end_what_is_due(alive, now)
+            self._stop_ranks_if_due(alive, now)
 
     def _note(self, rank: int, end: RankExit, now: float) -> None:
         self._exits[rank], code = end, end.code
@@ -75,7 +75,7 @@ class Attempt:
         if code not in (EXIT_REQUEUE, EXIT_USER_ERROR):
             self._ranks.kill([rank])  # the rank is dead; this kills its orphans, such as reward processes
 
-    def _end_what_is_due(self, alive: Collection[int], now: float) -> None:
+    def _stop_ranks_if_due(self, alive: Collection[int], now: float) -> None:
         if self._stop.signal_name and not self._asked:
             self._asked = True
             self._idle = furthest_step(self._ranks.statuses()) is None

@@ -18,7 +18,7 @@ _COUNTED_BYTES = 32 << 20
 
 
 def banner(config: Config, recipes: Sequence[str]) -> str:
-    """Return the banner. The ranks log later what only they can count, such as the prompts of a Hub data set."""
+    """Return the banner. Numbers that only the ranks can count, such as prompts of a Hub data set, they log later."""
     t = config.trainer
     rows = [
         ("model", _model(config)),
@@ -29,8 +29,8 @@ def banner(config: Config, recipes: Sequence[str]) -> str:
         *_adapters(config),
         *_memory(config),
         *_idle(config),
-        ("run", f"{_near(config.run_dir)} ({_beginning(config)})"),
-        ("log", _near(config.run_dir / RUN_LOG)),
+        ("run", f"{_relative(config.run_dir)} ({_beginning(config)})"),
+        ("log", _relative(config.run_dir / RUN_LOG)),
     ]
     named = f"recipe {', '.join(recipes)}" if recipes else "no recipe"
     title = f"rlhf {rlhf.__version__}, {named}: {config.algorithm.adv_estimator}, seed {t.seed}"
@@ -48,7 +48,7 @@ def _model(config: Config) -> str:
     kept += [("reward model", config.reward_model.fsdp_config)] if config.reward_model.path is not None else []
     for path, revision, role in models:
         count = count_parameters(path, revision)
-        parts.append(f"{role}{_near(path)}" + (f" ({short_number(count)} parameters)" if count is not None else ""))
+        parts.append(f"{role}{_relative(path)}" + (f" ({short_number(count)} parameters)" if count is not None else ""))
     parts += [f"{role} kept in {c.model_dtype}" for role, c in kept if c.model_dtype != "float32"]
     return ", ".join(parts)
 
@@ -64,7 +64,7 @@ def _prompts(config: Config) -> str:
 def _files(files: str | Sequence[str]) -> str:
     names = [files] if isinstance(files, str) else list(files)
     count = _lines(names)
-    shown = ", ".join(map(_near, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = ", ".join(map(_relative, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     where = "the file" if len(names) == 1 else "the files"
     return shown if count is None else f"{shown} ({count:,} in {where})"
 
@@ -121,16 +121,18 @@ def _memory(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _adapters(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield a row about the adapters, with a better learning rate if the rate is one for whole models."""
+    """Yield a row about the adapters. It suggests a learning rate if the rate is the default for whole models."""
     lora = config.model.lora
     if not lora.enabled:
         return
     targets = lora.target_modules if isinstance(lora.target_modules, str) else ", ".join(lora.target_modules)
     rate = suggested_rate(config)
     hint = (
-        "" if rate is None else f"; actor.optim.lr={config.actor.optim.lr:g} is a rate for whole models, try {rate:g}"
+        ""
+        if rate is None
+        else f"; actor.optim.lr={config.actor.optim.lr:g} is the default for training all weights, try {rate:g}"
     )
-    yield "lora", f"rank {lora.rank} on {targets}, the weights themselves are frozen{hint}"
+    yield "lora", f"rank {lora.rank} on {targets}, base weights frozen{hint}"
 
 
 def _idle(config: Config) -> Iterator[tuple[str, str]]:
@@ -139,7 +141,7 @@ def _idle(config: Config) -> Iterator[tuple[str, str]]:
         yield "idle", f"{ranks - samples:,} of {ranks:,} ranks at a time: a mini-batch has {samples:,} samples"
 
 
-def _near(path: str | Path) -> str:
+def _relative(path: str | Path) -> str:
     """Return a path relative to the working directory if the path is inside, otherwise unchanged."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
@@ -149,7 +151,7 @@ def _beginning(config: Config) -> str:
     """Return how the run begins, from the names of checkpoints alone. The ranks verify the checkpoint later."""
     t, found = config.trainer, next(iter(scan(config.run_dir)), None)
     if t.overwrite:
-        return "new" if found is None else "new: what is there is deleted"
+        return "new" if found is None else "new: the present content is deleted"
     if found is not None:
         step = step_of(found)
         return f"finished at step {step}" if step == t.total_training_steps else f"resumed at step {step}"

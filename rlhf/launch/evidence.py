@@ -101,19 +101,21 @@ def unsaved(statuses: dict[int, RankStatus]) -> str | None:
 
 
 def describe_crash(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
-    """Return one line on what ended the attempt."""
+    """Return one line on why the attempt ended."""
     cause = first_cause(attempt, statuses)
     if cause is not None:
         return describe_rank(cause, attempt, statuses)
     if died_with := next((end.died_with for end in attempt.exits.values() if end.died_with), None):
         return f"{died_with}, and its ranks died with it"
-    return "a rank could not be ended"
+    return "a rank survived SIGKILL"
 
 
 def describe_rank(rank: int, attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
     """Return one line on how the rank ended and where it was."""
     if attempt.hang is not None and rank == attempt.hang.rank:
-        ended = "and was killed" if rank in attempt.exits else "and SIGKILL does not end it: it is stuck in the kernel"
+        ended = (
+            "and was killed" if rank in attempt.exits else "and survived SIGKILL: its process is stuck in the kernel"
+        )
         how = f"hung, {attempt.hang.what}, {ended}"
     elif rank in attempt.killed:
         how = "killed by the supervisor"
@@ -121,7 +123,7 @@ def describe_rank(rank: int, attempt: AttemptResult, statuses: dict[int, RankSta
         end = attempt.exits[rank]
         how = f"died with {end.died_with}" if end.died_with else str(end)
     else:
-        how = "still not ended by SIGKILL: its process is stuck in the kernel"
+        how = "survived SIGKILL: its process is stuck in the kernel"
     return f"rank {rank}: {how}, {_place(statuses.get(rank))}"
 
 

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 REPORT_EVERY_S = 2.0
 SILENCE_S = 10.0
-"""Seconds without a report from another node after which all ranks there count as overdue; also the longest wait for
-the other nodes' evidence of a hang."""
+"""Seconds without a report after which all ranks of another node count as overdue. Also the longest time to wait until
+the other nodes have logged their evidence of a hang."""
 STORE_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def _other_nodes(node: int, nodes: int, attempt: str) -> OtherNodes | None:
 def watch(run_dir: Path, pids: Mapping[int, int], others: OtherNodes | None) -> None:
     """Watch the ranks of this node (`pids`, by rank) until all have ended, or kill them in a hang.
 
-    The lowest rank has the other end of this process's stdin. When that rank closes its end, its watch is over.
+    The lowest rank has the other end of this process's stdin, and closes it when it no longer needs to be watched.
     """
     config = load(run_dir / RESOLVED)
     ranks, births = RankProcesses(pids, run_dir), {rank: start_time_of(pid) for rank, pid in pids.items()}

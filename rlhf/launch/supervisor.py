@@ -90,13 +90,13 @@ def _usable(run_dir: Path) -> Iterator[None]:
         if not is_unfixable(error):
             raise
         raise UserError(
-            f"Cannot read or write the run directory {run_dir}: {error}. Fix that, or set trainer.default_local_dir to "
-            "a writable folder with room."
+            f"Cannot read or write the run directory {run_dir}: {error}. Fix this, or set trainer.default_local_dir to "
+            "a writable folder with free space."
         ) from error
 
 
 def _seems_finished(config: Config) -> bool:
-    """Return whether the newest checkpoint is the last step's, by its name alone."""
+    """Return whether the newest checkpoint, judged by its name alone, is the last step's."""
     try:
         newest = next(iter(scan(config.run_dir)), None)
     except OSError:  # `reject_another_run` reports the error
@@ -173,14 +173,13 @@ def _log_leaving(
         return
     if stop.kill:
         log.warning(
-            "Asked a second time: the ranks were killed at once. Nothing is lost but the work since the last "
-            "checkpoint. %s",
+            "Second stop signal: the ranks were killed at once. Only the work since the last checkpoint is lost. %s",
             evidence.next_start(checkpoint),
         )
         return
     log.warning(
         "%s: not every rank saved and left within trainer.preempt_grace_s=%g. "
-        "Nothing is lost but the work since the last checkpoint.\n%s",
+        "Only the work since the last checkpoint is lost.\n%s",
         asked,
         t.preempt_grace_s,
         evidence.report(attempt, t.ranks, statuses, checkpoint),

@@ -60,7 +60,7 @@ def test_changes_that_give_another_run_are_refused_until_allowed(case):
     assert saved_steps(case.run_dir) == [3]
     end = case.start(*changes, "trainer.allow_config_change=true")
     assert end.code == EXIT_DONE, end.output
-    assert "the run departs from the stored one: actor.optim.lr" in end.output
+    assert "changed setting that affects the run's numbers: actor.optim.lr" in end.output
     assert [record["step"] for record in records(case.run_dir)] == list(range(1, 8))
 
 

@@ -201,7 +201,7 @@ while True:
     terminal.process.sendintr()
     assert terminal.end() == EXIT_REQUEUE
     assert_in_order(terminal)
-    assert terminal.shows("Asked a second time: the ranks were killed at once.")
+    assert terminal.shows("Second stop signal: the ranks were killed at once.")
     assert not terminal.shows("within trainer.preempt_grace_s=300")
     assert [line for line in terminal.lines if line.startswith("to stdout")] == ["to stdout \\x1b]0;title\\x07"] * 2
     assert {"100%", "half a line"} <= set(terminal.lines)
@@ -209,7 +209,7 @@ while True:
 
     log = (config.run_dir / RUN_LOG).read_text()
     assert "\x1b" not in log
-    for text in ("Restart 1 of 10", "half a line\n", "step 3/9  reward 0.250", "Asked a second time"):
+    for text in ("Restart 1 of 10", "half a line\n", "step 3/9  reward 0.250", "Second stop signal"):
         assert text in log
 
 

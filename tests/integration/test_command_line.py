@@ -31,7 +31,7 @@ WRONG_COMMANDS = [
     (["actor.use_remove_padding=0.5"], "actor.use_remove_padding=0.5: must be true or false or null."),
     (
         ["val_only=true"],
-        "val_only=True: there is no setting val_only. No run is without a step. The starting policy is",
+        "val_only=True: there is no setting val_only. A run has at least one step. The initial policy is",
     ),
     (
         ["hydra.run.dir=."],
@@ -64,23 +64,23 @@ WRONG_COMMANDS = [
     (["trainer.nproc=", "2"], "trainer.nproc = 2: white space ends a setting; write trainer.nproc=2."),
     (
         ["mine.yaml"],
-        "mine.yaml: is not a setting. A recipe of your own is DIR/recipes/NAME.yaml, chosen with --config-dir",
+        "mine.yaml: is not a setting. Put your own recipe into DIR/recipes/NAME.yaml, and select it with --config-dir",
     ),
     (
         ["config=mine.yaml"],
-        "config=mine.yaml: there is no setting config. A recipe of your own is DIR/recipes/NAME.yaml",
+        "config=mine.yaml: there is no setting config. Put your own recipe into DIR/recipes/NAME.yaml",
     ),
     (
         ["recipes=mine.yaml"],
-        "recipes=mine.yaml: there is no such recipe. A recipe of your own is DIR/recipes/NAME.yaml",
+        "recipes=mine.yaml: there is no such recipe. Put your own recipe into DIR/recipes/NAME.yaml",
     ),
     (
         ["model=gpt2"],
-        "model=gpt2: the group has no such entry. A folder or a Hub name is written model.path=gpt2. Choices",
+        "model=gpt2: the group has no such entry. For a folder or a Hub name, write model.path=gpt2. Choices",
     ),
     (
         ["reward=a.py"],
-        "reward=a.py: the group has no such entry. A function of yours is written 'reward.functions=[FILE",
+        "reward=a.py: the group has no such entry. For your own function, write 'reward.functions=[FILE",
     ),
     (
         ["actor.optim.learning_rate=1"],
@@ -109,7 +109,7 @@ WRONG_COMMANDS = [
     (["rollout.lora=merged"], "rollout.lora=merged: has effect only with model.lora.enabled=true."),
     (
         ["critic.optim.lr=1e-4"],
-        "critic.optim.lr=0.0001: has effect only with a critic, and algorithm.adv_estimator=grpo trains none. Remove "
+        "critic.optim.lr=0.0001: has effect only with a critic, and algorithm.adv_estimator=grpo trains no critic. Remove "
         "it, or set algorithm=ppo.",
     ),
     (["algorithm=dappo"], "algorithm=dappo: the group has no such entry. Did you mean dapo?"),

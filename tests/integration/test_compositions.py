@@ -161,7 +161,7 @@ def test_a_file_may_choose_entries_as_the_command_does(user_dir, capsys):
     twice = user_dir / "recipes" / "twice.yaml"
     twice.write_text(P + "defaults:\n  - override /algorithm: grpo\nalgorithm: ppo\n")
     said = refusal(capsys, "--config-dir", str(user_dir), "recipes=twice")
-    assert said == f"{twice}: algorithm is chosen twice; leave one out."
+    assert said == f"{twice}: algorithm is selected twice, by `algorithm:` and by `override /algorithm:`; remove one."
 
 
 BROKEN_FILES = {
@@ -171,10 +171,10 @@ BROKEN_FILES = {
     "unknown section": (P + "trianer:\n  seed: 1\n", "{file}: there is no setting trianer. Did you mean trainer?"),
     "wrong type": (P + "trainer:\n  seed: foo\n", "{file}: trainer.seed: Value 'foo' of type 'str' could not be"),
     "value for a section": (P + "trainer: 5\n", "{file}: Merge error: int is not a subclass of TrainerConfig"),
-    "a list": (P + "- 5\n", "{file}: holds a list, not a mapping of settings. Write each section"),
-    "a list without a package line": ("- 5\n", "{file}: holds a list, not a mapping of settings."),
-    "a number": (P + "42\n", "{file}: holds one value, not a mapping of settings."),
-    "a text": (P + "trainer.seed=3\n", "{file}: holds one value, not a mapping of settings."),
+    "a list": (P + "- 5\n", "{file}: contains a list, not a mapping of settings. Write each section"),
+    "a list without a package line": ("- 5\n", "{file}: contains a list, not a mapping of settings."),
+    "a number": (P + "42\n", "{file}: contains one value, not a mapping of settings."),
+    "a text": (P + "trainer.seed=3\n", "{file}: contains one value, not a mapping of settings."),
     "broken YAML": (P + "trainer:\n  seed: 1\n bar: [\n", "{file}:4: not valid YAML: expected <block end>"),
     "tab": (P + "trainer:\n\tseed: 1\n", "{file}:3: not valid YAML: found character"),
     "twice": (P + "trainer:\n  seed: 1\n  seed: 2\n", "{file}:4: not valid YAML: found duplicate key seed."),

@@ -120,7 +120,7 @@ def test_other_settings_and_model_files_than_those_of_a_run_are_no_question(tmp_
     with pytest.raises(UserError, match="holds other files than"):
         resume(config, make_backend(3), None, {"model.path": "a third"})
     config.actor.optim.lr = 0.5
-    with pytest.raises(UserError, match="settings that give another run"):
+    with pytest.raises(UserError, match="settings that the run's numbers depend on differ"):
         prepare(config)
 
 

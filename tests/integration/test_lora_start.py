@@ -135,7 +135,7 @@ def test_a_run_says_what_it_trains_and_leaves_the_files_alone(tmp_path):
     before = fingerprint(TINY_POLICY)
     ended = train_forked([*SMALL, f"trainer.default_local_dir={tmp_path}", "model.lora.rank=4"])
     assert ended.code == EXIT_DONE, ended.output
-    assert "rank 4 on all-linear, the weights themselves are frozen" in ended.output
+    assert "rank 4 on all-linear, base weights frozen" in ended.output
     assert "Policy: llama with 271K parameters, frozen, and 14.6K in adapters on cpu" in ended.output
     assert fingerprint(TINY_POLICY) == before
 

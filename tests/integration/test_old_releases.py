@@ -113,7 +113,7 @@ def test_without_its_line_in_the_table_a_change_makes_another_version(tmp_path):
     store_as_older(tmp_path, "fsdp2")
     end = resume(tmp_path, "fsdp2")
     assert end.code == EXIT_USER_ERROR
-    assert "of another version of rlhf" in end.output
+    assert "do not fit this version of rlhf" in end.output
     assert saved_steps(run_dir(tmp_path, "fsdp2")) == [SAVED]
 
 

@@ -162,13 +162,13 @@ REFUSED: list[tuple[dict, str]] = [
     ({"algorithm__pass_at_k": 4}, "algorithm.pass_at_k=4: has effect only with algorithm.adv_estimator=pass_at_k"),
     (
         {"algorithm__adv_estimator": "pass_at_k", "rollout__n": 4, "algorithm__pass_at_k": 4},
-        "algorithm.pass_at_k=4: must be less than rollout.n=4, or the best of them is always the same; set "
+        "algorithm.pass_at_k=4: must be less than rollout.n=4, or the best sample is always the same; set "
         "algorithm.pass_at_k=2, or a larger rollout.n.",
     ),
     ({"ref__update_freq": 10}, "ref.update_freq=10: no KL compares the policy with a reference"),
     (
         {"actor__use_kl_loss": True, "ref__update_freq": 3, "ref__fsdp_config__model_dtype": "bfloat16"},
-        "ref.fsdp_config.model_dtype=bfloat16: a reference that moves",
+        "ref.fsdp_config.model_dtype=bfloat16: would round away the small updates",
     ),
 ]
 

@@ -71,7 +71,7 @@ def test_a_run_that_goes_on(config):
     t.total_training_steps = 40
     assert rows(config)["run"] == "runs/rlhf/default (finished at step 40)"
     t.overwrite = True
-    assert rows(config)["run"] == "runs/rlhf/default (new: what is there is deleted)"
+    assert rows(config)["run"] == "runs/rlhf/default (new: the present content is deleted)"
 
 
 def test_files_that_take_long_are_not_counted(config):
@@ -113,7 +113,7 @@ def test_the_recipes_of_a_command():
 def test_adapters_and_their_learning_rate(config):
     assert "lora" not in rows(config)
     config.model.lora.enabled = True
-    said = "rank 32 on all-linear, the weights themselves are frozen"
-    assert rows(config)["lora"] == f"{said}; actor.optim.lr=1e-06 is a rate for whole models, try 1e-05"
+    said = "rank 32 on all-linear, base weights frozen"
+    assert rows(config)["lora"] == f"{said}; actor.optim.lr=1e-06 is the default for training all weights, try 1e-05"
     config.actor.optim.lr, config.model.lora.target_modules = 2e-5, ["q_proj", "v_proj"]
     assert rows(config)["lora"] == said.replace("all-linear", "q_proj, v_proj")

@@ -8,7 +8,7 @@ from rlhf.assemble.trajectory_hash import user_files
 from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.load.stored_config import changes_since
 from rlhf.config import Config
-from rlhf.config.compare import Change, ResolvedConfig, compare, compare_text, log_changes, refuse_changes
+from rlhf.config.compare import Change, ResolvedConfig, compare, compare_text, log_changes, reject_changes
 from rlhf.config.resolved import to_yaml
 from rlhf.config.same_files import same_value
 from rlhf.errors import UserError
@@ -62,11 +62,11 @@ def test_changes_are_refused_with_both_values_and_every_way_out():
     stored, present = Config(), Config()
     present.actor.optim.lr, present.rollout.n = 0.5, 4
     with pytest.raises(UserError) as caught:
-        refuse_changes(compare(stored, present), allow=False)
+        reject_changes(compare(stored, present), allow=False)
     message = str(caught.value)
     assert "actor.optim.lr: 1e-06 in the checkpoint, 0.5 now" in message
     assert "rollout.n: 8 in the checkpoint, 4 now" in message
-    assert "Restore these values" in message
+    assert "Restore the checkpoint's values" in message
     for way in ("allow_config_change=true", "experiment_name=NAME", "default_local_dir=FOLDER", "overwrite=true"):
         assert f"trainer.{way}" in message
 
@@ -75,10 +75,10 @@ def test_what_no_setting_allows_is_not_offered():
     stored, present = Config(), Config()
     present.model.lora.rank, present.actor.optim.lr = 4, 0.5
     with pytest.raises(UserError) as caught:
-        refuse_changes(compare(stored, present), allow=False)
+        reject_changes(compare(stored, present), allow=False)
     message = str(caught.value)
     assert "model.lora.rank: 32 in the checkpoint, 4 now" in message
-    assert message.endswith("With other model.lora.rank the checkpoint lacks tensors that the run needs.")
+    assert message.endswith("The checkpoint lacks tensors for the new model.lora.rank.")
     assert "allow_config_change" not in message
 
 
@@ -86,7 +86,7 @@ def test_changes_that_are_allowed_are_logged(caplog):
     stored, present = Config(), Config()
     present.actor.optim.lr = 0.5
     diff = compare(stored, present)
-    refuse_changes(diff, allow=True)
+    reject_changes(diff, allow=True)
     with caplog.at_level(logging.WARNING, logger="rlhf"):
         log_changes(diff)
     assert "actor.optim.lr: 1e-06 in the checkpoint, 0.5 now" in caplog.text

@@ -9,7 +9,7 @@ import yaml
 from rlhf.checkpoint.commit.manifest import read_manifest, write_manifest
 from rlhf.checkpoint.verbs.stored_rules import parse_rules
 from rlhf.config import Config, migrations
-from rlhf.config.compare import compare_text, refuse_changes
+from rlhf.config.compare import compare_text, reject_changes
 from rlhf.config.known_settings import SETTINGS, setting_of
 from rlhf.config.migrations import ANY, MIGRATIONS, Added, Removed, Renamed, migrate
 from rlhf.config.overrides import stored_settings
@@ -101,14 +101,14 @@ def test_a_removed_setting_that_made_another_run_is_another_run(table):
     change = next(change for change in diff.trajectory if change.key == "old.speed")
     assert (change.stored, change.present, change.removed) == (5, 3, "0.9.0")
     with pytest.raises(UserError, match=r"old\.speed: 5 in the checkpoint, 3 now") as caught:
-        refuse_changes(diff, allow=False)
-    assert "with the release that saved it" in str(caught.value)
-    refuse_changes(diff, allow=True)
+        reject_changes(diff, allow=False)
+    assert "with the release that saved the checkpoint" in str(caught.value)
+    reject_changes(diff, allow=True)
 
 
 def test_an_unknown_key_is_of_another_version(table):
     text = stored_by_0_8_0(make()) + "surprise: {a: 1}\n"
-    with pytest.raises(UserError, match=r"of another version of rlhf.*surprise"):
+    with pytest.raises(UserError, match=r"do not fit this version of rlhf.*surprise"):
         compare_text(text, make(), "0.8.0")
 
 

@@ -5,7 +5,7 @@ import pytest
 from rlhf.compose import compose_config
 from rlhf.config.compare import compare
 from rlhf.config.library import Library
-from rlhf.config.overrides import as_shell, command_of, fit_to_show, stored_settings
+from rlhf.config.overrides import as_shell, command_of, publishable, stored_settings
 from rlhf.config.resolved import to_yaml
 
 LIBRARY = Library.find(None)
@@ -61,11 +61,11 @@ def test_what_differs_only_is_written():
 )
 def test_what_is_fit_to_show(value, shown):
     redacted = {"api_key": "REDACTED", "hf-token": "REDACTED", "max_tokens": 5, "deep": {"password": "REDACTED"}}
-    assert fit_to_show(value) == (redacted if shown is None else shown)
+    assert publishable(value) == (redacted if shown is None else shown)
 
 
 def test_what_is_no_configuration():
     for text in ("[" * 1500, "a: [", "\t"):
-        with pytest.raises(ValueError, match="no YAML"):
+        with pytest.raises(ValueError, match="not valid YAML"):
             stored_settings(text)
     assert stored_settings("actor: 3") == stored_settings("old: {name: 1}") == {}

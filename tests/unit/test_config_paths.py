@@ -17,7 +17,7 @@ def test_resume_path_must_exist(tmp_path: Path):
     assert line.endswith(f"there is no such directory. Did you mean {tmp_path / 'global_step_20'}?")
     right = make(trainer__resume_mode="resume_path", trainer__resume_from_path=str(tmp_path / "global_step_20"))
     (line,) = problems(right)
-    assert "has no manifest.json, so it is no checkpoint" in line
+    assert "has no manifest.json, so it is not a checkpoint" in line
     (tmp_path / "global_step_20" / "manifest.json").touch()
     validate(right, {})
     right.trainer.overwrite = True
@@ -38,7 +38,7 @@ def test_remote_copies_lie_outside_of_the_run_directory(tmp_path: Path):
     for folder in (tmp_path / "runs", config.run_dir, config.run_dir / "copies", tmp_path / "runs" / "x" / ".."):
         config.checkpoint.remote = f"file://{folder}"
         [line] = problems(config)
-        assert line.endswith(f"the copies would lie in the run directory, {config.run_dir}; name another folder.")
+        assert line.endswith(f"the copies would be inside the run directory, {config.run_dir}; set another folder.")
     config.checkpoint.remote = f"file://{tmp_path}/copies"
     validate(config, {})
 
@@ -67,10 +67,10 @@ MODEL_PATHS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "misspelt": (lambda m: m / "qwen_smal", "there is no such folder. Did you mean {m}/qwen_small?"),
     "parent folder": (
         lambda m: m,
-        "has no config.json, so it is no model in Hugging Face format. Did you mean {m}/qwen",
+        "has no config.json, so it is not a model in Hugging Face format. Did you mean {m}/qwen",
     ),
-    "adapter": (lambda m: adapter(m), "Hugging Face format. It holds an adapter (LoRA): name its base model there"),
-    "file": (lambda m: m / "readme.txt", "is a file; give the folder that holds config.json."),
+    "adapter": (lambda m: adapter(m), "Hugging Face format. It contains a LoRA adapter: set "),
+    "file": (lambda m: m / "readme.txt", "is a file; give the folder that contains config.json."),
 }
 
 

@@ -130,8 +130,8 @@ def test_a_run_may_begin_with_a_part_also_of_what_it_does_not_save(tmp_path, loa
 
 REFUSED: list[tuple[dict, str]] = [
     ({"trainer__nproc": 0}, "trainer.nproc=0: must be at least 1."),
-    ({"trainer__save_freq": -1}, "trainer.save_freq=-1: must be at least 0; 0 is never."),
-    ({"data__val_max_samples": -1}, "data.val_max_samples=-1: must be at least 1; null is all."),
+    ({"trainer__save_freq": -1}, "trainer.save_freq=-1: must be at least 0; 0 means never."),
+    ({"data__val_max_samples": -1}, "data.val_max_samples=-1: must be at least 1; null means all."),
     ({"trainer__save_freq": -2}, "trainer.save_freq=-2: must be at least 0."),
     ({"actor__optim__lr": 0.0}, "actor.optim.lr=0.0: must be greater than 0."),
     ({"actor__optim__lr": float("nan")}, "actor.optim.lr=nan: must be a finite number."),
@@ -151,13 +151,13 @@ REFUSED: list[tuple[dict, str]] = [
         "actor.ppo_mini_batch_size=64 must divide data.train_batch_size=10: "
         "set actor.ppo_mini_batch_size=10 or data.train_batch_size=64.",
     ),
-    ({"actor__shuffle": True}, "actor.shuffle=true: a step is one mini-batch of all its prompts"),
-    ({"rollout__temperature": 0.0}, "rollout.temperature=0: samples would be greedy"),
+    ({"actor__shuffle": True}, "actor.shuffle=true: has no effect, because a step has a single mini-batch"),
+    ({"rollout__temperature": 0.0}, "rollout.temperature=0: sampling would be greedy"),
     (
         {"algorithm__adv_estimator": "gae", "rollout__n": 1, "rollout__temperature": 0.0},
-        "rollout.temperature=0: samples would be greedy",
+        "rollout.temperature=0: sampling would be greedy",
     ),
-    ({"rollout__temperature": 1e-40}, "rollout.temperature=1e-40: samples would be greedy"),
+    ({"rollout__temperature": 1e-40}, "rollout.temperature=1e-40: sampling would be greedy"),
     ({"rollout__top_k": 1}, "rollout.top_k=1: the 8 samples"),
     ({"rollout__min_p": 1.0}, "rollout.min_p=1: the 8 samples"),
     ({"rollout__min_p": 1.5}, "rollout.min_p=1.5: must be at most 1."),
@@ -187,7 +187,7 @@ REFUSED: list[tuple[dict, str]] = [
             "algorithm__filter_groups__enable": True,
             "algorithm__filter_groups__max_staleness": 0,
         },
-        "algorithm.filter_groups.max_staleness=0: with rollout.async_steps=1 what is generated ahead is one step old",
+        "algorithm.filter_groups.max_staleness=0: with rollout.async_steps=1 samples are one step old",
     ),
     (
         {CORRECTION + "rollout_is_threshold_lower": 0.5},
@@ -208,7 +208,7 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     (
         {CORRECTION + "rollout_rs": "token_k1", CORRECTION + "rollout_rs_threshold": 0.5},
-        "rollout_rs_threshold=0.5: is the largest ratio of token_k1, and must be more than the smallest, 2 (its",
+        "rollout_rs_threshold=0.5: is the largest ratio of token_k1, and must be more than the smallest ratio, 2 (1 ",
     ),
     (
         {
@@ -216,7 +216,7 @@ REFUSED: list[tuple[dict, str]] = [
             CORRECTION + "rollout_rs_threshold": 0.5,
             CORRECTION + "rollout_rs_threshold_lower": 0.4,
         },
-        "rollout_rs_threshold_lower=0.4: is the smallest ratio of a k1, and has no effect with rollout_rs=token_k3",
+        "rollout_rs_threshold_lower=0.4: has effect only with a k1 measure (rollout_rs=token_k3)",
     ),
     (
         {"actor__entropy_ctrl__target_entropy": 0.5},
@@ -224,7 +224,7 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     (
         {"actor__entropy_ctrl__type": "adaptive", "actor__entropy_coeff": 0.3, "actor__entropy_ctrl__max_coeff": 0.1},
-        "actor.entropy_coeff=0.3: is where the adaptive coefficient starts, and must be within",
+        "actor.entropy_coeff=0.3: the starting value of the adaptive coefficient must be within",
     ),
     (
         {
@@ -256,9 +256,8 @@ REFUSED: list[tuple[dict, str]] = [
     ({"actor__use_bias_correction_kl": True}, "actor.use_bias_correction_kl=true: has effect only with a KL in the"),
     (
         SERVED | {"rollout__async_steps": 1},
-        "algorithm.rollout_correction.rollout_is=null: with rollout.async_steps=1 samples are by an older policy than "
-        "the one in training; "
-        "set algorithm.rollout_correction.rollout_is=token.",
+        "algorithm.rollout_correction.rollout_is=null: with rollout.async_steps=1 samples come from an older policy "
+        "than the one in training; set algorithm.rollout_correction.rollout_is=token.",
     ),
     (
         SERVED
@@ -267,24 +266,36 @@ REFUSED: list[tuple[dict, str]] = [
             "algorithm__rollout_correction__rollout_is": "token",
             "checkpoint__journal": True,
         },
-        "checkpoint.journal=true: the journal does not keep what rollout.async_steps=1 generates ahead",
+        "checkpoint.journal=true: the journal does not store the samples that rollout.async_steps=1 generates ahead",
     ),
     (SERVED | {"rollout__engine_kwargs__vllm": {"dtype": "half"}}, "engine_kwargs.vllm.dtype=half: set rollout.dtype"),
-    (SERVED | {"rollout__engine_kwargs__vllm": {"load_format": "auto"}}, "load_format=auto: the trainer needs this"),
-    (SERVED | {"rollout__temperature": 2.5}, "rollout.temperature=2.5: vLLM takes 0 (greedy) and 0.01 to 2."),
-    (SERVED | {"rollout__val_kwargs__temperature": 0.001}, "rollout.val_kwargs.temperature=0.001: vLLM takes 0"),
+    (
+        SERVED | {"rollout__engine_kwargs__vllm": {"load_format": "auto"}},
+        "load_format=auto: only the trainer may set this",
+    ),
+    (SERVED | {"rollout__temperature": 2.5}, "rollout.temperature=2.5: vLLM accepts 0 (greedy), and 0.01 to 2."),
+    (SERVED | {"rollout__val_kwargs__temperature": 0.001}, "rollout.val_kwargs.temperature=0.001: vLLM accepts 0"),
     (SERVED | {"rollout__structured_outputs": {"regexp": "a"}}, "there is no key regexp. Did you mean regex?"),
-    (SERVED | {"rollout__structured_outputs": {"regex": "a", "choice": ["a"]}}, "give one of json, regex, choice"),
-    (SERVED | {"rollout__structured_outputs": {"disable_any_whitespace": True}}, "give one of json, regex, choice"),
+    (
+        SERVED | {"rollout__structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "set exactly one of json, regex, choice",
+    ),
+    (
+        SERVED | {"rollout__structured_outputs": {"disable_any_whitespace": True}},
+        "set exactly one of json, regex, choice",
+    ),
     ({"rollout__servers__count": 2}, "rollout.servers.count=2: has effect only with rollout=vllm_server"),
     ({"rollout__servers__urls": ["http://node7:8000"]}, "rollout.servers.urls=['http://node7:8000']: has effect only"),
-    (SERVED | {"rollout__servers__count": 2}, "rollout.servers.count=2: is for servers that we start"),
+    (
+        SERVED | {"rollout__servers__count": 2},
+        "rollout.servers.count=2: has effect only on servers that the trainer starts",
+    ),
     (SERVED | {"rollout__servers__urls": ["node7:8000"]}, "'node7:8000' is not the URL of a server"),
     (SERVED | {"rollout__servers__urls": ["http://:8000"]}, "'http://:8000' is not the URL of a server"),
     (SERVED | {"rollout__servers__urls": ["http://node7:http"]}, "'http://node7:http' is not the URL of a server"),
     (
         SERVED | {"rollout__servers__urls": ["http://a:1", "http://b:1", "http://a:1/"]},
-        "http://a:1 is there 2 times; name each server once.",
+        "http://a:1 is listed 2 times; list each server once.",
     ),
     (
         SERVED | {"rollout__servers__backoff_s": 90.0},
@@ -305,25 +316,31 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     (
         {"checkpoint__keep_best": 2, "trainer__test_freq": 0, "trainer__save_freq": 7},
-        "checkpoint.keep_best=2: needs evaluations to rank by; set trainer.test_freq=7.",
+        "checkpoint.keep_best=2: needs evaluations to rank checkpoints; set trainer.test_freq=7.",
     ),
-    ({"checkpoint__keep_best": 2, "data__train_files": "a.jsonl"}, "needs evaluations to rank by; set data.val_files."),
+    (
+        {"checkpoint__keep_best": 2, "data__train_files": "a.jsonl"},
+        "needs evaluations to rank checkpoints; set data.val_files.",
+    ),
     ({"checkpoint__best_metric": "val/acuracy"}, "Did you mean val/accuracy?"),
     ({"checkpoint__remote_max_to_keep": 2}, "has effect only with checkpoint.remote (it is null)."),
     ({"checkpoint__remote": "bucket/folder"}, "checkpoint.remote=bucket/folder: must begin with s3://, gs://, hdfs://"),
     (
         {"checkpoint__remote": "s3://mykey:hush-hush@bucket/x"},
-        "checkpoint.remote=s3://REDACTED@bucket/x: holds a secret, which every checkpoint and resolved.yaml would have",
+        "checkpoint.remote=s3://REDACTED@bucket/x: contains a secret, which would be stored in every checkpoint",
     ),
     ({"checkpoint__remote": "gss://bucket"}, "must begin with s3://, gs://, hdfs://, file://. Did you mean gs?"),
     ({"checkpoint__remote": "s3://"}, "must name a whole path, such as s3://bucket/folder."),
     ({"checkpoint__remote": "file://folder"}, "must name a whole path, such as file:///folder."),
     ({"checkpoint__load_contents": ["model"]}, "has effect only with trainer.resume_mode=resume_path (it is auto)"),
-    ({"checkpoint__journal": True, "checkpoint__contents": ["model"]}, "without optimizer and extra a resume goes on"),
+    (
+        {"checkpoint__journal": True, "checkpoint__contents": ["model"]},
+        "without optimizer and extra a resumed run has other weights",
+    ),
     ({"trainer__resume_mode": "resume_path"}, "set trainer.resume_from_path to a global_step_N directory."),
     ({"trainer__resume_from_path": "x"}, "trainer.resume_from_path=x: has effect only with"),
     ({"actor__clip_ratio_low": 1.5}, "actor.clip_ratio_low=1.5: must be at most 1"),
-    ({"trainer__logger": ["wandbb"]}, "known: console, jsonl, tensorboard, wandb. Did you mean wandb?"),
+    ({"trainer__logger": ["wandbb"]}, "is not one of console, jsonl, tensorboard, wandb. Did you mean wandb?"),
     ({"trainer__logger": ["wandb", "wandb"]}, "trainer.logger=['wandb', 'wandb']: name each tracker once."),
     (
         {"trainer__total_training_steps": 10, "actor__optim__lr_warmup_steps": 10},
@@ -369,7 +386,7 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     (
         {"reward__overlong_buffer__enable": True, "reward__overlong_buffer__len": 256},
-        "reward.overlong_buffer.len=256: must be less than data.max_response_length=256, of which it is the end: "
+        "reward.overlong_buffer.len=256: must be less than data.max_response_length=256; "
         "set reward.overlong_buffer.len=51, or",
     ),
     (
@@ -387,7 +404,7 @@ REFUSED: list[tuple[dict, str]] = [
     ({"data__gen_batch_size": 64}, "data.gen_batch_size=64: has effect only with algorithm.filter_groups.enable=true"),
     (
         {"algorithm__adv_estimator": "reinforce_plus_plus", "algorithm__filter_groups__enable": True, "rollout__n": 1},
-        "rollout.n=1: algorithm.filter_groups.enable=true drops prompts whose samples agree",
+        "rollout.n=1: algorithm.filter_groups.enable=true drops prompts whose samples all have the same metric",
     ),
     (
         {
@@ -399,13 +416,12 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     (
         {"guards__action": "rollback", "checkpoint__contents": ["model", "hf_model"]},
-        "checkpoint.contents=['model', 'hf_model']: guards.action=rollback returns to a checkpoint as it was, which "
-        "takes model, "
+        "checkpoint.contents=['model', 'hf_model']: guards.action=rollback needs checkpoints with model, "
         "optimizer and extra; add optimizer, extra, or set guards.action=skip.",
     ),
     (
         {"checkpoint__contents": ["hf_model", "extra"], "checkpoint__hf_dtype": "bfloat16"},
-        "checkpoint.hf_dtype=bfloat16: without model in checkpoint.contents a resume would go on from rounded weights; "
+        "checkpoint.hf_dtype=bfloat16: without model in checkpoint.contents a run would resume from rounded weights; "
         "add model, or set checkpoint.hf_dtype=null or trainer.resume_mode=disable.",
     ),
     (
@@ -414,7 +430,7 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     (
         {"guards__action": "rollback", "trainer__save_freq": 0},
-        "trainer.save_freq=0: guards.action=rollback would go back to the start",
+        "trainer.save_freq=0: guards.action=rollback would return to the start",
     ),
     (
         {"reward_model__path": "org/judge"},
@@ -422,10 +438,10 @@ REFUSED: list[tuple[dict, str]] = [
         "reasoning_gym).",
     ),
     ({"critic__path": ""}, "critic.path='': set a folder in Hugging Face format or a Hub name."),
-    ({"data__cache_dir": ""}, "data.cache_dir='': name a folder"),
+    ({"data__cache_dir": ""}, "data.cache_dir='': set a folder"),
     (
         {"data__apply_chat_template_kwargs": {"tokenize": False, "enable_thinking": False}},
-        "data.apply_chat_template_kwargs.tokenize cannot be set: the trainer decides it. Remove it.",
+        "data.apply_chat_template_kwargs.tokenize cannot be set: the trainer sets it. Remove it.",
     ),
     ({"data__train_files": []}, "data.train_files=[]: set a file, a glob or a Hub name"),
     ({"data__val_files": 3}, "data.val_files=3: set a file, a glob or a Hub name"),
@@ -457,7 +473,7 @@ def test_most_ranks_need_a_sample_of_each_mini_batch():
     validate(make(trainer__nproc=64, **sizes), {})
     assert problems(make(trainer__nproc=65, **sizes)) == [
         "actor.ppo_mini_batch_size=4: with rollout.n=8 a mini-batch has 32 samples, so more than half of the ranks "
-        "(trainer.nproc=65) would have nothing to train on: set actor.ppo_mini_batch_size=6, or take at most 64 ranks."
+        "(trainer.nproc=65) would have nothing to train on: set actor.ppo_mini_batch_size=6, or use at most 64 ranks."
     ]
     [problem] = problems(make(trainer__nproc=1000, **sizes))
     assert "set actor.ppo_mini_batch_size=63 and data.train_batch_size=63, or" in problem
@@ -493,7 +509,7 @@ def test_a_budget_of_nothing_is_refused_and_one_below_a_sample_is_not(key):
 def test_vllm_is_not_given_the_code_of_a_model():
     settings = {"rollout__name": "vllm", "model__trust_remote_code": True}
     (found,) = (p for p in problems(make(**settings)) if "trust_remote_code" in p)
-    assert found.startswith("model.trust_remote_code=true: rollout=vllm is given the policy's configuration")
+    assert found.startswith("model.trust_remote_code=true: rollout=vllm receives the policy's configuration")
 
 
 def test_tensor_parallel_groups_divide_the_ranks():

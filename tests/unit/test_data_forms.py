@@ -68,7 +68,7 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
         (
             "a.json",
             '{"data": [\n]}',
-            " holds one dict with data, not a list of rows. Write the rows as a list, or one on",
+            " contains one dict with data, not a list of rows. Write the rows as a list, or one on",
         ),
         ("a.json", '{"prompt": "x", "answer": "1"}\n{"prompt" "x"}', " line 2 is not JSON: "),
         ("a.csv", "prompt,answer\nx,1\ny,2,3\n", " line 3 has 3 values for 2 columns (prompt, answer). Put texts with"),
@@ -78,7 +78,7 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
         (
             "a.csv",
             "prompt,answer\nx,\n",
-            " line 2: the reference answer, column 'answer', is null in this row. Give it",
+            " line 2: the reference answer, column 'answer', is null in this row. Fill it in",
         ),
         ("a.jsonl", '{"prompt": "x", "answer": null}', " line 1: the reference answer, column 'answer', is null in"),
         (
@@ -101,7 +101,7 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
             '{"prompt": "x", "answer": {"value": 1}}',
             " line 1: the reference answer is a mapping with value, and",
         ),
-        ("a.parquet", '{"prompt": "x", "answer": "1"}', " is no parquet file. Name it .jsonl."),
+        ("a.parquet", '{"prompt": "x", "answer": "1"}', " is not a parquet file. Rename it to .jsonl."),
         (
             "a.jsonl",
             '{"prompt": " ", "answer": "1"}',
@@ -110,7 +110,7 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
         (
             "a.jsonl",
             '{"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": "\\n"}], "answer": "1"}',
-            " line 1: column 'prompt' (data.prompt_key) has an empty prompt in this row. Give it, or delete the row.",
+            " line 1: column 'prompt' (data.prompt_key) has an empty prompt in this row. Fill it in, or delete.",
         ),
     ],
 )
@@ -123,14 +123,14 @@ def test_mistakes_name_their_place_before_anything_is_loaded(tmp_path, name, tex
 @pytest.mark.parametrize(("start", "name"), [(b"PAR1\xff", ".parquet"), (b"\x1f\x8b\xff", ".gz")])
 def test_a_file_under_another_forms_name(tmp_path, start, name):
     (path := tmp_path / "a.jsonl").write_bytes(start)
-    assert refusal(path) == f" is no text. Name it {name}, or unpack it."
+    assert refusal(path) == f" is a {name} file, not text. Rename or unpack it."
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("https://example.com/a.jsonl", "addresses are not read. Download the file, and name it where it lies."),
-        ("s3://bucket/a.parquet", "addresses are not read."),
+        ("https://example.com/a.jsonl", "URLs are not supported. Download the file, and set its local path."),
+        ("s3://bucket/a.parquet", "URLs are not supported."),
         ("{folder}/a.jsonl.gz", "a.jsonl.gz is compressed. Unpack it."),
     ],
 )
@@ -150,7 +150,7 @@ def test_rows_that_no_run_reads_are_not_looked_at(tmp_path):
 
 
 def test_the_early_look_ends_in_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "EARLY_S", 0.05)
+    monkeypatch.setattr(sources, "EARLY_CHECK_S", 0.05)
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "x", "answer": "1"}\n' * 200_000)
     before = time.process_time()

@@ -39,7 +39,7 @@ def test_filter_drops_and_counts(tokenizer, caplog):
         prompts = prompt_set(tokenizer, "abcdef", "ab", "abcdefgh", "cd", limit=4)
     assert [(p.index, text_of(p)) for p in prompts] == [(1, "ab>"), (3, "cd>")]
     assert (prompts.dropped, prompts.truncated) == (2, 0)
-    assert prompts.counted == "2 (of 4; the others are longer than data.max_prompt_length)"
+    assert prompts.count_text == "2 (of 4; the others are longer than data.max_prompt_length)"
     assert len(caplog.records) == 1
     assert "2 of 4 prompts of data.train_files" in caplog.text
 
@@ -82,12 +82,12 @@ def test_tokenizer_without_chat_template():
     [
         (
             "{% if messages[0]['content'] == 'b' %}{{ raise_exception('not b') }}{% endif %}x",
-            r"row 1: the chat template of model\.path refuses the prompt \(roles: user\): not b",
+            r"row 1: the chat template of model\.path rejects the prompt \(roles: user\): not b",
         ),
-        ("{{ messages[0].content + ('' if messages[0].content == 'a' else 1) }}", r"row 1: .*refuses .*roles: user"),
+        ("{{ messages[0].content + ('' if messages[0].content == 'a' else 1) }}", r"row 1: .*rejects .*roles: user"),
         (
             "{% for m in messages if m.content != 'b' %}{{ m.content }}{% endfor %}",
-            "row 1: the chat template makes no token of the prompt",
+            "row 1: the chat template renders the prompt to zero tokens",
         ),
     ],
 )

@@ -176,7 +176,7 @@ def test_glob_without_match_folder_and_extension(tmp_path, tokenizer):
     fails(config_of(f"{tmp_path}/*.parquet"), tokenizer, "data.train_files=", "matches no file")
     fails(config_of(str(tmp_path)), tokenizer, "is a folder", "/*.parquet")
     (tmp_path / "data.tsv").write_text("prompt\tanswer\n")
-    fails(config_of(f"{tmp_path}/data.tsv"), tokenizer, "data.tsv is none of .parquet, .jsonl, .json, .csv")
+    fails(config_of(f"{tmp_path}/data.tsv"), tokenizer, "data.tsv is not one of .parquet, .jsonl, .json, .csv")
 
 
 @pytest.mark.parametrize("value", [[], "", 3, [3]])
@@ -250,7 +250,7 @@ def test_mistakes_in_val_files_name_val_files(tmp_path, tokenizer):
 
 def test_reward_must_fit_the_data(tmp_path, tokenizer):
     path = jsonl(tmp_path / "t.jsonl", PLAIN)
-    fails(config_of(path, reward="reasoning_gym"), tokenizer, "reward.functions=['reasoning_gym']", "Name math_verify")
+    fails(config_of(path, reward="reasoning_gym"), tokenizer, "reward.functions=['reasoning_gym']", "Use math_verify")
     row = PLAIN | {"data_source": "reasoning_gym/chain_sums"}
     path = jsonl(tmp_path / "u.jsonl", row)
     fails(config_of(path, reward="reasoning_gym"), tokenizer, "line 1", "Did you mean chain_sum")
@@ -367,7 +367,10 @@ def test_reasoning_gym_splits_are_disjoint_and_follow_the_seed(tokenizer):
         ),
         (ReasoningGymConfig("chain_sum", {"seed": 3}), ("data.reasoning_gym.config.seed", "trainer.seed")),
         (ReasoningGymConfig("chain_sum", {"min_terms": 9}), ("data.reasoning_gym.config=", "max_terms must be")),
-        (ReasoningGymConfig("chain_sum", {"min_terms": "x"}), ("data.reasoning_gym.config=", "refused by chain_sum")),
+        (
+            ReasoningGymConfig("chain_sum", {"min_terms": "x"}),
+            ("data.reasoning_gym.config=", "chain_sum rejects these values"),
+        ),
     ],
 )
 def test_bad_reasoning_gym_settings(tokenizer, gym, parts):

@@ -4,7 +4,7 @@ import pytest
 
 from rlhf.compose import composition
 from rlhf.config import Config
-from rlhf.config.compare import compare, refuse_changes
+from rlhf.config.compare import compare, reject_changes
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.library import Library
 from rlhf.config.resolved import from_yaml, to_yaml
@@ -87,9 +87,9 @@ def test_a_resume_on_another_device_says_so():
     diff = compare(composed(GPUS), composed(NO_GPU))
     assert [change.key for change in diff.harmless] == ["trainer.nproc"]
     with pytest.raises(UserError, match=r"autocast: bfloat16 in the checkpoint, none now[\s\S]*depend on the device"):
-        refuse_changes(diff, allow=False)
+        reject_changes(diff, allow=False)
     with pytest.raises(UserError) as refused:
-        refuse_changes(compare(composed(NO_GPU), composed(NO_GPU, "trainer.seed=7")), allow=False)
+        reject_changes(compare(composed(NO_GPU), composed(NO_GPU, "trainer.seed=7")), allow=False)
     assert "depend on the device" not in str(refused.value)
 
 

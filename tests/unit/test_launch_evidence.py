@@ -69,7 +69,7 @@ def test_report_names_all_that_is_known():
     text = report(attempt({1: 1, 0: KILLED}, first=(1,), killed=(0,)), 3, statuses, Path("/runs/global_step_5"))
     assert "rank 0: killed by the supervisor, at step 7, last event rollout.after\n" in text
     assert "rank 1: exit code 1, at step 7, last event commit.rename  (the first to fail)" in text
-    assert "rank 2: still not ended by SIGKILL" in text
+    assert "rank 2: survived SIGKILL" in text
     assert "rank 1's error: RuntimeError: boom" in text
     assert "line 39" in text
     assert "line 24" not in text

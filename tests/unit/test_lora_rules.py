@@ -254,7 +254,7 @@ def test_suggested_rate():
         ({}, {"name": "vllm_server"}, ["rollout=vllm", "vllm_server"]),
         ({"use_dora": True}, {"name": "vllm"}, ["model.lora.use_dora=true"]),
         ({"rank": 600}, {"name": "vllm"}, ["512", "model.lora.rank=600"]),
-        ({}, {"name": "vllm", "tensor_model_parallel_size": 2}, ["several devices"]),
+        ({}, {"name": "vllm", "tensor_model_parallel_size": 2}, ["sharded over devices"]),
     ],
 )
 def test_an_engine_that_cannot_serve_adapters_is_refused(lora, rollout, said):

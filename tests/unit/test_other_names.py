@@ -7,7 +7,7 @@ from rlhf.compose import compose_config
 from rlhf.config.algorithm_table import ESTIMATORS
 from rlhf.config.known_settings import SECTIONS, SETTINGS, setting_of
 from rlhf.config.library import Library
-from rlhf.config.names.hints import hint, meant, nearest_setting, remark
+from rlhf.config.names.hints import hint, likely_choice, nearest_setting, remark
 from rlhf.config.names.other_trainers import other_trainers
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError, nearest
@@ -101,7 +101,10 @@ def test_a_name_of_another_trainers(typed, ours):
         ("use_adaptive_entropy", "actor.entropy_ctrl.type=adaptive"),
         ("model.load_in_4bit", "model.lora.base_dtype"),
         ("actor_rollout_ref.rollout.layered_summon", "Leave it out"),
-        ("algorithm.rollout_correction.bypass_mode", "Leave it out: old log-probs are always the training engine's"),
+        (
+            "algorithm.rollout_correction.bypass_mode",
+            "Leave it out: the training engine always computes the old log-probs",
+        ),
         ("actor_rollout_ref.rollout.load_format", "Leave it out"),
     ],
 )
@@ -124,7 +127,7 @@ def test_the_clip_of_both_sides_is_never_the_dual_clip(typed):
     ],
 )
 def test_a_number_of_samples_is_not_taken_for_one_of_tokens(typed, ours):
-    assert hint(typed) == (f" It counts samples; here a pass takes as many as fit into a number of tokens: set {ours}.")
+    assert hint(typed) == (f" It counts samples; here a token budget bounds each pass: set {ours}.")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +143,7 @@ def test_a_data_type_of_the_whole_model_is_told_apart(typed):
     [
         ("actor_rollout_ref.rollout.mode", "rollout=vllm_server"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "no sample is split over ranks"),
-        ("reward.reward_model.enable", "reward_model among reward.functions"),
+        ("reward.reward_model.enable", "Add reward_model to reward.functions"),
         ("dtype", "backend.autocast=bfloat16"),
         ("ds_tensor_parallel_size", "backend.zero_stage=3"),
         ("load_checkpoint", "The same command again resumes the run"),
@@ -159,11 +162,14 @@ RATIOS = "algorithm.rollout_correction.rollout_is_threshold"
     [
         (f'{RATIOS}="0.5_5.0"', f"{RATIOS}=0.5_5.0: must be a number. Write {RATIOS}_lower=0.5 {RATIOS}=5.0."),
         (f"{RATIOS}=a_lot_more", f"{RATIOS}=a_lot_more: must be a number."),
-        ("algorithm=grpo_passk", "verl's rewards the best sample alone; the nearest here is algorithm=pass_at_k"),
+        (
+            "algorithm=grpo_passk",
+            "verl's grpo_passk rewards only the best sample; the nearest here is algorithm=pass_at_k",
+        ),
         ("algorithm.adv_estimator=grpo_passk", "the nearest here is algorithm=pass_at_k, with algorithm.pass_at_k=K."),
         ("algorithm.adv_estimator=rloo_vectorized", "Did you mean rloo?"),
-        ("algorithm.normalize_reward=true", "OpenRLHF's is algorithm.normalize_reward=running."),
-        ("algorithm.normalize_reward=false", "Not to normalise is null."),
+        ("algorithm.normalize_reward=true", "For OpenRLHF's normalization, set algorithm.normalize_reward=running."),
+        ("algorithm.normalize_reward=false", "null disables the normalization."),
     ],
 )
 def test_a_value_that_verl_or_openrlhf_takes(typed, said):
@@ -177,10 +183,10 @@ def test_a_share_of_the_steps_is_not_offered_as_their_number():
 
 
 def test_a_value_that_is_only_spelled_alike_is_not_offered():
-    assert meant("gpu", ("auto", "cpu", "cuda")) == "cuda"
-    assert meant("gpu", ("cpu",)) is None
+    assert likely_choice("gpu", ("auto", "cpu", "cuda")) == "cuda"
+    assert likely_choice("gpu", ("cpu",)) is None
     assert nearest("gpu", ("cpu",)) is None
-    assert meant("bf16", ("none", "bfloat16")) == "bfloat16"
+    assert likely_choice("bf16", ("none", "bfloat16")) == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +205,7 @@ def test_a_value_that_is_only_spelled_alike_is_not_offered():
         (["--eps_clip", "0.2"], "--eps_clip 0.2: there is no such option. It clips on both sides;"),
         (
             ["--config-name", "x"],
-            "--config-name x: there is no such option. A named experiment is chosen with recipes=",
+            "--config-name x: there is no such option. Select a named experiment with recipes=",
         ),
         (["--hlep"], "--hlep: there is no such option. Did you mean --help?"),
         (["--zzz"], "--zzz: there is no such option. --help shows the usage."),

@@ -30,7 +30,7 @@ FILES = {
 SAID = {
     "lacks.py": "cannot be imported: ModuleNotFoundError: No module named 'not_there'. Correct the file.",
     "raises.py": "cannot be imported: RuntimeError: on import. Correct the file.",
-    "value.py": "is no function but of type int. Name a function.",
+    "value.py": "is not a function, but of type int. Name a function.",
 }
 
 

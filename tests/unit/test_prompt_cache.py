@@ -129,8 +129,8 @@ def test_what_takes_long_is_told_before_it_is_done(tmp_path, cache, caplog):
     with caplog.at_level(logging.INFO, logger="rlhf"):
         build(file, cache)
         build(file, cache)
-    told = [message for message in caplog.messages if "okenis" in message]
-    assert [message.split()[0] for message in told] == ["Tokenising", "Tokenised"]
+    told = [message for message in caplog.messages if "okeniz" in message]
+    assert [message.split()[0] for message in told] == ["Tokenizing", "Tokenized"]
 
 
 def test_a_later_start_neither_tokenises_nor_reads_the_rows(tmp_path, cache):
@@ -205,7 +205,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, cache):
         with path.open("a") as rows:
             rows.write('{"prompt": "late", "answer": "1"}\n')
 
-    with pytest.raises(UserError, match=r"data\.train_files: a file was changed while it was read"):
+    with pytest.raises(UserError, match=r"data\.train_files: a file changed while it was read"):
         build(file, cache, Counting(append))
     assert sets(cache) == []
 
@@ -305,7 +305,8 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
     file = numbered(tmp_path / "rows.jsonl", 100)
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        UserError, match=r"data\.cache_dir=.*cannot be kept there \(Not a directory\)\. Make room, or set"
+        UserError,
+        match=r"data\.cache_dir=.*cannot store the tokenized prompts there \(Not a directory\)\. Free disk space",
     ):
         build(file, tmp_path / "file" / "cache")
 
@@ -327,7 +328,7 @@ def test_a_set_of_another_users_is_one_message():
         (Path(folder) / "key").mkdir(mode=0)
         os.seteuid(65534)
         try:
-            with pytest.raises(UserError, match=rf"data\.cache_dir={folder}: .* may not be read"):
+            with pytest.raises(UserError, match=rf"data\.cache_dir={folder}: no permission to read .*"):
                 prompt_cache.open_or_make(Path(folder), "key", lambda _: None)
         finally:
             os.seteuid(0)
@@ -336,7 +337,9 @@ def test_a_set_of_another_users_is_one_message():
 def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
     file = numbered(tmp_path / "rows.jsonl", 30_000)
     with small_disk(tmp_path / "disk", 1) as disk:
-        with pytest.raises(UserError, match=r"data\.cache_dir=.*cannot be kept there \(No space left on device\)"):
+        with pytest.raises(
+            UserError, match=r"data\.cache_dir=.*cannot store the tokenized prompts there \(No space left on device\)"
+        ):
             build(file, disk / "cache")
         assert sets(disk / "cache") == []
 
@@ -349,7 +352,9 @@ def test_a_read_only_disk_gives_what_it_has(tmp_path):
             path.unlink()
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         assert build(file, disk / "cache").fingerprint == first.fingerprint
-        with pytest.raises(UserError, match=r"data\.cache_dir=.*cannot be kept there \(Read-only file system\)"):
+        with pytest.raises(
+            UserError, match=r"data\.cache_dir=.*cannot store the tokenized prompts there \(Read-only file system\)"
+        ):
             build(other, disk / "cache")
 
 
@@ -361,7 +366,7 @@ def test_a_torn_file_is_made_again(tmp_path, cache, name, caplog):
     path = cache / entry / name
     path.write_bytes(path.read_bytes()[:-20])
     assert build(file, cache).fingerprint == first.fingerprint
-    assert "it is made again" in caplog.text
+    assert "The prompts are tokenized again" in caplog.text
     assert sets(cache) == [entry]
 
 
@@ -392,7 +397,10 @@ def test_values_that_json_lacks_stay_in_memory(tmp_path, cache, caplog):
     for _ in range(2):
         prompts = build(str(tmp_path / "table.parquet"), cache)
         assert [prompt.extra_info for prompt in prompts] == [{"day": day}] * 3
-        assert "row 0 has a value of type date, which JSON lacks, so every rank keeps all prompts" in caplog.text
+        assert (
+            "row 0 has a value of type date, which JSON cannot represent, so every rank stores all prompts"
+            in caplog.text
+        )
         caplog.clear()
 
 

@@ -201,7 +201,10 @@ def test_reward_process_imports_no_torch():
         ("{}/rewards.py:scor", "Did you mean score"),
         ("{}/broken.py:score", "cannot be read as Python"),
         ("{}/rewards.py:blind", "takes none of solution_str, "),
-        ("{}/rewards.py:Made", "Made is a class, and a call of it would make an object. Write a function that uses it"),
+        (
+            "{}/rewards.py:Made",
+            "Made is a class, so calling it only creates an object. Write a function (def) that uses it",
+        ),
         ("{}/rewards.py:by_position", "takes solution_str by position only"),
     ],
 )

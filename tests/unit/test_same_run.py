@@ -139,7 +139,7 @@ def test_a_model_of_other_files_is_refused_before_its_name_is_called_harmless(co
     (moved / "generation_config.json").write_text("{}")
     caplog.set_level(logging.INFO, logger="rlhf")
     says(refusal(config), f"model.path={moved}", "other files", str(step_dir(config.run_dir, 5)))
-    assert "numbers do not depend on it" not in caplog.text
+    assert "does not affect the run's numbers" not in caplog.text
     config.trainer.allow_config_change = True
     prepare(config)
 

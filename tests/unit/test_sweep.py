@@ -64,7 +64,7 @@ def test_mistakes_of_all_runs_are_told_before_the_first_starts():
 def test_under_torchrun_there_is_no_sweep(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(UserError, match="under torchrun a command is one run"):
+    with pytest.raises(UserError, match="a command under torchrun is a single run"):
         plan(["trainer.seed=1,2"], LIBRARY)
 
 

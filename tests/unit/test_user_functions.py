@@ -53,9 +53,7 @@ def test_a_class_is_no_function(file):
     for function, spec in ((find_function, f"{file}:Scorer"), (load_function, f"{file.parent}/other.py:Counter")):
         said = refusal(function, "x.y", spec)
         name = spec.rpartition(":")[2]
-        assert said.startswith(
-            f"x.y={spec}: {name} is a class, and a call of it would make an object. Write a function"
-        )
+        assert said.startswith(f"x.y={spec}: {name} is a class, so calling it only creates an object. Write a function")
 
 
 def refusal(function, *arguments) -> str:
@@ -131,7 +129,7 @@ def test_a_file_hides_no_module_of_others(tmp_path):
     [
         ("1 / 0\ndef f(): ...\n", "cannot be imported: ZeroDivisionError: division by zero. Correct the file."),
         ("import sys\nsys.exit(3)\ndef f(): ...\n", "cannot be imported: SystemExit: 3. Correct the file."),
-        ("f = 7\n", "is no function but of type int. Name a function."),
+        ("f = 7\n", "is not a function, but of type int. Name a function."),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, text, message):

@@ -286,4 +286,4 @@ def test_evidence_of_a_hang():
     text = report(attempt, 2, {}, None)
     assert text.index("rank 1 hangs here:\n    in solve") < text.index("rank 0 is here:\n    in gather")
     stuck = AttemptResult({0: RankExit(-9)}, (0,), frozenset({0, 1}), hang)
-    assert "SIGKILL does not end it" in describe_rank(1, stuck, {})
+    assert "survived SIGKILL" in describe_rank(1, stuck, {})

@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.load.stored_config import BASE, changes_since, check_base
-from rlhf.config.compare import ResolvedConfig, log_changes, refuse_changes
+from rlhf.config.compare import ResolvedConfig, log_changes, reject_changes
 from rlhf.errors import UserError
 from rlhf.storage.layout import INDEX, REFERENCE
 
@@ -44,7 +44,7 @@ def check_compatible(
         return frozenset()
     changes = changes_since(path, manifest, config)
     # Promise 13.
-    refuse_changes(changes, allow=allow_change)
+    reject_changes(changes, allow=allow_change)
     check_base(path, manifest, config, changes, identity.fingerprints.get(BASE, ""))
     if moving_reference and f"{REFERENCE}/{INDEX}" not in manifest.files:
         raise UserError(

@@ -12,7 +12,7 @@ from rlhf.checkpoint.load.locations import locate_files, published
 from rlhf.checkpoint.load.stored_config import BASE, changes_since, check_base
 from rlhf.checkpoint.start.run_dir import at_end, driver_state_of, planned_steps, resume_source
 from rlhf.checkpoint.state.run_file import read_run_file
-from rlhf.config.compare import NEW_RUN, RUN_LENGTH, ResolvedConfig, as_lines, refuse_changes
+from rlhf.config.compare import NEW_RUN, RUN_LENGTH, ResolvedConfig, as_lines, reject_changes
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.models.fingerprint import fingerprint
@@ -82,7 +82,7 @@ def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: Trai
                 f"To run with the new ones, {NEW_RUN}. To go on from its end with them, raise "
                 "trainer.total_training_steps and set trainer.allow_config_change=true."
             )
-    refuse_changes(diff, allow=trainer.allow_config_change, begins=begins)
+    reject_changes(diff, allow=trainer.allow_config_change, begins=begins)
     folder = Path(config.setting(BASE)).expanduser()
     if folder.is_dir() and any(change.key == BASE for change in diff.harmless):
         check_base(path, manifest, config, diff, fingerprint(folder))

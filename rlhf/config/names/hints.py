@@ -5,24 +5,24 @@ from collections.abc import Collection
 from typing import Any
 
 from rlhf.config.known_settings import SECTIONS, SETTINGS, Setting, setting_of
-from rlhf.config.migrations import migrated_name, said_of
+from rlhf.config.migrations import migrated_name, release_hint
 from rlhf.config.names.other_trainers import other_trainers
 from rlhf.errors import did_you_mean, nearest
 
 
-def own_recipe() -> str:
-    """Return the sentence about a user's own recipe, which other trainers accept as a file path."""
+def recipe_hint() -> str:
+    """Return the hint for a recipe that was given as a file path, as other trainers accept it."""
     return other_trainers().remarks["config_file"]
 
 
 def hint(key: str) -> str:
     """Return the hint for a wrong dotted key; empty if nothing is similar.
 
-    In this order: a change of an older release's setting, the remark on another trainer's name, the nearest setting or
-    group.
+    The first that exists of: a sentence about a setting that an older release had, the remark on another trainer's
+    name, the nearest setting or group.
     """
-    said = said_of(key) or remark(key)
-    return f" {said}" if said else did_you_mean(nearest_setting(key))
+    found = release_hint(key) or remark(key)
+    return f" {found}" if found else did_you_mean(nearest_setting(key))
 
 
 def remark(key: str) -> str | None:
@@ -34,7 +34,8 @@ def remark(key: str) -> str | None:
 def nearest_setting(key: str) -> str | None:
     """Return the setting (or group) that a wrong dotted key most likely means; None if nothing is similar.
 
-    In this order: an older release's name, another trainer's name, the same name in another section, a similar name.
+    The first that exists of: an older release's name, another trainer's name, the same name in another section, a
+    similar name.
     """
     if (present := migrated_name(key)) in SETTINGS:
         return present
@@ -46,7 +47,7 @@ def nearest_setting(key: str) -> str | None:
     section, _, name = own.rpartition(".")
     if same := [k for k in SETTINGS if k.rpartition(".")[2] == name]:
         return max(same, key=lambda k: difflib.SequenceMatcher(None, own, k).ratio())
-    if elsewhere := theirs.get(name):  # another trainer's name, in our section for it
+    if elsewhere := theirs.get(name):  # another trainer's name in one of our sections
         for candidate in (f"{section}.{elsewhere.rpartition('.')[2]}", elsewhere):
             if setting_of(candidate) and candidate.partition(".")[0] == section.partition(".")[0]:
                 return candidate
@@ -60,7 +61,7 @@ def _without_prefix(key: str) -> str:
     return next((key.removeprefix(p) for p in other_trainers().prefixes if key.startswith(p)), key)
 
 
-def meant(value: str, choices: Collection[str]) -> str | None:
+def likely_choice(value: str, choices: Collection[str]) -> str | None:
     """Return the choice that a wrong value most likely means: another trainer's word for it, or a similar word."""
     if (ours := other_trainers().values.get(value)) is not None:
         return ours if ours in choices else None
@@ -69,37 +70,37 @@ def meant(value: str, choices: Collection[str]) -> str | None:
 
 def value_hint(key: str, value: str, choices: Collection[str]) -> str:
     """Return the hint for a value that is not one of the setting's choices; empty if no choice is similar."""
-    said = other_trainers().value_remarks.get((key, value))
-    return f" {said}" if said else did_you_mean(meant(value, choices))
+    found = other_trainers().value_remarks.get((key, value))
+    return f" {found}" if found else did_you_mean(likely_choice(value, choices))
 
 
-def form_hint(setting: Setting, value: Any) -> str:
-    """Return the hint for a value of the wrong type: how to write it; empty if there is nothing to suggest."""
+def syntax_hint(setting: Setting, value: Any) -> str:
+    """Return the hint for a value of the wrong type: how to write it; empty without a suggestion."""
     if not isinstance(value, str):
         return ""
     if setting.expects.startswith("a list"):
         return f" Write '{setting.key}=[{value}]'."
     bounds = value.split("_")
-    if f"{setting.key}_lower" in SETTINGS and len(bounds) == 2:  # verl's text of two bounds
+    if f"{setting.key}_lower" in SETTINGS and len(bounds) == 2:  # verl's two bounds in one string
         return f" Write {setting.key}_lower={bounds[0]} {setting.key}={bounds[1]}."
     return ""
 
 
-def instead(group: str, value: str, known: Collection[str]) -> str:
+def entry_hint(group: str, value: str, known: Collection[str]) -> str:
     """Return the hint for a `value` that is not an entry (`known`) of the configuration group `group`."""
-    if found := setting_instead(group, value):
+    if found := override_for(group, value):
         return did_you_mean(found)
-    if said := value_hint(group, value, known):
-        return said
+    if text := value_hint(group, value, known):
+        return text
     if group == "model" and value[0].isalnum() and value != "null":
-        return f" A folder or a Hub name is written model.path={value}."
+        return f" For a folder or a Hub name, write model.path={value}."
     if group == "reward":
-        return " A function of yours is written 'reward.functions=[FILE.py:NAME]'."
-    return f" {own_recipe()}" if group == "recipes" and value.endswith((".yaml", ".yml")) else ""
+        return " For your own function, write 'reward.functions=[FILE.py:NAME]'."
+    return f" {recipe_hint()}" if group == "recipes" and value.endswith((".yaml", ".yml")) else ""
 
 
-def setting_instead(group: str, value: str) -> str | None:
-    """Return the override for a model's folder, data file or function that was given to a group; None for others."""
+def override_for(group: str, value: str) -> str | None:
+    """Return the override to write if `value` is a model's folder, a data file or a function, not a group's entry."""
     if group == "model" and "/" in value:
         return f"model.path={value}"
     if group == "data" and ("/" in value or "." in value):

@@ -31,7 +31,7 @@ class OtherTrainers:
 def other_trainers() -> OtherTrainers:
     """Read the tables, once per process, when the first message needs them."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-    in_samples = "It counts samples; here a pass takes as many as fit into a number of tokens: set {}."
+    in_samples = "It counts samples; here a token budget bounds each pass: set {}."
     return OtherTrainers(
         prefixes=tuple(table["prefixes"]),
         settings={name: ours for names in table["settings"].values() for name, ours in names.items()},

@@ -6,15 +6,15 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf.config import Config, EntropyCtrlConfig
-from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, SETTINGS_OF_ONE
+from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, SETTINGS_OF_ONE_FUNCTION
 from rlhf.config.derived import estimator_needs, needs_critic, needs_reference
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.names.hints import value_hint
 from rlhf.config.user_functions import check_positional
 from rlhf.errors import UserError
 
-ESTIMATOR_TAKES = ("inputs", "config")
-POLICY_LOSS_TAKES = ("log_probs", "old_log_probs", "advantages", "mask", "config")
+ESTIMATOR_ARGUMENTS = ("inputs", "config")
+POLICY_LOSS_ARGUMENTS = ("log_probs", "old_log_probs", "advantages", "mask", "config")
 
 
 def idle_critic(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
@@ -25,23 +25,23 @@ def idle_critic(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[st
         if key.startswith("critic.") and key != "critic.enable" and value is not None:
             yield (
                 f"{key}={value}: has effect only with a critic, and algorithm.adv_estimator="
-                f"{config.algorithm.adv_estimator} trains none. Remove it, or set algorithm=ppo."
+                f"{config.algorithm.adv_estimator} trains no critic. Remove it, or set algorithm=ppo."
             )
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
     """Yield one line per wrong name, wrong user file (no file is run) or setting that the estimator cannot use."""
     names = (
-        ("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATORS, ESTIMATOR_TAKES),
-        ("actor.policy_loss.loss_mode", config.actor.policy_loss.loss_mode, POLICY_LOSSES, POLICY_LOSS_TAKES),
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATORS, ESTIMATOR_ARGUMENTS),
+        ("actor.policy_loss.loss_mode", config.actor.policy_loss.loss_mode, POLICY_LOSSES, POLICY_LOSS_ARGUMENTS),
     )
     yield from (problem for name in names if (problem := _wrong_name(*name)))
     yield from _idle(config)
     yield from _samples(config)
     if config.algorithm.mask_truncated_responses and config.rollout.ignore_eos:
         yield (
-            "algorithm.mask_truncated_responses=true: with rollout.ignore_eos=true nearly every response ends at the "
-            "limit, and there would be nothing to train on; set rollout.ignore_eos=false."
+            "algorithm.mask_truncated_responses=true: with rollout.ignore_eos=true nearly every response reaches the "
+            "length limit and would be masked; set rollout.ignore_eos=false."
         )
     yield from _critic(config)
     yield from _reference(config)
@@ -52,18 +52,18 @@ def _idle(config: Config) -> Iterator[str]:
     chosen = (("algorithm.adv_estimator", ESTIMATORS), ("actor.policy_loss.loss_mode", POLICY_LOSSES))
     for key, known in chosen:
         name = SETTINGS[key].value(config)
-        for setting, owner in SETTINGS_OF_ONE.items():
+        for setting, owner in SETTINGS_OF_ONE_FUNCTION.items():
             value, default = SETTINGS[setting].value(config), SETTINGS[setting].default
             if name in known and owner in known and name != owner and value != default:
                 yield f"{setting}={value}: has effect only with {key}={owner} (it is {name}); set {setting}={default}."
 
 
-def _wrong_name(setting: str, name: str, known: Collection[str], takes: tuple[str, ...]) -> str | None:
+def _wrong_name(setting: str, name: str, known: Collection[str], arguments: tuple[str, ...]) -> str | None:
     if name in known:
         return None
     if ":" in name:
         try:
-            check_positional(setting, name, takes)
+            check_positional(setting, name, arguments)
         except UserError as error:
             return str(error)
         return None
@@ -104,15 +104,15 @@ def correction_problems(config: Config) -> Iterator[str]:
     elif kind.endswith("k1"):
         smallest = 1 / c.rollout_rs_threshold if least is None else least
         if smallest >= c.rollout_rs_threshold:
-            told = f"{section}.rollout_rs_threshold_lower" if least is not None else "its inverse where none is set"
+            source = "rollout_rs_threshold_lower" if least is not None else "1 / rollout_rs_threshold"
             yield (
                 f"{section}.rollout_rs_threshold={c.rollout_rs_threshold}: is the largest ratio of {kind}, and must be "
-                f"more than the smallest, {smallest:g} ({told}); set it to more than 1, such as 2."
+                f"more than the smallest ratio, {smallest:g} ({source}); set it to more than 1, such as 2."
             )
     if least is not None and not kind.endswith("k1"):
         yield (
-            f"{section}.rollout_rs_threshold_lower={least}: is the smallest ratio of a k1, and has no effect with "
-            f"rollout_rs={kind}; set it to null."
+            f"{section}.rollout_rs_threshold_lower={least}: has effect only with a k1 measure (rollout_rs={kind}); "
+            "set it to null."
         )
 
 
@@ -126,8 +126,8 @@ def reward_problems(config: Config) -> Iterator[str]:
     undone = by_deviation or name == "reinforce_plus_plus_baseline"
     if kind is not None and undone and bounds is None and not algorithm.kl_in_reward:
         yield (
-            f"algorithm.normalize_reward={kind}: has no effect with {name}, which divides by a deviation of its own; "
-            "set it to null, or algorithm.reward_clip_range to a range."
+            f"algorithm.normalize_reward={kind}: has no effect with {name}, which divides by a standard deviation "
+            "itself; set it to null, or set algorithm.reward_clip_range."
         )
 
 
@@ -145,7 +145,7 @@ def entropy_problems(config: Config) -> Iterator[str]:
         )
     elif not control.min_coeff <= start <= control.max_coeff:
         yield (
-            f"actor.entropy_coeff={start}: is where the adaptive coefficient starts, and must be within "
+            f"actor.entropy_coeff={start}: the starting value of the adaptive coefficient must be within "
             f"actor.entropy_ctrl.min_coeff={control.min_coeff} and max_coeff={control.max_coeff}."
         )
 
@@ -158,13 +158,13 @@ def _samples(config: Config) -> Iterator[str]:
     if name == "pass_at_k" and 1 < rollout.n <= config.algorithm.pass_at_k:
         yield (
             f"algorithm.pass_at_k={config.algorithm.pass_at_k}: must be less than rollout.n={rollout.n}, or the best "
-            f"of them is always the same; set algorithm.pass_at_k={max(rollout.n // 2, 1)}, or a larger rollout.n."
+            f"sample is always the same; set algorithm.pass_at_k={max(rollout.n // 2, 1)}, or a larger rollout.n."
         )
     for key, value, remedy in (("top_k", 1, -1), ("min_p", 1, 0)):
         if estimator.greedy_baseline and getattr(rollout, key) == value:
             yield (
-                f"rollout.{key}={value}: {name} compares samples with the greedy response, and these would equal it; "
-                f"set rollout.{key}={remedy}."
+                f"rollout.{key}={value}: {name} compares samples with the greedy response, and all samples would "
+                f"equal it; set rollout.{key}={remedy}."
             )
 
 
@@ -187,7 +187,7 @@ def _reference(config: Config) -> Iterator[str]:
         )
     if config.ref.update_freq is not None and config.ref.fsdp_config.model_dtype != "float32":
         yield (
-            f"ref.fsdp_config.model_dtype={config.ref.fsdp_config.model_dtype}: a reference that moves "
-            f"(ref.update_freq={config.ref.update_freq}) is an average in float32, whose small steps "
-            "would be rounded away; set ref.fsdp_config.model_dtype=float32, or ref.update_freq=null."
+            f"ref.fsdp_config.model_dtype={config.ref.fsdp_config.model_dtype}: would round away the small updates of "
+            f"the reference (ref.update_freq={config.ref.update_freq}); set ref.fsdp_config.model_dtype=float32, or "
+            "ref.update_freq=null."
         )

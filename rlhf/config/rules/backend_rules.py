@@ -10,7 +10,7 @@ from rlhf.config import BackendConfig, Config
 
 
 def backend_problems(config: Config) -> Iterator[str]:
-    """Yield one line per setting that the backend lacks or that has no effect on the device."""
+    """Yield one line per setting that the backend or the device does not support."""
     backend = config.backend
     if backend.use_liger and config.actor.needs_entropy:
         yield (
@@ -43,8 +43,8 @@ def backend_problems(config: Config) -> Iterator[str]:
     for role, section in (("actor", config.actor), ("critic", config.critic)):
         if backend.offload_optimizer and section.fsdp_config.optimizer_offload:
             yield (
-                f"{role}.fsdp_config.optimizer_offload=true: backend.offload_optimizer=true has the optimizer in the "
-                "host's memory for good; set one of the two to false."
+                f"{role}.fsdp_config.optimizer_offload=true: backend.offload_optimizer=true always keeps the optimizer "
+                "in host memory; set one of the two to false."
             )
     if backend.offload_optimizer and config.trainer.device == "cpu":
         yield (
@@ -54,7 +54,7 @@ def backend_problems(config: Config) -> Iterator[str]:
 
 
 def package_problem(package: str, least: str) -> str | None:
-    """Return what is wrong with the installed package, missing or older than `least`; None if nothing is."""
+    """Return the problem if `package` is missing or older than the version `least`, else None."""
     try:
         found = version(package)
     except PackageNotFoundError:

@@ -18,10 +18,10 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
         for name in contents:
             if name not in CONTENTS:
                 near = did_you_mean(nearest(name, CONTENTS))
-                yield f"checkpoint.{key}={contents}: {name!r} is none of {', '.join(CONTENTS)}.{near}"
+                yield f"checkpoint.{key}={contents}: {name!r} is not one of {', '.join(CONTENTS)}.{near}"
         if len(set(contents)) < len(contents):
             yield f"checkpoint.{key}={contents}: name each part once."
-    # With any trainer.save_freq: a run that is asked to stop saves.
+    # Also with trainer.save_freq=0: a run that is asked to stop saves.
     if not saved:
         yield f"checkpoint.contents=[]: nothing to save; name any of {', '.join(CONTENTS)}."
     elif resumes and not {"model", "hf_model"} & set(saved):
@@ -31,8 +31,8 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
         )
     elif lacking := [name for name in ("optimizer", "extra") if config.checkpoint.journal and name not in saved]:
         yield (
-            f"checkpoint.contents={saved}: without {' and '.join(lacking)} a resume goes on with other weights than "
-            "those that checkpoint.journal=true kept samples of; add them, or set checkpoint.journal=false."
+            f"checkpoint.contents={saved}: without {' and '.join(lacking)} a resumed run has other weights than those "
+            "that generated the samples in the journal; add them, or set checkpoint.journal=false."
         )
     yield from _export(config, resumes=resumes)
     yield from _retention(config)
@@ -40,11 +40,11 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
     if loaded is None:
         return
     if not {"model", "hf_model"} & set(loaded):
-        yield f"checkpoint.load_contents={loaded}: needs model or hf_model; null reads what checkpoint.contents names."
+        yield f"checkpoint.load_contents={loaded}: needs model or hf_model; null loads checkpoint.contents."
     if config.trainer.resume_mode != "resume_path":
         yield (
             f"checkpoint.load_contents={loaded}: has effect only with trainer.resume_mode=resume_path (it is "
-            f"{config.trainer.resume_mode}): a run takes all that checkpoints of its own hold."
+            f"{config.trainer.resume_mode}): a run loads every part of its own checkpoints."
         )
 
 
@@ -54,7 +54,7 @@ def _export(config: Config, *, resumes: bool) -> Iterator[str]:
         yield f"checkpoint.hf_dtype={dtype}: has effect only with hf_model in checkpoint.contents (it is {saved})."
     elif dtype in ("bfloat16", "float16") and resumes and "model" not in saved:
         yield (
-            f"checkpoint.hf_dtype={dtype}: without model in checkpoint.contents a resume would go on from rounded "
+            f"checkpoint.hf_dtype={dtype}: without model in checkpoint.contents a run would resume from rounded "
             "weights; add model, or set checkpoint.hf_dtype=null or trainer.resume_mode=disable."
         )
 
@@ -65,17 +65,17 @@ def _retention(config: Config) -> Iterator[str]:
         if getattr(c, key) and c.max_to_keep is None:
             yield (
                 f"checkpoint.{key}={getattr(c, key)}: has no effect with checkpoint.max_to_keep=null, which keeps all; "
-                "set checkpoint.max_to_keep=1 to keep the newest beside."
+                "set checkpoint.max_to_keep, for example to 1."
             )
     if not c.keep_best:
         return
     if config.trainer.test_freq == 0:
         yield (
-            f"checkpoint.keep_best={c.keep_best}: needs evaluations to rank by; set "
+            f"checkpoint.keep_best={c.keep_best}: needs evaluations to rank checkpoints; set "
             f"trainer.test_freq={config.trainer.save_freq or 20}."
         )
     if config.data.train_files is not None and config.data.val_files is None:
-        yield f"checkpoint.keep_best={c.keep_best}: needs evaluations to rank by; set data.val_files."
+        yield f"checkpoint.keep_best={c.keep_best}: needs evaluations to rank checkpoints; set data.val_files."
 
 
 def _remote(config: Config) -> Iterator[str]:
@@ -88,8 +88,9 @@ def _remote(config: Config) -> Iterator[str]:
     copies = Path(path, config.trainer.project_name, config.trainer.experiment_name)
     if (shown := Redaction()(remote)) != remote:
         yield (
-            f"checkpoint.remote={shown}: holds a secret, which every checkpoint and resolved.yaml would have. Leave it "
-            "out, and give it where the store's own tools look for it: in the environment or a file in your home."
+            f"checkpoint.remote={shown}: contains a secret, which would be stored in every checkpoint and in "
+            "resolved.yaml. Remove it, and put it where the store's own tools read it: in the environment or in a "
+            "file of your home directory."
         )
     elif not separator or scheme not in REMOTES:
         near = did_you_mean(nearest(scheme, tuple(REMOTES)))
@@ -99,7 +100,7 @@ def _remote(config: Config) -> Iterator[str]:
         yield f"checkpoint.remote={remote}: must name a whole path, such as {scheme}://{example}."
     elif scheme == "file" and copies.resolve().is_relative_to(config.run_dir.resolve()):
         yield (
-            f"checkpoint.remote={remote}: the copies would lie in the run directory, {config.run_dir}; name another "
+            f"checkpoint.remote={remote}: the copies would be inside the run directory, {config.run_dir}; set another "
             "folder."
         )
     elif find_spec(package := REMOTES[scheme]) is None:

@@ -7,13 +7,13 @@ from rlhf.config.derived import mini_batches
 
 
 def optimizer_problems(config: Config) -> Iterator[str]:
-    """Yield one line per warm-up as long as the run, invalid beta, or decay without effect."""
+    """Yield one line per warm-up that is not shorter than the run, invalid beta, or decay without effect."""
     steps, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
     per_pass = max(mini_batches(config.data, config.actor), 1)
     if steps is not None and warmup >= steps:
         yield (
-            f"trainer.critic_warmup={warmup}: the run has {steps} steps (trainer.total_training_steps); the policy "
-            "would learn nothing."
+            f"trainer.critic_warmup={warmup}: the run has {steps} steps (trainer.total_training_steps), so the policy "
+            f"would never train; set trainer.critic_warmup to less than {steps}."
         )
     for key, role, idle in (("actor", config.actor, warmup), ("critic", config.critic, 0)):
         optim = role.optim
@@ -41,9 +41,8 @@ def loss_problems(config: Config) -> Iterator[str]:
     actor, buffer, longest = config.actor, config.reward.overlong_buffer, config.data.max_response_length
     if actor.shuffle and actor.ppo_mini_batch_size == config.data.train_batch_size:
         yield (
-            f"actor.shuffle=true: a step is one mini-batch of all its prompts (actor.ppo_mini_batch_size="
-            f"{actor.ppo_mini_batch_size}), the same in any order; set actor.shuffle=false, or a smaller "
-            "actor.ppo_mini_batch_size."
+            "actor.shuffle=true: has no effect, because a step has a single mini-batch (actor.ppo_mini_batch_size="
+            f"{actor.ppo_mini_batch_size}); set actor.shuffle=false, or a smaller actor.ppo_mini_batch_size."
         )
     if actor.clip_ratio_low > 1:
         yield f"actor.clip_ratio_low={actor.clip_ratio_low}: must be at most 1; a ratio is never below 0."
@@ -61,8 +60,7 @@ def loss_problems(config: Config) -> Iterator[str]:
         )
     if buffer.enable and buffer.len >= longest:
         yield (
-            f"reward.overlong_buffer.len={buffer.len}: must be less than data.max_response_length={longest}, of which "
-            "it is the end: "
+            f"reward.overlong_buffer.len={buffer.len}: must be less than data.max_response_length={longest}; "
             f"set reward.overlong_buffer.len={max(longest // 5, 1)}, or reward.overlong_buffer.enable=false."
         )
 

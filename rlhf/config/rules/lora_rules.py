@@ -10,7 +10,7 @@ from rlhf.config.known_settings import SETTINGS
 from rlhf.config.rules.backend_rules import package_problem
 from rlhf.config.schema.lora import ALL_LINEAR
 
-BESIDE_ADAPTERS = (
+ADAPTER_SETTINGS = (
     *(f"model.lora.{field.name}" for field in fields(LoraConfig) if field.name != "enabled"),
     "rollout.lora",
     "checkpoint.hf_adapter",
@@ -28,7 +28,7 @@ def idle_lora(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]
     if config.model.lora.enabled:
         return
     for key, value in given:
-        if key in BESIDE_ADAPTERS and value is not None and value == SETTINGS[key].default:
+        if key in ADAPTER_SETTINGS and value is not None and value == SETTINGS[key].default:
             yield f"{key}={value}: has effect only with model.lora.enabled=true."
 
 
@@ -36,7 +36,7 @@ def lora_problems(config: Config) -> Iterator[str]:
     """Yield one line per setting of `model.lora` that contradicts another setting."""
     lora, backend = config.model.lora, config.backend
     if not lora.enabled:
-        for key in BESIDE_ADAPTERS:
+        for key in ADAPTER_SETTINGS:
             if (value := SETTINGS[key].value(config)) != SETTINGS[key].default:
                 yield f"{key}={value}: has effect only with model.lora.enabled=true."
         return
@@ -46,8 +46,8 @@ def lora_problems(config: Config) -> Iterator[str]:
         contents = getattr(config.checkpoint, key) or []
         if "hf_model" in contents and "model" not in contents:
             yield (
-                f"checkpoint.{key}={contents}: with model.lora.enabled=true hf_model is for other tools, and a run "
-                "goes on from model alone; add model."
+                f"checkpoint.{key}={contents}: with model.lora.enabled=true a run can resume only from model, not from "
+                "hf_model; add model."
             )
     yield from _native(config)
     if backend.name == "deepspeed":
@@ -57,8 +57,8 @@ def lora_problems(config: Config) -> Iterator[str]:
 def _reference(ref: RefConfig) -> Iterator[str]:
     if ref.update_freq is not None:
         yield (
-            f"ref.update_freq={ref.update_freq}: with model.lora.enabled=true the reference is the model "
-            "without its adapters, of which there is no second copy that could move; set ref.update_freq=null."
+            f"ref.update_freq={ref.update_freq}: with model.lora.enabled=true the reference is the frozen model "
+            "without its adapters; set ref.update_freq=null."
         )
     if ref.fsdp_config.param_offload:
         yield (
@@ -76,13 +76,13 @@ def _deepspeed(lora: LoraConfig, backend: BackendConfig) -> Iterator[str]:
     dtype, fitting = base_dtype(lora, backend), compute_dtype(backend)
     if dtype != fitting:
         yield (
-            f"model.lora.base_dtype={dtype}: DeepSpeed computes in the type of the weights, which with "
-            f"backend.autocast={backend.autocast} is {fitting}; set model.lora.base_dtype=null."
+            f"model.lora.base_dtype={dtype}: DeepSpeed computes in the dtype of the weights, which must be "
+            f"{fitting} with backend.autocast={backend.autocast}; set model.lora.base_dtype=null."
         )
     if lora.use_dora and backend.zero_stage == 3:
         yield (
-            "model.lora.use_dora=true: DoRA reads a layer's frozen weight beside the layer's own pass, and "
-            "backend.zero_stage=3 has it whole only in that; set backend.zero_stage=2, or backend=fsdp2."
+            "model.lora.use_dora=true: DoRA reads a layer's frozen weight outside the layer's forward pass, and "
+            "backend.zero_stage=3 gathers the weight only during that pass; set backend.zero_stage=2, or backend=fsdp2."
         )
 
 
@@ -92,15 +92,15 @@ def _native(config: Config) -> Iterator[str]:
         return
     instead = "set rollout.lora=merged."
     if rollout.name != "vllm":
-        of = {"embedded": "its engine computes with whole weights", "vllm_server": "servers are sent whole weights"}
+        of = {"embedded": "its engine needs merged weights", "vllm_server": "servers receive merged weights"}
         why = of.get(str(rollout.name), "no engine is named")
         yield f"rollout.lora=native: needs rollout=vllm, and it is {rollout.name} ({why}); {instead}"
     if config.model.lora.use_dora:
         yield f"rollout.lora=native: vLLM serves no DoRA (model.lora.use_dora=true); {instead}"
     if rollout.tensor_model_parallel_size > 1:
         yield (
-            f"rollout.lora=native: what several devices hold of an adapter "
-            f"(rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}) is not verified; {instead}"
+            "rollout.lora=native: adapters that are sharded over devices "
+            f"(rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}) cannot be verified; {instead}"
         )
     if config.model.lora.rank > VLLM_RANK:
         rank = config.model.lora.rank
@@ -120,7 +120,7 @@ def _modules(lora: LoraConfig) -> Iterator[str]:
     if not isinstance(targets, list) or not targets or not all(isinstance(name, str) and name for name in targets):
         instead = f"[{targets}]" if isinstance(targets, str) and targets.isidentifier() else "[q_proj,v_proj]"
         yield (
-            f"model.lora.target_modules={targets!r}: set {ALL_LINEAR}, or a list of the ends of layers' names, such as "
+            f"model.lora.target_modules={targets!r}: set {ALL_LINEAR}, or a list of endings of layer names, such as "
             f"{instead}."
         )
 

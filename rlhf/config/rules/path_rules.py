@@ -11,7 +11,7 @@ from rlhf.config.known_settings import SETTINGS
 from rlhf.config.same_files import PATHS
 from rlhf.errors import did_you_mean, nearest
 
-STARTS = ("model.path", "model.lora.path", "critic.path", "reward_model.path")
+INITIAL_WEIGHTS = ("model.path", "model.lora.path", "critic.path", "reward_model.path")
 """Settings that name the initial weights of a run."""
 
 
@@ -26,7 +26,7 @@ def unresolved_home_paths(config: Config) -> Iterator[str]:
 
 def overwritten_starts(config: Config) -> Iterator[str]:
     """Yield one line per initial model in the run directory that `trainer.overwrite` would delete."""
-    for key in STARTS if config.trainer.overwrite else ():
+    for key in INITIAL_WEIGHTS if config.trainer.overwrite else ():
         name = SETTINGS[key].value(config)
         start = None if not name else Path(name).expanduser().resolve()
         if start is not None and start.is_dir() and start.is_relative_to(config.run_dir.resolve()):
@@ -50,23 +50,23 @@ def resume_problems(config: Config) -> Iterator[str]:
             yield f"trainer.resume_from_path={path}: there is no such directory.{_sibling(source)}"
         elif not (source / "manifest.json").is_file():
             yield (
-                f"trainer.resume_from_path={path}: has no manifest.json, so it is no checkpoint: name a global_step_N "
-                "directory."
+                f"trainer.resume_from_path={path}: has no manifest.json, so it is not a checkpoint; give a "
+                "global_step_N directory."
             )
     if mode == "resume_path" and config.trainer.overwrite:
         yield (
-            "trainer.overwrite=true with trainer.resume_mode=resume_path: the one may delete what the other reads: "
+            "trainer.overwrite=true with trainer.resume_mode=resume_path: may delete the checkpoint to start from; "
             "set trainer.overwrite=false, and a new trainer.experiment_name for a new run."
         )
 
 
 def on_one_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether all ranks are here. Under torchrun with several nodes, a model may be on another node."""
+    """Return whether all ranks run on this machine. On several nodes, a model may exist only on another node."""
     return int(environ.get("WORLD_SIZE", "1")) == int(environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", "1")))
 
 
 def model_problems(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield one line per model or chat template that is missing or without effect."""
+    """Yield one line per model or chat template that is missing, and for a reward model without effect."""
     here = on_one_machine(environ)
     yield from _model_folder("model.path", config.model.path, here)
     for key, optional in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
@@ -91,20 +91,20 @@ def _model_folder(key: str, name: str, here: bool) -> Iterator[str]:
     if not name:
         yield f"{key}='': set a folder in Hugging Face format or a Hub name."
     elif path.is_file():
-        yield f"{key}={name}: is a file; give the folder that holds config.json."
+        yield f"{key}={name}: is a file; give the folder that contains config.json."
     elif here and path.is_dir() and not (path / "config.json").is_file():
         inside = sorted(p.parent for p in path.glob("*/config.json"))
         hint = did_you_mean(str(inside[0]) if inside else None)
         if (path / "adapter_config.json").is_file():
             hint = (
-                " It holds an adapter (LoRA): name its base model there, and the adapter with model.lora.enabled=true "
-                f"model.lora.path={name}; or merge the two with PEFT's merge_and_unload, and name what that saves."
+                f" It contains a LoRA adapter: set {key} to the base model, and add model.lora.enabled=true "
+                f"model.lora.path={name}; or merge both with PEFT's merge_and_unload, and give the saved folder."
             )
-        yield f"{key}={name}: this folder has no config.json, so it is no model in Hugging Face format.{hint}"
+        yield f"{key}={name}: this folder has no config.json, so it is not a model in Hugging Face format.{hint}"
     elif here and looks_local and not path.exists():
         yield f"{key}={name}: there is no such folder.{_sibling(path)}"
     elif not looks_local and not path.exists() and not _HUB_NAME.fullmatch(name):
-        unset = " The shell has not replaced what follows the $." if "$" in name else ""
+        unset = " The shell has not expanded the variable after the $." if "$" in name else ""
         yield f"{key}={name}: is neither a folder here nor a Hub name of the form org/name.{unset}"
 
 

@@ -13,8 +13,8 @@ STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_t
 """Keys of rollout.structured_outputs; exactly one must be set."""
 STRUCTURE_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 LEAST_TEMPERATURE = 0.01
-"""vLLM samples greedily below this, and logits divided by a temperature near 0 overflow."""
-OURS = {
+"""Below this, vLLM samples greedily, and logits divided by the temperature may overflow."""
+VLLM_ARGUMENTS_WITH_SETTINGS = {
     "model": "model.path",
     "tokenizer": "model.path",
     "dtype": "rollout.dtype",
@@ -28,8 +28,8 @@ OURS = {
     "pipeline_parallel_size": "rollout.tensor_model_parallel_size",
     "data_parallel_size": "trainer.nproc or rollout.servers.count",
 }
-"""vLLM's arguments that are settings of the trainer."""
-TRAINERS = (
+"""vLLM's engine arguments that a setting controls, with that setting."""
+RESERVED_VLLM_ARGUMENTS = (
     "api_key",
     "disable_log_stats",
     "distributed_executor_backend",
@@ -48,7 +48,7 @@ TRAINERS = (
     "worker_cls",
     "worker_extension_cls",
 )
-"""vLLM's arguments that only the trainer may set."""
+"""vLLM's engine arguments that only the trainer may set."""
 
 
 def rollout_problems(config: Config) -> Iterator[str]:
@@ -56,9 +56,8 @@ def rollout_problems(config: Config) -> Iterator[str]:
     r = config.rollout
     if r.temperature < LEAST_TEMPERATURE:
         yield (
-            f"rollout.temperature={r.temperature:g}: samples would be greedy, equal to each other and without a "
-            "distribution to train; "
-            "set rollout.temperature=1.0. Evaluation has its own, rollout.val_kwargs.temperature."
+            f"rollout.temperature={r.temperature:g}: sampling would be greedy, and all samples of a prompt equal; set "
+            "rollout.temperature=1.0. For evaluations, set rollout.val_kwargs.temperature instead."
         )
     if r.n > 1 and r.top_k == 1:
         yield f"rollout.top_k=1: the {r.n} samples of a prompt (rollout.n) would be equal; set rollout.top_k=-1."
@@ -110,19 +109,19 @@ def _one_step_ahead(config: Config) -> Iterator[str]:
         )
     if correction.rollout_is is None:
         yield (
-            f"algorithm.rollout_correction.rollout_is=null: with {ahead} samples are by an older policy than the one "
-            "in training; set algorithm.rollout_correction.rollout_is=token."
+            f"algorithm.rollout_correction.rollout_is=null: with {ahead} samples come from an older policy than the "
+            "one in training; set algorithm.rollout_correction.rollout_is=token."
         )
     filters = config.algorithm.filter_groups
     if filters.enable and filters.max_staleness < config.rollout.async_steps:
         yield (
-            f"algorithm.filter_groups.max_staleness={filters.max_staleness}: with {ahead} what is generated ahead is "
-            "one step old when it is trained on; set algorithm.filter_groups.max_staleness=1."
+            f"algorithm.filter_groups.max_staleness={filters.max_staleness}: with {ahead} samples are one step old "
+            "when they are trained on; set algorithm.filter_groups.max_staleness=1."
         )
     if config.checkpoint.journal:
         yield (
-            f"checkpoint.journal=true: the journal does not keep what {ahead} generates ahead, which only checkpoints "
-            "hold; set checkpoint.journal=false."
+            f"checkpoint.journal=true: the journal does not store the samples that {ahead} generates ahead; set "
+            "checkpoint.journal=false."
         )
 
 
@@ -138,17 +137,17 @@ def _servers(r: RolloutConfig) -> Iterator[str]:
             yield f"rollout.servers.urls: {url!r} is not the URL of a server; give e.g. http://node7:8000."
     named = [url.rstrip("/") for url in s.urls]
     for url in sorted({url for url in named if named.count(url) > 1}):
-        yield f"rollout.servers.urls: {url} is there {named.count(url)} times; name each server once."
+        yield f"rollout.servers.urls: {url} is listed {named.count(url)} times; list each server once."
     if s.urls and s.count != default.count:
         yield (
-            f"rollout.servers.count={s.count}: is for servers that we start; rollout.servers.urls names some that run "
-            "already."
+            f"rollout.servers.count={s.count}: has effect only on servers that the trainer starts, and "
+            "rollout.servers.urls lists running servers; remove it."
         )
     if s.backoff_s > s.backoff_max_s:
         yield (
             f"rollout.servers.backoff_s={s.backoff_s:g}: is more than "
             f"rollout.servers.backoff_max_s={s.backoff_max_s:g}; "
-            f"set rollout.servers.backoff_max_s={s.backoff_s:g} or less back-off."
+            f"set rollout.servers.backoff_max_s={s.backoff_s:g}, or a smaller backoff_s."
         )
 
 
@@ -156,7 +155,7 @@ def _is_http(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         return False
 
 
@@ -164,19 +163,19 @@ def _vllm(config: Config) -> Iterator[str]:
     r = config.rollout
     if config.model.trust_remote_code and not r.servers.urls:
         yield (
-            f"model.trust_remote_code=true: rollout={r.name} is given the policy's configuration and tokenizer, not "
+            f"model.trust_remote_code=true: rollout={r.name} receives the policy's configuration and tokenizer, not "
             "its code; set rollout=embedded, or model.trust_remote_code=false for an architecture that transformers "
-            "and vLLM know."
+            "and vLLM support."
         )
     for key, temperature in (("temperature", r.temperature), ("val_kwargs.temperature", r.val_kwargs.temperature)):
         if temperature > 2 or 0 < temperature < LEAST_TEMPERATURE:
-            yield f"rollout.{key}={temperature}: vLLM takes 0 (greedy) and {LEAST_TEMPERATURE} to 2."
+            yield f"rollout.{key}={temperature}: vLLM accepts 0 (greedy), and {LEAST_TEMPERATURE} to 2."
     for key, value in r.engine_kwargs.vllm.items():
         shown = f"rollout.engine_kwargs.vllm.{key}={value}"
-        if key in OURS:
-            yield f"{shown}: set {OURS[key]} instead."
-        elif key in TRAINERS:
-            yield f"{shown}: the trainer needs this argument as it sets it; remove it."
+        if key in VLLM_ARGUMENTS_WITH_SETTINGS:
+            yield f"{shown}: set {VLLM_ARGUMENTS_WITH_SETTINGS[key]} instead."
+        elif key in RESERVED_VLLM_ARGUMENTS:
+            yield f"{shown}: only the trainer may set this argument; remove it."
     yield from _structure(r)
 
 
@@ -187,4 +186,4 @@ def _structure(r: RolloutConfig) -> Iterator[str]:
         known = (*STRUCTURES, *STRUCTURE_OPTIONS)
         yield f"{shown}: there is no key {key}.{did_you_mean(nearest(key, known))} Keys: {', '.join(known)}."
     if r.structured_outputs and not unknown and len(set(r.structured_outputs) & set(STRUCTURES)) != 1:
-        yield f"{shown}: give one of {', '.join(STRUCTURES)}."
+        yield f"{shown}: set exactly one of {', '.join(STRUCTURES)}."

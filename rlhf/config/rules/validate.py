@@ -113,7 +113,7 @@ def _run(config: Config) -> Iterator[str]:
     for name in t.logger:
         if name not in LOGGERS:
             near = did_you_mean(nearest(name, LOGGERS))
-            yield f"trainer.logger={t.logger}: no tracker is called {name!r}; known: {', '.join(LOGGERS)}.{near}"
+            yield f"trainer.logger={t.logger}: {name!r} is not one of {', '.join(LOGGERS)}.{near}"
     if len(set(t.logger)) < len(t.logger):
         yield f"trainer.logger={t.logger}: name each tracker once."
 
@@ -146,7 +146,7 @@ def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         more += "" if fitting else f" and data.train_batch_size={enough}"
         yield (
             f"actor.ppo_mini_batch_size={mini}: with rollout.n={n} a mini-batch has {mini * n} samples, so more than "
-            f"half of the ranks ({source}={ranks}) would have nothing to train on: {more}, or take at most "
+            f"half of the ranks ({source}={ranks}) would have nothing to train on: {more}, or use at most "
             f"{2 * mini * n} ranks."
         )
     replicas = config.backend.dp_replicate
@@ -174,8 +174,8 @@ def _filter_groups(config: Config) -> Iterator[str]:
         return
     if n < 2:
         yield (
-            f"rollout.n={n}: algorithm.filter_groups.enable=true drops prompts whose samples agree; set rollout.n to "
-            "2 or more."
+            f"rollout.n={n}: algorithm.filter_groups.enable=true drops prompts whose samples all have the same metric; "
+            "set rollout.n to 2 or more."
         )
     most = prompts_per_generation(config.data, filters) * filters.max_num_gen_batches
     if most < train:
@@ -195,9 +195,9 @@ def _data(config: Config) -> Iterator[str]:
         ):
             yield f"data.{key}={files!r}: set a file, a glob or a Hub name, or a list of these."
     for key in TEMPLATE_ARGUMENTS & config.data.apply_chat_template_kwargs.keys():
-        yield f"data.apply_chat_template_kwargs.{key} cannot be set: the trainer decides it. Remove it."
+        yield f"data.apply_chat_template_kwargs.{key} cannot be set: the trainer sets it. Remove it."
     if config.data.cache_dir == "":
-        yield "data.cache_dir='': name a folder for tokenised prompts, or set null for the one of Hugging Face."
+        yield "data.cache_dir='': set a folder for tokenized prompts, or null for the default."
 
 
 def _rollback(config: Config) -> Iterator[str]:
@@ -208,11 +208,11 @@ def _rollback(config: Config) -> Iterator[str]:
         lacking = [name for name in ("model", "optimizer", "extra") if contents is not None and name not in contents]
         if lacking:
             yield (
-                f"checkpoint.{key}={contents}: guards.action=rollback returns to a checkpoint as it was, which takes "
-                f"model, optimizer and extra; add {', '.join(lacking)}, or set guards.action=skip."
+                f"checkpoint.{key}={contents}: guards.action=rollback needs checkpoints with model, optimizer and "
+                f"extra; add {', '.join(lacking)}, or set guards.action=skip."
             )
     if config.trainer.save_freq == 0:
         yield (
-            "trainer.save_freq=0: guards.action=rollback would go back to the start; set trainer.save_freq=20, or "
-            "guards.action=skip."
+            "trainer.save_freq=0: guards.action=rollback would return to the start of the run; set "
+            "trainer.save_freq=20, or guards.action=skip."
         )

@@ -21,8 +21,9 @@ def setting(
 ) -> Any:
     """Return a dataclass field with its rules in the metadata.
 
-    Lists and dicts are copied per instance; sections are called. A `by_device` setting may be null in a recipe:
-    composition sets it to the device's default (`rlhf.planning.device_defaults`). The default here is for a CPU.
+    A list or dict default is copied for each instance; a callable default, such as a section's class, is called. A
+    `by_device` setting may be null in a recipe: composition replaces null by the device's default
+    (`rlhf.planning.device_defaults`). The default here is for a CPU.
     """
     metadata = {"choices": choices, "ge": ge, "gt": gt, "le": le, "resume": resume, "by_device": by_device}
     if isinstance(default, (list, dict)):

@@ -49,5 +49,5 @@ class RewardConfig:
     """Folders that reward processes may write to, besides their own temporary folder (HOME and TMPDIR)."""
     memory_gb: float | None = setting(8.0, gt=0)
     """GiB that a reward process, and each of its child processes, may allocate; null sets no limit. A sample that needs
-    more has failed."""
+    more fails."""
     overlong_buffer: OverlongBufferConfig = setting(OverlongBufferConfig)

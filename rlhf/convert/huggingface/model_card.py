@@ -12,7 +12,7 @@ import yaml
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.export import layout_native
 from rlhf.checkpoint.state.driver_state import parse_driver_state
-from rlhf.config.overrides import as_shell, command_of, fit_to_show, stored_settings
+from rlhf.config.overrides import as_shell, command_of, publishable, stored_settings
 from rlhf.convert.huggingface.hub import look_up_model
 from rlhf.models.hf.source import Origin
 from rlhf.printable import printable, printable_lines
@@ -99,7 +99,7 @@ class ModelCard:
         return name
 
     def _summary(self) -> str:
-        base = fit_to_show(self._settings.get("model.path"))
+        base = publishable(self._settings.get("model.path"))
         began = f" from {_inline(base)}" if isinstance(base, str) else ""
         if layout := self._manifest.imported.get("layout"):
             return f"Weights of a checkpoint of another tool ({_inline(layout)}), not trained further.\n"
@@ -115,9 +115,9 @@ class ModelCard:
         files = settings.get("data.train_files")
         gym = f"reasoning-gym: {settings.get('data.reasoning_gym.task')}"
         if settings:
-            yield "data", fit_to_show(files) or gym
+            yield "data", publishable(files) or gym
         if settings.get("trainer.resume_mode") == "resume_path":
-            yield "began at the checkpoint", fit_to_show(settings.get("trainer.resume_from_path"))
+            yield "began at the checkpoint", publishable(settings.get("trainer.resume_from_path"))
         yield "ranks", f"{self._manifest.world_size}, {self._manifest.backend}"
         yield "saved (UTC)", self._manifest.created
         yield "versions", ", ".join(f"{name} {version}" for name, version in sorted(self._manifest.versions.items()))
@@ -125,7 +125,7 @@ class ModelCard:
     def _recipe(self) -> Iterator[tuple[str, Any]]:
         for key in RECIPE:
             if key in self._settings:
-                yield key, fit_to_show(self._settings[key])
+                yield key, publishable(self._settings[key])
 
     def _metrics(self) -> str:
         figures = {name: value for name, value in self._manifest.metrics.items() if math.isfinite(value)}

@@ -13,7 +13,7 @@ from rlhf.launch.local.rank_output import RankOutput
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked, RankEnded
 
 # An exiting interpreter closes its connections some milliseconds before its process ends.
-_LAST_MOMENTS_S = 2.0
+_EXIT_WAIT_S = 2.0
 
 Message = Forked | Devices | RankEnded
 
@@ -55,7 +55,7 @@ class LauncherProcess:
     def _lost(self) -> None:
         """Wait for the exit code of a launcher that closed its connection, then close."""
         with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(_LAST_MOMENTS_S)
+            self._popen.wait(_EXIT_WAIT_S)
         self.close()
 
     def close(self) -> None:

@@ -129,4 +129,4 @@ def why_silent(process: int) -> str:
         return "stopped, as by SIGSTOP or a debugger"
     if state == "D":
         return "blocked in the kernel: a disk, a network file system or a driver does not answer"
-    return "no answer; so early in its start it is still importing"
+    return "no answer, probably because it is still importing modules"

@@ -20,7 +20,7 @@ _DRAIN_READS = 64
 class RankOutput:
     """Reads the ranks' stdout, stderr and progress from pipes, in a thread, while entered.
 
-    So the terminal has one writer: no line ends inside a progress bar, and no control characters reach the terminal.
+    The terminal then has a single writer: no line ends inside a progress bar, and no control characters reach it.
     """
 
     def __init__(self, output: RunOutput) -> None:

@@ -26,7 +26,7 @@ from rlhf.ranks.status import clear_statuses
 
 _LOOK_S = 0.1
 # With the default handler of SIGINT, Ctrl-C leaves no traceback of this process on the terminal.
-_COUNT = """
+_COUNT_GPUS = """
 import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
 import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 """
@@ -56,7 +56,7 @@ class RankNeeds:
 class LocalStarter:
     """A `RankStarter` of processes on this machine. While entered, runs a launcher if the ranks may be forked.
 
-    If a launcher ends, its ranks die with it, and the next start makes a new launcher.
+    If a launcher ends, its ranks die with it, and the next `start` starts a new launcher.
 
     Args:
         output: receives what the ranks print; None leaves them this process's stdout and stderr.
@@ -137,13 +137,13 @@ class LocalStarter:
     ) -> A | None:
         """Return the launcher's answer; None if the launcher ends, is too slow, or `stopped` returns True."""
         launcher.ask(request)
-        patience_s = self._trainer.watchdog_first_timeout_s
-        end = time.monotonic() + patience_s
+        timeout_s = self._trainer.watchdog_first_timeout_s
+        end = time.monotonic() + timeout_s
         while launcher.exit is None and not stopped():
             if isinstance(answer := launcher.receive(_LOOK_S), kind):
                 return answer
             if time.monotonic() > end:
-                self._give_up(launcher, f"its imports take more than {patience_s:g} s")
+                self._give_up(launcher, f"its imports take more than {timeout_s:g} s")
         return None
 
     def _give_up(self, launcher: LauncherProcess, problem: str) -> None:
@@ -171,18 +171,18 @@ class LocalStarter:
             )
 
     def _device_count(self) -> int:
-        patience_s = self._trainer.watchdog_first_timeout_s
+        timeout_s = self._trainer.watchdog_first_timeout_s
         if (launcher := self._launcher) is not None:
             answer = self._answer(launcher, CountDevices(), Devices, lambda: False)
             if answer is not None and answer.problem is None:
                 return answer.count
         try:
             done = subprocess.run(
-                [sys.executable, "-c", _COUNT], stdout=subprocess.PIPE, check=True, timeout=patience_s
+                [sys.executable, "-c", _COUNT_GPUS], stdout=subprocess.PIPE, check=True, timeout=timeout_s
             )
         except subprocess.TimeoutExpired:
             raise UserError(
-                f"Counting the CUDA devices took more than trainer.watchdog_first_timeout_s={patience_s:g}. "
+                f"Counting the CUDA devices took more than trainer.watchdog_first_timeout_s={timeout_s:g}. "
                 "Check `nvidia-smi`, or set trainer.device=cpu."
             ) from None
         return int(done.stdout)
