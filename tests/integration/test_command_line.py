@@ -109,8 +109,8 @@ WRONG_COMMANDS = [
     (["rollout.lora=merged"], "rollout.lora=merged: has effect only with model.lora.enabled=true."),
     (
         ["critic.optim.lr=1e-4"],
-        "critic.optim.lr=0.0001: has effect only with a critic, and algorithm.adv_estimator=grpo trains no critic. Remove "
-        "it, or set algorithm=ppo.",
+        "critic.optim.lr=0.0001: has effect only with a critic, and algorithm.adv_estimator=grpo trains no critic. "
+        "Remove it, or set algorithm=ppo.",
     ),
     (["algorithm=dappo"], "algorithm=dappo: the group has no such entry. Did you mean dapo?"),
     (["algorithm.adv_estimator=ppo"], "algorithm.adv_estimator=ppo: ppo is a whole algorithm; write algorithm=ppo."),

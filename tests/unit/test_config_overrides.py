@@ -59,7 +59,7 @@ def test_what_differs_only_is_written():
         ("say hf_abcdefghijklmnopqrst now", "say REDACTED now"),
     ],
 )
-def test_what_is_fit_to_show(value, shown):
+def test_what_is_publishable(value, shown):
     redacted = {"api_key": "REDACTED", "hf-token": "REDACTED", "max_tokens": 5, "deep": {"password": "REDACTED"}}
     assert publishable(value) == (redacted if shown is None else shown)
 

@@ -110,7 +110,7 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
         (
             "a.jsonl",
             '{"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": "\\n"}], "answer": "1"}',
-            " line 1: column 'prompt' (data.prompt_key) has an empty prompt in this row. Fill it in, or delete.",
+            " line 1: column 'prompt' (data.prompt_key) has an empty prompt in this row. Fill it in, or delete the",
         ),
     ],
 )
