@@ -10,7 +10,7 @@ from rlhf.config.buffer_sizes import GATHER_BUCKET
 from rlhf.ranks import dims
 from rlhf.ranks.collectives import gather_from
 from rlhf.storage.boxes import Box, layout_of, whole_box
-from rlhf.storage.shards import Shard, Shards, laid_out
+from rlhf.storage.shards import Shard, Shards, strided_view
 
 
 @torch.no_grad()
@@ -137,6 +137,6 @@ def _gathered(
             if box.is_range:
                 content[box.offsets[0] * width :][: len(piece)].copy_(piece)
             else:  # clone, because a view of another type needs aligned memory
-                target = laid_out(whole, layout_of(box, whole_box(shape), shape))
+                target = strided_view(whole, layout_of(box, whole_box(shape), shape))
                 target.copy_(piece.clone().view(part.dtype).view(box.sizes))
         yield name, whole.view(shape)

@@ -18,7 +18,7 @@ from rlhf.ranks.collectives import broadcast
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.boxes import bounds, layout_of, overlaps, range_box
 from rlhf.storage.file_parts import FileParts, parts_of
-from rlhf.storage.shards import DTYPES, Shards, laid_out
+from rlhf.storage.shards import DTYPES, Shards, strided_view
 
 BUCKET_BYTES = 1 << 26  # bytes per read and per broadcast; a row of a tensor is never split
 
@@ -58,7 +58,7 @@ class Loaded:
                         begin = part.start + start
                         read = range_box(begin, begin + chunk.numel())
                         for common in overlaps(shard.box, read, shard.shape):
-                            shard.at(common).copy_(laid_out(chunk, layout_of(common, read, shard.shape)))
+                            shard.at(common).copy_(strided_view(chunk, layout_of(common, read, shard.shape)))
 
 
 class ModelReader:

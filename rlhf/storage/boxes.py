@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 class Box(NamedTuple):
     """Elements [offset, offset + size) of a tensor in each dimension, or of the flattened tensor if there is one entry.
-    A part that is contiguous in the flattened tensor is always written as a range: see `normal`."""
+    A part that is contiguous in the flattened tensor is always written as a range: see `normalize`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -68,7 +68,7 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides[: len(shape)]))
 
 
-def normal(box: Box, shape: Sequence[int]) -> Box:
+def normalize(box: Box, shape: Sequence[int]) -> Box:
     """Return `box` as a range of the flattened tensor of `shape` if it is contiguous there or empty, else `box`."""
     if box.is_range:
         return box
@@ -136,7 +136,7 @@ def layout_of(inner: Box, outer: Box, shape: Sequence[int]) -> Strided:
     return Strided(sum((a - b) * stride for a, b, stride in steps), inner.sizes, strides)
 
 
-def runs(*layouts: Strided) -> tuple[int, list[NDArray[np.int64]]]:
+def contiguous_runs(*layouts: Strided) -> tuple[int, list[NDArray[np.int64]]]:
     """Split layouts of the same sizes into runs that are contiguous in all of them; return the length of a run, and for
     each layout the offsets at which the runs begin, in elements."""
     length = min(map(_run_length, layouts))

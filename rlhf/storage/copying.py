@@ -31,8 +31,8 @@ class RangeCopy(NamedTuple):
 
 
 class CheckedCopy:
-    """Writes files below `root` of `headers` (path -> first bytes) and of non-overlapping `ranges` of `files`. Reads a
-    block of `files` once, however many ranges it has, with 256 KiB in memory at a time."""
+    """Writes one file below `root` per entry of `headers` (path -> first bytes), and copies non-overlapping `ranges` of
+    `files` into them. Reads each block of `files` once, with 256 KiB in memory per thread."""
 
     def __init__(
         self, files: CheckedFiles, ranges: Iterable[RangeCopy], root: Path, headers: Mapping[str, bytes]
@@ -56,7 +56,7 @@ class CheckedCopy:
         for a damaged block of the source."""
         for path, header in self._headers.items():
             self._targets[path].write_at(0, memoryview(header))
-        for count in self._on_all(self._copy):
+        for count in self._for_each_block(self._copy):
             progress(count)
 
     def finish(self) -> None:
@@ -65,7 +65,7 @@ class CheckedCopy:
             # The disk syncs while the processor hashes.
             synced = beside.submit(self._sync)
             self._verify_headers()
-            for _ in self._on_all(self._verify_block):
+            for _ in self._for_each_block(self._verify_block):
                 pass
             synced.result()
 
@@ -77,7 +77,7 @@ class CheckedCopy:
         for target in self._targets.values():
             target.close()
 
-    def _on_all(self, work: Callable[[Block], int]) -> Iterator[int]:
+    def _for_each_block(self, work: Callable[[Block], int]) -> Iterator[int]:
         """Yield the results of `work` on each block, AT_A_TIME blocks at a time."""
         todo = iter(self._blocks)
         with ThreadPoolExecutor(THREADS) as threads:
@@ -95,20 +95,20 @@ class CheckedCopy:
     def _verify_headers(self) -> None:
         for path, header in self._headers.items():
             found = bytearray(len(header))
-            with self._naming_targets([path]):
+            with self._name_targets_in_errors([path]):
                 self._targets[path].read_at(0, memoryview(found))
                 if found != header:
-                    raise DamagedCheckpoint(f"{path}: another header")
+                    raise DamagedCheckpoint(f"{path}: the header differs")
 
     def _verify_block(self, block: Block) -> int:
-        """Compare a block of the source with its hash once more, as read from the targets."""
-        with self._naming_targets(dict.fromkeys(part.target for part in self._ranges[block])):
+        """Read a block of the source back from the targets and compare it with its hash."""
+        with self._name_targets_in_errors(dict.fromkeys(part.target for part in self._ranges[block])):
             self._files.compare_block(*block, self._read_back(block))
         return 0
 
     @contextmanager
-    def _naming_targets(self, targets: Iterable[str]) -> Iterator[None]:
-        """Change an error about damage to name the copy, in one of `targets`."""
+    def _name_targets_in_errors(self, targets: Iterable[str]) -> Iterator[None]:
+        """Add the names of the target files to a DamagedCheckpoint."""
         try:
             yield
         except DamagedCheckpoint as error:
@@ -116,7 +116,7 @@ class CheckedCopy:
             raise DamagedCheckpoint(f"{names} was not written correctly, try again: {error}") from None
 
     def _read_back(self, block: Block) -> Iterator[memoryview]:
-        """Yield a block's bytes from the targets; bytes that no target has come from the source."""
+        """Yield a block's bytes from the targets, and bytes that no target has from the source."""
         name, number = block
         end, memory = min((number + 1) * BLOCK, self._files.size(name)), memoryview(bytearray(PART))
         for start in range(number * BLOCK, end, PART):

@@ -13,7 +13,7 @@ class DamagedCheckpoint(Exception):
 
 
 class OtherFormat(DamagedCheckpoint):
-    """A checkpoint is intact, but its format is another version's: nothing to set aside."""
+    """An intact checkpoint in the format of another version. It must not be set aside as damaged."""
 
 
 class SaveFailed(Exception):

@@ -20,8 +20,8 @@ from rlhf.storage.layout import TEMPORARY
 from rlhf.storage.reading import fill
 
 WRITE_BYTES = 512 << 10
-"""Bytes per write. For larger writes the kernel looks for larger pieces of free memory: a GiB in writes of 8 MiB took
-1.3 s of the processor on ext4, in writes of up to 1 MiB 0.2 s."""
+"""Bytes per write. For larger writes the kernel searches for larger pieces of free memory: on ext4 a GiB took 1.3 s of
+CPU time in writes of 8 MiB, and 0.2 s in writes of up to 1 MiB."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Linux constants: paths relative to the working directory; exchange two names."""
 CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
@@ -46,7 +46,7 @@ def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> W
     with _naming(target), target.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
         for number, chunk in enumerate(chunks):
             view = memoryview(chunk).cast("B")
-            # In memory, writing takes three times as long as hashing: on a free core the hash costs no time.
+            # Even in memory, a write takes three times as long as its hash, so a hash on a free core costs no time.
             hashing = beside.submit(hashes.update, view) if len(view) >= BLOCK else None
             if hashing is None:
                 hashes.update(view)
@@ -54,14 +54,15 @@ def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> W
                 view = view[file.write(view[:WRITE_BYTES]) :]
             if hashing is not None:
                 hashing.result()
-            if number == 0:  # after a safetensors file's header, without its tensors: half written
+            if number == 0:  # so far only the header of a safetensors file is written
                 announce("commit.file_write")
         announce("commit.fsync")
         os.fsync(file.fileno())
     return WrittenFile(path, hashes.size, hashes.hexdigests())
 
 
-def described(path: str, content: bytes) -> WrittenFile:
+def hash_in_memory(path: str, content: bytes) -> WrittenFile:
+    """Return the entry that a file `path` with `content` would have, without writing the file."""
     hashes = BlockHashes()
     hashes.update(memoryview(content))
     return WrittenFile(path, hashes.size, hashes.hexdigests())
@@ -176,7 +177,7 @@ class SharedFile:
             announce("commit.file_write")
 
     def read_at(self, position: int, into: memoryview) -> None:
-        """Read back written bytes; raises DamagedCheckpoint where the file ends before."""
+        """Read back written bytes; raises DamagedCheckpoint where the file ends too early."""
         with _naming(self._path):
             fill(self._descriptor, [into] if into else [], position, self._path.name)
 
@@ -318,7 +319,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add a file name, and with it the rank that failed, to errors: those of write and fsync have none."""
+    """Add the file name, and with it the rank that failed, to an OSError of write or fsync, which has none."""
     try:
         yield
     except OSError as error:

@@ -46,7 +46,7 @@ def _tail(path: Path, size: int) -> str | None:
     return xxhash.xxh3_128_hexdigest(content) if len(content) == length else None
 
 
-def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield each whole line with its step; raise DamagedHistory for a line without a step. Skips a torn last line."""
     if not path.exists():
         return
@@ -55,10 +55,10 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
             if not line.endswith(b"\n"):
                 return
             match = _STEP_FIRST.match(line)
-            yield int(match[1]) if match else int(parsed(path, number, line)["step"]), line
+            yield int(match[1]) if match else int(parse_record(path, number, line)["step"]), line
 
 
-def parsed(path: Path, number: int, line: bytes) -> dict[str, float]:
+def parse_record(path: Path, number: int, line: bytes) -> dict[str, float]:
     """Parse the record of a line; raises DamagedHistory when the line is not a record."""
     try:
         record = json.loads(line)
@@ -69,11 +69,12 @@ def parsed(path: Path, number: int, line: bytes) -> dict[str, float]:
 
 
 def end_of_step(path: Path, step: int, mark: HistoryMark | None) -> int:
-    """Return the bytes of the records up to `step`, at once if its checkpoint's `mark` fits; raises DamagedHistory."""
+    """Return the number of bytes of the records up to `step`. Reads no record if `mark`, of the checkpoint of
+    `step`, fits. Raises DamagedHistory."""
     if mark is not None and mark.fits(path):
         return mark.size
     size = 0
-    for number, line in lines(path):
+    for number, line in read_lines(path):
         if number > step:
             break
         size += len(line)

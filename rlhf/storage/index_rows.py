@@ -26,7 +26,7 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def rows_of(numbered: Iterable[tuple[int, Box]]) -> bytes:
-    """Return the bytes of the rows of parts, each a tensor's number and a box as `boxes.normal` returns it."""
+    """Return the bytes of the rows of parts, each a tensor's number and a box as `boxes.normalize` returns it."""
     rows: list[tuple[int, int, int]] = []
     for tensor, box in numbered:
         number = tensor if box.is_range else -1 - tensor
@@ -74,7 +74,7 @@ class Parts(NamedTuple):
         return self.rows[self.row, 0] < 0
 
     def box(self, i: int, table: Table) -> Box:
-        """Return the part of its tensor that shard `i` is."""
+        """Return shard `i` as a box of its tensor."""
         if not self.rows[self.row[i], 0] < 0:
             return range_box(int(self.first[i]), int(self.stop[i]))
         begin = self.row[i]
@@ -122,15 +122,15 @@ def _dimensions(number: NDArray[np.int64], ndim: NDArray[np.int64]) -> NDArray[n
     return dimension
 
 
-def not_covered(parts: Parts, table: Table) -> int | None:
+def find_uncovered(parts: Parts, table: Table) -> int | None:
     """Return the number of a tensor whose elements the parts do not cover exactly once; None if there is none."""
     if len(parts.row) == len(parts.rows):  # one row per shard: there are no boxes
-        return ranges_not_covering(parts.rows, table.sizes)
+        return find_uncovered_range(parts.rows, table.sizes)
     with_boxes = np.zeros(len(table.shapes), dtype=bool)
     with_boxes[parts.tensor[parts.boxed]] = True
     flat = ~with_boxes[parts.tensor]
     ranges = np.stack([parts.tensor, parts.first, parts.stop], axis=1)[flat]
-    if (wrong := ranges_not_covering(ranges, np.where(with_boxes, 0, table.sizes))) is not None:
+    if (wrong := find_uncovered_range(ranges, np.where(with_boxes, 0, table.sizes))) is not None:
         return wrong
     seen: set[tuple[object, ...]] = set()  # the layers of a model are cut alike
     for number, members in _by_tensor(parts.tensor, np.flatnonzero(~flat)):
@@ -147,7 +147,7 @@ def _by_tensor(tensor: NDArray[np.int64], which: NDArray[np.intp]) -> Iterator[t
     return ((int(number), list(members)) for number, members in groupby(found, key=lambda i: tensor[i]))
 
 
-def ranges_not_covering(ranges: Rows, sizes: NDArray[np.int64], first: NDArray[np.int64] | None = None) -> int | None:
+def find_uncovered_range(ranges: Rows, sizes: NDArray[np.int64], first: NDArray[np.int64] | None = None) -> int | None:
     """Return the number of a tensor of which the ranges do not cover all wanted elements exactly once; None if none.
     `ranges` are [n, 3] (tensor, start, stop). `sizes` [tensors] are the numbers of wanted elements, `first` [tensors]
     the first wanted elements (None for 0)."""

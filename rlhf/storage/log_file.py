@@ -22,7 +22,7 @@ class LogFile:
         data = text.encode(errors="backslashreplace")
         now = os.fstat(self._fd)
         if now.st_size and now.st_size + len(data) > self._limit:
-            # Another process may have renamed it already.
+            # Another process may have renamed the file already.
             if self._path.exists() and os.path.samestat(now, self._path.stat()):
                 rename(self._path, self._path.with_name(f"{self._path.name}.1"))
             self.close()

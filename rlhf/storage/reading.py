@@ -31,8 +31,9 @@ Range = tuple[int, memoryview]
 class CheckedFiles:
     """Reads and verifies the files below `root` that a manifest describes (`files`: path -> size and hashes).
 
-    Reads raise DamagedCheckpoint, "<path>: <problem>", unless each block that they touch matches its hash; then the
-    destination is undefined. `checked` has the numbers of verified blocks by path; `bytes_read` counts their bytes.
+    A read raises DamagedCheckpoint ("<path>: <problem>") if a block that it touches does not match its hash. The
+    destination's content is then undefined. `checked` has the numbers of verified blocks by path; `bytes_read` counts
+    their bytes.
     """
 
     def __init__(self, root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -94,8 +95,8 @@ class CheckedFiles:
         self._read_blocks(name, {number: [] for number in blocks})
 
     def parts(self, name: str, number: int) -> Iterator[tuple[int, memoryview]]:
-        """Yield the bytes of a block in parts, each with its position in the file and valid until the next. The block
-        is verified only after the last part, without a DamagedCheckpoint."""
+        """Yield the bytes of a block in parts, each with its position in the file. A part is valid until the next one.
+        Compares the hash after the last part, and raises DamagedCheckpoint if the hash differs."""
         entry, digest, memory = self._entry(name), xxhash.xxh3_128(), memoryview(bytearray(PART))
         with _damage(name), _regular(self._elsewhere.get(name, self._root) / name, f"{name}:") as descriptor:
             end = min((number + 1) * BLOCK, entry["size"])
@@ -168,8 +169,8 @@ def parse_json(content: bytes, name: str) -> Any:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """Return the bytes of a regular file of at most `limit` bytes. Raises DamagedCheckpoint for a larger file or
-    anything else of that name, and OSError on other errors."""
+    """Return the bytes of a regular file of at most `limit` bytes. Raises DamagedCheckpoint for a larger file
+    and for a path that is not a regular file, and OSError on other errors."""
     try:
         with _regular(path, str(path)) as descriptor:
             size = os.fstat(descriptor).st_size
@@ -220,7 +221,7 @@ def _damage(name: str) -> Iterator[None]:
 
 
 def _reads(position: int, end: int, wanted: list[Range], scratch: memoryview) -> Iterator[list[memoryview]]:
-    """Yield memory for one read each, together of the bytes [position, end): `wanted`, and `scratch` in between."""
+    """Yield the buffers of each read of the bytes [position, end): those of `wanted`, and `scratch` for the gaps."""
     views: list[memoryview] = []
     filled = 0
     for start, into in [*wanted, (end, memoryview(b""))]:

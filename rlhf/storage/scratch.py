@@ -86,8 +86,8 @@ def lock_folder(folder: Path) -> int | None:
     return None
 
 
-def name_shared_memory(beginning: str = "psm_") -> None:
-    """Set the prefix of multiprocessing's shared memory in this process; the default is multiprocessing's own."""
+def set_shared_memory_prefix(beginning: str = "psm_") -> None:
+    """Set the prefix of the names of multiprocessing's shared memory in this process (default: Python's own prefix)."""
     module: Any = shared_memory
     module._SHM_NAME_PREFIX = f"/{beginning}"
     module._SHM_SAFE_NAME_LENGTH = len(beginning) + 9

@@ -25,9 +25,9 @@ from rlhf.storage.index_rows import (
     Tensors,
     as_rows,
     covers,
-    not_covered,
+    find_uncovered,
+    find_uncovered_range,
     parse_rows,
-    ranges_not_covering,
 )
 from rlhf.storage.layout import INDEX
 from rlhf.storage.reading import CheckedFiles
@@ -103,7 +103,7 @@ def _check(tensors: Tensors, shares: Sequence[FileShards], table: Table) -> byte
             raise ValueError(f"ranks disagree about the tensors: rank {rank} has other tensors than rank 0")
     content = b"".join(share.rows for share in shares)
     parts = parse_rows(as_rows(content), table)
-    if (wrong := not_covered(parts, table)) is not None:
+    if (wrong := find_uncovered(parts, table)) is not None:
         name, size = table.names[wrong], int(table.sizes[wrong])
         found = sorted(parts.box(i, table) for i in np.flatnonzero(parts.tensor == wrong).tolist())
         shown = [_shown(box) for box in found[:10]]
@@ -192,7 +192,7 @@ class ShardIndex:
         hit = low < high
         flat = hit & ~with_boxes[parts.tensor]
         found = np.stack([parts.tensor, low, high], axis=1)[flat]
-        wrong = ranges_not_covering(found, np.where(with_boxes, 0, size), first)
+        wrong = find_uncovered_range(found, np.where(with_boxes, 0, size), first)
         if wrong is not None:
             return [], self._names[wrong]
         begins = positions[flat] + (low - parts.first)[flat] * self._width[found[:, 0]]

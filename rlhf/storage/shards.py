@@ -1,7 +1,7 @@
 """Saves and loads tensors as shards, each a box of a tensor or a range of its flattened elements.
 
-FSDP2's rows, cuts by columns, ZeRO's flat partitions and unsharded tensors are all such parts (`boxes`). So any backend
-reads at any world size what another wrote at another. Each rank writes its shards as 1-D tensors into one safetensors
+FSDP2's rows, cuts by columns, ZeRO's flat partitions and unsharded tensors are all such parts (`boxes`). So each
+backend and world size loads what any other has saved. Each rank writes its shards as 1-D tensors into one safetensors
 file. An index beside the files maps parts to bytes.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf.storage.boxes import Box, Strided, halves, layout_of, normal, range_box, whole_box
+from rlhf.storage.boxes import Box, Strided, halves, layout_of, normalize, range_box, whole_box
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.hashing import BLOCK
 from rlhf.storage.index_rows import Tensors, rows_of
@@ -49,24 +49,24 @@ class Shard:
     def box(self) -> Box:
         """The part of the tensor; a range of the flattened tensor if the part is contiguous there."""
         if len(self.offsets) == len(self.shape) != 1:
-            return normal(Box(self.offsets, tuple(self.local.shape)), self.shape)
+            return normalize(Box(self.offsets, tuple(self.local.shape)), self.shape)
         return range_box(self.offsets[0], self.offsets[0] + self.local.numel())
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this part of a whole tensor of `shape`, in the shape of `local`."""
         layout = layout_of(self.box, whole_box(self.shape), self.shape)
-        return laid_out(whole.reshape(-1), layout).reshape(self.local.shape)
+        return strided_view(whole.reshape(-1), layout).reshape(self.local.shape)
 
     def at(self, inner: Box) -> Tensor:
-        """Return a view of `local` on a part of it, in the sizes of `inner`, which `overlaps` yields."""
+        """Return the view of `local` on the part `inner` that `overlaps` yields, with the sizes of `inner`."""
         own = self.box
         if own.is_range:
-            return laid_out(self.local.detach().view(-1), layout_of(inner, own, self.shape))
+            return strided_view(self.local.detach().view(-1), layout_of(inner, own, self.shape))
         begins = [a - b for a, b in zip(inner.offsets, own.offsets, strict=True)]
         return self.local.detach()[tuple(slice(a, a + n) for a, n in zip(begins, inner.sizes, strict=True))]
 
 
-def laid_out(elements: Tensor, layout: Strided) -> Tensor:
+def strided_view(elements: Tensor, layout: Strided) -> Tensor:
     """Return the view `layout` of 1-D `elements`."""
     return elements.as_strided(layout.sizes, layout.strides, elements.storage_offset() + layout.offset)
 
@@ -143,7 +143,7 @@ class TensorReader:
     def tensors(self) -> Tensors:
         return self._index.tensors
 
-    def rounded(self, shards: Shards) -> dict[str, str]:
+    def converted_dtypes(self, shards: Shards) -> dict[str, str]:
         """Return the tensors stored in another floating-point type than in `shards`, with the stored type. Only weights
         of Hugging Face folders may differ; for a native component the result is empty."""
         if not isinstance(self._index, WholeTensors):
@@ -153,9 +153,10 @@ class TensorReader:
         return {name: dtype for name, dtype, other in both if dtype != other and {dtype, other} <= FLOATS}
 
     def mismatches(self, shards: Shards) -> list[str]:
-        """Return differences from the names, shapes and types of `shards`, a line each, without those of `rounded`."""
+        """Return differences from the names, shapes and types of `shards`, a line each. Dtypes that a load converts
+        (`converted_dtypes`) are no difference."""
         stored, wanted = dict(self.tensors), tensor_table(shards)
-        stored |= {name: (wanted[name][0], stored[name][1]) for name in self.rounded(shards)}
+        stored |= {name: (wanted[name][0], stored[name][1]) for name in self.converted_dtypes(shards)}
         lines = [f"{name} is not in the checkpoint" for name in wanted.keys() - stored.keys()]
         lines += [f"{name} is only in the checkpoint" for name in stored.keys() - wanted.keys()]
         both = stored.keys() & wanted.keys()
@@ -178,8 +179,8 @@ class TensorReader:
     # Promise 15.
     def read_into(self, shards: Shards) -> None:
         """Fill every shard's `local` with its part of the stored tensor. Call `mismatches` first. Tensors that
-        `rounded` returns are read and converted one at a time."""
-        rounded = self.rounded(shards)
+        `converted_dtypes` returns are read and converted one at a time."""
+        rounded = self.converted_dtypes(shards)
         for name, dtype in rounded.items():
             stored = torch.empty(shards[name].local.shape, dtype=DTYPES[dtype])
             self.read_into({name: replace(shards[name], local=stored)})
@@ -208,13 +209,13 @@ class TensorReader:
         elsewhere = [(start, part) for start, part in direct if part.device.type != "cpu"]
         if elsewhere:
             landing = torch.empty(LANDING_BYTES, dtype=torch.uint8, pin_memory=elsewhere[0][1].device.type == "cuda")
-            read_through(landing, self._files, name, elsewhere)
+            read_via_buffer(landing, self._files, name, elsewhere)
         for batch in _batches([read for read in reads if read.layout is not None]):
             memory = [torch.empty(read.stop - read.start, dtype=torch.uint8) for read in batch]
             self._files.read(name, [(read.start, as_bytes(part)) for read, part in zip(batch, memory, strict=True)])
             for read, part in zip(batch, memory, strict=True):
                 assert read.layout is not None
-                read.into.copy_(laid_out(part.view(read.into.dtype), read.layout))
+                read.into.copy_(strided_view(part.view(read.into.dtype), read.layout))
 
 
 class _Read(NamedTuple):
@@ -240,7 +241,7 @@ def _reads(piece: Piece, wanted: Box, elements: Tensor, shape: Sequence[int]) ->
             yield from _reads(piece._replace(box=half), wanted, elements, shape)
     else:
         layout = source._replace(offset=0)
-        yield _Read(start, start + length, laid_out(elements, target), layout)
+        yield _Read(start, start + length, strided_view(elements, target), layout)
 
 
 def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
@@ -257,8 +258,8 @@ def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
         yield batch
 
 
-def read_through(landing: Tensor, files: CheckedFiles, name: str, wanted: list[tuple[int, Tensor]]) -> None:
-    """Fill tensors with bytes of a file, a window of the file at a time, by way of a CPU tensor.
+def read_via_buffer(landing: Tensor, files: CheckedFiles, name: str, wanted: list[tuple[int, Tensor]]) -> None:
+    """Fill tensors with bytes of a file, one window of the file at a time, through the CPU tensor `landing`.
 
     Args:
         landing: uint8 memory of a window. Its size is a multiple of BLOCK, so that no block is read twice.

@@ -53,7 +53,7 @@ class MovingReference(Protocol):
 
 
 class Stateful(Protocol):
-    """State saved with the driver's: plain values, the same on every rank, or the driver's count."""
+    """State that a checkpoint saves in the driver state, as plain values. Only the driver's object is saved."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything on which the object's future depends, JSON-able."""
@@ -69,5 +69,5 @@ class Carried(Protocol):
         """Return this rank's tensors by name; empty without any. Collective: each save calls it on every rank."""
 
     def load_tensors(self, saved: list[dict[str, Tensor]]) -> None:
-        """Restore the `tensors` of these ranks and forget all others. Each rank that had any has one entry, so there
-        may be none or many."""
+        """Replace this rank's tensors. `saved` has the `tensors` of each rank of the save that this rank restores:
+        none, one, or several if the run now has fewer ranks."""

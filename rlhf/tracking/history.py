@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf.errors import UserError
 from rlhf.storage.files import append_durably, make_dir, truncate
-from rlhf.storage.history_file import DamagedHistory, HistoryMark, end_of_step, lines, parsed
+from rlhf.storage.history_file import DamagedHistory, HistoryMark, end_of_step, parse_record, read_lines
 
 Record = dict[str, Any]
 """`{"step": n, "reward/mean": 0.5, ...}`: an int, then floats or ints by metric name."""
@@ -64,7 +64,7 @@ class History:
     def steps(self) -> Iterator[int]:
         """Yield the steps of all complete records, in the file's order."""
         with _damage_as_user_error():
-            for step, _ in lines(self.path):
+            for step, _ in read_lines(self.path):
                 yield step
 
     def records(self, first: int = 0) -> Iterator[Record]:
@@ -74,9 +74,9 @@ class History:
             UserError: a line before the last is not a record, which no kill can cause.
         """
         with _damage_as_user_error():
-            for number, (step, line) in enumerate(lines(self.path), start=1):
+            for number, (step, line) in enumerate(read_lines(self.path), start=1):
                 if step >= first:
-                    yield parsed(self.path, number, line)
+                    yield parse_record(self.path, number, line)
 
 
 @contextmanager

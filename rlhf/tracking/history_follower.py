@@ -10,7 +10,7 @@ import xxhash
 from rlhf.tracking.history import Record
 
 REMEMBERED = 10_000
-"""Lines that a cut can be traced back. A resume cuts the steps since the newest checkpoint, usually a few dozen."""
+"""Newest lines that are compared with the file to find a cut. A resume usually cuts a few dozen lines."""
 TAIL_BYTES = 1 << 20
 
 
@@ -48,7 +48,7 @@ class HistoryFollower:
         records = []
         with self._path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            while self._known and not _holds(file.fileno(), *self._known[-1]):
+            while self._known and not _has_line(file.fileno(), *self._known[-1]):
                 self._known.pop()
                 self._end = self._known[-1][1] if self._known else self._base
             if self._end > size:
@@ -63,5 +63,5 @@ class HistoryFollower:
         return records
 
 
-def _holds(fd: int, start: int, end: int, digest: int) -> bool:
+def _has_line(fd: int, start: int, end: int, digest: int) -> bool:
     return xxhash.xxh3_64_intdigest(os.pread(fd, end - start, start)) == digest

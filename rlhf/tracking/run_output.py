@@ -44,7 +44,7 @@ class _Console(Console):
 
     @size.setter
     def size(self, new_size: tuple[int, int]) -> None:
-        raise AttributeError("A terminal's size is its own.")
+        raise AttributeError("The size of a terminal cannot be set.")
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
@@ -94,7 +94,7 @@ class RunOutput:
         self.end_bar()
         if error is not None:  # for the log only: the command prints the error to stderr
             text = [str(error)] if isinstance(error, UserError) else traceback.format_exception(error)
-            self._write([self._harmless("".join(text))])
+            self._write([self._sanitized("".join(text))])
         with self._lock:
             if self._log is not None:
                 self._log.close()
@@ -110,7 +110,7 @@ class RunOutput:
         if (live := self._live) is not None:
             self.progress.ended = True
             live.transient = not self.progress.started
-            with _surviving(sys.stderr):
+            with _redirect_if_lost(sys.stderr):
                 live.stop()
             self._live = None
 
@@ -121,44 +121,44 @@ class RunOutput:
             try:
                 self._log = LogFile(path)
             except OSError as error:
-                self.line(f"This start has no log file: {error}. The run continues.")
+                self.line(f"The log file cannot be opened: {error}. The run continues without it.")
             self._write(early)
 
     def line(self, text: str, stream: TextIO | None = None) -> None:
         """Write one or more whole lines to `stream` (default: stderr) and to the log."""
-        text = self._harmless(text)
+        text = self._sanitized(text)
         self._show(text, stream)
         self._write([text])
 
     def only_log(self, text: str) -> None:
         """Write lines to the log that the terminal already shows."""
-        self._write([self._harmless(text)])
+        self._write([self._sanitized(text)])
 
     def note(self, text: str) -> None:
         """Show the newest state of a line that a rank overwrites."""
-        self.progress.note(self._harmless(text))
+        self.progress.note(self._sanitized(text))
 
     def _step_line(self, text: str) -> None:
-        text = self._harmless(f"{time.strftime('%H:%M:%S')} {text}")
+        text = self._sanitized(f"{time.strftime('%H:%M:%S')} {text}")
         if not self.has_bar:
             self._show(text, None)
         self._write([text])
 
-    def _harmless(self, text: str) -> str:
+    def _sanitized(self, text: str) -> str:
         # Strip before redacting: a colour code inside a secret would hide the secret from the redaction.
         return self._redact(printable_output(text))
 
     def _show(self, text: str, stream: TextIO | None) -> None:
         to = sys.stderr if stream is None else stream
         text = with_colour(text, to)
-        with _surviving(to):
+        with _redirect_if_lost(to):
             if self._live is not None and (stream is None or to.isatty()):
                 self._console.print(Text.from_ansi(text), soft_wrap=True)
             else:
                 self._print(f"{text}\n".encode(to.encoding or "utf-8", "backslashreplace"), to)
 
     def _print(self, line: bytes, to: TextIO) -> None:
-        fd = _number(to)
+        fd = _descriptor(to)
         if fd is None or not is_pipe(fd):
             to.write(line.decode(to.encoding or "utf-8"))
             to.flush()
@@ -199,7 +199,7 @@ class OutputHandler(logging.Handler):
         self._output.line(self.format(record))
 
 
-def _number(stream: TextIO) -> int | None:
+def _descriptor(stream: TextIO) -> int | None:
     try:
         return stream.fileno()
     except (OSError, ValueError):  # a stream without a file
@@ -207,7 +207,7 @@ def _number(stream: TextIO) -> int | None:
 
 
 @contextmanager
-def _surviving(stream: TextIO) -> Iterator[None]:
+def _redirect_if_lost(stream: TextIO) -> Iterator[None]:
     """Redirect `stream` to /dev/null if it is lost, for example after a hang-up or the end of a pager."""
     try:
         yield

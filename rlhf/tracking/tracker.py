@@ -120,7 +120,7 @@ class Tracker:
             missing = self._last_step - first + 1 - sum(1 for _ in self.history.steps())
         if missing:
             logger.warning(
-                "%s lacks %s of the steps up to %d that the checkpoint has seen",
+                "%s lacks %s of the records up to step %d, at which the checkpoint was saved",
                 self.history.path,
                 missing,
                 self._last_step,

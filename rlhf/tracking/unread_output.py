@@ -11,7 +11,7 @@ READER_TIMEOUT_S = 10.0
 
 
 class UnreadPipe(Exception):
-    """The writer begins to drop lines of a pipe."""
+    """Raised when a PipeWriter starts to drop lines because nobody reads the pipe."""
 
 
 class PipeWriter:

@@ -126,7 +126,7 @@ def test_a_lost_disk(tmp_path):
     outcomes = run_thread_ranks(2, resume_and_listen, tmp_path, [0, 1])
     assert [outcome[0] for outcome in outcomes] == [1, 1]
     [told, *_] = [text for text in outcomes[0][1] if "global_step_3" in text]
-    assert "is not complete: on no node's disk are" in told
+    assert "is not complete: no node's disk has" in told
     assert "actor/model/rank_00001.safetensors" in told
     run_dir = on_node(tmp_path, 0).run_dir
     assert [path.name for path in set_aside_dirs(run_dir, "incomplete")] == [

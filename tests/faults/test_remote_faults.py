@@ -179,7 +179,7 @@ def test_a_remote_that_is_away_at_the_start(tmp_path, url, monkeypatch, caplog):
     store = open_remote(other)
     assert store is not None
     WEATHER.before = before
-    with pytest.raises(UserError, match="may hold checkpoints of this run and cannot be read"):
+    with pytest.raises(UserError, match="cannot be read, but may have checkpoints of this run"):
         restore(store, other, None)
     assert scan(other.run_dir) == []
 

@@ -139,7 +139,7 @@ def test_a_run_that_is_killed_and_swapped_ends_like_one_that_is_not(tmp_path, su
     before = [path.name for path in scan(a.run_dir)]
     ends = train_on([a, b], sums)
     assert all(end.code != 0 for end in ends), ends
-    assert "global_step_7 is not complete: on no node's disk are" in ends[0].output
+    assert "global_step_7 is not complete: no node's disk has" in ends[0].output
     assert "will not start again at step 0 by itself" in ends[0].output
     assert [path.name for path in scan(a.run_dir)] == before
 

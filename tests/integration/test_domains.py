@@ -151,7 +151,7 @@ def test_parts_in_one_folder_are_a_whole_checkpoint(tmp_path):
         (parts[0] / name).write_bytes((parts[1] / name).read_bytes())
     outcomes = run_thread_ranks(1, resume, tmp_path, [0])
     assert outcomes[0][0]
-    with pytest.raises(AssertionError, match=r"is not complete: on no node.s disk are .*rank_00000"):
+    with pytest.raises(AssertionError, match=r"is not complete: no node.s disk has .*rank_00000"):
         run_thread_ranks(1, resume, tmp_path, [1])
     assert scan(parts[1].parent)
     assert not set_aside_dirs(parts[1].parent, "damaged")

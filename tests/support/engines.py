@@ -16,7 +16,7 @@ from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.storage.boxes import layout_of, whole_box
 from rlhf.storage.index_rows import covers
-from rlhf.storage.shards import Shards, laid_out
+from rlhf.storage.shards import Shards, strided_view
 from tests.support.in_float64 import in_float64
 from tests.support.rounding import FLOAT32, sum_bound
 from tests.support.tiny_updates import VOCAB, tiny_qwen2
@@ -143,5 +143,5 @@ def gathered(shards: Shards) -> dict[str, Tensor]:
         whole[name] = torch.empty(shard.shape, dtype=shard.local.dtype)
         for box, part in parts:
             place = layout_of(box, whole_box(shard.shape), shard.shape)
-            laid_out(whole[name].view(-1), place).copy_(part.view(box.sizes))
+            strided_view(whole[name].view(-1), place).copy_(part.view(box.sizes))
     return whole

@@ -11,15 +11,15 @@ from rlhf.storage.boxes import (
     Box,
     bounds,
     boxes_of,
+    contiguous_runs,
     halves,
     layout_of,
-    normal,
+    normalize,
     overlaps,
     range_box,
-    runs,
     whole_box,
 )
-from rlhf.storage.index_rows import Table, as_rows, covers, not_covered, parse_rows, rows_of
+from rlhf.storage.index_rows import Table, as_rows, covers, find_uncovered, parse_rows, rows_of
 from tests.support.cuts import cut, flat, grid
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -40,10 +40,10 @@ def test_a_part_has_the_same_elements_in_every_form(data, shape):
     for part in cut(data, shape, math.prod(shape)):
         mine = elements(part, shape)
         assert part.numel == len(mine)
-        assert elements(normal(part, shape), shape) == mine
+        assert elements(normalize(part, shape), shape) == mine
         if mine:
             assert bounds(part, shape) == (mine[0], mine[-1] + 1)
-            assert normal(part, shape).is_range == (mine == list(range(mine[0], mine[-1] + 1)))
+            assert normalize(part, shape).is_range == (mine == list(range(mine[0], mine[-1] + 1)))
         boxes = boxes_of(part, shape)
         assert [each for box in boxes for each in elements(box, shape)] == mine
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
@@ -54,11 +54,11 @@ def test_a_part_has_the_same_elements_in_every_form(data, shape):
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), shape=shapes)
 def test_what_parts_have_in_common_is_found_in_the_memory_of_both(data, shape):
-    one, other = (normal(data.draw(st.sampled_from(cut(data, shape, math.prod(shape)))), shape) for _ in range(2))
+    one, other = (normalize(data.draw(st.sampled_from(cut(data, shape, math.prod(shape)))), shape) for _ in range(2))
     found = []
     for common in overlaps(one, other, shape):
         layouts = [layout_of(common, part, shape) for part in (one, other, whole_box(shape))]
-        length, begins = runs(*layouts)
+        length, begins = contiguous_runs(*layouts)
         of_each = [[i for begin in of_part.tolist() for i in range(begin, begin + length)] for of_part in begins]
         mine, theirs = ([elements(part, shape)[i] for i in at] for part, at in zip((one, other), of_each, strict=False))
         assert mine == theirs == of_each[2] == elements(common, shape)
@@ -74,7 +74,7 @@ def test_what_parts_have_in_common_is_found_in_the_memory_of_both(data, shape):
 def test_rows_of_an_index_say_what_they_were_made_of(data, tensors):
     table = Table({f"t{i}": ("F32", shape) for i, shape in enumerate(tensors)})
     parts = [
-        (number, normal(part, shape))
+        (number, normalize(part, shape))
         for number, shape in enumerate(tensors)
         for part in cut(data, shape, math.prod(shape))
         if part.numel
@@ -86,11 +86,11 @@ def test_rows_of_an_index_say_what_they_were_made_of(data, tensors):
     assert list(zip(parsed.first.tolist(), parsed.stop.tolist(), strict=True)) == [
         bounds(part, tensors[number]) for number, part in parts
     ]
-    assert not_covered(parsed, table) is None
+    assert find_uncovered(parsed, table) is None
     if parts:
         lost = data.draw(st.sampled_from(range(len(parts))))
         for wrong in ([*parts[:lost], *parts[lost + 1 :]], [*parts, parts[lost]]):
-            assert not_covered(parse_rows(as_rows(rows_of(wrong)), table), table) == parts[lost][0]
+            assert find_uncovered(parse_rows(as_rows(rows_of(wrong)), table), table) == parts[lost][0]
 
 
 def test_a_gap_that_an_overlap_makes_up_for_is_no_cover():
@@ -131,7 +131,7 @@ def test_what_the_cuts_of_these_tests_are():
     @given(data=st.data())
     def collect(data):
         for box in grid(data, (4, 6)):
-            kinds.add((normal(box, (4, 6)).is_range, box.numel > 0))
+            kinds.add((normalize(box, (4, 6)).is_range, box.numel > 0))
         kinds.update(("flat", part.numel > 0) for part in flat(data, 24))
 
     collect()

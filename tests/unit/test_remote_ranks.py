@@ -35,7 +35,7 @@ LOCK = threading.Lock()
 
 def start(rank: int, config, timeout_s: float) -> object:
     """The step that is restored, or what a user is told; and the files that this rank has asked the remote for."""
-    coordinator = make_coordinator().another(timedelta(seconds=timeout_s))
+    coordinator = make_coordinator().duplicate(timedelta(seconds=timeout_s))
     store = remote_store(config) if rank == 0 else None
     try:
         return restore(store, config, None, coordinator)
@@ -107,6 +107,6 @@ def test_what_one_rank_meets_is_told_to_all(tmp_path, config, monkeypatch, what)
         WEATHER.before = silent
         told = set(run_thread_ranks(3, start, other, 60.0))
         assert len(told) == 1
-        assert "may hold checkpoints of this run and cannot be read" in told.pop()
+        assert "cannot be read, but may have checkpoints of this run" in told.pop()
         assert scan(other.run_dir) == []
     assert not list(other.run_dir.glob(".tmp-*"))

@@ -66,7 +66,7 @@ def test_a_log_that_cannot_be_written_ends_no_run(tmp_path, output, capsys):
         output.open_log(tmp_path / "file" / "run.log")
         output.line("goes on")
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("This start has no log file: [Errno ")
+    assert first.startswith("The log file cannot be opened: [Errno ")
     assert second == "goes on"
 
 

@@ -13,19 +13,19 @@ import pytest
 
 from rlhf.storage import scratch as scratch_module
 from rlhf.storage.files import write_folder
-from rlhf.storage.scratch import LONGEST, SHARED_MEMORY, Scratch, name_shared_memory, sweep
+from rlhf.storage.scratch import LONGEST, SHARED_MEMORY, Scratch, set_shared_memory_prefix, sweep
 from tests.support.small_disks import small_disk
 
 HOLDER = """
 import socket, sys
 from multiprocessing import shared_memory
-from rlhf.storage.scratch import Scratch, name_shared_memory
+from rlhf.storage.scratch import Scratch, set_shared_memory_prefix
 scratch = Scratch()
 (scratch.folder / "sub").mkdir()
 (scratch.folder / "sub" / "file").write_text("x")
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(f"{scratch.folder}/{'u' * 36}")
-name_shared_memory(f"{scratch.name}.")
+set_shared_memory_prefix(f"{scratch.name}.")
 memory = shared_memory.SharedMemory(create=True, size=16)
 print(scratch.folder, flush=True)
 sys.stdin.read()
@@ -147,14 +147,14 @@ def test_a_long_temporary_folder_is_not_for_sockets(tmp_path, monkeypatch):
 
 
 def test_names_of_shared_memory():
-    name_shared_memory("rlhf.0123456789ab.")
+    set_shared_memory_prefix("rlhf.0123456789ab.")
     try:
         memory = shared_memory.SharedMemory(create=True, size=16)
         assert memory.name.startswith("rlhf.0123456789ab.")
         memory.close()
         memory.unlink()
     finally:
-        name_shared_memory()
+        set_shared_memory_prefix()
     memory = shared_memory.SharedMemory(create=True, size=16)
     assert memory.name.startswith("psm_")
     memory.close()

@@ -17,7 +17,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import write_file
 from rlhf.storage.hashing import BLOCK
 from rlhf.storage.reading import PART, THREADS, CheckedFiles
-from rlhf.storage.shards import LANDING_BYTES, read_through
+from rlhf.storage.shards import LANDING_BYTES, read_via_buffer
 from tests.support.checkpoints import equal_bits, flip_bit
 from tests.support.hashes import hash_file
 
@@ -143,7 +143,7 @@ def test_other_devices_are_filled_window_by_window(root):
     bounds = [(0, 9), (9, BLOCK + 5), (BLOCK + 8, 2 * BLOCK), (2 * BLOCK, SIZE)]
     for landing_blocks in (1, 2):
         parts = [(start, torch.zeros(stop - start, dtype=torch.uint8)) for start, stop in bounds]
-        read_through(torch.empty(landing_blocks * BLOCK, dtype=torch.uint8), files, "f", parts)
+        read_via_buffer(torch.empty(landing_blocks * BLOCK, dtype=torch.uint8), files, "f", parts)
         for start, part in parts:
             assert equal_bits(part, torch.frombuffer(bytearray(CONTENT[start : start + len(part)]), dtype=torch.uint8))
     assert files.bytes_read == 2 * SIZE

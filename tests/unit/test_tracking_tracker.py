@@ -191,7 +191,7 @@ def test_a_history_that_was_deleted_is_a_warning(tmp_path: Path, caplog: pytest.
     (tmp_path / "metrics.jsonl").unlink()
     tracker = tracker_of(tmp_path)
     tracker.start(5, saved)
-    assert "lacks all of the steps up to 5" in caplog.text
+    assert "lacks all of the records up to step 5" in caplog.text
     tracker.log(6, {"x": 2.0})
     caplog.clear()
     tracker_of(tmp_path).start(6, tracker.state_dict())

@@ -8,7 +8,7 @@ from rlhf.checkpoint.commit.output_folder import verify_written
 from rlhf.checkpoint.export.layout_native import NativeCheckpoint
 from rlhf.models.hf.hf_plan import HfOptions, HfPlan, Progress, has_experts, plan_as_stored
 from rlhf.models.hf.source import TensorSource
-from rlhf.storage.boxes import layout_of, runs, whole_box
+from rlhf.storage.boxes import contiguous_runs, layout_of, whole_box
 from rlhf.storage.copying import CheckedCopy, RangeCopy
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import write_file
@@ -75,7 +75,9 @@ class Copied:
         for piece in source.weights.find({name: whole for name, whole in wholes.items() if whole.numel}, 0, 1):
             (path, first), (kind, shape) = target[piece.name], tensors[piece.name]
             width, name = ITEM_BYTES[kind], f"{source.folder}/{piece.file}"
-            length, (held, placed) = runs(*(layout_of(piece.box, b, shape) for b in (piece.shard, wholes[piece.name])))
+            length, (held, placed) = contiguous_runs(
+                *(layout_of(piece.box, b, shape) for b in (piece.shard, wholes[piece.name]))
+            )
             for start, place in zip((piece.position + held * width).tolist(), placed.tolist(), strict=True):
                 found.append(RangeCopy(name, start, start + length * width, path, first + place * width))
         return found

@@ -47,7 +47,7 @@ class FileLocations:
         names = self.missing
         size = sum(self.manifest.files[name]["size"] for name in names) / 2**20
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-        return f"{self.path.name} is not complete: on no node's disk are {shown} ({size:.1f} MiB)"
+        return f"{self.path.name} is not complete: no node's disk has {shown} ({size:.1f} MiB)"
 
 
 def published(run_dir: Path, coordinator: Coordinator) -> list[Path]:

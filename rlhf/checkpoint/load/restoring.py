@@ -241,7 +241,7 @@ class _Loading:
         if mismatches := reader.mismatches(shards):
             shown = "; ".join(mismatches[:5]) + (f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else "")
             raise UserError(f"{what} in {self._path} do not fit the architecture of {setting}: {shown}.")
-        if (rounded := reader.rounded(shards)) and self._rank == 0:
+        if (rounded := reader.converted_dtypes(shards)) and self._rank == 0:
             log.warning(
                 "%s in %s were rounded to %s (checkpoint.hf_dtype): the run continues from other weights than it had.",
                 what.capitalize(),

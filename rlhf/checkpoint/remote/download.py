@@ -118,8 +118,8 @@ def _reach(url: str, copy: Copy, *, leads: bool) -> RemoteStore | None:
 
 def unreadable_message(url: str, text: str) -> str:
     return (
-        f"checkpoint.remote: {url} may hold checkpoints of this run and cannot be read ({text}). "
-        "Start again when it can."
+        f"checkpoint.remote={url} cannot be read, but may have checkpoints of this run ({text}). "
+        "Restore access to it and start again."
     )
 
 

@@ -25,7 +25,7 @@ from rlhf.checkpoint.state.throughput import Throughput, throughput_figures
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.models.hf.hf_writer import Exported, write_exports
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.storage.files import WrittenFile, described, write_file
+from rlhf.storage.files import WrittenFile, hash_in_memory, write_file
 from rlhf.storage.index_rows import ROW_BYTES
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, INDEX, REFERENCE, SCHEDULE, rank_file
 from rlhf.storage.shard_index import FileShards, merge_shares
@@ -197,7 +197,7 @@ def complete(
         f"{folder}/{INDEX}": merge_shares(tensor_table(snapshot.components[folder]), [r.indices[folder] for r in ranks])
         for folder in ranks[0].indices
     }
-    everywhere = [described(path, content) for path, content in indices.items()]
+    everywhere = [hash_in_memory(path, content) for path, content in indices.items()]
     by_domain = {domain: list(everywhere) for domain in coordinator.domain_leaders}
     for domain, written in zip(coordinator.domains, ranks, strict=True):
         by_domain[domain] += written.files

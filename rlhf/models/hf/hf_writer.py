@@ -21,13 +21,13 @@ from rlhf.models.hf.hf_folder import check_range, converted, prefetch_next, rang
 from rlhf.models.hf.hf_plan import HfPlan, Progress, in_dtype
 from rlhf.models.hf.source import TensorSource
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.storage.boxes import Strided, bounds, layout_of, overlaps, range_box, runs, whole_box
+from rlhf.storage.boxes import Strided, bounds, contiguous_runs, layout_of, overlaps, range_box, whole_box
 from rlhf.storage.file_parts import FileParts, shards_in_files
 from rlhf.storage.files import SharedFile, WrittenFile, write_file
 from rlhf.storage.hashing import BLOCK
 from rlhf.storage.hf_layout import WeightsFile, with_dtype
 from rlhf.storage.shard_index import ITEM_BYTES, FileShards, parts_of_ranks
-from rlhf.storage.shards import DTYPES, Shards, as_bytes, laid_out, lay_out, tensor_table
+from rlhf.storage.shards import DTYPES, Shards, as_bytes, lay_out, strided_view, tensor_table
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _bytes_by_file(export: HfExport, shares: Sequence[FileShards]) -> dict[str, 
 
 def _extents(layout: Strided, kind: str, first: int) -> Iterator[Extent]:
     """Yield the byte runs of the elements of a layout; element 0 is at byte `first`."""
-    length, [begins] = runs(layout)
+    length, [begins] = contiguous_runs(layout)
     width = ITEM_BYTES[kind]
     for begin in (first + begins * width).tolist():
         yield begin, begin + length * width
@@ -196,7 +196,7 @@ class _LocalFile:
             block[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         for name, source, begin, place in self._parts(number):
             dtype = DTYPES[self._tensors[name][0]]
-            target = laid_out(block[begin : begin + place.span * dtype.itemsize].view(dtype), place)
+            target = strided_view(block[begin : begin + place.span * dtype.itemsize].view(dtype), place)
             target.copy_(source)
             check_range(name, source, target)
 

@@ -23,7 +23,7 @@ from rlhf.rollout.vllm.colocated import VllmEngine, WeightsInFiles
 from rlhf.rollout.vllm.process_state import ProcessState
 from rlhf.storage.file_parts import parts_of
 from rlhf.storage.files import remove_file
-from rlhf.storage.scratch import SHARED_MEMORY, Scratch, name_shared_memory
+from rlhf.storage.scratch import SHARED_MEMORY, Scratch, set_shared_memory_prefix
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # everything in this process
@@ -88,12 +88,12 @@ def _start(arguments: dict[str, Any], shared: str, device: torch.device) -> Any:
             warnings.simplefilter("ignore", FutureWarning)
             from vllm import LLM
 
-            name_shared_memory(f"{shared}.")
+            set_shared_memory_prefix(f"{shared}.")
             try:
                 with _own_groups(shared) if device.type == "cpu" else nullcontext():
                     llm = LLM(**arguments)
             finally:
-                name_shared_memory()
+                set_shared_memory_prefix()
     except (ValueError, TypeError) as error:
         raise UserError(
             "rollout=vllm: vLLM rejects the model or the arguments (including rollout.engine_kwargs.vllm): "

@@ -3,7 +3,7 @@
 import os
 
 from rlhf.ranks.parent import die_with_parent
-from rlhf.storage.scratch import name_shared_memory
+from rlhf.storage.scratch import set_shared_memory_prefix
 
 BACKEND = "rlhf"
 SERVER_PID = "RLHF_ROLLOUT_SERVER_PID"
@@ -16,7 +16,7 @@ def register() -> None:
     if os.environ.get(SERVER_PID) == str(os.getppid()):
         die_with_parent(SERVER_PID)
     if name := os.environ.get(SCRATCH_NAME):
-        name_shared_memory(f"{name}.")
+        set_shared_memory_prefix(f"{name}.")
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # registering twice raises
