@@ -33,13 +33,14 @@ def train(
     callbacks: Sequence[Callback] = (),
     config_dir: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Train as `python -m rlhf.train OVERRIDES` does, to the end of the run. Continue an interrupted run.
+    """Train to the end of the run, as `python -m rlhf.train OVERRIDES` does. An interrupted run continues.
 
     Args:
         overrides: settings, `KEY=VALUE` each, as on the command line.
-        reward: one or several functions for `reward.functions`, each at the top level of a file, where reward processes
-            find it. A script that defines a reward calls `train` under `if __name__ == "__main__":`.
-        callbacks: called in this process, in order, with each step after its record is on disk. Step 0 is the
+        reward: one or several functions for `reward.functions`. Define each at the top level of a file, because reward
+            processes import it from there. A script that defines a reward must call `train` under
+            `if __name__ == "__main__":`.
+        callbacks: called in this process with each step, in order, after the step's record is on disk. Step 0 is the
             evaluation before the training. If a crash or a roll-back repeats steps, callbacks receive these steps
             again. If a callback raises, the run saves and stops as on SIGTERM, and `train` raises the callback's error.
         config_dir: a folder of further recipes and group entries (`--config-dir`).
@@ -58,7 +59,10 @@ def train(
         )
     _check_arguments(overrides, reward, callbacks)
     if _is_rank():
-        raise UserError("rlhf.train: torchrun starts the command, not a script: torchrun ... -m rlhf.train KEY=VALUE.")
+        raise UserError(
+            "rlhf.train() does not work under torchrun. Start the command instead: "
+            "torchrun ... -m rlhf.train KEY=VALUE."
+        )
     raise_open_files()
     library = Library.find(None if config_dir is None else Path(config_dir))
     functions = [] if reward is None else list(reward) if isinstance(reward, Sequence) else [reward]
@@ -76,13 +80,15 @@ def train(
 
 def _check_arguments(overrides: object, reward: object, callbacks: object) -> None:
     if isinstance(overrides, str):
-        raise UserError(f"overrides={overrides!r}: one text. Give a list, with KEY=VALUE in each.")
+        raise UserError(f"overrides={overrides!r}: a string. Give a list with one 'KEY=VALUE' per setting.")
     if not isinstance(overrides, (list, tuple)) or not all(isinstance(text, str) for text in overrides):
-        raise UserError(f"overrides={overrides!r}: not a list of texts. Give a list, with 'KEY=VALUE' in each.")
+        raise UserError(
+            f"overrides={overrides!r}: not a list of strings. Give a list with one 'KEY=VALUE' per setting."
+        )
     if any(isinstance(one, str) for one in (reward if isinstance(reward, (list, tuple)) else [reward])):
         raise UserError(
-            f"reward={reward!r}: a text, not a function. Give the function itself, or reward.functions=[FILE.py:NAME] "
-            "among the overrides."
+            f"reward={reward!r}: a string, not a function. Give the function itself, or "
+            "reward.functions=[FILE.py:NAME] among the overrides."
         )
     if not isinstance(callbacks, (list, tuple)) or not all(map(callable, callbacks)):
         raise UserError(f"callbacks={callbacks!r}: not a list of functions. Give callbacks=[FUNCTION].")
@@ -117,7 +123,7 @@ def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = 
 
 
 def check_inputs(config: Config) -> None:
-    """Raise UserError for mistakes that only heavy libraries find. Call this after all quick checks."""
+    """Raise UserError for mistakes whose checks need slow imports. Call this after all quick checks."""
     from rlhf.data import check_sources
     from rlhf.launch.preflight_import import preflight_import
     from rlhf.models.template_check import check_rendering
@@ -135,7 +141,7 @@ def check_inputs(config: Config) -> None:
     # Under torchrun, only one rank of each node imports the files.
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     with preflight_import(_algorithm_files(config) if leads else []), preflight_start(config.reward if leads else None):
-        if on_one_machine():  # on several machines, the ranks find out which machine has the files
+        if on_one_machine():  # on several machines, the ranks check which machine has the files
             _check_models(config)
         row = check_sources(config.data, config.reward, config.trainer.seed)
         if on_one_machine():

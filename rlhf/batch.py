@@ -21,7 +21,7 @@ class Batch:
     prompt_lengths: Tensor
     """[N] int64."""
     response_lengths: Tensor
-    """[N] int64: tokens before the padding, end-of-sequence included. Tokens count as in `response_mask`."""
+    """[N] int64: response tokens before the padding, with end-of-sequence and observations."""
     response_mask: Tensor
     """[N, R] float32: 1 on tokens that the policy wrote, 0 on padding and on observations of a tool or environment."""
     rollout_log_probs: Tensor
@@ -74,11 +74,11 @@ class RolloutBatch(Batch):
     """Rollout batch: samples on the ranks that generated and scored them. The samples of a group are contiguous."""
 
     scores: Tensor
-    """[N] float32: whole reward of each response, over-long punishment included."""
+    """[N] float32: total reward of each response, over-long punishment included."""
     truncated: Tensor
     """[N] bool: whether the limit of tokens cut off the response."""
     baselines: Tensor | None = None
-    """[N] float32: whole reward of the greedy response to the same prompt; None if the estimator needs none."""
+    """[N] float32: total reward of the greedy response to the same prompt; None if the estimator needs none."""
 
 
 @dataclass(kw_only=True)
@@ -113,6 +113,8 @@ class CriticBatch(Batch):
 
 @dataclass(frozen=True)
 class TokenCounts:
+    """Tokens of a step's samples over all ranks."""
+
     total: int
     """Tokens of prompts and responses."""
     responses: int

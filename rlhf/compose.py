@@ -35,10 +35,11 @@ GLOBAL_PACKAGE = "# @package _global_"
 
 @dataclass(frozen=True)
 class Composition:
-    """An unresolved configuration, in which settings may be missing (`???`), and the command line's own settings."""
+    """A configuration before interpolations are resolved. Settings may be missing (`???`)."""
 
     tree: DictConfig
     typed: list[tuple[str, Any]]
+    """Settings of the command line, with their values."""
 
     @property
     def missing(self) -> str:
@@ -49,7 +50,8 @@ class Composition:
         """Return the configuration with every value resolved.
 
         Raises:
-            UserError: a setting is missing, an interpolation has no target, or a typed setting has no effect.
+            UserError: a setting is missing, an interpolation has no target, or a setting of the command line has no
+                effect.
         """
         with _interpolating():
             if self.missing:
@@ -61,14 +63,18 @@ class Composition:
         return config
 
     def commented_yaml(self) -> str:
-        """Return every setting with its help, resolved unless missing. Raise UserError for lost interpolations."""
+        """Return every setting with its help text, resolved unless missing.
+
+        Raises:
+            UserError: an interpolation has no target.
+        """
         with _interpolating():
             plain = OmegaConf.to_container(self.tree, resolve=True)
         return commented_yaml(cast(dict[str, Any], plain))
 
 
 def compose_config(overrides: list[str], library: Library, machine: Machine | None = None) -> Config:
-    """Return the configuration of schema, groups, recipe and command line, in this order.
+    """Return the configuration. Groups override the schema, a recipe the groups, and the command line the recipe.
 
     Args:
         machine: the machine for device defaults; None is this machine.
@@ -87,7 +93,7 @@ def composition(overrides: list[str], library: Library, machine: Machine | None 
     composed = _compose(choices, library)
     chosen = {choice.partition("=")[0] for choice in choices}
     for key in LibraryFolder.left_open - LibraryFolder.filled:
-        if key.partition(".")[0] not in chosen:  # model=tiny sets what the recipe leaves to the command line
+        if key.partition(".")[0] not in chosen:  # model=tiny sets the model that the recipe leaves open
             OmegaConf.update(composed, key, "???")
     if problems := [problem for key, value in values if (problem := _set(composed, key, value))]:
         raise UserError("\n".join(problems))
@@ -250,7 +256,7 @@ def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
         raise UserError(f"{key}={value}: there is no setting {key}.{near}")
     if not isinstance(value, dict):
         inside = next(k for k in SETTINGS if k.startswith(key + "."))
-        raise UserError(f"{key}={value}: {key} is a section; set what it holds, such as {inside}.")
+        raise UserError(f"{key}={value}: {key} is a section; set one of its settings, such as {inside}.")
     return [pair for name, item in value.items() for pair in _flatten(f"{key}.{name}", item)]
 
 
@@ -312,7 +318,7 @@ def _composition_problem(error: HydraException, choices: list[str], library: Lib
 
 def _no_group(name: str, library: Library) -> str:
     if name in SECTIONS:
-        return f"{name} is a section without entries to choose from: remove `override /{name}`, and set what it holds."
+        return f"{name} is a section without entries to choose from: remove `override /{name}`, and set its settings."
     groups = library.groups
     return f"there is no group {name}.{did_you_mean(nearest(name, groups))} Choices: {', '.join(groups)}."
 

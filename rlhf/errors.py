@@ -10,13 +10,13 @@ EXIT_USER_ERROR = 2
 # EX_TEMPFAIL of sysexits.h. SLURM, Kubernetes and batch systems can requeue on it.
 EXIT_REQUEUE = 75
 NEAR = 0.7
-"""difflib's ratio above which one word may be a mistake for the other."""
+"""Similarity of two words (difflib's ratio) from which one may be a misspelling of the other."""
 
 
 class UserError(Exception):
     """A mistake in the settings, the data or the files that only a user can fix.
 
-    The message has the setting, its value and the remedy. The run ends with `EXIT_USER_ERROR`, without a restart.
+    The message names the setting, its value and the remedy. The run ends with `EXIT_USER_ERROR`, without a restart.
     """
 
 
@@ -34,11 +34,14 @@ class RunEnded(Exception):
 
 
 class Preempted(Exception):
-    """A stop was requested, and the run has saved. It leaves with `EXIT_REQUEUE`."""
+    """The run has saved after a request to stop, and exits with `EXIT_REQUEUE`."""
 
 
 class Unsaved(Exception):
-    """The run leaves with `EXIT_REQUEUE` but could not save. The message has what is missing and what is there."""
+    """The run exits with `EXIT_REQUEUE`, and a save or a remote copy is missing.
+
+    The message names what is missing, and says what the same command will do.
+    """
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
@@ -48,5 +51,5 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def did_you_mean(found: str | None) -> str:
-    """Return the end of a message that suggests `found`; empty for None."""
+    """Return the sentence that ends a message and suggests `found`; empty for None."""
     return f" Did you mean {found}?" if found else ""

@@ -1,8 +1,8 @@
 """Publishes the events and phases of a process to its listeners.
 
 Every part of the trainer announces events: `announce("rollout.before")`. A rank writes the newest event into its status
-file as evidence for the supervisor, and the fault campaign kills processes at events. `report` is for displays of
-progress. Without a listener, each call costs one truth test.
+file, where the supervisor reads how far the rank came. The fault campaign kills processes at events. `report` is for
+progress displays. A call without listeners does nothing.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from collections.abc import Callable
 Listener = Callable[[str], None]
 Follower = Callable[[str, int, int], None]
 GENERATING, REWARD = "generating", "reward"
-"""Phases whose parts are responses."""
+"""Phases whose progress counts responses."""
 LISTENER_VARIABLE = "RLHF_EVENT_LISTENER"
 
 _listeners: list[Listener] = []
@@ -20,13 +20,13 @@ _followers: list[Follower] = []
 
 
 def announce(event: str) -> None:
-    """Call every listener with `event`, a dotted name such as "commit.rename", which happens now."""
+    """Call every listener with `event`, a dotted name such as "commit.rename"."""
     for listener in _listeners:
         listener(event)
 
 
 def report(phase: str, done: int = 0, total: int = 0) -> None:
-    """Call every follower with a phase, in words for users, and `done` of `total` parts; 0 parts are not counted."""
+    """Call every follower with a phase, in words for users, and its progress: `done` of `total`, or no count if 0."""
     for follower in _followers:
         follower(phase, done, total)
 
@@ -42,7 +42,7 @@ def follow(follower: Follower) -> None:
 
 
 def subscribe_from_environment() -> None:
-    """Subscribe the `module:function` of RLHF_EVENT_LISTENER, by which tests reach into the ranks."""
+    """Subscribe the `module:function` in RLHF_EVENT_LISTENER, so that tests can run code inside the ranks."""
     if spec := os.environ.get(LISTENER_VARIABLE):
         module, _, name = spec.partition(":")
         subscribe(getattr(importlib.import_module(module), name))

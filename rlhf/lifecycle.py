@@ -1,7 +1,7 @@
 """Opens a run, trains and finishes it, in the same order for every launcher.
 
-The trainer's supervisor calls `live` with a coordinator of one process. Ranks that torchrun or another launcher started
-call `live` as a collective. Imports no torch, and nothing slow before `live` has the run lock.
+The trainer's supervisor calls `run_lifecycle` with a coordinator of one process. Ranks that torchrun or another
+launcher started call `run_lifecycle` as a collective. Imports no torch, and nothing slow before the run lock is taken.
 """
 
 import logging
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def reject_another_run(config: Config, coordinator: Coordinator) -> None:
-    """Raise UserError if the run directory belongs to another run, before `live` changes or repairs it."""
+    """Raise UserError if the run directory belongs to another run, before `run_lifecycle` changes or repairs it."""
     if config.run_dir.is_dir():  # the imports are slow, and a new run does not need them yet
         from rlhf.checkpoint.start.comparison import check_unprepared
         from rlhf.checkpoint.start.run_dir import reject_earlier
@@ -33,7 +33,7 @@ def reject_another_run(config: Config, coordinator: Coordinator) -> None:
         check_unprepared(config.run_dir, config.trainer, ResolvedConfig.of(config), coordinator)
 
 
-def live(
+def run_lifecycle(
     config: Config,
     coordinator: Coordinator,
     output: RunOutput,
@@ -105,7 +105,7 @@ def _make(config: Config) -> None:
 
 
 def _is_finished_anyway(config: Config, coordinator: Coordinator, problem: OSError) -> bool:
-    """Return whether a read-only directory has the finished run, and log its report on the leader. Collective."""
+    """Return whether a read-only directory contains the finished run. If so, the leader logs its report. Collective."""
     from rlhf.checkpoint.start.preparation import finished_unprepared
 
     step = finished_unprepared(config.run_dir, config.trainer, ResolvedConfig.of(config), coordinator)
@@ -117,7 +117,8 @@ def _is_finished_anyway(config: Config, coordinator: Coordinator, problem: OSErr
 def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int]:
     """Write the report, and return the steps that `checkpoint.remote` lacks. Log a full or read-only disk.
 
-    `finished` is the last step if an earlier launch finished the run, whose remaining copies and exports are made.
+    `finished` is the last step if an earlier launch finished the run, otherwise None. After an earlier launch, first
+    make the copies and exports that it left out.
     """
     from rlhf.tracking import write_report
 

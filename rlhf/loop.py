@@ -1,16 +1,16 @@
-"""The training loop: collect a batch, spread its work, compare, estimate advantages, update, record, save, evaluate.
+"""The training loop: collect a batch, reshard it, estimate advantages, update, evaluate, log, save.
 
-It reads like the algorithm. Left out on purpose, because each is the business of the part that is called:
+It reads like the algorithm. Left out on purpose, because each is the job of the component that is called:
 
-- cadence: whether a save, an evaluation or a move of the reference is due (`maybe_save`, `maybe_evaluate`,
+- cadence: whether a save, an evaluation or an update of the reference is due (`maybe_save`, `maybe_evaluate`,
   `maybe_update`);
-- which rank works on which samples: in `resharder.reshard`. Rewards and advantages are computed on the rank that
+- which rank computes on which samples: in `resharder.reshard`. Rewards and advantages are computed on the rank that
   generated a prompt's samples (`rollout`), model passes and updates on the rank that a sample is sent to (`training`);
-- dynamic sampling, prompts carried over, generation a step ahead, the journal: in `collector.collect`;
+- dynamic sampling, groups carried over, generation a step ahead, the journal: in `collector.collect`;
 - epochs, mini-batches, micro-batches, the optimizer and the guards before each of its steps: in the two `update`s;
 - ranks and devices: every call is collective and returns the same metrics on every rank; a model's tensors are on the
   device inside its `on_device`, and may be in host memory otherwise;
-- crashes: they end the process, and the supervisor starts it again from the newest checkpoint.
+- crashes: they end the process, and the supervisor restarts all ranks from the newest checkpoint.
 """
 
 import time

@@ -5,6 +5,6 @@ NUMERICS = 1
 
 Raise it by one in a commit after which some run computes other bits with the same settings: another order of summation,
 another formula, other random numbers, other token ids from the same prompt. Do not raise it for a new algorithm, for
-code that only a new setting enables, or if only `perf/*` and `timing_s/*` differ. The tests compare digests of short
-runs. If one of the digests changes on purpose, raise this number.
+code that only a new setting enables, or if only `perf/*` and `timing_s/*` differ. Tests compare digests of short runs:
+if a digest changes on purpose, raise this number.
 """

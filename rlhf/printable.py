@@ -1,4 +1,4 @@
-"""Makes foreign text harmless for a terminal. Imports nothing of the package."""
+"""Escapes control characters in text from outside before it reaches a terminal. Imports nothing of the package."""
 
 import os
 import re
@@ -10,7 +10,7 @@ _ERROR = re.compile(r"^((?:[0-9:]+ [a-z0-9 ]+: )?)(error:)")
 
 
 def printable(text: str) -> str:
-    """Return a line of text with all characters that are not printable as escapes."""
+    """Return `text`, a single line, with unprintable characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
@@ -20,7 +20,7 @@ def printable_lines(text: str) -> str:
 
 
 def printable_output(text: str) -> str:
-    """Return the output of a program with each line `printable`, without colours and tabs."""
+    """Return a program's output with each line `printable`, colours removed and tabs expanded."""
     return printable_lines(_COLOUR.sub("", text.replace("\r\n", "\n")).expandtabs())
 
 

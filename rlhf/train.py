@@ -30,7 +30,7 @@ from rlhf.ranks.open_files import raise_open_files
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line, and return the exit code. A user's mistake is one message on stderr."""
+    """Run the command line and return the exit code. Report a user's mistake as one message on stderr."""
     raise_open_files()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     arguments = parse(argv)
     library = Library.find(arguments.config_dir)
-    if (text := _asked(arguments, library)) is not None:
+    if (text := _information(arguments, library)) is not None:
         sys.stdout.write(text)
         return EXIT_DONE
     if arguments.cfg:
@@ -55,7 +55,8 @@ def _run(argv: list[str]) -> int:
     return begin(validated(arguments.overrides, library))
 
 
-def _asked(arguments: argparse.Namespace, library: Library) -> str | None:
+def _information(arguments: argparse.Namespace, library: Library) -> str | None:
+    """Return the output of `--help`, `--version`, `--info` or `--shell-completion`; None without such an option."""
     if arguments.shell_completion is not None:
         return answer(arguments.shell_completion, library)
     if arguments.help:
@@ -77,7 +78,7 @@ def _print_config(overrides: list[str], library: Library) -> int:
 
 
 class _Callable(ModuleType):
-    """Makes this module callable: importing the module `rlhf.train` replaces the function `rlhf.train`."""
+    """Makes this module callable, because importing it replaces the function `rlhf.train` by the module."""
 
     def __call__(self, *overrides: Any, **options: Any) -> dict[str, Any]:
         return train(*overrides, **options)

@@ -26,7 +26,7 @@ from rlhf.config.redaction import Redaction
 from rlhf.config.resolved import from_yaml, schema, to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, Unsaved, UserError
 from rlhf.events import announce, subscribe_from_environment
-from rlhf.lifecycle import live
+from rlhf.lifecycle import run_lifecycle
 from rlhf.loop import train
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
@@ -51,7 +51,7 @@ def run(
     components = build(config, device, coordinator, status, shown)
     try:
         train(components)
-        announce("end.before")  # not in `finally`: after a crash the status must keep the event before it
+        announce("end.before")  # not in `finally`: after a crash the status file must keep the event before the crash
         check_copied(components.checkpointer.not_copied, config.run_dir, config.checkpoint)
     finally:
         components.run_log.close()
@@ -71,14 +71,14 @@ class _Evidence:
         return self.status
 
     def crash(self, error: Exception) -> None:
-        """Write `error`. The supervisor reports the rank that failed first."""
+        """Write `error` and its traceback. The supervisor reports the rank that failed first."""
         if self.status is not None:
             self.status.error("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
         if self.status is None or SUPERVISOR_PID not in os.environ:
             log.exception("Rank %s crashed.", os.environ["RANK"])
 
     def end(self, kind: Literal["user", "unsaved"], message: str) -> None:
-        """Write the reason why the run ends, which the supervisor logs once."""
+        """Write why the run ends. The supervisor logs the message once for all ranks."""
         if self.status is not None:
             self.status.error(kind, message)
         if self.status is None or SUPERVISOR_PID not in os.environ:
@@ -86,7 +86,10 @@ class _Evidence:
 
 
 def main(run_dir: Path) -> int:
-    """Run a rank of a supervisor that has the run lock and has written the configuration. Return the exit code."""
+    """Run a rank that the supervisor started, and return its exit code.
+
+    The supervisor has taken the run lock and written the configuration.
+    """
 
     def work(evidence: _Evidence) -> None:
         shown = ProgressPipe.from_environment()
@@ -97,7 +100,7 @@ def main(run_dir: Path) -> int:
         device = collectives.start(config.trainer)
         run(config, device, _coordinator(config), status, shown)
 
-    # Lines that the user's functions print then appear at once, and are not lost if this process dies.
+    # So that lines that the user's functions print appear at once, and are not lost if this process dies.
     write_whole_lines()
     configure_logging(rank())
     return _guarded(work)
@@ -115,7 +118,7 @@ def main_under_torchrun(config: Config, banner: str = "") -> int:
     output = RunOutput("plain" if rank() else mode, Redaction(os.environ))
 
     def work(evidence: _Evidence) -> None:
-        faulthandler.register(STACKS_SIGNAL, all_threads=True)  # to stderr, until the stacks have a file
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)  # to stderr, until `StatusWriter` opens a file
         device = collectives.start(config.trainer)
         coordinator = _coordinator(config)
         # Every rank has composed a configuration. All ranks use the leader's.
@@ -129,7 +132,7 @@ def main_under_torchrun(config: Config, banner: str = "") -> int:
                 run(agreed, device, coordinator, status, ProgressDisplay() if rank() else output.progress)
             return EXIT_DONE
 
-        live(agreed, coordinator, output, attempt)
+        run_lifecycle(agreed, coordinator, output, attempt)
 
     with output:
         configure_logging(rank(), OutputHandler(output))
@@ -174,7 +177,7 @@ def _guarded(work: Callable[[_Evidence], None]) -> int:
 if __name__ == "__main__":
     code = main(Path(sys.argv[1]))
     logging.shutdown()
-    with suppress(OSError, ValueError):  # the reader may be dead
+    with suppress(OSError, ValueError):  # the process that reads stdout may be dead
         sys.stdout.flush()
     # Not sys.exit: after an error, threads of the process group may wait forever for peers that are gone.
     os._exit(code)

@@ -34,7 +34,10 @@ class EstimatorInput:
     baselines: Tensor | None = None
     """[N]: the reward of the greedy response to the same prompt."""
     all_sum: Callable[[Tensor], Tensor] = only_rank
-    """Sum of a small tensor over ranks, in place or not. An estimator calls `all_sum` equally often on every rank."""
+    """Returns the sum of a small tensor over ranks, and may overwrite its argument.
+
+    An estimator must call `all_sum` equally often on every rank.
+    """
 
     @property
     def scores(self) -> Tensor:
@@ -52,7 +55,7 @@ class Estimate(NamedTuple):
 
 
 def gae(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """Generalized advantage estimation over the response tokens, whitened over all ranks; needs `values`.
+    """Return generalized advantage estimates (GAE), whitened over the response tokens of all ranks; needs `values`.
 
     delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, where next is the next token in the
     mask; V_next and A_next are 0 after the last token. returns = A + V, before whitening.
@@ -73,9 +76,11 @@ def gae(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def grpo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """(s - mean) / (std + 1e-6) over the responses to a prompt, with summed reward s and unbiased std, on all tokens.
+    """Return (s - mean) / (std + 1e-6) on every token of a response, where s is the response's summed reward.
 
-    A group of one has mean 0 and std 1. `norm_adv_by_std_in_grpo=false` (Dr.GRPO) omits the division.
+    Mean and unbiased std are over the responses to the same prompt.
+
+    For a group of one, mean is 0 and std is 1. `norm_adv_by_std_in_grpo=false` (Dr.GRPO) omits the division.
 
     Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2; Dr.GRPO (arXiv 2503.20783) section 3.2.
     """
@@ -90,7 +95,7 @@ def grpo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def rloo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The score minus the mean score of the prompt's other responses: n / (n - 1) * (s - mean), or s if n = 1.
+    """Return the score minus the mean score of the prompt's other responses: n / (n - 1) * (s - mean), or s if n = 1.
 
     Source: Ahmadian et al. (arXiv 2402.14740) section 3.
     """
@@ -100,7 +105,7 @@ def rloo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def reinforce_plus_plus(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The reward-to-go of each token, discounted by `gamma` per token, whitened over all ranks.
+    """Return the reward-to-go of each token, discounted by `gamma` per token, whitened over all ranks.
 
     Source: REINFORCE++ (arXiv 2501.03262) section 3.
     """
@@ -110,7 +115,7 @@ def reinforce_plus_plus(inputs: EstimatorInput, config: AlgorithmConfig) -> Esti
 
 
 def reinforce_plus_plus_baseline(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The score minus the group's mean (0 for a group of one), on all tokens, whitened over all ranks.
+    """Return the score minus the group's mean on every token, whitened over all ranks. A group of one has mean 0.
 
     Source: REINFORCE++ with baseline (arXiv 2501.03262) section 3.
     """
@@ -121,7 +126,7 @@ def reinforce_plus_plus_baseline(inputs: EstimatorInput, config: AlgorithmConfig
 
 
 def remax(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The undiscounted reward-to-go of each token minus the greedy response's reward; needs `baselines`.
+    """Return the undiscounted reward-to-go of each token minus the greedy response's reward; needs `baselines`.
 
     Source: ReMax (arXiv 2310.10505) algorithm 1.
     """
@@ -133,10 +138,10 @@ def remax(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def pass_at_k(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """Advantage of response i for the best of k responses to its prompt: (m_i - m) / (s + 1e-6).
+    """Return response i's advantage for the best of k responses to its prompt: (m_i - m) / (s + 1e-6).
 
-    Over all k-subsets of the n responses, m and s are mean and standard deviation of the largest score, and m_i is the
-    mean over the subsets with response i. `norm_adv_by_std_in_grpo=false` omits the division. With scores of 0 and 1, m
+    Over all k-subsets of the n responses, m and s are mean and standard deviation of the largest score. m_i is the mean
+    over only the subsets with response i. `norm_adv_by_std_in_grpo=false` omits the division. With scores of 0 and 1, m
     is the unbiased pass@k of the group.
 
     Source: Pass@k Training (arXiv 2508.10751), analytical derivation, for scores of 0 and 1; Pass@K Policy Optimization
@@ -167,6 +172,6 @@ def _decays(mask: Tensor, per_token: float) -> Tensor:
 
 
 def _on_tokens(per_response: Tensor, inputs: EstimatorInput) -> Tensor:
-    """Spread one number per response, in any shape, to its tokens: [N, R], zero outside the mask."""
+    """Return [N, R] with each response's number on its tokens, zero outside the mask. Any shape of N numbers works."""
     spread = per_response.reshape(-1, 1).expand_as(inputs.mask)
     return masked(spread, inputs.mask).to(inputs.token_rewards.dtype)

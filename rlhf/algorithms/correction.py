@@ -19,7 +19,7 @@ def rollout_is_weights(
     threshold: float,
     lower: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Truncated importance weights min(exp(old - rollout), threshold) for the policy loss; no gradient.
+    """Return truncated importance weights min(exp(old - rollout), threshold) for the policy loss, without gradient.
 
     With `lower`, weights below `lower` or above `threshold` are 0 instead of truncated.
 
@@ -27,16 +27,17 @@ def rollout_is_weights(
         old_log_probs: [N, R] from the training engine, before the update.
         rollout_log_probs: [N, R] from the rollout engine, at sampling.
         mask: [N, R], 1 on response tokens.
-        level: `token` for a weight per token; `sequence` for the product over the response on all its tokens. The
-            logarithm is clamped to +-20.
+        level: `token` for a weight per token; `sequence` for one weight per response, the product of its tokens'
+            ratios. The logarithm is clamped to +-20.
         threshold: the largest weight.
         lower: the smallest weight; None truncates.
 
     Returns:
-        The weights, and 1 for truncated or masked weights, else 0; both [N, R] and 0 outside the mask.
+        The weights, and an indicator that is 1 where a weight was truncated or set to 0; both [N, R], 0 outside the
+        mask.
 
     Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025) for tokens; Liu
-    et al., "When Speed Kills Stability" (2025) for sequences; IcePop, in Ring-1T (arXiv 2510.18855), for both sides.
+    et al., "When Speed Kills Stability" (2025) for sequences; IcePop, in Ring-1T (arXiv 2510.18855), for `lower`.
     """
     log_ratios = masked(old_log_probs - rollout_log_probs, mask)
     if level == "sequence":
@@ -58,13 +59,13 @@ def accepted(
     Args:
         old_log_probs, rollout_log_probs, mask: [N, R] each, as in `rollout_is_weights`.
         kind: `token_k1` decides per token; `seq_sum_k1` and `seq_mean_k1` decide per response by the sum or the mean of
-            its tokens' divergences. k2 and k3 likewise, and also `seq_max_k2` and `seq_max_k3` by the maximum. The mean
-            of k1 is the logarithm of the geometric mean of the ratios.
+            its tokens' divergences. The same names exist for k2 and k3, and `seq_max_k2` and `seq_max_k3` decide by the
+            maximum. The mean of k1 is the logarithm of the geometric mean of the ratios.
         threshold: the largest divergence for k2 and k3, the largest ratio exp(d) for k1.
         lower: the smallest ratio for k1; None for 1 / threshold.
 
     Returns:
-        [N, R] in the type of the mask, 0 outside the mask.
+        [N, R] in the type of the mask: 1 on accepted tokens, 0 elsewhere.
 
     Source: Liu et al., "When Speed Kills Stability" (2025), as in verl's rollout correction.
     """

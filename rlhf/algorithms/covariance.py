@@ -10,7 +10,7 @@ from rlhf.algorithms.statistics import masked
 
 
 class OverRanks(NamedTuple):
-    """Collectives of a choice over all ranks. Every rank must call each collective equally often."""
+    """Collectives for choosing tokens over all ranks. Every rank must call each collective equally often."""
 
     all_sum: Callable[[Tensor], Tensor]
     """Sum of a small tensor over ranks."""
@@ -21,8 +21,8 @@ class OverRanks(NamedTuple):
 def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor, ranks: OverRanks) -> tuple[Tensor, int]:
     """Return each token's term of the covariance, (log p - mean log p) * (A - mean A), with means over all ranks.
 
-    The terms are [N, R] float64, like the arguments in shape, and 0 outside the mask. Also return the number of tokens
-    on all ranks.
+    Arguments and terms are [N, R]. The terms are float64, and 0 outside the mask. Also return the number of tokens in
+    the mask over all ranks.
 
     Source: Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv
     2505.22617).

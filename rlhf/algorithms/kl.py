@@ -9,12 +9,13 @@ COEFFICIENT_BOUND = 0.2
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """KL(policy || reference) per token that the policy sampled, with d = log_probs - ref_log_probs; without a mask.
+    """Estimate KL(policy || reference) at each token, sampled by the policy, from d = log_probs - ref_log_probs.
 
-    `k1`: d (unbiased). `k2`: d^2 / 2. `k3`: exp(-d) - 1 + d (unbiased, positive), -d within +-20 and the result within
-    +-10. `abs`: |d|. With `+` (`k1+`, `k3+`, `abs+`) the gradient is k2's, whose expectation is the gradient of the KL.
+    `k1`: d (unbiased). `k2`: d^2 / 2. `k3`: exp(-d) - 1 + d (unbiased, never negative), with -d clamped to +-20 and the
+    result to +-10. `abs`: |d|. With `+` (`k1+`, `k3+`, `abs+`) the gradient is k2's, whose expectation is the gradient
+    of the KL.
 
-    Log-probs are [N, R]. Raises KeyError for an unknown `kind`.
+    Log-probs and the result are [N, R]; no mask is applied. Raises KeyError for an unknown `kind`.
 
     Source: J. Schulman, "Approximating KL Divergence" (2020); Tang and Munos (arXiv 2506.09477) for the gradient of k2.
     """
@@ -26,12 +27,14 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 def corrected_kl(log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """KL(policy || reference) per token that an older policy sampled: r * `kl_estimate`, without a mask.
+    """Estimate KL(policy || reference) at each token, sampled by an older policy: r * `kl_estimate`.
 
-    The ratio is r = exp(log_probs - old_log_probs), with the logarithm within +-20. For `k1`, `k3` and `abs` the
-    gradient goes through the ratio, too; for r * k3 it is r * d per token, the gradient of the KL. For `k2` and kinds
-    with `+`, whose gradient is the KL's already, the ratio is a constant. So the expected gradient is the KL's for all
-    kinds but `abs`. Log-probs are [N, R]; only `log_probs` gets a gradient.
+    The ratio is r = exp(log_probs - old_log_probs), with the logarithm clamped to +-20. For `k1`, `k3` and `abs` the
+    gradient also goes through the ratio; for k3 it is then r * d times the gradient of log_probs. For `k2` and kinds
+    with `+` the ratio is detached, because `kl_estimate` already has the gradient of the KL. So the expected gradient
+    is the KL's for all kinds but `abs`.
+
+    Log-probs are [N, R]; only `log_probs` gets a gradient. No mask is applied.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556) equation 7, for k3.
     """
@@ -41,13 +44,14 @@ def corrected_kl(log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor
 
 
 def adapted_coefficient(coef: float, kl: float, samples: int, target: float, horizon: int) -> float:
-    """The next coefficient of the KL in the reward: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon).
+    """Return the next KL coefficient in the reward: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon).
 
     Args:
         coef: the coefficient in this step's rewards.
         kl: this step's KL, the mean over sequences of the mean over tokens.
         samples: sequences of this step over all ranks.
-        target, horizon: the desired KL, and the number of samples over which to react.
+        target: the desired KL.
+        horizon: number of samples over which the coefficient reacts.
 
     Source: Ziegler et al. (arXiv 1909.08593) section 2.2.
     """

@@ -13,8 +13,9 @@ from rlhf.config.user_functions import load_function
 
 AdvantageEstimator = Callable[[EstimatorInput, AlgorithmConfig], Estimate]
 PolicyLossFunction = Callable[..., PolicyLoss]
-"""Takes log-probs, log-probs before the update, advantages and mask, [N, R] each, and the settings `actor`. Losses that
-choose tokens, by `POLICY_LOSSES`, also take the chosen tokens, [N, R]."""
+"""Takes log-probs, log-probs before the update, advantages and mask, [N, R] each, and the settings `actor`.
+
+A loss with `chosen` in `POLICY_LOSSES` also takes the chosen tokens, [N, R]."""
 
 
 def load_estimator(name: str) -> AdvantageEstimator:

@@ -25,10 +25,10 @@ class PolicyLoss(NamedTuple):
 def vanilla(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
 ) -> PolicyLoss:
-    """PPO's clipped surrogate with separate bounds below and above, and dual clip.
+    """Return PPO's clipped surrogate with separate bounds below and above, and dual clip.
 
-    max(-A * r, -A * clamp(r, 1 - low, 1 + high)) with r = exp(clamp(log_probs - old_log_probs, -20, 20)); for A < 0 at
-    most -A * c.
+    The loss is max(-A * r, -A * clamp(r, 1 - low, 1 + high)) with r = exp(clamp(log_probs - old_log_probs, -20, 20)).
+    For A < 0, dual clip bounds the loss by -A * c.
 
     Args:
         log_probs, old_log_probs, advantages: [N, R]; only `log_probs` gets a gradient.
@@ -36,7 +36,8 @@ def vanilla(
         config: `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_c`.
 
     Returns:
-        The losses, and metrics that are 1 where clipping (`pg_clipfrac`) or dual clip (`pg_clipfrac_lower`) acted.
+        The losses, and metrics that are 1 where clipping (`pg_clipfrac`) or dual clip (`pg_clipfrac_lower`) changed the
+        loss.
 
     Source: PPO (arXiv 1707.06347) equation 7; DAPO (arXiv 2503.14476) equation 10 for separate bounds; Ye et al. (arXiv
     1912.09729) equation 5 for dual clip.
@@ -50,10 +51,11 @@ def vanilla(
 
 
 def gspo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig) -> PolicyLoss:
-    """The clipped surrogate with one ratio per response: the exponential of the mean log-ratio of its tokens.
+    """Return the clipped surrogate with one ratio per response: the exponential of the mean log-ratio of its tokens.
 
     The ratio's value is the sequence ratio, but its gradient goes to each token's own log-prob. So advantages may
-    differ within a response. The log-ratio is at most 10. Arguments as in `vanilla`; one metric, `pg_clipfrac`.
+    differ within a response. The log-ratio is clamped to at most 10. Arguments as in `vanilla`; one metric,
+    `pg_clipfrac`.
 
     Source: GSPO (arXiv 2507.18071) equations 5 and 7, and GSPO-token, equations 13 and 14.
     """
@@ -68,10 +70,10 @@ def gspo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Ten
 def cispo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
 ) -> PolicyLoss:
-    """REINFORCE with a clipped importance weight that has no gradient: -sg(clamp(r, 1 - low, 1 + high)) * A * log_prob.
+    """Return the REINFORCE loss with a clipped importance weight: -sg(clamp(r, 1 - low, 1 + high)) * A * log_prob.
 
-    Every token keeps its gradient, with a bounded weight. Arguments and r as in `vanilla`; one metric, `pg_clipfrac`:
-    the tokens with a clipped weight.
+    The weight has no gradient (sg), so clipping never removes a token's gradient. Arguments and r as in `vanilla`; one
+    metric, `pg_clipfrac`: 1 on tokens with a clipped weight.
 
     Source: CISPO, in MiniMax-M1 (arXiv 2506.13585) equations 4 and 5.
     """
@@ -84,10 +86,10 @@ def cispo(
 def clip_cov(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig, chosen: Tensor
 ) -> PolicyLoss:
-    """PPO's clipped surrogate without the `chosen` tokens ([N, R], 0 or 1) and without dual clip.
+    """Return PPO's clipped surrogate, 0 on the `chosen` tokens ([N, R], 0 or 1), without dual clip.
 
     The caller chooses at random among tokens with a large covariance of log-prob and advantage. Other arguments as in
-    `vanilla`. Metrics: the tokens that clipping changed (`pg_clipfrac`) and the chosen tokens (`clip_cov_frac`).
+    `vanilla`. Metrics: 1 on tokens whose loss clipping changed (`pg_clipfrac`) and on chosen tokens (`clip_cov_frac`).
 
     Source: Clip-Cov (arXiv 2505.22617).
     """
@@ -99,10 +101,10 @@ def clip_cov(
 def kl_cov(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig, chosen: Tensor
 ) -> PolicyLoss:
-    """The surrogate -A * r without clip, plus ppo_kl_coef * |log_probs - old_log_probs| on `chosen` tokens.
+    """Return the surrogate -A * r without clip, plus ppo_kl_coef * |log_probs - old_log_probs| on `chosen` tokens.
 
     The caller chooses the tokens with the largest covariance of log-prob and advantage ([N, R], 0 or 1). Other
-    arguments as in `vanilla`; one metric, the chosen tokens (`kl_cov_frac`).
+    arguments as in `vanilla`; one metric, 1 on chosen tokens (`kl_cov_frac`).
 
     Source: KL-Cov (arXiv 2505.22617), with the penalty of verl and of the authors' code.
     """
@@ -112,7 +114,7 @@ def kl_cov(
 
 
 def sapo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig) -> PolicyLoss:
-    """The surrogate with a soft gate instead of a clip: -A * 4 / tau * sigmoid(tau * (r - 1)).
+    """Return the surrogate with a soft gate instead of a clip: -A * 4 / tau * sigmoid(tau * (r - 1)).
 
     tau is `tau_pos` for A > 0, else `tau_neg`. The gradient is that of -A * r, times a weight 4 p (1 - p), where p is
     the sigmoid. The weight is 1 at r = 1, falls with the distance of r from 1, and is never 0. Arguments as in
@@ -128,9 +130,10 @@ def sapo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Ten
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
-    """0.5 * max((v - R)^2, (clamp(v, v_old - cliprange, v_old + cliprange) - R)^2) per token, without a mask.
+    """Return 0.5 * max((v - R)^2, (clamp(v, v_old - cliprange, v_old + cliprange) - R)^2) per token.
 
-    Arguments are [N, R]; only `values` gets a gradient. Returns the losses, and 1 where clipping changed the loss.
+    Also return an indicator that is 1 where clipping changed the loss. Tensors are [N, R]; only `values` gets a
+    gradient. No mask is applied.
 
     Source: the value clipping of OpenAI's PPO implementation (baselines, ppo2), as in verl.
     """

@@ -6,7 +6,7 @@ from torch import Tensor
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
     """Return min(-(L - (max_length - buffer)) / buffer * factor, 0) for responses of `lengths` L, [N] float32.
 
-    The punishment falls from 0 to -factor over the last `buffer` tokens before `max_length`, the longest response.
+    The punishment falls from 0 to -factor over the last `buffer` tokens before `max_length`, the limit of a response.
 
     Source: DAPO (arXiv 2503.14476) equation 13.
     """

@@ -14,10 +14,10 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
-    """Whiten over the masked entries of all ranks: (v - mean) * rsqrt(var + 1e-8), with unbiased variance.
+    """Whiten the entries in the mask over all ranks: (v - mean) * rsqrt(var + 1e-8), with unbiased variance.
 
-    Every rank must call this function, because it calls `all_sum` twice with a small float64 tensor. Returns [N, R]
-    float64, zero outside the mask. A single entry over all ranks becomes 0.
+    Return [N, R] float64, zero outside the mask. If the masks of all ranks have a single entry, it becomes 0. Every
+    rank must call this function, because it calls `all_sum` twice.
     """
     inside = masked(values, mask).double()
     total, count = all_sum(torch.stack([inside.sum(), mask.bool().sum().double()])).unbind()
@@ -28,9 +28,10 @@ def masked_whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tens
 
 
 def backward_sum(values: Tensor, decays: Tensor) -> Tensor:
-    """y[:, t] = values[:, t] + decays[:, t] * y[:, t + 1] with zero after the last column; [N, R] each.
+    """Return y with y[:, t] = values[:, t] + decays[:, t] * y[:, t + 1], and zero after the last column; [N, R] each.
 
-    Decays are within [0, 1]. Takes log2(R) passes over whole tensors: pass k adds the next 2^k columns to y[:, t].
+    Decays are within [0, 1]. The scan takes log2(R) passes over whole tensors: pass k adds the next 2^k columns to
+    y[:, t].
     """
     span, length = 1, values.shape[1]
     while span < length:

@@ -33,7 +33,7 @@ def token_log_probs(
         labels: [M] int64.
         temperature: divides the logits.
         weight: [V, H] of the head, with its `bias` [V].
-        finish: computes logits [m, V] from the head's product [m, V]; None if both are equal.
+        finish: computes logits [m, V] from the head's product [m, V], for example soft-capping; None if both are equal.
     """
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels, temperature, finish, with_entropy)
     return log_probs, entropy
@@ -125,7 +125,7 @@ def _product(part: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor
 
 
 def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """Return a new tensor."""
+    """Return the logits divided by the temperature in `dtype`, always as a new tensor."""
     return torch.div(logits, temperature) if logits.dtype == dtype else logits.to(dtype).div_(temperature)
 
 

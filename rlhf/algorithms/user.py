@@ -71,7 +71,7 @@ def checked_policy_loss(source: str, function: Callable[..., Any]) -> Callable[.
 def _call(source: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the function; raise its errors as UserError with a traceback, because a restart would repeat them.
 
-    Errors of devices, memory or other ranks propagate, because a restart may cure them.
+    Errors of devices, memory or other ranks propagate unchanged, because a restart may fix them.
     """
     try:
         return function(*arguments)

@@ -44,7 +44,7 @@ def read_prompts(
     if len(set(coordinator.all_gather(train_set.fingerprint))) > 1:
         raise UserError(
             f"The ranks read different training prompts from {data.train_files or data.reasoning_gym}: give every node "
-            "the same files, and set PYTHONHASHSEED=0 for all ranks (some reasoning-gym tasks depend on it; our own "
-            "supervisor sets it)."
+            "the same files, and set PYTHONHASHSEED=0 for all ranks (some reasoning-gym tasks depend on it; the "
+            "supervisor of python -m rlhf.train sets it)."
         )
     return train_set, val_set

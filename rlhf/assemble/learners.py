@@ -32,7 +32,7 @@ from rlhf.storage.hf_layout import ADAPTER_CONFIG
 
 @dataclass(frozen=True)
 class Learners:
-    """The models that a step trains, and their reference."""
+    """Actor, critic and reference of a run, with the utilization of the devices."""
 
     actor: Actor
     critic: Critic | None
@@ -51,12 +51,12 @@ class Learners:
 
 
 @dataclass(frozen=True)
-class Engines:
-    """Puts loaded models into training engines, or into engines without an optimizer.
+class EngineBuilder:
+    """Builds the training engines of actor and critic, and loads the models' weights into them.
 
     Args:
         mini_batches: optimizer steps per epoch over a step's batch.
-        seed: of the run, for the random start values of adapters.
+        seed: the run's seed, for the random start values of adapters.
     """
 
     model: ModelConfig
@@ -65,7 +65,7 @@ class Engines:
     seed: int
     device: torch.device
 
-    def trained(
+    def build(
         self, section: ActorConfig | CriticConfig, found: ResolvedModel, loaded: Loaded, training_steps: int
     ) -> TrainingBackend:
         """Put a model into a training engine and load its weights. Collective.
@@ -93,14 +93,14 @@ class Engines:
         loaded.fill(backend.base_shards() or backend.model_shards())
         who = "actor" if isinstance(section, ActorConfig) else "critic"
         if who == "actor" and lora.enabled:
-            begin_adapters(backend, lora, self.seed)
+            init_adapters(backend, lora, self.seed)
         backend.after_load()
         with backend.on_device():
             choose_packing(backend.module, section.use_remove_padding, f"{who}.use_remove_padding")
         return backend
 
 
-def frozen(loaded: Loaded, config: BackendConfig, kept: FrozenFsdpConfig, device: torch.device) -> Fsdp2Model:
+def build_frozen(loaded: Loaded, config: BackendConfig, kept: FrozenFsdpConfig, device: torch.device) -> Fsdp2Model:
     """Shard a model without an optimizer over the ranks and load its weights. Collective."""
     cast_parameters(loaded.model, getattr(torch, kept.model_dtype))
     plain = loaded.model.requires_grad_(False).eval()
@@ -110,7 +110,7 @@ def frozen(loaded: Loaded, config: BackendConfig, kept: FrozenFsdpConfig, device
 
 
 def adapter_files(settings: ModelConfig, model: PreTrainedModel) -> dict[str, bytes]:
-    """Return adapter_config.json by its name; nothing if `model` has no adapters."""
+    """Return the content of adapter_config.json by file name; an empty dict if `model` has no adapters."""
     adapters = Adapters.of(model)
     if adapters is None:
         return {}
@@ -119,7 +119,7 @@ def adapter_files(settings: ModelConfig, model: PreTrainedModel) -> dict[str, by
     return {ADAPTER_CONFIG: (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()}
 
 
-def begin_adapters(backend: TrainingBackend, lora: LoraConfig, seed: int) -> None:
+def init_adapters(backend: TrainingBackend, lora: LoraConfig, seed: int) -> None:
     """Initialise the adapters of a model whose base weights are loaded. Collective."""
     shards, adapters = backend.model_shards(), Adapters.of(backend.module)
     assert adapters is not None
@@ -128,7 +128,7 @@ def begin_adapters(backend: TrainingBackend, lora: LoraConfig, seed: int) -> Non
         put(shards[name], norms)
 
 
-def read_adapters(backend: TrainingBackend, lora: LoraConfig, coordinator: Coordinator) -> None:
+def load_adapters(backend: TrainingBackend, lora: LoraConfig, coordinator: Coordinator) -> None:
     """Load the adapters in `model.lora.path`, if set, at the start of a run without a checkpoint. Collective.
 
     Raises:

@@ -96,7 +96,7 @@ def resolve_models(
     """Find the models of the run, and copy small files below `scratch`. Collective.
 
     Args:
-        critic, reward_model: None if the run needs no such model.
+        critic, reward_model: None if the run needs no critic or no reward model.
 
     Raises:
         UserError: a model cannot be found or read, or the critic has another vocabulary than the policy.
@@ -115,6 +115,6 @@ def resolve_models(
     if values is not None and values.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UserError(
             f"{values.files.source} has another vocabulary than {policy.files.source}: the critic reads the policy's "
-            "tokens. Take a model with the same tokenizer, or critic.path=null."
+            "tokens. Set critic.path to a model with the same tokenizer, or to null."
         )
     return ModelSources(policy, values, judge)

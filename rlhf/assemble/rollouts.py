@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf.assemble.inputs import RunInputs
-from rlhf.assemble.learners import frozen
+from rlhf.assemble.learners import build_frozen
 from rlhf.assemble.model_sources import ModelSources, ResolvedModel
 from rlhf.assemble.trajectory_hash import trajectory_hash
 from rlhf.config import Config, DataConfig, RolloutConfig, ValKwargsConfig
@@ -50,7 +50,7 @@ def build_reward(setup: Setup, models: ModelSources) -> Reward:
     if found is None:
         return reward_of(config.reward)
     loaded = found.load(loading.load_reward_model, setup.coordinator, device)
-    model = frozen(loaded, config.backend, config.reward_model.fsdp_config, device)
+    model = build_frozen(loaded, config.backend, config.reward_model.fsdp_config, device)
     with model.on_device():
         choose_packing(model.module, config.reward_model.use_remove_padding, "reward_model.use_remove_padding")
     module: Any = model.module

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from rlhf.assemble.inputs import RunInputs, read_prompts
-from rlhf.assemble.learners import Engines, Learners, frozen, read_adapters
+from rlhf.assemble.learners import EngineBuilder, Learners, build_frozen, load_adapters
 from rlhf.assemble.model_sources import ModelSources, resolve_models
 from rlhf.assemble.rollouts import Setup, build_collector, build_engine, build_evaluator, build_reward
 from rlhf.assemble.trajectory_hash import user_files
@@ -124,6 +124,7 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
 
 
 def _follow_events(driver: DriverState, status: StatusWriter, phases: Phases) -> None:
+    """Pass each event, with its step, to the status file and the progress display."""
 
     def step_of(event: str) -> int:
         return driver.step + (not event.startswith(AFTER_THE_STEP))
@@ -151,7 +152,7 @@ def _build(setup: Setup, inputs: RunInputs, shown: ProgressDisplay, preemption: 
     report("looking for a checkpoint")
     resumed = checkpointer.resume()
     if not resumed:
-        read_adapters(learners.actor.backend, config.model.lora, coordinator)
+        load_adapters(learners.actor.backend, config.model.lora, coordinator)
     if coordinator.is_leader:
         log.info("%s", _facts(setup, learners.actor.backend, inputs))
     run_log.start(driver.step, resumed=resumed)
@@ -186,7 +187,7 @@ def _learners(setup: Setup, models: ModelSources, policy: Loaded, total_steps: i
     """Load the models and shard them over the ranks. `policy` is the actor's model without its weights. Collective."""
     config, coordinator, device = setup.config, setup.coordinator, setup.device
     per_pass = mini_batches(config.data, config.actor)
-    engines = Engines(config.model, config.backend, per_pass, config.trainer.seed, device)
+    engines = EngineBuilder(config.model, config.backend, per_pass, config.trainer.seed, device)
     temperature, budgets = config.rollout.temperature, config.token_budgets
     reference, lora = None, config.model.lora
     compares = needs_reference(config.actor, config.algorithm)
@@ -194,7 +195,7 @@ def _learners(setup: Setup, models: ModelSources, policy: Loaded, total_steps: i
         add_adapters(policy.model, lora, getattr(torch, base_dtype(lora, config.backend)))
     elif compares:
         start = models.policy.load(loading.load_model, coordinator, device)
-        model = frozen(start, config.backend, config.ref.fsdp_config, device)
+        model = build_frozen(start, config.backend, config.ref.fsdp_config, device)
         with model.on_device():
             check_log_probs(model.module, device)
         reference = Reference(model, temperature, budgets.reference, config.ref)
@@ -205,7 +206,7 @@ def _learners(setup: Setup, models: ModelSources, policy: Loaded, total_steps: i
     utilization.add("actor", UpdateFlops.of(policy.model), config.actor.ppo_epochs)
     scale = loss_scale(config.actor, config.data)
     actor_steps = max(1, total_steps - config.trainer.critic_warmup)
-    backend = engines.trained(config.actor, models.policy, policy, actor_steps)
+    backend = engines.build(config.actor, models.policy, policy, actor_steps)
     if lora.enabled and compares:
         apart = partial(without_adapters, backend.module)
         reference = Reference(backend, temperature, budgets.reference, config.ref, apart)
@@ -226,7 +227,7 @@ def _learners(setup: Setup, models: ModelSources, policy: Loaded, total_steps: i
     if models.critic is not None:
         start = models.critic.load(loading.load_value_model, coordinator, device)
         utilization.add("critic", UpdateFlops.of(start.model), config.critic.ppo_epochs)
-        backend = engines.trained(config.critic, models.critic, start, total_steps)
+        backend = engines.build(config.critic, models.critic, start, total_steps)
         critic = Critic(backend, config.critic, scale=scale, budget=budgets.critic, forward_budget=budgets.values)
     return Learners(actor, critic, reference, utilization)
 
@@ -238,7 +239,7 @@ def _stateful(
     parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards, "history": run_log}
     if advantages.scaling.remembers:
         parts["reward_scaling"] = advantages.scaling
-    if learners.actor.entropy_control.moves:
+    if learners.actor.entropy_control.is_adaptive:
         parts["entropy_control"] = learners.actor.entropy_control
     if learners.moving_reference is not None:
         parts["reference"] = learners.moving_reference
@@ -270,7 +271,7 @@ def _run_log(config: Config, driver: DriverState, shown: ProgressDisplay, *, lea
 
 
 def _facts(setup: Setup, policy: TrainingBackend, inputs: RunInputs) -> str:
-    """Return a line with facts that are known only after the models and the data are loaded."""
+    """Return a line about policy, ranks, prompts and steps, which are known only after models and data are loaded."""
     # Shards have the global shapes in every training engine.
     trained, base = (
         sum(math.prod(shard.shape) for shard in shards.values())

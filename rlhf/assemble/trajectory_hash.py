@@ -20,7 +20,7 @@ def trajectory_hash(
     run_id: str,
     fingerprints: Mapping[str, str],
 ) -> str:
-    """Return a hash of everything that determines a step's weights, except the rewards and the number of ranks.
+    """Return a hash of everything that determines the weights of a step, except rewards and the number of ranks.
 
     Args:
         settings: settings that determine the run's results (`rlhf.config.compare.trajectory`).
@@ -31,7 +31,7 @@ def trajectory_hash(
         "rlhf": rlhf.__version__,
         "run_id": run_id,
         "settings": dict(settings),
-        # If a resume does not load all contents, such as the optimizer's moments, all later weights differ.
+        # A resume without some contents, such as the optimizer's moments, changes all later weights.
         "contents": sorted(checkpoint.load_contents or checkpoint.contents),
         "files": dict(fingerprints),
         # A resume reads the adapters of its checkpoint; only a start without checkpoints reads this folder.

@@ -60,7 +60,7 @@ class Collector:
     generation: Generation
     device: torch.device
     ends_with: Callable[[int, float], bool]
-    """Whether the run ends with this step, given the epochs so far. After the last step no generation begins."""
+    """Returns whether a step is the run's last, given the epochs so far. No generation begins ahead of time then."""
     _prefetch: Prefetch = field(init=False)
     _sampling: PlainSampling | DynamicSampling = field(init=False)
     # Last step that this process collected, and the hash of the step's batch over all ranks.
@@ -78,11 +78,11 @@ class Collector:
     def collect(self, step: int) -> Collected:
         """Return the batch of `step`. Collective.
 
-        The policy after `step` - 1 steps draws new samples, or after `step` - 2 if their generation began ahead. Their
-        noise is keyed by `step`. A rank's groups are the groups that it generated; a rank may have none.
+        New samples are drawn by the policy after `step` - 1 steps, or after `step` - 2 if their generation began ahead
+        of time. Their noise is keyed by `step`. A rank returns the groups that it generated, possibly none.
 
         Raises:
-            UserError: dynamic sampling can't fill the batch.
+            UserError: dynamic sampling cannot fill the batch.
         """
         generation = self.generation
         sampler, journal = generation.sampler, generation.journal
@@ -91,13 +91,13 @@ class Collector:
             before = self._trained[1] if self._trained is not None and self._trained[0] == step - 1 else None
             journal.begin(step, step - 1, before)
         groups, metrics = self._sampling.sample(step, stats)
-        sampler.rest()
+        sampler.sleep()
         if journal is not None:
             self._trained = (step, combined(self.coordinator.all_gather(digests(groups))))
         batch = collate(groups, generation.tokenizer.pad_token_id, step - 1, self.device)
         figures, tokens = step_metrics(batch, groups, generation.params.max_tokens, self.coordinator)
         own_seconds = sampler.seconds - generated_before
-        if not needs_reward_model(self.reward):  # with a reward model these seconds include waiting for other ranks
+        if not needs_reward_model(self.reward):  # a reward model's seconds include waiting for other ranks
             own_seconds += stats.reward_seconds
         older = any(group.version < step - 1 for group in groups)
         gathered = self.coordinator.all_gather((own_seconds, older, memory_use(self.device)))
@@ -135,30 +135,33 @@ class Collector:
             self._sampling.carry([])
 
     def invalidate_policy(self) -> None:
-        """Drop the generation ahead and sync the weights again, because a roll-back changes them. Collective."""
+        """Drop samples generated ahead, and sync the weights before the next generation. Collective.
+
+        For a roll-back, which changes the weights.
+        """
         self._prefetch.drop()
         self.generation.sampler.invalidate_weights()
 
     @property
     def position(self) -> int:
-        """Uid of the first prompt after the newest batch. Prompts drawn ahead count as not drawn."""
+        """Uid of the first prompt not drawn yet. Prompts drawn ahead of time count as not drawn."""
         return self._prefetch.position
 
     def tensors(self) -> dict[str, Tensor]:
-        """Wait for the generation ahead and return this rank's groups for the next step as tensors. Collective."""
+        """Wait for samples generated ahead, and return this rank's groups for the next step as tensors. Collective."""
         return to_tensors(self._sampling.carried) | self._prefetch.tensors()
 
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> None:
         """Replace this rank's carried groups by the groups in `parts`, each the `tensors` of one rank.
 
-        Drops groups that do not fit the present settings and logs a warning.
+        Drop groups that do not fit the present settings, and log a warning.
         """
         groups = [group for part in parts for group in from_tensors(part)]
         fitting = [group for group in groups if self.generation.fits(group)]
         self._sampling.carry(fitting)
         if left_out := len(groups) - len(fitting) + self._prefetch.load_tensors(parts):
             log.warning(
-                "Left out %d prompts with their samples that the checkpoint kept for the next step: rollout.n or "
-                "algorithm.adv_estimator is not what they were generated with.",
+                "Dropped %d prompts of the checkpoint, with samples generated for the next step: rollout.n or "
+                "algorithm.adv_estimator has changed since.",
                 left_out,
             )

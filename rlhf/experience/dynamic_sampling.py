@@ -13,7 +13,7 @@ from rlhf.experience.prefetch import Prefetch
 log = logging.getLogger(__name__)
 
 LARGE_SHARE = 0.5
-"""Share of carried groups in a batch above which the leader logs a warning. verl and the paper carry no groups."""
+"""Fraction of carried groups in a batch above which the leader logs a warning. verl and the paper carry no groups."""
 
 
 @dataclass
@@ -21,7 +21,8 @@ class DynamicSampling:
     """Fills a batch with groups whose samples differ in reward; drops other groups, which have no advantage.
 
     Carries surplus groups over to the next step, where they come before newer groups. Drops carried groups whose
-    policy is more than `max_staleness` steps old. Groups stay on the rank that generated them. All ranks decide alike.
+    policy is more than `max_staleness` steps old. Groups stay on the rank that generated them. All ranks make the same
+    choice.
     """
 
     config: FilterGroupsConfig
@@ -98,10 +99,10 @@ class DynamicSampling:
             return
         self._warned = True
         log.warning(
-            "%.0f %% of the batch of step %d was carried over from earlier steps, and is by an older policy than the "
-            "one in training; truncated importance sampling corrects for the difference. For newer samples lower "
-            "data.gen_batch_size=%d, or set algorithm.filter_groups.max_staleness=0, which drops the groups that a "
-            "step leaves over. This is logged once; sampling/carried_share is the share in each step.",
+            "%.0f %% of the batch of step %d was carried over from earlier steps, so an older policy sampled it; "
+            "truncated importance sampling corrects for the difference. For newer samples lower "
+            "data.gen_batch_size=%d, or set algorithm.filter_groups.max_staleness=0, which drops the surplus groups of "
+            "each step. This is logged once; sampling/carried_share is the share in each step.",
             100 * share_carried,
             step,
             self.gen_batch_size,

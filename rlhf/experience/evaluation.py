@@ -62,7 +62,7 @@ class Evaluator:
         requests = [Request(p.index, p.token_ids, self.params, number) for p in mine for number in range(n)]
         every = self.sampler.generate(requests, version=step, step=step)
         samples = [every[start : start + n] for start in range(0, len(every), n)]
-        self.sampler.rest()
+        self.sampler.sleep()
         scored = score_responses(self.reward, self.tokenizer, zip(mine, samples, strict=True))
         log_timeouts(f"Evaluation after step {step}", self.reward.pop_timeouts(), self.coordinator)
         self.show(shown_answers(list(zip(mine, samples, strict=True)), scored, self.tokenizer, self.coordinator))
@@ -86,7 +86,8 @@ class Evaluator:
     def _answers(self, samples: list[Sample], results: list[RewardResult]) -> list[str | None]:
         """Return the answer of each response, or None for an unknown answer.
 
-        The answer is a reward function's `pred` (a name of verl), or else parsed from the text by the verifier.
+        The answer is the `pred` that a reward function returned (verl's name). Without `pred`, the verifier parses the
+        answer from the text.
         """
         if len(samples) == 1:  # a vote of one
             return [None]

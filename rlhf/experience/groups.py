@@ -27,24 +27,24 @@ class Group:
     results: list[RewardResult]
     """Each sample's reward."""
     penalties: list[float]
-    """Each sample's over-long punishment, at most 0. `scores` adds it to the reward."""
+    """Each sample's over-long punishment, at most 0."""
     baseline: float | None
-    """The greedy response's whole reward; None if the estimator uses no greedy baseline."""
+    """The greedy response's total reward; None if the estimator uses no greedy baseline."""
 
     @property
     def version(self) -> int:
-        """Optimizer steps of the policy that drew the group's oldest token."""
+        """Training steps of the policy that drew the group's oldest token."""
         return min(sample.version for sample in self.samples)
 
     @property
     def scores(self) -> list[float]:
-        """The whole reward of each sample."""
+        """The total reward of each sample: its reward plus its over-long punishment."""
         return [result.score + penalty for result, penalty in zip(self.results, self.penalties, strict=True)]
 
     def has_signal(self, metric: str) -> bool:
         """Return whether the samples differ in `metric`.
 
-        `acc` is the first reward function's score, `seq_reward` the whole reward (`algorithm.filter_groups.metric`).
+        `acc` is the first reward function's score, `seq_reward` the total reward (`algorithm.filter_groups.metric`).
         """
         if metric == "seq_reward":
             return len(set(self.scores)) > 1
@@ -57,7 +57,7 @@ def uids_everywhere(groups: Sequence[Group], coordinator: Coordinator) -> list[i
 
 
 def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:
-    """Return `groups` as 1-D tensors, without loss; no groups give no tensors. Names begin with `prefix`.
+    """Encode `groups` losslessly as 1-D tensors whose names begin with `prefix`. No groups give no tensors.
 
     The tensors are the samples' arrays (`rollout.sample_codec`), the concatenated prompt token ids (int32), and all
     other fields as bytes of JSON (uint8).

@@ -43,17 +43,17 @@ class Journal:
     """Writes this rank's samples and rewards, and finds the samples and rewards that any rank wrote before a crash.
 
     Each step and rank has an append-only file of records, `journal/step_N.rank_RRRRR`. The first record contains what
-    the samples depend on: the trajectory hash, the policy's steps, and a hash of the batch of the last update. If any
-    of the three differs, the journal drops the file and the files of later steps. So samples of other weights are never
-    reused, neither after a roll-back nor with other rewards. The first step after a resume accepts any hash of a batch,
+    the samples depend on: the trajectory hash, the policy's steps, and a hash of the last batch that was trained on. If
+    any of the three differs, the journal drops the file and the files of later steps. So samples of other weights are
+    never reused after a roll-back or a change of rewards. The first step after a resume accepts any hash of a batch,
     because the checkpoint determines the weights. Rewards are reused only if the reward functions' files are unchanged.
 
     Rank r of n owns the files of the ranks r, r + n, r + 2n and so on, since an earlier start may have had more ranks.
-    A rank that misses samples reads other ranks' files. A journal makes no collective calls. When a write fails, the
-    journal logs a warning and the run goes on: only a restart after a crash needs the journal.
+    A rank whose files lack samples also reads other ranks' files. A journal makes no collective calls. If a write
+    fails, the journal logs a warning and the run goes on, because only a restart after a crash needs the journal.
 
     Args:
-        trajectory: hash of all that determines a step's weights, except the rewards and the number of ranks.
+        trajectory: `rlhf.assemble.trajectory_hash` of the run.
         scored_by: a hash of the reward functions' files.
     """
 
@@ -69,10 +69,11 @@ class Journal:
         """Bytes written since `begin`."""
         try:
             if self._folder.is_dir():
-                # A kill may have preceded the sync of a file's name. The records read below must survive a power cut.
+                # An earlier process may have been killed before it synced a file's name. The records read below must
+                # survive a power cut.
                 fsync_dir(self._folder)
         except OSError as error:
-            log.warning("%s can't be synced; a crash would generate its samples again: %s", self._folder, error)
+            log.warning("%s can't be synced; after a crash its samples are generated again: %s", self._folder, error)
 
     def begin(self, step: int, version: int, after: str | None) -> None:
         """Begin `step`, whose samples are by the policy after `version` steps. Remove files that no resume needs.
@@ -84,7 +85,7 @@ class Journal:
         self.drop_published(up_to=version)
         try:
             files = [file for file in self._files() if file.step == step]
-            # Read this rank's own file last: the last file with a prompt counts.
+            # Read this rank's own file last, because a later file's samples of a prompt replace earlier ones.
             for file in sorted(filter(self._is_mine, files), key=lambda file: file.rank == self._rank):
                 self._known |= self._read(file)
             self._unread = [file for file in files if not self._is_mine(file)]
@@ -160,12 +161,13 @@ class Journal:
         if not self._fits(records.from_payload(first)[0]):
             if self._is_mine(file):
                 log.info(
-                    "%s does not fit the run's present state. It is dropped with the files of later steps.", file.path
+                    "%s does not fit the run's present state. It is removed with the files of later steps.", file.path
                 )
             self._drop(other for other in self._files() if other.rank == file.rank and other.step >= file.step)
             return {}
         if self._is_mine(file):
-            # A kill may have preceded the sync of a record. The records read here must survive a power cut.
+            # An earlier process may have been killed before it synced a record. The records read here must survive a
+            # power cut.
             fsync_file(file.path)
         known: dict[int, _Entry] = {}
         for document, tail in (records.from_payload(payload) for payload in payloads[1:] if payload is not None):
@@ -193,7 +195,7 @@ class Journal:
             self.written += append_durably(path, map(records.frame, payloads), event="journal.fsync")
         except OSError as error:
             self._writable = False
-            log.warning("%s can't be written; a crash would generate its samples again: %s", path, error)
+            log.warning("%s can't be written; after a crash its samples are generated again: %s", path, error)
 
     def _make_folder(self) -> None:
         if not self._folder.is_dir():

@@ -64,9 +64,9 @@ def merge(mine: dict[Name, Summary], coordinator: Coordinator) -> dict[Name, Sum
 
 
 def slowest(seconds: Sequence[float]) -> dict[str, float]:
-    """Return the slowest rank and how many times longer it worked than the median rank; no metrics for one rank.
+    """Return the slowest rank and the ratio of its time to the median rank's; no metrics for one rank.
 
-    `seconds` are each rank's working time without waits for other ranks.
+    `seconds` are each rank's working times, without waits for other ranks.
     """
     if len(seconds) == 1 or not (typical := median_low(seconds)):
         return {}
@@ -86,7 +86,7 @@ class RolloutStats:
     rollout_seconds: float = 0.0
     reward_seconds: float = 0.0
     slow: list[Timeouts] = field(default_factory=list)
-    """Details of the samples that `timeouts` counts, except samples from before a resume."""
+    """Details of the samples that `timeouts` counts, except samples generated before a resume."""
 
     def add(self, other: "RolloutStats") -> None:
         """Add the statistics of `other` to these."""
@@ -99,8 +99,9 @@ def step_metrics(
 ) -> tuple[dict[str, float], TokenCounts]:
     """Return reward and length metrics of a batch over all ranks, and its token counts. Collective.
 
-    Each reward function's score and each further number that it returns has a mean. Response lengths include the tokens
-    of observations, as in verl. Responses of `max_response_length` tokens count as clipped.
+    The metrics include the mean of each reward function's score, and of each further number that a function returns.
+    Response lengths include the tokens of observations, as in verl. Responses of `max_response_length` tokens count as
+    clipped.
     """
     rows = [(len(group.prompt_ids), sample) for group in groups for sample in group.samples]
     responses = [len(sample) for _, sample in rows]
@@ -146,7 +147,7 @@ def generation_metrics(
 
     Args:
         groups, stats: this rank's batch and the statistics of its generations.
-        version: optimizer steps of the run so far.
+        version: training steps of the run so far.
         journal_bytes: bytes that this rank wrote; None on all ranks without a journal.
         overlong, staleness, generated: whether to return these metrics as well; the same on every rank.
     """

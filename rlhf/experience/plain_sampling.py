@@ -27,7 +27,7 @@ class PlainSampling:
             if found == wanted:
                 return ahead, {}
             log.warning(
-                "Left out %d prompts with their samples that the checkpoint kept for step %d: "
+                "Dropped %d prompts of the checkpoint, with samples generated for step %d: "
                 "data.train_batch_size is now %d.",
                 found,
                 step,
@@ -48,7 +48,7 @@ class PlainSampling:
         """Drop a checkpoint's carried groups and log a warning."""
         if groups:
             log.warning(
-                "Left out %d prompts with their samples that dynamic sampling had carried over: "
-                "algorithm.filter_groups.enable=false.",
+                "Dropped %d prompts of the checkpoint, with samples that dynamic sampling carried over: "
+                "algorithm.filter_groups.enable is now false.",
                 len(groups),
             )

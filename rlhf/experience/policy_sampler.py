@@ -20,7 +20,7 @@ class PolicySampler:
     native_adapters: bool = False
     """Whether `engine` is an `AdapterEngine`, which receives the base weights once and then only the adapters."""
     seconds: float = field(default=0.0, init=False)
-    """Seconds of generation on this rank so far, without weight syncs, because ranks wait for each other there."""
+    """Seconds of generation on this rank so far, without weight syncs, in which ranks wait for each other."""
     sync_seconds: float = field(default=0.0, init=False)
     """Seconds of weight syncs since the last call of `metrics`."""
     _version: int | None = field(default=None, init=False)
@@ -74,7 +74,7 @@ class PolicySampler:
             self._version = version
         self.sync_seconds += time.monotonic() - started
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Release the engine's device memory for training until the next generation. Collective."""
         if self.engine.sleep():
             self._version = None
@@ -85,5 +85,5 @@ class PolicySampler:
         return {"timing_s/update_weights": seconds} | self.engine.metrics()
 
     def invalidate_weights(self) -> None:
-        """Sync the weights before the next generation: after a roll-back the same version has other weights."""
+        """Sync the weights before the next generation, because after a roll-back the same version has other weights."""
         self._version = None

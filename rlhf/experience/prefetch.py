@@ -19,7 +19,7 @@ PREFIX, COUNTS = "ahead.", "ahead.counts"
 
 @dataclass
 class Prefetch:
-    """Runs at most one generation ahead and scores it at the next save or at its own step, whichever comes first.
+    """Generates for at most one later step, and scores the samples at the next save or at their step, if earlier.
 
     All ranks are in the same state.
     """
@@ -39,7 +39,7 @@ class Prefetch:
     def begin(self, step: int, size: int | None = None) -> None:
         """Draw `size` prompts (see `PromptShare.next`) and start the generation for `step`. Collective.
 
-        The policy after `step` - 2 steps draws the samples, with the present weights.
+        The present policy, after `step` - 2 steps, draws the samples.
         """
         self._before, drawn = self.prompts.position, self.prompts.next(size)
         self.generation.sampler.begin(self.generation.requests(drawn), version=step - 2, step=step)
@@ -71,9 +71,9 @@ class Prefetch:
         return to_tensors(groups, PREFIX) | {COUNTS: torch.tensor([stats.timeouts, stats.failures])}
 
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> int:
-        """Load the groups in `parts`, each the `tensors` of one rank; return the number that do not fit the settings.
+        """Load the groups in `parts`, each the `tensors` of one rank. Drop groups that do not fit the settings.
 
-        Drops groups that do not fit. No generation may run. Call on every rank or on none.
+        Return the number of dropped groups. No generation may run. Call this on every rank or on none.
         """
         found = sorted((g for part in parts for g in from_tensors(part, PREFIX)), key=lambda group: group.uid)
         counts = [part[COUNTS].tolist() for part in parts if COUNTS in part]
@@ -84,7 +84,7 @@ class Prefetch:
         return len(found) - len(groups)
 
     def _score(self) -> None:
-        """Finish and score the running generation, if any. The policy has done `step` - 1 steps by now."""
+        """Finish and score the running generation, if any. The policy has made `step` - 1 steps by now."""
         if self._begun is None:
             return
         (step, drawn), stats, generation = self._begun, RolloutStats(), self.generation

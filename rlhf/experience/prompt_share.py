@@ -7,8 +7,8 @@ from rlhf.ranks.dims import RankGroup
 class PromptShare:
     """Draws prompts for all ranks, by default `batch_size` per step, and returns this rank's part.
 
-    `ranks` is the data-parallel group. Each rank gets consecutive prompts, or none if there are fewer prompts than
-    ranks. All ranks draw from equal streams, so they need no communication.
+    `ranks` is the data-parallel group. Each rank gets consecutive prompts; some get none if there are fewer prompts
+    than ranks. All ranks draw from equal streams, so they need no communication.
     """
 
     def __init__(self, stream: PromptStream, batch_size: int, ranks: RankGroup) -> None:
@@ -31,7 +31,7 @@ class PromptShare:
         return self._stream.state_dict()["consumed"]
 
     def advance_to(self, position: int) -> None:
-        """Skip the prompts before the uid `position`. Never go back to a prompt already drawn."""
+        """Skip the prompts before the uid `position`. Do nothing if they are already drawn."""
         self._stream.load_state_dict(self._stream.state_dict() | {"consumed": max(position, self.position)})
 
     @property

@@ -36,7 +36,8 @@ class AnsweredPrompt:
 def accuracy_of(result: RewardResult) -> float | None:
     """Return 1 for a right response, 0 for a wrong response, and None if the accuracy is unknown.
 
-    The accuracy is a reward function's `acc` (a name of verl), or else the first function's score, if it is 0 or 1.
+    The accuracy is the `acc` that a reward function returned (verl's name), or else the first function's score. It is
+    known only if it is 0 or 1.
     """
     value = float(result.extra.get("acc", next(iter(result.terms.values()))))
     return value if value in (0.0, 1.0) else None
@@ -45,10 +46,10 @@ def accuracy_of(result: RewardResult) -> float | None:
 def validation_metrics(prompts: Sequence[AnsweredPrompt], n: int, coordinator: Coordinator) -> dict[str, float]:
     """Return `val-core/SOURCE/VARIABLE/METRIC` and `val-aux/...` over the prompts of all ranks. Collective.
 
-    A metric is the mean over the prompts of its source. Variables are `reward` (the whole score), `reward/LABEL` (a
+    A metric is the mean over the prompts of its source. Variables are `reward` (the total reward), `reward/LABEL` (a
     function's own score), each further number that a function returns, and `acc` if each response of the source has an
-    accuracy. The source's main variable is `acc` if it exists, else `reward`. Each of this rank's `prompts` has `n`
-    responses.
+    accuracy (`accuracy_of`). The source's main variable is `acc` if it exists, else `reward`. Each of this rank's
+    `prompts` has `n` responses.
     """
     mine: dict[tuple[str, ...], Summary] = {}
     for prompt in prompts:

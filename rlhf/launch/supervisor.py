@@ -21,7 +21,7 @@ from rlhf.launch.local.rank_output import RankOutput
 from rlhf.launch.local.starter import LocalStarter, RankNeeds
 from rlhf.launch.restart_policy import GiveUp, RestartPolicy
 from rlhf.launch.stop_request import StopRequest
-from rlhf.lifecycle import live, reject_another_run
+from rlhf.lifecycle import reject_another_run, run_lifecycle
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import wait_for_ranks
 from rlhf.ranks.logs import configure_logging
@@ -76,7 +76,7 @@ def _supervise(config: Config, check: Callable[[], None], output: RunOutput, cal
 
         try:
             with _usable(config.run_dir):
-                return live(config, alone, output, train, starter.check_devices)
+                return run_lifecycle(config, alone, output, train, starter.check_devices)
         except Unsaved as error:
             log.error("%s", error)
             return EXIT_REQUEUE

@@ -20,7 +20,7 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from rlhf.learning.resharding import Shuffle
 from rlhf.learning.token_choice import TokenChoice
-from rlhf.learning.update import Around, Counts, Figures, MicroBatchLoss, Passes, update
+from rlhf.learning.update import Counts, Figures, MicroBatchLoss, Passes, StepHooks, update
 from rlhf.ranks.collectives import all_sum
 
 
@@ -28,10 +28,10 @@ class Actor(Policy):
     """The policy with its loss and optimizer steps.
 
     Args:
-        temperature: of the rollouts.
+        temperature: sampling temperature of the rollouts.
         scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
-        log_prob_budget: most tokens of a forward pass without gradients on one rank.
-        seed: of the run, for policy losses that choose tokens at random.
+        log_prob_budget: maximum tokens of a forward pass without gradients on one rank.
+        seed: the run's seed, for policy losses that choose tokens at random.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class Actor(Policy):
         if guards.allows("actor", rollout_log_probs=sampled) and rejection is not None and old is not None:
             batch, rejected = self._reject(batch, old, rejection)
         passes, micro_batch_loss = self._passes, self._micro_batch_loss
-        around = Around(partial(self._with_choice, guards.step), self._bonus_follows)
+        hooks = StepHooks(partial(self._with_chosen, guards.step), self._adapt_bonus)
         figures = rejected | update(
-            self.backend, batch, balance, passes, micro_batch_loss, guards, "actor", shuffle, around
+            self.backend, batch, balance, passes, micro_batch_loss, guards, "actor", shuffle, hooks
         )
         return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
 
@@ -118,10 +118,11 @@ class Actor(Policy):
         return MicroBatchLoss(loss, sums, {"rollout/logprob_diff_max": largest})
 
     @torch.no_grad()
-    def _with_choice(self, step: int, batch: ActorBatch, plan: list[list[int]]) -> ActorBatch:
-        """Return the batch with `chosen` set for the mini-batch whose rows are in `plan`, if the policy loss needs it.
+    def _with_chosen(self, step: int, batch: ActorBatch, plan: list[list[int]]) -> ActorBatch:
+        """Return the batch with `chosen` set for a mini-batch, if the policy loss needs it. Collective.
 
-        The choice depends on the present policy, so it is collective and costs one more forward pass.
+        `plan` lists the mini-batch's rows by micro-batch. The choice depends on the present policy, so it costs one
+        more forward pass.
         """
         if self._choice.kind == "none":
             return batch
@@ -133,9 +134,9 @@ class Actor(Policy):
                 mask[rows] = batch.counted[rows]
         return replace(batch, chosen=self._choice.choose(batch, mask, log_probs, step))
 
-    def _bonus_follows(self, figures: Figures) -> Figures:
+    def _adapt_bonus(self, figures: Figures) -> Figures:
         """Adapt the weight of the entropy bonus after an optimizer step, and return the step's weight as a metric."""
-        if not self.entropy_control.moves:
+        if not self.entropy_control.is_adaptive:
             return {}
         weight = self.entropy_control.weight
         self.entropy_control.observe(figures["entropy"])
@@ -149,9 +150,10 @@ class Actor(Policy):
         return kl if weights is None else weights * kl
 
     def _reject(self, batch: ActorBatch, old: Tensor, kind: str) -> tuple[ActorBatch, Figures]:
-        """Return the batch with a loss mask without tokens on which old policy and rollout engine differ too much.
+        """Return the batch with a loss mask that is 0 where old policy and rollout engine differ too much.
 
-        Also return the shares, over all ranks, of masked tokens and of responses with a masked token.
+        Also return, as metrics over all ranks, the fractions of masked tokens and of responses with a masked token.
+        Collective.
         """
         bounds = self._correction.rollout_rs_threshold, self._correction.rollout_rs_threshold_lower
         assert bounds[0] is not None
@@ -167,11 +169,11 @@ class Actor(Policy):
         return replace(batch, loss_mask=kept), figures
 
     def _importance_weights(self, micro: ActorBatch, old: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return importance weights of the losses and which weights are truncated, [N, R] each; None for no weights.
+        """Return importance weights of the losses and which weights are truncated, [N, R] each; None without weights.
 
-        The weights correct from the sampling policy to the policy before the update, around which the loss clips: the
-        decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298). Without `rollout_is`
-        only stale samples have weights.
+        The weights correct from the sampling policy to the policy before the update. The loss clips around the latter:
+        the decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298). Without
+        `rollout_is` only stale samples are weighted.
         """
         mask, correction, level = micro.response_mask, self._correction, self._correction.rollout_is
         bounds = correction.rollout_is_threshold, correction.rollout_is_threshold_lower

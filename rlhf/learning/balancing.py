@@ -1,7 +1,7 @@
 """Sequence-length balancing: splits a step's samples over ranks and micro-batches so that the ranks finish together.
 
-The split follows from integers alone, so it is the same on every rank and after a resume. Under FSDP the ranks compute
-the same number of micro-batches in lockstep, and the k-th takes as long as on the slowest rank.
+The split is computed with integers only, so it is the same on every rank and after a resume. Under FSDP all ranks run
+the same number of micro-batches in lockstep, and wait in the k-th for the rank with the costliest one.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 LINEAR = 24576
 EXTRA = 2
-"""Micro-batches to try beyond the fewest, because their costs may be more equal."""
+"""Micro-batches to try beyond the fewest, because more micro-batches may be balanced better."""
 
 Placed = tuple[int, int]
 """Length of a sample in tokens, and its row."""
@@ -83,11 +83,11 @@ class SampleBalance:
     def micro_batches(
         self, budget: int, *, padded: bool = False, mini_batch: int | None = None
     ) -> list[list[list[int]]]:
-        """Return rows by [rank][micro-batch]. The k-th micro-batches of all ranks, perhaps empty, cost about the same.
+        """Return rows by [rank][micro-batch]. The k-th micro-batches of all ranks cost about the same, or are empty.
 
         Args:
-            budget: most tokens of a micro-batch. A longer sample is a micro-batch of its own.
-            padded: whether rows times the longest row count as tokens.
+            budget: maximum tokens of a micro-batch. A longer sample is a micro-batch of its own.
+            padded: whether padding counts, so that a micro-batch has rows times its longest row tokens.
             mini_batch: number of a mini-batch; None for the whole step.
         """
         parts = range(self.mini_batches) if mini_batch is None else (mini_batch,)
@@ -106,7 +106,7 @@ def _parts(size: int, count: int) -> list[range]:
 
 
 def _padded(ranks: list[list[Placed]], budget: int) -> list[list[list[Placed]]]:
-    """Put similar lengths into one micro-batch to save padding, longest first on every rank."""
+    """Return micro-batches of samples with similar lengths, which need little padding; longest first on every rank."""
     plan: list[list[list[Placed]]] = []
     for samples in ranks:
         micros: list[list[Placed]] = []
@@ -126,7 +126,7 @@ def _packed(ranks: list[list[Placed]], budget: int) -> list[list[list[Placed]]]:
     found: list[tuple[int, list[list[list[Placed]]]]] = []
     for count in range(fewest, most + 1):
         plan = _in_lockstep(ranks, fewest_of_each, budget, count)
-        # One more micro-batch gathers the weights once more, so it must save about one percent of the time.
+        # Each further micro-batch all-gathers the weights again, so it must save about one percent of the time.
         found.append((lockstep_cost([[_cost(m) for m in micros] for micros in plan]) * (100 + count), plan))
         if found[-1][0] <= bound * (101 + count):
             break
@@ -144,7 +144,7 @@ def _in_lockstep(
     """Return `count` micro-batches for each rank whose k-th costs are about equal over the ranks.
 
     Each micro-batch takes samples up to a target cost: the cost of the longest sample left on any rank or, if larger,
-    an equal part of the most cost left on a rank.
+    the largest cost left on a rank divided by the micro-batches left.
     """
     waiting = [_Waiting(samples, budget) for samples in ranks]
     plan: list[list[list[Placed]]] = [[] for _ in ranks]
@@ -173,7 +173,7 @@ class _Waiting:
         return self.samples[-1][0] if self.samples else 0
 
     def take(self, target: int) -> list[Placed]:
-        """Return a micro-batch of up to `target` cost: the longest samples that fit, so that short samples are left."""
+        """Remove and return a micro-batch of up to `target` cost: the longest samples that fit, to leave short ones."""
         taken: list[Placed] = []
         spent, room = 0, max(self._budget, self.longest)
         while at := bisect_left(self.samples, (min(room, _length(target - spent)) + 1,)):
@@ -185,7 +185,10 @@ class _Waiting:
 
 
 def _fewest(samples: list[Placed], budget: int) -> list[list[Placed]]:
-    """Return about the fewest micro-batches: put the longest sample first, each into the fullest with room."""
+    """Return about the fewest micro-batches (best-fit decreasing).
+
+    Place samples longest first, each into the fullest micro-batch that has room.
+    """
     micros: list[list[Placed]] = []
     rooms: list[tuple[int, int]] = []
     for sample in reversed(samples):

@@ -28,9 +28,10 @@ class Credit(NamedTuple):
     returns: Tensor | None
     """Targets of the critic; None without a critic."""
     mask: Tensor
-    """1 on the tokens that the policy wrote, without truncated responses if the settings mask them."""
+    """1 on the tokens that the policy wrote, 0 on truncated responses if `mask_truncated_responses` is set."""
 
     def means(self) -> list[float]:
+        """Return the mean advantage of each response."""
         return (self.advantages.double().sum(1) / self.mask.sum(1).clamp(min=1)).tolist()
 
 
@@ -50,8 +51,8 @@ class Advantages:
     ) -> tuple[Credit, dict[str, float]]:
         """Return the credit of the tokens of `batch`, and metrics over all ranks. Collective.
 
-        `mask_truncated_responses` masks responses after the estimator: their scores count in the statistics of their
-        group and of the batch.
+        `mask_truncated_responses` masks truncated responses after the estimator, so their scores still count in the
+        statistics of their group and of the batch.
 
         Args:
             batch: has `baselines` if the estimator needs them (ReMax).

@@ -27,8 +27,8 @@ class Critic:
 
     Args:
         scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
-        budget: most tokens of a forward and backward pass on one rank.
-        forward_budget: most tokens of a forward pass without gradients on one rank.
+        budget: maximum tokens of a forward and backward pass on one rank.
+        forward_budget: maximum tokens of a forward pass without gradients on one rank.
     """
 
     def __init__(

@@ -20,18 +20,18 @@ class EntropyControl:
         self._entropy: float | None = None
 
     @property
-    def moves(self) -> bool:
+    def is_adaptive(self) -> bool:
         return self._config.type == "adaptive"
 
     @property
     def weight(self) -> float:
         """Weight of the bonus in the next optimizer step."""
-        idle = self.moves and self._entropy is not None and self._entropy > self._config.target_entropy
+        idle = self.is_adaptive and self._entropy is not None and self._entropy > self._config.target_entropy
         return 0.0 if idle else self._coefficient
 
     def observe(self, entropy: float) -> None:
         """Adapt the coefficient to the mean entropy per token of an optimizer step."""
-        if not self.moves:
+        if not self.is_adaptive:
             return
         control, self._entropy = self._config, entropy
         step = control.delta * ((entropy < control.target_entropy) - (entropy > control.target_entropy))
@@ -48,5 +48,5 @@ class EntropyControl:
         """Restore the entropy and, if adaptive and with the same start value, the coefficient within its bounds."""
         self._entropy = state["entropy"]
         self._coefficient = self._start
-        if self.moves and self._start == state["started_at"]:
+        if self.is_adaptive and self._start == state["started_at"]:
             self._coefficient = self._bounded(state["coefficient"])

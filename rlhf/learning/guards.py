@@ -1,4 +1,4 @@
-"""Rejects batches whose metrics are out of bounds, and decides whether to skip the batch, roll back or end the run."""
+"""Rejects batches whose metrics are out of bounds: skips the batch, rolls back or ends the run (`guards.action`)."""
 
 import logging
 import math
@@ -36,21 +36,21 @@ class Event:
 class Guards:
     """Checks each batch by metrics that are equal on all ranks, so that all ranks decide the same.
 
-    The order of calls for a batch: `begin`, `allows` before each optimizer step, `settle`. If the decision is
-    `rollback`: `remember`, load the newest checkpoint (which calls `load_state_dict`), `recall`.
+    For each batch, call `begin`, then `allows` before each optimizer step, then `settle`. If `settle` returns
+    `rollback`, call `remember`, load the newest checkpoint (which calls `load_state_dict`), and call `recall`.
 
-    A crash between a roll-back and the next save loses the memory of the roll-back, which changes nothing. Decisions
-    follow from the batch and the checkpoint's state, so the repeated step is rejected again and draws the same later
-    prompts. These prompts are the only trace of a roll-back in the trajectory, wherever the checkpoint was: the
-    checkpoint restores the reward average, and the metrics of a step count the events up to that step only.
+    If a crash between a roll-back and the next save loses the memory of the roll-back, the run does not change.
+    Decisions depend only on the batch and the checkpoint's state, so the repeated step is rejected again and draws the
+    same later prompts. A roll-back changes the trajectory only by these prompts, whichever checkpoint was loaded: the
+    checkpoint restores the reward average, and the metrics of a step count only the events up to that step.
 
-    Roll-backs end: only a step beyond all rejected steps that is accepted at its first try clears the row of events. So
-    each step of the run causes at most `max_events` roll-backs, even if repeated steps end otherwise. The supervisor's
-    limit of restarts bounds the crashes that shorten a row.
+    Roll-backs cannot go on forever. Only an accepted step after all rolled-back steps clears the row of events, so each
+    step of the run causes at most `max_events` roll-backs, even if repeated steps are accepted. A crash may shorten the
+    row, and the supervisor limits the restarts after crashes.
 
     Args:
         config: the bounds, and the action beyond them.
-        quiet: log nothing, because another rank does.
+        quiet: log nothing, because another rank logs.
     """
 
     def __init__(self, config: GuardsConfig, *, quiet: bool = False) -> None:
@@ -86,8 +86,8 @@ class Guards:
 
         Args:
             who: `actor` or `critic`.
-            figures: metrics, which must be finite. `max_loss` bounds the size of `loss`, `max_kl` the `kl` and `ref_kl`
-                per token.
+            figures: metrics, which must be finite. `max_loss` bounds the absolute value of `loss`; `max_kl` bounds `kl`
+                and `ref_kl`, means per token.
         """
         for name, value in figures.items():
             if self.rejected is not None:
@@ -131,7 +131,7 @@ class Guards:
         return "rollback"
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of events up to this step, equal in a repeated step, and whether this step is an event."""
+        """Return the number of skips and roll-backs up to this step, and whether this batch is rejected."""
         return {
             "guards/skips": self._skips,
             "guards/rollbacks": sum(times for step, (times, _) in self._rollbacks.items() if step <= self._step),
@@ -154,7 +154,7 @@ class Guards:
         self.load_state_dict(self.state_dict() | memory)
 
     def skip_for(self, step: int) -> int | None:
-        """Return the least position in the stream from which `step` must draw; None if `step` was not rolled back."""
+        """Return the first position in the stream from which `step` may draw; None if `step` was not rolled back."""
         return self._rollbacks[step][1] if step in self._rollbacks else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class Guards:
             what = f"The guards rejected a batch (guards.action=stop):\n  {row[-1]}"
         elif len(row) <= config.max_events:
             events = "".join(f"\n  {event}" for event in row)
-            what = f"The guards rejected every batch of the run, which has trained nothing:{events}"
+            what = f"The guards rejected every batch of the run:{events}"
         else:
             events = "".join(f"\n  {event}" for event in row)
             what = (

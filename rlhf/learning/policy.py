@@ -17,8 +17,8 @@ class Policy:
     """Computes log-probs of responses under `model`.
 
     Args:
-        temperature: of the rollouts.
-        budget: most tokens of a forward pass without gradients on one rank.
+        temperature: sampling temperature of the rollouts.
+        budget: maximum tokens of a forward pass without gradients on one rank.
     """
 
     def __init__(self, model: Model, temperature: float, budget: int) -> None:
@@ -47,8 +47,8 @@ def response_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs of the response tokens, and entropies before them if wanted, [N, R] float32. Collective.
 
-    Both are zero on padding, and have gradients where autograd is enabled. `model` is from `with_log_probs`, or a
-    training engine around such a model.
+    Both are zero on padding, and have gradients if autograd is enabled. `model` is a model from `with_log_probs`, or a
+    training engine around one.
     """
     tokens = PredictedTokens.of(model, batch)
     targets = Targets(tokens.positions, tokens.labels, temperature, with_entropy)

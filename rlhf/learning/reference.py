@@ -16,13 +16,13 @@ from rlhf.storage.shards import Shards
 
 
 class Reference(Policy):
-    """The policy from which the KL terms measure the distance.
+    """The reference policy, from which the KL terms measure the policy's distance.
 
     Every `ref.update_freq` steps, ref = alpha * actor + (1 - alpha) * ref in float32 (TR-DPO, arXiv 2404.09656,
-    equation 4). A reference that moves is part of the run's state.
+    equation 4). Checkpoints save the weights of a reference that moves.
 
     Args:
-        without_adapters: disables the adapters while entered, if `model` is the actor's.
+        without_adapters: a context that disables the adapters, if `model` is the actor's model.
     """
 
     def __init__(

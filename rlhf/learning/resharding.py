@@ -20,7 +20,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.dims import RankGroup
 
 TRAINING_FIELDS = [field.name for field in fields(Batch)]
-"""Fields of a rollout batch that its samples' training ranks receive."""
+"""Fields of a rollout batch that are sent to the training ranks."""
 B = TypeVar("B", bound=Batch)
 Place = tuple[int, int]
 """Rank, and row of that rank's batch."""
@@ -30,7 +30,7 @@ class SampleRoute:
     """Moves tensors of a step's samples from one distribution over the ranks to another.
 
     Args:
-        sources, targets: place of each sample before and after, equal on all ranks.
+        sources, targets: place of each sample before and after the move, for the samples of all ranks.
         lengths: [samples] int64, tokens of the responses.
         ranks: the data-parallel group.
     """
@@ -40,7 +40,7 @@ class SampleRoute:
         self._still = sources == targets
         rank, self._ranks = ranks.rank, ranks.size
         every = range(len(sources))
-        # By peer, then in the order of samples, so that sender and receiver agree.
+        # Sorted by peer, then by sample, so that sender and receiver agree on the order.
         self._sent = sorted((i for i in every if sources[i][0] == rank), key=lambda i: targets[i][0])
         self._received = sorted((i for i in every if targets[i][0] == rank), key=lambda i: sources[i][0])
 
@@ -82,7 +82,7 @@ class SampleRoute:
 class Shuffle:
     """Draws the samples of the mini-batches of each epoch, and balances them over the ranks.
 
-    The samples of a mini-batch follow from (seed, step, epoch), whatever the number of ranks.
+    The samples of a mini-batch depend on (seed, step, epoch), and not on the number of ranks.
     """
 
     seed: int
@@ -104,7 +104,7 @@ class Shuffle:
         return replace(batch, **_moved(batch.present(), route, torch.tensor(self._prompts)))
 
     def _order(self, epoch: int) -> list[int]:
-        # The generator for the order of prompts, with counters that the order of prompts does not use.
+        # The prompt stream uses the same generator, but never these counters.
         bits = np.random.Philox(key=[self.seed, self.step], counter=[0, 0, 0, 1 + epoch])
         return np.argsort(bits.random_raw(len(self._prompts)), kind="stable").tolist()
 

@@ -15,10 +15,10 @@ EPSILON = 1e-8
 
 
 class RewardScaling:
-    """Normalises and clips the whole rewards of responses: clip((s - mean) / sqrt(var + 1e-8), low, high).
+    """Normalises and clips the total rewards of responses: clip((s - mean) / sqrt(var + 1e-8), low, high).
 
-    Mean and unbiased variance are over the batch on all ranks, or with `running` over all responses so far, the batch
-    included. If the guards reject a batch for its rewards, later batches do not count it.
+    Mean and unbiased variance are over the batch on all ranks. With `running` they are over all responses of the run so
+    far, including this batch, but without batches that the guards rejected for their rewards.
 
     Source: Zheng et al., "Secrets of RLHF in Large Language Models Part I: PPO" (arXiv 2307.04964) section 5.3.1.
     """
@@ -29,7 +29,7 @@ class RewardScaling:
 
     @property
     def remembers(self) -> bool:
-        """Whether earlier batches count for later ones."""
+        """Whether the statistics include earlier batches."""
         return self._kind == "running"
 
     def apply(self, batch: RolloutBatch, guards: Guards) -> tuple[Tensor, Tensor | None, dict[str, float]]:
@@ -38,7 +38,7 @@ class RewardScaling:
         if self._kind is not None:
             mean, deviation = self._moments(scores, guards)
             scores = (scores - mean) / deviation
-            # Subtract the same mean, so that without a clip the difference does not change.
+            # Subtract the same mean, because the estimator uses the difference of score and baseline.
             baselines = None if baselines is None else (baselines.double() - mean) / deviation
             figures |= {"reward/norm_mean": mean, "reward/norm_std": deviation}
         if self._bounds is not None:

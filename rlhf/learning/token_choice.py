@@ -11,13 +11,13 @@ from rlhf.config.algorithm_table import POLICY_LOSSES, PolicyLossNeeds
 from rlhf.ranks.collectives import all_gather, all_sum
 from rlhf.rollout.sampling import fold, row_keys
 
-# Separates this noise from the noise of sampling, which has the same key.
+# Makes this noise differ from the noise of sampling, which has the same key.
 PURPOSE = 0x636C6970
 RANKS = OverRanks(all_sum, all_gather)
 
 
 class TokenChoice:
-    """Chooses tokens by the covariance of their log-probs and advantages, as the run's policy loss needs them.
+    """Chooses tokens by the covariance of their log-probs and advantages, in the way that the policy loss needs.
 
     A hash of (seed, step, uid, sample, position) decides ties and random choices. So the choice does not depend on the
     number of ranks, the micro-batches, or the state of a random generator.
@@ -28,9 +28,9 @@ class TokenChoice:
         self.kind = POLICY_LOSSES.get(config.policy_loss.loss_mode, PolicyLossNeeds()).chosen
 
     def choose(self, batch: ActorBatch, mask: Tensor, log_probs: Tensor, step: int) -> Tensor:
-        """Return [N, R] float32, 1 on the chosen tokens: at least one over all ranks if there is a candidate.
+        """Return [N, R] float32, 1 on the chosen tokens. Collective.
 
-        Collective.
+        At least one token is chosen over all ranks if there is a candidate.
 
         Args:
             mask: [N, R], 1 on the tokens of the mini-batch that the loss counts.

@@ -33,15 +33,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """Contribution of a micro-batch to the loss and metrics of its mini-batch.
-
-    `loss` has gradients. The mini-batch's metrics are the sums of `sums`, with all metrics that guards check, and the
-    maxima of `largest`, over micro-batches and ranks.
-    """
+    """Contribution of a micro-batch to the loss and metrics of its mini-batch."""
 
     loss: Tensor
+    """Has gradients."""
     sums: dict[str, Tensor]
+    """Metrics that are summed over micro-batches and ranks, among them all metrics that the guards check."""
     largest: dict[str, Tensor]
+    """Metrics whose maximum over micro-batches and ranks is taken."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,12 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Around(Generic[B]):
+class StepHooks(Generic[B]):
     """Functions that `update` calls before and after each optimizer step, in the same order on every rank."""
 
-    begins: Callable[[B, list[list[int]]], B]
+    before: Callable[[B, list[list[int]]], B]
     """Takes the batch and a mini-batch's rows by micro-batch. Returns the batch from which the rows are selected."""
-    made: Callable[[Figures], Figures]
+    after: Callable[[Figures], Figures]
     """Takes the metrics of an optimizer step and returns further metrics. Not called if no rank had a token."""
 
 
@@ -75,7 +74,7 @@ def update(
     guards: Guards,
     who: str,
     shuffle: Shuffle | None = None,
-    around: Around[B] | None = None,
+    hooks: StepHooks[B] | None = None,
 ) -> Figures:
     """Take the optimizer steps of a training step, and return the means of their metrics (`lr`: the last). Collective.
 
@@ -91,6 +90,7 @@ def update(
         micro_batch_loss: computes loss and metrics of a micro-batch, divided by the denominators of its mini-batch.
         who: `actor` or `critic`.
         shuffle: draws other mini-batches for each epoch after the first; None keeps them.
+        hooks: called before and after each optimizer step.
     """
     if guards.rejected is not None:
         return {}
@@ -108,23 +108,23 @@ def update(
     for epoch, of_epoch in enumerate(plans):
         present = batch if shuffle is None or epoch == 0 else shuffle.moved(batch, epoch)
         for plan in of_epoch:
-            chosen = present if around is None else around.begins(present, plan)
+            chosen = present if hooks is None else hooks.before(present, plan)
             figures, tokens = _accumulate(backend, chosen, plan, passes, micro_batch_loss, report_progress)
             steps.append(figures)
             announce("update.mid")
             if not guards.allows(who, **{name: figures[name] for name in ("loss", "kl", "ref_kl") if name in figures}):
                 backend.zero_grad()
-                return _ended(backend, steps)
+                return _finish(backend, steps)
             figures |= backend.optimizer_step()
             if not guards.allows(who, grad_norm=figures["grad_norm"]):
-                return _ended(backend, steps)
-            if around is not None and tokens:
-                figures |= around.made(figures)
-    return _ended(backend, steps)
+                return _finish(backend, steps)
+            if hooks is not None and tokens:
+                figures |= hooks.after(figures)
+    return _finish(backend, steps)
 
 
-def _ended(backend: TrainingBackend, steps: list[Figures]) -> Figures:
-    """Return the mean metrics, after the end of the update in the backend, whose schedule may count updates."""
+def _finish(backend: TrainingBackend, steps: list[Figures]) -> Figures:
+    """End the update in the backend, whose schedule may count updates. Return the mean metrics of the steps."""
     backend.end_update()
     return _means(steps)
 

@@ -7,9 +7,9 @@ from rlhf.models.flops import UpdateFlops
 
 
 class Utilization:
-    """Computes the share of the devices' peak that the updates of each role reach.
+    """Computes the model FLOPs utilization (MFU) of the updates of each role.
 
-    `peak` is the operations per second of all ranks' devices together; None if unknown.
+    `peak` is the FLOP/s of all ranks' devices together; None if unknown.
     """
 
     def __init__(self, peak: float | None) -> None:
@@ -17,7 +17,7 @@ class Utilization:
         self._roles: dict[str, tuple[UpdateFlops, int]] = {}
 
     def add(self, role: str, flops: UpdateFlops | None, epochs: int) -> None:
-        """Count the updates of `role` with `epochs` over each batch. `flops` is None if the operations are unknown."""
+        """Count the updates of `role` with `epochs` over each batch. `flops` is None if unknown."""
         if flops is not None:
             self._roles[role] = flops, epochs
 

@@ -14,11 +14,10 @@ from rlhf.ranks import dims
 def per_token(
     batch: Batch, balance: SampleBalance, budget: int, model: nn.Module, compute: Callable[[Batch], Tensor]
 ) -> Tensor:
-    """Return the values of `compute` for every response token of `batch`, [N, R] float32, zero on padding.
+    """Return the values of `compute` for every response token of `batch`, [N, R] float32, zero on padding. Collective.
 
-    `compute` returns [n, R'] for a micro-batch of n samples of at most `budget` tokens. Every rank makes the same
-    number
-    of passes. A rank without samples left passes the filler of `Batch.micro_batch`.
+    `compute` returns [n, R'] for a micro-batch of n samples with at most `budget` tokens. Every rank runs the same
+    number of passes. A rank without samples left computes on the filler of `Batch.micro_batch`.
     """
     result = torch.zeros_like(batch.rollout_log_probs)
     for rows in balance.micro_batches(budget, padded=not is_packed(model))[dims.data().rank]:
@@ -29,7 +28,10 @@ def per_token(
 
 
 def mini_batch_plans(balance: SampleBalance, budget: int, *, padded: bool) -> list[list[list[int]]]:
-    """Return this rank's rows by [mini-batch][micro-batch], as many on each rank, of at most `budget` tokens."""
+    """Return this rank's rows by [mini-batch][micro-batch].
+
+    Every rank has the same number of micro-batches, of at most `budget` tokens each.
+    """
     rank = dims.data().rank
     return [
         balance.micro_batches(budget, padded=padded, mini_batch=mini_batch)[rank]

@@ -87,7 +87,7 @@ WRONG_COMMANDS = [
         "actor.optim.learning_rate=1: there is no setting actor.optim.learning_rate. Did you mean actor.optim.lr?",
     ),
     (["trainer.epochs=2"], "trainer.epochs=2: there is no setting trainer.epochs. Did you mean trainer.total_epochs?"),
-    (["actor.optim=3"], "actor.optim=3: actor.optim is a section; set what it holds, such as actor.optim.lr."),
+    (["actor.optim=3"], "actor.optim=3: actor.optim is a section; set one of its settings, such as actor.optim.lr."),
     (["actor.optim={lrr: 1}"], "actor.optim.lrr=1: there is no setting actor.optim.lrr. Did you mean actor.optim.lr?"),
     (["trainer.nproc"], "trainer.nproc: has no value; write trainer.nproc=VALUE."),
     (["trainer.nproq"], "trainer.nproq: has no value; write trainer.nproc=VALUE."),

@@ -226,7 +226,7 @@ def test_groups_of_other_settings_are_left_out_with_a_warning(greedy, kept, capl
     groups = {1: group(1), 2: group(2, n=N - 1), 3: group(3, baseline=0.5)}
     collector.load_tensors([to_tensors(list(groups.values()))])
     assert same_tensors(collector.tensors(), to_tensors([groups[uid] for uid in kept]))
-    assert "Left out 2 prompts" in caplog.text
+    assert "Dropped 2 prompts" in caplog.text
 
 
 def test_a_bound_that_was_lowered_counts_for_what_the_checkpoint_carried_over(caplog):
@@ -258,7 +258,7 @@ def test_without_dynamic_sampling_nothing_is_carried_over(caplog):
     collector = build(new_driver(), Coordinator(GlooTransport()), filter_groups=UNFILTERED)
     collector.load_tensors([to_tensors([group(5), group(9)])])
     assert collector.tensors() == {}
-    assert "Left out 2 prompts" in caplog.text
+    assert "Dropped 2 prompts" in caplog.text
     assert "algorithm.filter_groups.enable=false" in caplog.text
 
 

@@ -315,7 +315,7 @@ def test_what_no_longer_fits_is_left_out_with_a_warning(ranks, caplog, changed):
     settings = {"n": N - 1} if changed == "rollout.n" else {"batch": BATCH + 1}
     rank = resumed(checkpoint, filter_groups=UNFILTERED, **settings)
     collected = rank.collector.collect(3)
-    assert f"Left out {BATCH} prompts" in caplog.text
+    assert f"Dropped {BATCH} prompts" in caplog.text
     assert changed in caplog.text
     assert collected.metrics["sampling/staleness_max"] == 0
     assert len(collected.batch) == settings.get("batch", BATCH) * settings.get("n", N)

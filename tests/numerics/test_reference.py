@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf.assemble.learners import frozen as frozen_model
+from rlhf.assemble.learners import build_frozen
 from rlhf.backends import build_backend
 from rlhf.backends.fsdp2 import Fsdp2Backend, Fsdp2Model
 from rlhf.backends.training import Training
@@ -114,7 +114,7 @@ def kept_narrow() -> list[tuple[str, bool, bool]]:
         config, log_probs, models = BackendConfig(autocast=autocast), [], []
         for dtype in ("float32", "bfloat16"):
             rounded = tiny_qwen2(seed=100).bfloat16().float()
-            models.append(frozen_model(Loaded(rounded, {}, reader), config, FrozenFsdpConfig(dtype), CPU))
+            models.append(build_frozen(Loaded(rounded, {}, reader), config, FrozenFsdpConfig(dtype), CPU))
             log_probs.append(Reference(models[-1], 1.0, 40, RefConfig()).all_log_probs(batch, held))
         narrow = all(shard.local.dtype == torch.bfloat16 for shard in models[1].model_shards().values())
         buffers = equal_bits(*(dict(model.module.named_buffers()) for model in models))

@@ -69,7 +69,7 @@ def test_a_function_of_a_notebook_is_refused():
         rlhf.train([], reward=[space["score"]])
 
 
-def test_one_text_is_no_list_of_settings():
+def test_a_string_of_overrides_is_rejected():
     with pytest.raises(UserError, match="Give a list"):
         rlhf.train("recipes=minimal")
 
@@ -77,9 +77,9 @@ def test_one_text_is_no_list_of_settings():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"overrides": {"rollout.n": 4}}, "not a list of texts"),
-        ({"overrides": None}, "not a list of texts"),
-        ({"overrides": [4]}, "not a list of texts"),
+        ({"overrides": {"rollout.n": 4}}, "not a list of strings"),
+        ({"overrides": None}, "not a list of strings"),
+        ({"overrides": [4]}, "not a list of strings"),
         ({"reward": "score.py:closeness"}, "Give the function itself, or reward.functions=[FILE.py:NAME]"),
         ({"reward": ["score.py:closeness"]}, "Give the function itself, or reward.functions=[FILE.py:NAME]"),
         ({"callbacks": print}, "Give callbacks=[FUNCTION]"),
@@ -106,10 +106,10 @@ def test_a_secret_is_in_no_message(monkeypatch, capsys):
     assert "hush" not in said
 
 
-def test_under_torchrun_it_is_refused(monkeypatch):
+def test_a_call_under_torchrun_is_rejected(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(UserError, match="torchrun starts the command"):
+    with pytest.raises(UserError, match="does not work under torchrun"):
         rlhf.train([])
 
 

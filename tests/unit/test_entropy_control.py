@@ -60,5 +60,5 @@ def test_a_fixed_one_and_other_bounds_are_the_configurations_word():
 
 def test_a_fixed_one_stays():
     control = EntropyControl(ActorConfig(entropy_coeff=0.1))
-    assert not control.moves
+    assert not control.is_adaptive
     assert weights(control, [0.0, 9.0, 0.0]) == [0.1] * 3
