@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.checkpoint_ways import Behind, DcpBehind, OursBehind, State, ways
+from benchmarks.checkpoint_ways import AsyncWay, DcpAsync, OursAsync, State, ways
 from benchmarks.figures import ratios, rotated, spread
 
 STEP_S, QUIET_STEPS = 0.02, 20
@@ -100,16 +100,18 @@ def make_work() -> Callable[[], None]:
     return work
 
 
-def asynchronous(behind: dict[str, Behind], state: State, repeats: int) -> dict[str, Times]:
-    """Return by way the seconds of a copy, of the stall and until the commit, and the steps meanwhile with their
-    slowdown, without the first round."""
+def asynchronous(savers: dict[str, AsyncWay], state: State, repeats: int) -> dict[str, Times]:
+    """Return the figures of each way: copy, stall and commit in seconds, steps until the commit, and their slowdown.
+
+    The first round is left out.
+    """
     live = state.tensors
     copies = [torch.zeros_like(tensor) for tensor in live]
     work = make_work()
     names = ("copy", "stall", "commit", "steps", "slower")
-    times: dict[str, Times] = {way: {name: [] for name in names} for way in behind}
+    times: dict[str, Times] = {way: {name: [] for name in names} for way in savers}
     for step in range(1, repeats + 2):
-        for way, saver in rotated(behind.items(), step):
+        for way, saver in rotated(savers.items(), step):
             quiet = statistics.mean(_once(work) for _ in range(QUIET_STEPS))
             copy = timed(lambda: [c.copy_(t) for c, t in zip(copies, live, strict=True)])
             dist.barrier()
@@ -140,41 +142,41 @@ def _slowest(figure: float) -> float:
 
 
 def measure(rank: int, world_size: int, join: str, folders: dict[str, Path], arguments: argparse.Namespace) -> None:
-    """Run one rank, which uses an empty folder per storage. The driver prints."""
+    """Run one rank, in an empty folder per storage. Rank 0 prints the results."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{join}/store", rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
     )
-    say(f"\n## {world_size} rank{'s' if world_size > 1 else ''}, {arguments.repeats} runs each\n\n")
-    say("| storage | state | way | save | to raw | load | to raw |\n|---|---|---|---|---|---|---|\n")
-    behind = []
+    print_on_driver(f"\n## {world_size} rank{'s' if world_size > 1 else ''}, {arguments.repeats} runs each\n\n")
+    print_on_driver("| storage | state | way | save | to raw | load | to raw |\n|---|---|---|---|---|---|---|\n")
+    rows = []
     for storage, folder in folders.items():
         for size in arguments.sizes:
             root, nbytes, where = folder / f"{size:g}", int(size * 1e6), f"{storage} | {size:g} MB"
             if rank == 0:
                 root.mkdir()
             dist.barrier()
-            say(*table_of_ways(where, save_and_load(root, nbytes, arguments.repeats, arguments.skip)))
+            print_on_driver(*table_of_ways(where, save_and_load(root, nbytes, arguments.repeats, arguments.skip)))
             state = State(nbytes)
-            savers: dict[str, Behind] = {
-                "rlhf": OursBehind(state, root),
-                "rlhf, and hf_model": OursBehind(state, root / "exported", ["hf_model"]),
-                "dcp.async_save": DcpBehind(state, root),
+            savers: dict[str, AsyncWay] = {
+                "rlhf": OursAsync(state, root),
+                "rlhf, and hf_model": OursAsync(state, root / "exported", ["hf_model"]),
+                "dcp.async_save": DcpAsync(state, root),
             }
             for way, times in asynchronous(savers, state, arguments.repeats).items():
-                behind.append(row_of_async(f"{where} | {way}", times))
+                rows.append(row_of_async(f"{where} | {way}", times))
             if rank == 0:
                 shutil.rmtree(root)
-    say(
+    print_on_driver(
         "\n| storage | state | way | copy | stall | to copy | until durable | next steps |\n"
         "|---|---|---|---|---|---|---|---|\n"
     )
-    say(*behind)
+    print_on_driver(*rows)
     dist.destroy_process_group()
 
 
-def say(*lines: str) -> None:
-    """Print and flush on the driver."""
+def print_on_driver(*lines: str) -> None:
+    """Print on rank 0, and flush."""
     if dist.get_rank() == 0:
         sys.stdout.write("".join(lines))
         sys.stdout.flush()
@@ -210,7 +212,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--sizes", type=float, nargs="+", default=[10, 100], help="of the state of all ranks, in MB")
+    parser.add_argument("--sizes", type=float, nargs="+", default=[10, 100], help="sizes of the whole state, in MB")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder on the disk to measure")
@@ -219,7 +221,7 @@ def main() -> int:
         "--skip",
         nargs="+",
         default=[],
-        help="ways whose names begin so: deepspeed and verl need several times the state in memory",
+        help="leave out ways whose names begin with these: deepspeed and verl need several times the state in memory",
     )
     arguments = parser.parse_args()
     load = os.getloadavg()[0]

@@ -287,7 +287,7 @@ def ways(state: State, skipped: Sequence[str]) -> dict[str, Way]:
     return {name: kind(state) for name, kind in kinds.items() if not name.lower().startswith(tuple(skipped))}
 
 
-class Behind(ABC):
+class AsyncWay(ABC):
     """Saves the state in the background into a new folder per step. All methods but `done` are collective."""
 
     @abstractmethod
@@ -303,7 +303,7 @@ class Behind(ABC):
         """Wait for the save and free disk space for the next save."""
 
 
-class OursBehind(Behind):
+class OursAsync(AsyncWay):
     """This package's `Checkpointer` with `checkpoint.async_save` in `root`, saving `contents` besides the defaults."""
 
     def __init__(self, state: State, root: Path, contents: Sequence[str] = ()) -> None:
@@ -323,7 +323,7 @@ class OursBehind(Behind):
         self._checkpointer.finish()
 
 
-class DcpBehind(Behind):
+class DcpAsync(AsyncWay):
     """`dcp.async_save` with its defaults, which sync every file. Writes to the final folder name from the start."""
 
     def __init__(self, state: State, root: Path) -> None:

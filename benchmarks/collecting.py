@@ -56,7 +56,7 @@ CPU = ", CPU"
 
 
 class Drawn(Decoding):
-    """A finished decoding, from whose tensors samples are cut."""
+    """A finished decoding, whose tensors contain all samples."""
 
     def __init__(self, requests: Sequence[Request], tokens: Tensor, log_probs: Tensor) -> None:
         self.requests, self.total = requests, len(tokens)
@@ -69,7 +69,7 @@ class Drawn(Decoding):
 
 @dataclass
 class StandIn:
-    """A `RolloutEngine` with all samples ready on the leader."""
+    """A `RolloutEngine` that generates nothing: the leader has all samples ready."""
 
     coordinator: Coordinator
     tokens: Tensor

@@ -98,7 +98,7 @@ def main() -> int:
         prog="python -m benchmarks.growth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=("starts", "batch"), help="only this part")
-    parser.add_argument("--samples", type=int, default=4096, help="of the large batch")
+    parser.add_argument("--samples", type=int, default=4096, help="samples of the large batch")
     parser.add_argument("--length", type=int, default=4000, help="tokens of each of these samples")
     parser.add_argument("--many", type=int, default=1_000_000, help="rows, and lines of the history")
     parser.add_argument("--ranks", type=int, default=2)

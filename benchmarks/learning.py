@@ -3,8 +3,8 @@
 Trains every entry of `algorithm=`, and the default algorithm with each setting of `VARIANTS`, from the same policy.
 Several steps per batch make ratios, clips and the critic matter. Prints a Markdown table of the greedy held-out
 accuracy over time: mean over seeds, and standard deviation if there are several. The start is the bundled policy with
-noise on its weights, which leaves a fifth of its accuracy. How fast a policy learns to add again distinguishes the
-algorithms. Rows are independent of each other; `--rows` selects some.
+noise on its weights, which leaves a fifth of its accuracy. The algorithms differ in how fast the policy learns to add
+again. Rows are independent of each other; `--rows` selects some.
 
 Exits with 0 only if every run gains at least 20 points, clips some tokens, and with a critic explains some of the
 returns' variance.
@@ -183,10 +183,10 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="settings for all runs, after --")
     arguments = parser.parse_args()
     marks = [*range(0, arguments.steps, arguments.every), arguments.steps]
-    say = sys.stdout.write
-    say(f"seeds {', '.join(map(str, arguments.seeds))}; accuracies and clipped tokens in %\n\n")
-    say(f"| row | {' | '.join(f'step {m}' for m in marks)} | gain | clipped | explained variance |\n")
-    say("|---" * (len(marks) + 4) + "|\n")
+    write = sys.stdout.write
+    write(f"seeds {', '.join(map(str, arguments.seeds))}; accuracies and clipped tokens in %\n\n")
+    write(f"| row | {' | '.join(f'step {m}' for m in marks)} | gain | clipped | explained variance |\n")
+    write("|---" * (len(marks) + 4) + "|\n")
     problems = []
     with tempfile.TemporaryDirectory() as path, ThreadPoolExecutor(arguments.jobs) as pool:
         folder = Path(path)
@@ -197,11 +197,11 @@ def main() -> int:
         }
         for name, futures in started.items():
             runs = [future.result() for future in futures]
-            say(row(name, runs))
+            write(row(name, runs))
             sys.stdout.flush()
             for seed, run in zip(arguments.seeds, runs, strict=True):
                 problems += [f"{name}, seed {seed}: {problem}" for problem in run.problems()]
-    say("".join(f"\n{problem}" for problem in problems) + "\n" * bool(problems))
+    write("".join(f"\n{problem}" for problem in problems) + "\n" * bool(problems))
     return 1 if problems else 0
 
 

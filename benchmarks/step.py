@@ -5,8 +5,9 @@ engine, `step_ways/trl_grpo.py` (TRL's GRPOTrainer, run by the Python of --trl i
 `step_ways/bare.py` (torch and `generate`). All use the same small random Llama, float32, CPUs, no reference policy, no
 gradient checkpointing and equal micro-batch tokens; prompts and samples are random. `equal`: no sample ends before the
 limit; `skewed`: each token ends its sample with probability 4 %, so that a few are much longer than others. Runs
-alternate in rotating order. Each run is a process tree measured from outside, from the third line that it writes after
-a step to the last but one. Figures are medians over runs with minimum and maximum; ratios are medians within rounds.
+alternate in rotating order. Each run is measured from outside as a process tree. It writes a line after each step, and
+the measurement lasts from the third line to the last but one. Figures are medians over runs with minimum and maximum;
+ratios are medians within rounds.
 """
 
 import argparse

@@ -34,8 +34,10 @@ class Cost:
 
 
 def make(root: Path, nbytes: int) -> Path:
-    """Make the checkpoint in a separate process, because a command starts with this process's memory, so this process
-    must not import torch."""
+    """Make the checkpoint. Call this in a separate process, because it imports torch.
+
+    A command starts with the memory of the process that starts it, which would count in the command's peak.
+    """
     from benchmarks.random_checkpoint import make_checkpoint
 
     return make_checkpoint(root, nbytes)
@@ -96,7 +98,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tools", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", type=float, default=2000, help="of the checkpoint, in MB")
+    parser.add_argument("--size", type=float, default=2000, help="size of the checkpoint, in MB")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max-shard-size", default="5GB")
     parser.add_argument("--source", default="/dev/shm", help="a folder for the checkpoint")

@@ -49,6 +49,6 @@ class PlainSampling:
         if groups:
             log.warning(
                 "Dropped %d prompts of the checkpoint, with samples that dynamic sampling carried over: "
-                "algorithm.filter_groups.enable is now false.",
+                "algorithm.filter_groups.enable=false.",
                 len(groups),
             )

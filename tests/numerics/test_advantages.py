@@ -1,4 +1,4 @@
-"""Every estimator against loops over floats, at any mask, padding, float type and number of ranks."""
+"""Compares every estimator with loops over floats, for any mask, padding, float type and number of ranks."""
 
 import math
 import random
@@ -38,7 +38,7 @@ class Case:
     group_size: int
 
     def inputs(self, dtype: torch.dtype = torch.float64) -> EstimatorInput:
-        """NaN outside the mask."""
+        """Return the estimator's input, with NaN outside the mask."""
         return EstimatorInput(
             tensor(self.rewards, self.mask).to(dtype),
             torch.tensor(self.mask),
@@ -105,7 +105,7 @@ def test_gae_returns_are_taken_before_whitening(config):
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
-def test_only_gae_has_something_for_a_critic(name):
+def test_only_gae_returns_targets_for_the_critic(name):
     assert estimate(name, next(cases(2)).inputs(), AlgorithmConfig()).returns is None
 
 
@@ -158,11 +158,11 @@ def test_grpo_of_equal_rewards_is_exactly_zero(score, norm_by_std):
 
 @pytest.mark.parametrize("norm_by_std", [True, False])
 @pytest.mark.parametrize(("group_size", "k"), [(2, 1), (5, 1), (5, 2), (6, 3), (5, 4), (5, 5)])
-def test_pass_at_k_equals_the_mean_over_all_ways_to_take_k(group_size, k, norm_by_std):
+def test_pass_at_k_equals_the_mean_over_all_k_subsets(group_size, k, norm_by_std):
     config, rng = AlgorithmConfig(pass_at_k=k, norm_adv_by_std_in_grpo=norm_by_std), random.Random(0)
     found = set()
     for case in cases(group_size):
-        # A third of the scores are the same, since ties are the rule with verifiers.
+        # Make ties frequent, as they are among scores of verifiers.
         case.rewards = [[rng.choice([value, 0.5, 0.5]) for value in row] for row in case.rewards]
         ours = estimate("pass_at_k", case.inputs(), config).advantages
         rows = reference.by_group(
@@ -174,7 +174,7 @@ def test_pass_at_k_equals_the_mean_over_all_ways_to_take_k(group_size, k, norm_b
 
 
 @pytest.mark.parametrize(("right", "k"), [(1, 2), (3, 4), (5, 3), (8, 2), (0, 3), (7, 2)])
-def test_pass_at_k_of_right_and_wrong_answers_is_the_closed_form_of_the_paper(right, k):
+def test_pass_at_k_of_binary_scores_is_the_closed_form_of_the_paper(right, k):
     n = 8
     scores = torch.tensor([[1.0]] * right + [[0.0]] * (n - right), dtype=torch.float64)
     ours = estimate("pass_at_k", EstimatorInput(scores, torch.ones(n, 1), n), AlgorithmConfig(pass_at_k=k)).advantages
@@ -197,7 +197,7 @@ def test_a_group_of_one_keeps_its_score():
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_one_token_or_none_over_all_ranks(name, tokens):
+def test_masks_with_one_token_or_none_give_finite_advantages(name, tokens):
     mask = torch.zeros(2, 3)
     mask[0, :tokens] = 1
     inputs = EstimatorInput(mask * 0.7, mask, 1, torch.full((2, 3), 0.2), torch.full((2,), 0.5))
@@ -207,7 +207,7 @@ def test_one_token_or_none_over_all_ranks(name, tokens):
         assert not estimate(name, inputs, AlgorithmConfig()).advantages.any()
 
 
-def test_whitening_of_small_differences_on_a_large_mean():
+def test_whitening_is_precise_for_small_differences_around_a_large_mean():
     values = [[1e6 + 0.1 * i for i in range(5)], [1e6 - 0.3] * 5]
     ours = masked_whiten(tensor(values), torch.ones(2, 5), advantages.only_rank)
     close(ours, reference.whiten(values))
@@ -218,7 +218,7 @@ SPLIT = next(case for case in cases(group_size=2, count=50) if len(case.mask) ==
 
 
 def on_this_rank() -> dict[str, Tensor]:
-    """The first three groups are rank 0's, the last one rank 1's."""
+    """Estimate this rank's part: rank 0 has the first three groups, rank 1 the last."""
     rows = slice(0, 6) if dist.get_rank() == 0 else slice(6, 8)
     mine = Case(*(getattr(SPLIT, f)[rows] for f in ("rewards", "values", "mask", "baselines")), SPLIT.group_size)
     inputs = replace(mine.inputs(), all_sum=all_sum)

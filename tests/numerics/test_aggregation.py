@@ -1,4 +1,4 @@
-"""Aggregation of token losses: the reference's number and gradient in any split and at any padding."""
+"""Compares the aggregated loss and its gradient with loops over floats, for any split and padding."""
 
 import random
 
@@ -11,13 +11,13 @@ from tests.support import float_reference as reference
 from tests.support.tables import MODES, close, random_mask, random_table, slopes, tensor
 
 
-def test_the_modes_are_those_of_the_configuration():
+def test_every_configured_mode_is_tested():
     assert set(MODES) == set(LOSS_AGG_MODES)
 
 
 @pytest.mark.parametrize("scale", [1, 7, 512])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_same_in_any_split_and_at_any_padding(mode, scale):
+def test_split_and_padding_do_not_change_the_loss(mode, scale):
     rng = random.Random(2)
     for _ in range(25):
         rows, columns = rng.randint(2, 6), rng.randint(1, 6)

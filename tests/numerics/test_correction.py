@@ -1,4 +1,4 @@
-"""Truncated importance weights and the over-long punishment against loops over floats."""
+"""Compares importance weights, rejection sampling and the over-long punishment with loops over floats."""
 
 import math
 import random
@@ -23,7 +23,7 @@ from tests.support.update_cases import OPTIM, engine
 @pytest.mark.parametrize("threshold", [0.5, 2.0, 1e9])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("lower", [None, 0.4])
-def test_weights(lower, level, threshold, scale):
+def test_importance_weights(lower, level, threshold, scale):
     rng = random.Random(3)
     seen = set()
     for _ in range(25):
@@ -45,7 +45,7 @@ def test_weights(lower, level, threshold, scale):
 
 @pytest.mark.parametrize(("threshold", "lower"), [(2.0, None), (1.3, 0.4), (0.2, 0.1), (1e80, None)])
 @pytest.mark.parametrize("kind", ROLLOUT_RS)
-def test_tokens_and_responses_that_are_left_out(kind, threshold, lower):
+def test_rejected_tokens_and_responses(kind, threshold, lower):
     rng = random.Random(5)
     seen = set()
     for _ in range(40):
@@ -63,7 +63,7 @@ def test_tokens_and_responses_that_are_left_out(kind, threshold, lower):
 
 
 @pytest.mark.parametrize("kind", ROLLOUT_RS)
-def test_equal_engines_leave_nothing_out(kind):
+def test_equal_log_probs_reject_no_token(kind):
     log_probs, mask = torch.randn(3, 5), torch.ones(3, 5)
     assert torch.equal(accepted(log_probs, log_probs, mask, kind, 1.001, None), mask)
     assert accepted(log_probs[:, :0], log_probs[:, :0], mask[:, :0], kind, 1.001, None).shape == (3, 0)
@@ -72,7 +72,7 @@ def test_equal_engines_leave_nothing_out(kind):
 @pytest.mark.parametrize(
     ("kind", "threshold", "lower", "kept"),
     [
-        # 2, 1, 1/2 and 1/4 times as likely as in the engine, and exp(30) times, which counts as exp(20).
+        # The ratios are 2, 1, 1/2, 1/4 and exp(30); the last is clamped to exp(20).
         ("token_k1", 2.0, None, [1, 1, 1, 0, 0]),
         ("token_k1", 1.0, 0.25, [0, 1, 1, 1, 0]),
         ("token_k1", 1e12, 1.0, [1, 1, 0, 0, 1]),
@@ -82,7 +82,7 @@ def test_equal_engines_leave_nothing_out(kind):
         ("seq_max_k2", 200.0, None, [1, 1, 1, 1, 1]),
     ],
 )
-def test_what_is_at_a_bound_is_accepted(kind, threshold, lower, kept):
+def test_a_divergence_equal_to_the_bound_is_accepted(kind, threshold, lower, kept):
     differences = torch.tensor([[math.log(2), 0.0, math.log(1 / 2), math.log(1 / 4), 30.0]], dtype=torch.float64)
     ours = accepted(differences, torch.zeros_like(differences), torch.ones(1, 5), kind, threshold, lower)
     assert ours.tolist() == [kept]
@@ -90,7 +90,7 @@ def test_what_is_at_a_bound_is_accepted(kind, threshold, lower, kept):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(("threshold", "lower"), [(2.0, None), (1.0, 1.0)])
-def test_equal_engines_weigh_nothing(threshold, lower, level):
+def test_equal_log_probs_have_weight_one(threshold, lower, level):
     log_probs = torch.randn(3, 5)
     weights, truncated = rollout_is_weights(log_probs, log_probs, torch.ones(3, 5), level, threshold, lower)
     assert torch.equal(weights, torch.ones(3, 5))
@@ -98,12 +98,12 @@ def test_equal_engines_weigh_nothing(threshold, lower, level):
 
 
 @pytest.mark.parametrize("kind", [None, "token_k1", "seq_mean_k3"])
-@pytest.mark.parametrize("said", [math.nan, -math.inf])
-def test_a_batch_with_log_probs_of_the_engine_that_are_not_finite_is_refused(said, kind):
-    """A rejection alone would leave such a token out, and say nothing of it."""
+@pytest.mark.parametrize("log_prob", [math.nan, -math.inf])
+def test_guards_reject_a_batch_with_rollout_log_probs_that_are_not_finite(log_prob, kind):
+    """Rejection sampling alone would mask such a token without an event."""
     batch = random_batch(seed=9, samples=4)
     batch.old_log_probs = batch.rollout_log_probs.clone()
-    batch.rollout_log_probs[2, 0] = said
+    batch.rollout_log_probs[2, 0] = log_prob
     config = ActorConfig(optim=OPTIM)
     correction = RolloutCorrectionConfig(rollout_rs=kind, rollout_rs_threshold=2.0)
     guards = Guards(GuardsConfig())
@@ -114,7 +114,7 @@ def test_a_batch_with_log_probs_of_the_engine_that_are_not_finite_is_refused(sai
         assert actor.update(batch, as_held(batch, 1), guards) == {}
         assert backend.extra_state()["steps_taken"]["optimizer_step"] == 0
     assert guards.rejected is not None
-    assert (guards.rejected.figure, repr(guards.rejected.value)) == ("rollout_log_probs", repr(said))
+    assert (guards.rejected.figure, repr(guards.rejected.value)) == ("rollout_log_probs", repr(log_prob))
 
 
 @pytest.mark.parametrize(("max_length", "buffer", "factor"), [(100, 20, 1.0), (64, 64, 0.5), (7, 1, 2.0)])

@@ -1,5 +1,7 @@
-"""Covariances of tokens and the choice among them against loops over floats; how ranks share it is a matter of
-test_update_invariance.py."""
+"""Compares covariances of tokens and the choice of the smallest values with loops over floats.
+
+`test_update_invariance.py` tests the choice over real ranks.
+"""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ from tests.support.tables import close, random_mask, random_table, tensor
 ALONE = OverRanks(only_rank, only_rank)
 
 
-def test_covariances_are_of_the_tokens_in_the_mask():
+def test_covariances_count_only_tokens_in_the_mask():
     rng = random.Random(0)
     for _ in range(20):
         rows, columns = rng.randint(1, 5), rng.randint(1, 6)
@@ -31,8 +33,8 @@ def test_covariances_are_of_the_tokens_in_the_mask():
 
 
 @pytest.mark.parametrize("kinds", [1, 3, 1000])
-def test_the_first_candidates_by_value_and_then_by_key(kinds):
-    """With few kinds of values most are equal; of fewer candidates than asked for all are taken, of none nothing."""
+def test_the_smallest_candidates_are_chosen_by_value_and_then_by_key(kinds):
+    """Covers many equal values (few `kinds`), fewer candidates than `count`, and no candidates."""
     rng = random.Random(kinds)
     for _ in range(60):
         rows, columns = rng.randint(1, 4), rng.randint(1, 6)
@@ -47,15 +49,15 @@ def test_the_first_candidates_by_value_and_then_by_key(kinds):
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 30])
-def test_of_several_ranks_the_first_of_all(count):
-    """One of the three has a single candidate: of what it lacks the others must not be short."""
+def test_the_smallest_candidates_are_chosen_over_all_ranks(count):
+    """One of three ranks has a single candidate, so its padding must not displace candidates of other ranks."""
     rng = random.Random(count)
     values = [[rng.uniform(0.5, 1.5) for _ in range(6)] for _ in range(3)]
     keys = torch.randint(-(2**63), 2**63 - 1, (3, 6), generator=torch.Generator().manual_seed(1))
     candidates = torch.ones(3, 6, dtype=torch.bool)
     candidates[1, 1:] = False
     gathers: list[dict[int, Tensor]] = [{}, {}]
-    met = Barrier(3)
+    barrier = Barrier(3)
 
     def on_rank(rank: int) -> Tensor:
         calls = iter(gathers)
@@ -63,7 +65,7 @@ def test_of_several_ranks_the_first_of_all(count):
         def all_gather(mine: Tensor) -> Tensor:
             call = next(calls)
             call[rank] = mine
-            met.wait(timeout=60)
+            barrier.wait(timeout=60)
             return torch.cat([call[other] for other in range(3)])
 
         rows = slice(rank, rank + 1)
@@ -75,7 +77,7 @@ def test_of_several_ranks_the_first_of_all(count):
     assert {(i, j) for i, j in ours.nonzero().tolist()} == {(i, j) for _, i, j in every[:count]}
 
 
-def test_without_tokens_there_is_nothing_to_choose():
+def test_a_batch_without_tokens_has_no_chosen_token():
     nothing = torch.zeros(2, 0)
     found, tokens = covariances(nothing, nothing, nothing, ALONE)
     assert tokens == 0

@@ -1,5 +1,7 @@
-"""Responses without tokens, masked rows, constants, impossible tokens: nothing crashes or becomes NaN, and what else is
-in the batch is trained on as without them."""
+"""Tests degenerate batches: responses without tokens, constant returns, tokens with probability 0.
+
+Nothing crashes or becomes NaN, and the rest of the batch is trained on as if these samples were absent.
+"""
 
 import math
 from dataclasses import replace
@@ -30,13 +32,13 @@ EMPTY = 2
 
 
 def batch_with(empty: int, others: int) -> EveryBatch:
-    """`empty` samples without a response, shorter than all others, and then the others."""
+    """Return `empty` samples without response tokens, followed by `others` longer samples with a response."""
     batch = random_batch(seed=21, samples=empty + others, prompt=(3, 3))
     batch.response_lengths[:empty] = 0
     batch.response_mask[:empty] = 0
     for tensor in (batch.rollout_log_probs, batch.advantages, batch.returns):
         assert tensor is not None
-        tensor[:empty] = math.nan  # outside the mask
+        tensor[:empty] = math.nan  # outside the mask, so it must not be read
     return replace(batch, staleness=torch.ones(len(batch), dtype=torch.int64)).select(slice(None))
 
 
@@ -52,7 +54,7 @@ def critic_of(config: CriticConfig, budget: int = 64) -> Critic:
 
 
 def trained(batch: EveryBatch, role: str, mode: str, budget: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Weights and figures after one update with every term of the loss."""
+    """Return weights and metrics after one update with every term of the loss."""
     settings = {"ppo_max_token_len_per_gpu": budget, "loss_agg_mode": mode, "optim": OPTIM, "ppo_epochs": 2}
     judge = guards()
     with single_rank():
@@ -96,13 +98,13 @@ def trained(batch: EveryBatch, role: str, mode: str, budget: int) -> tuple[dict[
 @in_float64()
 def test_a_micro_batch_of_empty_responses_changes_nothing(role, mode):
     expected = trained(batch_with(EMPTY, 6).select(slice(EMPTY, None)), role, mode, budget=200)
-    found = trained(batch_with(EMPTY, 6), role, mode, budget=3 * EMPTY)  # one micro-batch has them all
+    found = trained(batch_with(EMPTY, 6), role, mode, budget=3 * EMPTY)  # all empty responses in one micro-batch
     assert all(math.isfinite(value) for value in found[1].values())
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("role", ["vanilla", "critic"])
-def test_a_batch_of_empty_responses_only(role):
+def test_a_batch_with_only_empty_responses_has_loss_zero(role):
     _, figures = trained(batch_with(4, 0), role, "token-mean", budget=6)
     assert all(math.isfinite(value) for value in figures.values())
     loss = figures["critic/loss" if role == "critic" else "actor/loss"]
@@ -111,7 +113,7 @@ def test_a_batch_of_empty_responses_only(role):
 
 @pytest.mark.parametrize("columns", [0, 3])
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_estimators_of_responses_without_tokens(name, columns):
+def test_estimators_return_zeros_for_responses_without_tokens(name, columns):
     shape = (4, columns)
     unread = torch.full(shape, math.nan)
     inputs = EstimatorInput(unread, torch.zeros(shape), 2, values=unread, baselines=torch.ones(4))
@@ -122,7 +124,7 @@ def test_estimators_of_responses_without_tokens(name, columns):
 
 
 @pytest.mark.parametrize("kind", ["fixed", "adaptive"])
-def test_the_kl_in_the_reward_of_responses_without_tokens(kind):
+def test_responses_without_tokens_have_no_kl_in_the_reward(kind):
     config = AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=KlCtrlConfig(type=kind, kl_coef=0.5))
     batch = batch_with(4, 0)
     batch.old_log_probs = batch.ref_log_probs = batch.rollout_log_probs
@@ -134,16 +136,16 @@ def test_the_kl_in_the_reward_of_responses_without_tokens(kind):
 
 
 @pytest.mark.parametrize("constant", [0.1, -3.7, 0.0])
-def test_of_constant_returns_there_is_nothing_to_explain(constant):
+def test_explained_variance_of_constant_returns_is_zero(constant):
     batch = random_batch(seed=5, samples=6)
-    # As float32 leaves them: 1 in the last place is not a difference.
+    # Add float32 rounding: a difference of one unit in the last place does not count as variance.
     noise = torch.nextafter(torch.tensor(constant), torch.tensor(9.0)) - constant if constant else 0.0
     batch.returns = constant + noise * (torch.arange(batch.returns.numel()).view_as(batch.returns) % 2)
     _, figures = trained(batch, "critic", "token-mean", budget=200)
     assert figures["critic/explained_variance"] == 0
 
 
-def test_values_that_are_off_by_a_constant_explain_every_difference():
+def test_values_with_a_constant_error_have_explained_variance_one():
     batch = random_batch(seed=5, samples=6)
     config = CriticConfig(optim=OPTIM)
     with single_rank():
@@ -154,19 +156,19 @@ def test_values_that_are_off_by_a_constant_explain_every_difference():
 
 
 @in_float64()
-def test_a_token_that_cannot_come_adds_nothing_to_the_entropy():
+def test_a_token_with_probability_zero_adds_nothing_to_the_entropy():
     batch = random_batch(seed=4, samples=5)
     banned = [0, *set(range(1, 40)) - set(batch.input_ids.unique().tolist())][:4]
-    assert 0 in banned  # what the padding is made of
+    assert 0 in banned  # the padding token
     model = tiny_qwen2()
-    # As models do for entries that pad their vocabulary.
+    # Models do this for entries that pad their vocabulary.
     model.lm_head.bias = nn.Parameter(torch.zeros(40).index_fill_(0, torch.tensor(banned), -math.inf))
     log_probs, entropy = response_log_probs(with_log_probs(model), batch, 0.7, with_entropy=True)
     assert torch.isfinite(log_probs).all()
     (log_probs + 0.3 * entropy).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    # The same from a softmax over what may come.
+    # Compute the same from a softmax over the other tokens.
     kept = [token for token in range(40) if token not in banned]
     logits = model(input_ids=batch.input_ids, use_cache=False).logits.double()[..., kept] / 0.7
     every = torch.log_softmax(logits, dim=-1)

@@ -1,4 +1,4 @@
-"""KL estimators, values and gradients, against loops over floats; and the coefficient that adapts."""
+"""Compares values and gradients of the KL estimators with loops over floats, and tests the adaptive coefficient."""
 
 import math
 import random
@@ -15,7 +15,7 @@ from tests.support.tables import close, random_table, slopes, tensor
 @pytest.mark.parametrize("kind", KL_KINDS)
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
 def test_value_and_gradient(kind, scale):
-    """With a `+` the gradient is k2's, whatever the value."""
+    """Kinds with `+` have the gradient of k2."""
     rng = random.Random(1)
     of_value = kind.removesuffix("+")
     of_gradient = "k2" if kind.endswith("+") else kind
@@ -36,9 +36,9 @@ def test_value_and_gradient(kind, scale):
 
 
 def test_expectations_under_the_policy():
-    """Over all tokens of a distribution: k1 and k3 are the KL, and k2's gradient is the KL's."""
+    """The expectations of k1 and k3 equal the KL, and the expected gradients of k2 and `+` equal the KL's."""
     torch.manual_seed(0)
-    # Near enough that k3 stays within its bound.
+    # The distributions are so close that k3 is not clamped.
     logits, ref = torch.rand(2, 9, dtype=torch.float64).requires_grad_().unbind()
     log_probs, ref_log_probs = logits.log_softmax(0), ref.log_softmax(0)
     exact = (log_probs.exp() * (log_probs - ref_log_probs)).sum()
@@ -52,7 +52,7 @@ def test_expectations_under_the_policy():
 
 @pytest.mark.parametrize("kind", [kind for kind in KL_KINDS if not kind.startswith("abs")])
 def test_corrected_expectations_under_an_older_policy(kind):
-    """Over all tokens that an older policy may sample: the gradient of the KL, and but for k2 its value."""
+    """Under an older policy, expected gradients equal the KL's, and expected values equal the KL except for k2."""
     torch.manual_seed(1)
     logits, ref, old = torch.rand(3, 9, dtype=torch.float64).requires_grad_().unbind()
     log_probs, ref_log_probs, old_log_probs = (x.log_softmax(0) for x in (logits, ref.detach(), old.detach() * 2))
@@ -69,7 +69,7 @@ def test_corrected_expectations_under_an_older_policy(kind):
 @pytest.mark.parametrize("kind", KL_KINDS)
 @pytest.mark.parametrize("scale", [0.1, 1.0])
 def test_corrected_value_and_gradient(kind, scale):
-    """The gradient is that of ratio and estimate, or of the estimate alone where it is the KL's already."""
+    """The gradient goes through ratio and estimate; for k2 and kinds with `+`, only through the estimate."""
     rng = random.Random(2)
     for _ in range(10):
         shape = rng.randint(1, 3), rng.randint(1, 4), scale
@@ -93,7 +93,7 @@ def test_corrected_value_and_gradient(kind, scale):
 
 
 @pytest.mark.parametrize("kind", ["k4", "k2+", ""])
-def test_unknown_kl_is_an_error(kind):
+def test_an_unknown_kind_raises_key_error(kind):
     with pytest.raises(KeyError):
         kl_estimate(torch.zeros(1, 1), torch.zeros(1, 1), kind)
 

@@ -1,5 +1,4 @@
-"""Advantages from scores with the KL in the reward: penalty per token, the controller, and independence of the number
-of ranks."""
+"""Tests the KL in the reward: the penalty of each token, the adaptive coefficient, and results on several ranks."""
 
 import math
 import statistics
@@ -26,7 +25,7 @@ def whole_batch(seed: int = 4) -> EveryBatch:
     generator = torch.Generator().manual_seed(seed)
     old, ref = (torch.randn(batch.rollout_log_probs.shape, generator=generator) for _ in range(2))
     values = torch.randn(batch.rollout_log_probs.shape, generator=generator) * batch.response_mask
-    # Padding holds what must not be read.
+    # Large values in the padding would change the results if they were read.
     outside = batch.response_mask == 0
     return replace(
         batch,
@@ -43,7 +42,7 @@ def guards() -> Guards:
 
 
 def filled(estimator: str, kind: str = "adaptive") -> dict[str, Any]:
-    """Two batches one after the other on this process group; every rank has its part of the groups."""
+    """Estimate the advantages of two successive batches. Each rank has part of the groups. Collective."""
     control = KlCtrlConfig(kind, BETA, TARGET, HORIZON)
     config = AlgorithmConfig(estimator, gamma=0.9, lam=0.8, use_kl_in_reward=True, kl_penalty="k2", kl_ctrl=control)
     advantages = Advantages(config, GROUP)
@@ -55,8 +54,8 @@ def filled(estimator: str, kind: str = "adaptive") -> dict[str, Any]:
         rewards = torch.zeros(len(batch), whole_batch(seed).rollout_log_probs.shape[1])
         rewards[:, : batch.token_rewards.shape[1]] = batch.token_rewards
         estimated = batch.advantages[batch.response_mask.bool()].tolist()
-        told = {"figures": figures, "token_rewards": rewards, "coef": advantages.kl_coef, "advantages": estimated}
-        results.append(told)
+        result = {"figures": figures, "token_rewards": rewards, "coef": advantages.kl_coef, "advantages": estimated}
+        results.append(result)
     return {"results": results, "state": advantages.state_dict()}
 
 
@@ -71,7 +70,7 @@ def fixed_grpo() -> dict[str, Any]:
 
 
 def by_hand(batch: EveryBatch, beta: float) -> tuple[list[list[float]], float]:
-    """Token rewards and the mean over sequences of the mean KL."""
+    """Return the token rewards, and the mean over sequences of the mean KL per token."""
     rows, means = [], []
     for s in range(SAMPLES):
         length = int(batch.response_lengths[s])
@@ -107,7 +106,7 @@ def test_penalty_and_adaptive_coefficient(world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_figures_of_advantages_are_of_every_token_of_all_ranks(world_size):
+def test_advantage_metrics_count_every_token_of_all_ranks(world_size):
     ranks = run_ranks(world_size, fixed_grpo)
     for number in range(2):
         every = [value for rank in ranks for value in rank["results"][number]["advantages"]]
@@ -124,12 +123,12 @@ def test_figures_of_advantages_are_of_every_token_of_all_ranks(world_size):
             assert found == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
-def test_a_fixed_coefficient_stays():
+def test_a_fixed_coefficient_does_not_change():
     (rank,) = run_ranks(1, fixed_grpo)
     assert [result["coef"] for result in rank["results"]] == [BETA, BETA]
 
 
-def refused() -> list[float]:
+def with_nan_kl() -> list[float]:
     config = AlgorithmConfig("grpo", use_kl_in_reward=True, kl_ctrl=KlCtrlConfig("adaptive", BETA, TARGET, HORIZON))
     advantages, batch, watch = Advantages(config, GROUP), whole_batch(), guards()
     batch.old_log_probs[0, 0] = math.nan
@@ -138,5 +137,5 @@ def refused() -> list[float]:
     return [advantages.kl_coef]
 
 
-def test_a_kl_that_is_not_finite_is_refused_and_does_not_reach_the_coefficient():
-    assert run_ranks(1, refused) == [[BETA]]
+def test_a_kl_that_is_not_finite_is_rejected_and_does_not_change_the_coefficient():
+    assert run_ranks(1, with_nan_kl) == [[BETA]]

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of padded batches against one full forward per unpadded sequence, values and gradients."""
+"""Compares log-probs and entropies of padded batches with one forward pass per unpadded sequence."""
 
 import copy
 
@@ -20,8 +20,8 @@ from tests.support.numeric_ranks import single_rank
 from tests.support.tiny_updates import VOCAB, EveryBatch, random_batch, tiny_gemma2, tiny_qwen2
 
 
-class OfAnotherBuild(nn.Module):
-    """As a model file on the Hub may be: nothing says which of its modules is the head."""
+class WithoutKnownHead(nn.Module):
+    """A model whose output layer cannot be found, as in some custom model files on the Hub."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class OfAnotherBuild(nn.Module):
 
 
 def expected_of(model: nn.Module, batch: EveryBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [N, R], sequence by sequence, without padding, from the whole log-softmax in float64."""
+    """Return log-probs and entropies, [N, R] each, from the float64 log-softmax of one unpadded sequence at a time."""
     shape = batch.rollout_log_probs.shape
     log_probs, entropies = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
     for row in range(len(batch)):
@@ -48,7 +48,7 @@ def expected_of(model: nn.Module, batch: EveryBatch, temperature: float) -> tupl
 
 
 def gradients_of(model: nn.Module, log_probs: Tensor, entropies: Tensor | None) -> dict[str, Tensor]:
-    """The model's gradients of a loss that weighs every token differently."""
+    """Return the model's gradients of a loss that weights every token differently."""
     model.zero_grad()
     weights = torch.linspace(-1, 2, log_probs.numel(), dtype=log_probs.dtype).view_as(log_probs)
     loss = (log_probs * weights).sum()
@@ -59,9 +59,9 @@ def gradients_of(model: nn.Module, log_probs: Tensor, entropies: Tensor | None) 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize("wrap", [lambda model: model, OfAnotherBuild], ids=["chunks", "whole_logits"])
+@pytest.mark.parametrize("wrap", [lambda model: model, WithoutKnownHead], ids=["chunks", "whole_logits"])
 @in_float64()
-def test_against_a_full_forward_of_each_sequence(temperature, wrap):
+def test_equals_a_full_forward_pass_of_each_sequence(temperature, wrap):
     model, batch = tiny_qwen2(), random_batch(seed=3, samples=9)
     expected = expected_of(model, batch, temperature)
     for with_entropy in (True, False):
@@ -87,7 +87,7 @@ def test_gradients(chunk_elements, entropy_in_loss, monkeypatch):
 
 
 @in_float64()
-def test_chunks_change_nothing(monkeypatch):
+def test_chunk_size_does_not_change_results(monkeypatch):
     model, batch = tiny_qwen2(), random_batch(seed=5, samples=7)
     whole = response_log_probs(with_log_probs(model), batch, 1.0, with_entropy=True)
     gradients = gradients_of(model, *whole)
@@ -98,7 +98,7 @@ def test_chunks_change_nothing(monkeypatch):
         torch.testing.assert_close(gradients_of(model, *parts), gradients, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_what_lies_in_the_padding_does_not_matter():
+def test_padding_tokens_do_not_change_results():
     model, batch = tiny_qwen2(), random_batch(seed=6, samples=5)
     other = copy.deepcopy(batch)
     columns = torch.arange(batch.input_ids.shape[1])
@@ -115,13 +115,13 @@ def test_what_lies_in_the_padding_does_not_matter():
 
 @pytest.mark.parametrize("samples", [1, 4])
 @in_float64()
-def test_a_single_length(samples):
+def test_sequences_of_equal_length(samples):
     model, batch = tiny_qwen2(), random_batch(seed=7, samples=samples, prompt=(3, 3), response=(1, 1))
     ours, _ = response_log_probs(with_log_probs(model), batch, 1.0, with_entropy=False)
     torch.testing.assert_close(ours, expected_of(model, batch, 1.0)[0], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_bfloat16_autocast_is_close_and_keeps_float32_at_both_ends():
+def test_bfloat16_autocast_is_close_and_returns_float32_log_probs_and_gradients():
     batch = random_batch(seed=9, samples=6)
     whole = tiny_qwen2()
     expected = expected_of(whole, batch, 1.0)
@@ -145,7 +145,7 @@ def test_bfloat16_autocast_is_close_and_keeps_float32_at_both_ends():
     [
         ("llama", {}),
         ("gpt2", {}),
-        ("phi", {}),  # a bias
+        ("phi", {}),  # its head has a bias
         ("gemma2", {"final_logit_softcapping": 2.0}),
         ("gemma3_text", {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}),
         ("granite", {"logits_scaling": 3.0}),
@@ -176,8 +176,8 @@ def tiny(family: str, **settings: object) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_a_model_that_does_something_before_its_head_takes_all_logits_at_once(caplog):
-    """MiniCPM3 divides the hidden states; nothing but its own logits can tell."""
+def test_a_model_that_changes_hidden_states_before_its_head_computes_all_logits_at_once(caplog):
+    """MiniCPM3 divides the hidden states; only a comparison with its own logits detects the division."""
     low = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
     model, batch = tiny("minicpm3", **low, intermediate_size=24, dim_model_base=4), random_batch(seed=10, samples=4)
     expected = expected_of(model, batch, 0.7)
@@ -191,14 +191,14 @@ def test_a_model_that_does_something_before_its_head_takes_all_logits_at_once(ca
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-bfloat16"])
-def test_the_comparison_at_the_start_finds_nothing_wrong(kind, caplog):
+def test_the_comparison_at_the_start_accepts_correct_models(kind, caplog):
     with single_rank():
         for model in (tiny_qwen2(), tiny_gemma2()):
             check_log_probs(Fsdp2Model(model, ENGINES[kind], CPU).module, CPU)
     assert caplog.text == ""
 
 
-def test_a_head_that_is_not_the_embedding_is_gathered_by_itself():
+def test_an_untied_head_is_an_fsdp_unit_of_its_own():
     with single_rank():
         heads = [Fsdp2Model(model, BackendConfig(), CPU).module.lm_head for model in (tiny_qwen2(), tiny_gemma2())]
     assert [isinstance(head, FSDPModule) for head in heads] == [False, True]

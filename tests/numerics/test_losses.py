@@ -1,4 +1,4 @@
-"""Policy and value losses against loops over floats, values and gradients through every aggregation."""
+"""Compares policy and value losses and their gradients with loops over floats, for every aggregation mode."""
 
 import random
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def policy_loss(
 def expected_tokens(
     name: str, new: Rows, now: Rows, old: Rows, advantages: Rows, mask: Rows, config: ActorConfig
 ) -> list[list[list[float]]]:
-    """Loss and figures of the tokens in the mask, row by row; `now` is `new` where a formula stops the gradient."""
+    """Return loss and metrics of each token in the mask, by row. `now` is `new` where a formula stops the gradient."""
     low, high, c = config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c
     result = []
     for row in zip(new, now, old, advantages, mask, strict=True):
@@ -130,7 +130,7 @@ def test_a_policy_loss_with_chosen_tokens_and_its_gradient(name, clip, mode):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_the_first_step_on_a_batch_is_the_policy_gradient(name):
-    """Where old and new log-probs are the same, the gradient is -A on every token, whatever the bounds."""
+    """If old and new log-probs are equal, the gradient is -A on every token, for any clip bounds."""
     rng = random.Random(1)
     mask = torch.tensor(random_mask(rng, 4, 6))
     x, advantages = tensor(random_table(rng, 4, 6, 1.0)).requires_grad_(), tensor(random_table(rng, 4, 6, 1.0))

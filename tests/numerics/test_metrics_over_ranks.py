@@ -1,5 +1,4 @@
-"""Metrics of two real ranks equal those computed over all values at once; a name that one rank lacks counts for the
-other."""
+"""Tests that metrics merged over two real ranks equal metrics over all values, even if a rank lacks a name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sequences packed into one row without padding give what the same sequences give in padded rows."""
+"""Tests that sequences packed into one row give the same results as the same sequences in padded rows."""
 
 from functools import partial
 from typing import Any
@@ -29,18 +29,18 @@ from tests.support.rounding import sum_bound
 from tests.support.tiny_updates import tiny_value_model
 
 TOKENS = 500
-"""Of the batch at most: terms of a weight's gradient."""
+"""Largest number of tokens of the batch, and so of terms in the sum of a weight's gradient."""
 TOLERANCES = {torch.float64: 1e-12, torch.float32: sum_bound(TOKENS)}
 
 
 @pytest.fixture(scope="module")
 def padded() -> dict[str, dict[str, Tensor]]:
-    """Loss and gradients of every architecture in float64, of padded rows in one batch."""
+    """Return loss and gradients of every architecture in float64, from one batch of padded rows."""
     return {name: loss_and_gradients(tiny_lm(name), [skewed_batch()]) for name in ARCHITECTURES}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """The losses as a share of the loss, the gradients as shares of the norm of all gradients."""
+    """Compare losses relative to the expected loss, and gradients relative to the norm of all gradients."""
     loss = expected[""]
     assert abs(found[""] - loss) <= tolerance * abs(loss)
     gradients = {name: value for name, value in expected.items() if name}
@@ -50,7 +50,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
         assert float((found[name] - value).abs().max() / norm) <= tolerance, name
 
 
-def test_the_batch_has_all_lengths_that_matter():
+def test_the_batch_covers_short_long_and_equal_lengths():
     batch = skewed_batch()
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
     assert min(lengths) == 1
@@ -64,7 +64,7 @@ def test_the_batch_has_all_lengths_that_matter():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_packed_equals_padded_on_any_ranks(padded, world_size, request):
+def test_packed_equals_padded_on_any_number_of_ranks(padded, world_size, request):
     architectures = tuple(ARCHITECTURES)
     if world_size > 1 and not request.config.getoption("full_product"):
         architectures = architectures[::2] if world_size == 2 else architectures[1::2]
@@ -82,14 +82,14 @@ def test_packed_equals_padded_on_any_ranks(padded, world_size, request):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_eager_attention_packs_too(padded, architecture):
+def test_packed_equals_padded_with_eager_attention(padded, architecture):
     model = tiny_lm(architecture, attention="eager")
     pack(model)
     assert_same(loss_and_gradients(model, [skewed_batch()]), padded[architecture], 1e-12)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_gradient_checkpointing_packs_too(padded, architecture):
+def test_packed_equals_padded_with_gradient_checkpointing(padded, architecture):
     model = tiny_lm(architecture, torch.float32)
     model.activation_checkpointing_enable({"use_reentrant": False})
     pack(model)
@@ -97,7 +97,7 @@ def test_gradient_checkpointing_packs_too(padded, architecture):
 
 
 @in_float64()
-def test_log_probs_entropies_and_values_are_those_of_padded_rows():
+def test_log_probs_entropies_and_values_equal_those_of_padded_rows():
     batch, critic = skewed_batch(), tiny_value_model()
     policy = with_log_probs(tiny_lm("qwen2", torch.float32))
 
@@ -115,7 +115,7 @@ def test_log_probs_entropies_and_values_are_those_of_padded_rows():
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_no_pass_keeps_anything_for_later_tokens(packed):
+def test_no_pass_uses_a_kv_cache(packed):
     batch = skewed_batch()
     for model, run in (
         (
@@ -143,7 +143,7 @@ def test_no_pass_keeps_anything_for_later_tokens(packed):
 
 
 def test_a_cache_would_mix_sequences():
-    """The reason for the test before; the day that this fails, it is a matter of memory only."""
+    """The reason why no pass may use a KV cache. If this test fails one day, a cache only costs memory."""
     batch, model = skewed_batch(), tiny_lm("llama")
     pack(model)
     inputs = lay_out(model, batch.input_ids, batch.prompt_lengths + batch.response_lengths).inputs
@@ -155,7 +155,7 @@ def test_a_cache_would_mix_sequences():
 
 
 class Largest(TorchDispatchMode):
-    """The largest number of elements of a tensor that an operation made."""
+    """Records the number of elements of the largest tensor that any operation returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
-def test_no_mask_of_the_whole_row_is_made(architecture):
+def test_packed_passes_build_no_mask_of_the_whole_row(architecture):
     batch, model = skewed_batch(), tiny_lm(architecture)
     pack(model)
     rows = lay_out(model, batch.input_ids, batch.prompt_lengths + batch.response_lengths)
@@ -185,7 +185,7 @@ def test_no_mask_of_the_whole_row_is_made(architecture):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_without_samples_one_token_goes_through_the_whole_model(packed):
+def test_a_rank_without_samples_computes_one_token_with_zero_gradients(packed):
     batch, model = skewed_batch().micro_batch([]), tiny_lm("llama")
     if packed:
         pack(model)

@@ -1,5 +1,4 @@
-"""The probe at the start finds the models in which packed sequences would not stay apart, and leaves these as they
-were."""
+"""Tests the probe that detects models in which packed sequences would mix, and leaves those models unchanged."""
 
 import logging
 
@@ -21,8 +20,8 @@ from tests.support.tiny_updates import tiny_value_model
 SETTING = "actor.use_remove_padding"
 
 
-class FromZero(GPT2Model):
-    """A trunk that counts positions from the row's beginning, whatever it is told."""
+class IgnoresPositions(GPT2Model):
+    """A trunk that ignores `position_ids` and counts from the beginning of the row."""
 
     def forward(self, *args, position_ids=None, **kwargs):
         return super().forward(*args, **kwargs)
@@ -31,7 +30,7 @@ class FromZero(GPT2Model):
 def counting_from_zero() -> PreTrainedModel:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(without_dropout(tiny_config("gpt2")))
-    model.transformer.__class__ = FromZero
+    model.transformer.__class__ = IgnoresPositions
     return model
 
 
@@ -48,7 +47,7 @@ def rank():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_models_that_keep_sequences_apart_are_packed_for(architecture, attention, caplog):
+def test_models_that_keep_sequences_apart_are_packed(architecture, attention, caplog):
     caplog.set_level(logging.INFO)
     model = shard(tiny_lm(architecture, torch.float32, attention), BackendConfig(), torch.device("cpu"))
     state = torch.get_rng_state()
@@ -57,7 +56,7 @@ def test_models_that_keep_sequences_apart_are_packed_for(architecture, attention
     assert is_packed(model)
     assert "actor: sequences packed without padding" in caplog.text
     implementation = model.config._attn_implementation
-    pack(model)  # as often as one likes
+    pack(model)  # a second call changes nothing
     assert model.config._attn_implementation == implementation
 
 
@@ -66,7 +65,7 @@ def test_a_bfloat16_model_passes():
     assert packing_problem(shard(model, BackendConfig(autocast="bfloat16"), torch.device("cpu"))) is None
 
 
-def test_a_value_head_of_zeros_hides_nothing():
+def test_a_head_of_zeros_does_not_hide_mixing():
     model = tiny_value_model()
     torch.nn.init.zeros_(model.score.weight)
     assert packing_problem(model) is None
@@ -76,7 +75,7 @@ def test_a_value_head_of_zeros_hides_nothing():
 
 
 @pytest.mark.parametrize("model", ["linear attention", "blind to positions", "its own masks"])
-def test_models_that_mix_sequences_are_refused_and_go_on_padded(model, caplog):
+def test_models_that_mix_sequences_stay_padded(model, caplog):
     caplog.set_level(logging.INFO)
     made, reason = {
         "linear attention": (lambda: tiny("qwen3_5_text"), "it fails on a packed row (ValueError: "),
@@ -92,7 +91,7 @@ def test_models_that_mix_sequences_are_refused_and_go_on_padded(model, caplog):
     assert model != "linear attention" or "Install `flash-linear-attention`" in caplog.text
     with pytest.raises(UserError, match=f"{SETTING}=true: sequences can't be packed .*{module.config.model_type}"):
         choose_packing(module, True, SETTING)
-    # An error in the middle of a pass leaves nothing behind in the engine.
+    # The error in the middle of the probe's pass must leave the engine usable.
     ids, plain = torch.arange(12).view(2, 6), made()
     for each in (module, plain):
         each(input_ids=ids, use_cache=False).logits.square().sum().backward()
@@ -100,7 +99,7 @@ def test_models_that_mix_sequences_are_refused_and_go_on_padded(model, caplog):
         torch.testing.assert_close(parameter.grad.full_tensor(), other.grad, msg=name)
 
 
-def test_false_packs_nothing_and_tries_nothing(caplog):
+def test_false_skips_packing_and_the_probe(caplog):
     caplog.set_level(logging.INFO)
     model, calls = tiny_lm("llama"), []
     model.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -1,5 +1,4 @@
-"""The reference policy: frozen, or an average of the actor that moves on its cadence and is whole under sharded
-parameters."""
+"""Tests the reference policy: frozen, or a moving average of the actor, with sharded parameters."""
 
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,12 @@ ALPHA = 0.25
 
 
 def actor_at(step: int) -> dict[str, Tensor]:
-    """The actor's weights after `step` steps: here another random model each time."""
+    """Return the actor's weights after `step` steps: a different random model for each step."""
     return dict(tiny_qwen2(seed=step).named_parameters())
 
 
 def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], Tensor]:
-    """After each step when the reference last moved; at the end its weights, whole, and its log-probs."""
+    """Return the step of the last move after each step, and finally the unsharded weights and the log-probs."""
     backend = Fsdp2Backend(
         tiny_qwen2(seed=100),
         BackendConfig(reshard_after_forward=False),
@@ -48,8 +47,8 @@ def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], 
     held = as_held(batch, ranks=dist.get_world_size())
     at = []
     for step in range(1, steps + 1):
-        # Gathered weights stay in place after this, and must neither be taken for shards nor be used again once the
-        # shards have moved.
+        # The pass leaves gathered weights in place (`reshard_after_forward=False`). `maybe_update` must not take them
+        # for shards, and the next pass must gather the moved shards again.
         reference.all_log_probs(batch, held)
         whole = actor_at(step)
         for name, shard in backend.model_shards().items():
@@ -71,7 +70,7 @@ def frozen() -> tuple[list[int], dict[str, Tensor], Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @in_float64()
-def test_it_moves_on_its_cadence_only_and_as_a_whole(world_size):
+def test_a_moving_reference_moves_all_weights_on_its_cadence_only(world_size):
     results = run_ranks(world_size, on_cadence)
     expected = dict(tiny_qwen2(seed=100).named_parameters())
     for step in (3, 6):
@@ -94,16 +93,19 @@ def plain_log_probs(model) -> Tensor:
         return response_log_probs(with_log_probs(model), random_batch(seed=3, samples=4), 1.0, with_entropy=False)[0]
 
 
-def test_without_a_cadence_it_stays_at_the_start():
+def test_a_frozen_reference_keeps_the_starting_weights():
     ((at, weights, _),) = run_ranks(1, frozen)
     assert at == [0, 0]
     for name, parameter in tiny_qwen2(seed=100).named_parameters():
         assert torch.equal(weights[name], parameter)
 
 
-def kept_narrow() -> list[tuple[str, bool, bool]]:
-    """For either precision of the pass: whether all weights lie in bfloat16, buffers as they were; and whether the
-    log-probs are those of the same weights in float32."""
+def bfloat16_references() -> list[tuple[str, bool, bool]]:
+    """Return, for each precision of the pass, whether storage and log-probs of a bfloat16 reference are right.
+
+    Storage: all weights are bfloat16, and buffers are unchanged. Log-probs: equal to those of the same weights stored
+    in float32.
+    """
     batch = random_batch(seed=3, samples=4)
     held = as_held(batch, ranks=dist.get_world_size())
     reader = ModelReader(
@@ -123,23 +125,23 @@ def kept_narrow() -> list[tuple[str, bool, bool]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_kept_in_bfloat16_it_computes_as_in_float32_with_the_same_weights(world_size):
-    for found in run_ranks(world_size, kept_narrow):
+def test_a_bfloat16_reference_computes_the_log_probs_of_the_same_float32_weights(world_size):
+    for found in run_ranks(world_size, bfloat16_references):
         assert found == [("none", True, True), ("bfloat16", True, True)]
 
 
 @pytest.mark.parametrize("autocast", ["none", "bfloat16"])
-def test_weights_that_the_architecture_wants_in_float32_and_does_not_get_are_told(autocast, caplog):
+def test_autocast_of_weights_that_the_architecture_wants_in_float32_is_logged(autocast, caplog):
     model = tiny_qwen2()
     model._keep_in_fp32_modules_strict = {"input_layernorm"}
     options: dict[str, Any] = {"grad_clip": 1.0, "total_optimizer_steps": 1}
     with single_rank():
         build_backend(model, BackendConfig(autocast=autocast), CPU, Training(OptimConfig(), **options))
-    told = "2 that qwen2 wants in float32, such as model.layers.0.input_layernorm.weight"
-    assert (told in caplog.text) is (autocast == "bfloat16")
+    logged = "2 that qwen2 wants in float32, such as model.layers.0.input_layernorm.weight"
+    assert (logged in caplog.text) is (autocast == "bfloat16")
 
 
-def test_weights_that_the_architecture_wants_in_float32_stay_so():
+def test_weights_that_the_architecture_wants_in_float32_are_not_cast():
     model = tiny_qwen2()
     model._keep_in_fp32_modules_strict = {"input_layernorm"}
     cast_parameters(model, torch.bfloat16)

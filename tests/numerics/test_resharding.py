@@ -1,5 +1,4 @@
-"""Work on the ranks' samples against one batch of all of them: everything arrives at its sample, bit for bit, wherever
-the groups were generated, and one rank moves nothing."""
+"""Tests that resharding moves every value to its sample bit for bit, whichever rank generated the sample."""
 
 import functools
 import random
@@ -22,7 +21,7 @@ PER_TOKEN = ("response_mask", "rollout_log_probs", "advantages", "values")
 
 @functools.cache
 def whole_batch() -> EveryBatch:
-    """The step's samples in the order of uids, with numbers that tell bits: -0.0, NaN and the smallest ones."""
+    """Return the step's samples in the order of uids. The values include -0.0, NaN, infinity and subnormal numbers."""
     batch = with_observations(random_batch(seed=3, samples=GROUPS * GROUP, prompt=(1, 30), response=(0, 40)))
     values = batch.rollout_log_probs.clone()
     values[::2] *= 1e-42
@@ -31,19 +30,19 @@ def whole_batch() -> EveryBatch:
 
 
 def rollout_ranks(case: str) -> list[int]:
-    """The rank that generated each group."""
+    """Return the rank that generated each group."""
     rng = random.Random(case)
-    if case == "as prompts are dealt":
+    if case == "consecutive groups":
         return [group * RANKS // GROUPS for group in range(GROUPS)]
     if case == "all on the last":
         return [RANKS - 1] * GROUPS
     return [rng.choice([0, 2, 3]) for _ in range(GROUPS)]
 
 
-CASES = ("as prompts are dealt", "all on the last", "anyhow, none on one")
+CASES = ("consecutive groups", "all on the last", "random, none on one")
 
 
-def shared(case: str, coordinator: Coordinator) -> tuple[EveryBatch, TrainingBatches, list[int]]:
+def resharded(case: str, coordinator: Coordinator) -> tuple[EveryBatch, TrainingBatches, list[int]]:
     """Return this rank's rollout batch, its training batch, and its rows of the whole batch."""
     mine = [group for group, rank in enumerate(rollout_ranks(case)) if rank == coordinator.rank]
     rows = [group * GROUP + sample for group in mine for sample in range(GROUP)]
@@ -63,7 +62,7 @@ def on_a_rank() -> dict[str, Any]:
     coordinator = Coordinator(GlooTransport())
     found: dict[str, Any] = {}
     for case in CASES:
-        rollout, training, rows = shared(case, coordinator)
+        rollout, training, rows = resharded(case, coordinator)
         # Values move from the training batch to the rollout batch and back.
         columns = torch.arange(training.batch.response_mask.shape[1])
         figures = (1000.0 * training.batch.staleness[:, None] + columns) * training.batch.response_mask
@@ -89,11 +88,11 @@ def bits(tensor: Tensor) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_sample_is_worked_on_once_as_it_is(ranks, case):
+def test_every_sample_arrives_on_one_training_rank_unchanged(ranks, case):
     whole, seen = whole_batch(), []
     for number, rank in enumerate(ranks):
         training, lengths = rank[case]["training"], rank[case]["lengths"]
-        rows = training["staleness"].tolist()  # each is the row of the whole batch
+        rows = training["staleness"].tolist()  # the sample's row in the whole batch
         half = GROUPS * GROUP // MINI_BATCHES
         first = [row for row in rows if row < half]
         assert rows == sorted(first) + sorted(row for row in rows if row >= half)
@@ -106,7 +105,7 @@ def test_every_sample_is_worked_on_once_as_it_is(ranks, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_work_gives_comes_home(ranks, case):
+def test_values_of_the_training_ranks_return_to_the_rollout_ranks(ranks, case):
     whole = whole_batch()
     figures = (1000.0 * whole.staleness[:, None] + torch.arange(whole.response_mask.shape[1])) * whole.response_mask
     for rank in ranks:
@@ -115,20 +114,20 @@ def test_what_the_work_gives_comes_home(ranks, case):
         assert torch.equal(rank[case]["rollout"], figures[rows, :width])
 
 
-def test_the_work_does_not_depend_on_where_groups_were_generated(ranks):
+def test_training_batches_do_not_depend_on_the_rollout_ranks(ranks):
     for rank in ranks:
         one, *others = ([bits(rank[case]["training"][name]) for name in FIELDS] for case in CASES)
         assert all(other == one for other in others)
         assert all(rank[case]["lengths"] == ranks[0][CASES[0]]["lengths"] for case in CASES)
 
 
-def test_ranks_have_about_the_same_to_do(ranks):
+def test_ranks_have_about_equal_tokens(ranks):
     for of_ranks in ranks[0][CASES[1]]["lengths"]:
         tokens = [sum(lengths) for lengths in of_ranks]
         assert max(tokens) - min(tokens) <= max(length for lengths in of_ranks for length in lengths)
 
 
-def test_a_shuffle_is_a_draw_of_its_own_in_every_epoch_step_and_run():
+def test_every_epoch_step_and_seed_has_another_shuffle():
     def training(seed: int, step: int) -> TrainingBatches:
         rollout = replace(whole_batch())
         resharder = SampleResharder(MINI_BATCHES, Coordinator(GlooTransport()), seed)
@@ -143,14 +142,14 @@ def test_a_shuffle_is_a_draw_of_its_own_in_every_epoch_step_and_run():
         again = training(1, 1)
         assert torch.equal(again.batch.staleness, first.batch.staleness)
         for epoch, batch in enumerate(drawn):
-            # Each is the row of the whole batch.
+            # `staleness` is the sample's row in the whole batch.
             expected = whole_batch().select(batch.staleness)
             for name in FIELDS:
                 assert bits(getattr(batch, name)) == bits(getattr(expected, name)), name
             lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
             assert first.shuffle.deal(epoch)[1].lengths == [[lengths[:15]], [lengths[15:]]]
         halves = {frozenset(batch.staleness[:15].tolist()) for batch in [*drawn, *others]}
-        assert len(halves) == 5, "other samples together"
+        assert len(halves) == 5, "every draw has other mini-batches"
         assert all(len({row // GROUP for row in half}) > 15 // GROUP for half in halves), "samples, not whole groups"
 
 

@@ -1,4 +1,4 @@
-"""Normalised and clipped rewards against loops over floats, over batches, ranks and resumes.
+"""Compares normalised and clipped rewards with loops over floats, over batches, ranks and resumes.
 
 `RewardScaling` computes in float64 and rounds its results once to float32.
 """
@@ -36,7 +36,7 @@ def guards(reward: float = 0.0) -> Guards:
 
 
 def expected(batches: list[list[float]], kind: str | None, bounds: list[float] | None) -> list[list[float]]:
-    """Of each batch the scores, with the statistics module's mean and variance of what counts."""
+    """Return the scaled scores of each batch, with mean and variance from the `statistics` module."""
     result, so_far = [], []
     for scores in batches:
         so_far += scores
@@ -49,13 +49,13 @@ def expected(batches: list[list[float]], kind: str | None, bounds: list[float] |
 
 @pytest.mark.parametrize("bounds", [None, RANGE])
 @pytest.mark.parametrize("kind", [None, "batch", "running"])
-def test_scores_of_batch_after_batch(kind, bounds):
+def test_scores_of_successive_batches(kind, bounds):
     config = AlgorithmConfig(normalize_reward=kind, reward_clip_range=bounds)
     scaling = RewardScaling(config)
     with single_rank():
         every = (BATCHES, expected(BATCHES, kind, None), expected(BATCHES, kind, bounds))
         for scores, unclipped, wanted in zip(*every, strict=True):
-            # As floats in a file of JSON, at each step.
+            # Save and load the state as JSON, like a checkpoint, before each batch.
             resumed = RewardScaling(config)
             resumed.load_state_dict(json.loads(json.dumps(scaling.state_dict())))
             found, _, figures = scaling.apply(batch_of(scores), guards())
@@ -68,7 +68,7 @@ def test_scores_of_batch_after_batch(kind, bounds):
     assert (scaling.state_dict()["count"] > 0) == scaling.remembers
 
 
-def test_without_settings_scores_keep_their_bits():
+def test_scores_are_unchanged_by_default():
     batch = batch_of([0.1, -1e30, 3e-39], [0.3, 0.7, 1e-40])
     scores, baselines, figures = RewardScaling(AlgorithmConfig()).apply(batch, guards())
     assert torch.equal(scores, batch.scores)
@@ -76,14 +76,14 @@ def test_without_settings_scores_keep_their_bits():
     assert figures == {}
 
 
-def test_a_baseline_goes_the_way_of_the_scores():
+def test_baselines_are_scaled_like_scores():
     with single_rank():
         scaling = RewardScaling(AlgorithmConfig(normalize_reward="batch", reward_clip_range=[-1.0, 1.0]))
         scores, baselines, _ = scaling.apply(batch_of([1.0, 2.0, 9.0], [1.0, 9.0, 2.0]), guards())
     assert torch.equal(baselines, scores[[0, 2, 1]])
 
 
-def test_refused_rewards_leave_no_trace():
+def test_rejected_rewards_do_not_change_the_running_statistics():
     scaling = RewardScaling(AlgorithmConfig(normalize_reward="running"))
     with single_rank():
         scaling.apply(batch_of([1.0, 2.0]), guards())
@@ -93,7 +93,7 @@ def test_refused_rewards_leave_no_trace():
 
 
 def on_this_rank() -> dict[str, list[torch.Tensor]]:
-    """Rank 0 has all but the last score of each batch; the second batch is one rank's alone."""
+    """Scale this rank's scores: rank 0 has all but each batch's last score, and the whole second batch. Collective."""
     found: dict[str, list[torch.Tensor]] = {}
     for kind in ("batch", "running"):
         scaling = RewardScaling(AlgorithmConfig(normalize_reward=kind, reward_clip_range=RANGE))

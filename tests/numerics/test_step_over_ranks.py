@@ -1,5 +1,7 @@
-"""A step on four ranks is that of one: the loop's estimate and updates on samples that are generated on some ranks and
-trained on by others, with prompts that the ranks do not divide and ranks that have none."""
+"""Tests that the loop's estimate and updates on four ranks equal those on one rank.
+
+Samples are generated on some ranks and trained on by others; some ranks have no samples.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,21 +32,21 @@ from tests.support.update_cases import CPU, OPTIM, engine, start_policies
 RANKS, GROUP, MINI_BATCHES, BUDGET = 4, 2, 2, 40
 ADAPTIVE = KlCtrlConfig("adaptive", 0.3, 0.5, 40)
 CASES: dict[str, tuple[int, AlgorithmConfig]] = {
-    "everything travels": (10, AlgorithmConfig("gae", 0.9, 0.8, use_kl_in_reward=True, kl_ctrl=ADAPTIVE)),
+    "gae with the KL in the reward": (10, AlgorithmConfig("gae", 0.9, 0.8, use_kl_in_reward=True, kl_ctrl=ADAPTIVE)),
     "fewer samples in a mini-batch than ranks": (
         2,
         AlgorithmConfig("gae", 0.9, 0.8, use_kl_in_reward=True, kl_ctrl=ADAPTIVE),
     ),
-    "groups": (10, AlgorithmConfig("grpo")),
-    "truncated responses leave": (10, AlgorithmConfig("gae", 0.9, 0.8, mask_truncated_responses=True)),
+    "grpo": (10, AlgorithmConfig("grpo")),
+    "truncated responses masked": (10, AlgorithmConfig("gae", 0.9, 0.8, mask_truncated_responses=True)),
 }
 
 
-def home_of(prompts: int, coordinator: Coordinator) -> tuple[EveryBatch, list[int]]:
-    """What this rank generated: with several ranks the first has nothing."""
+def rollout_of(prompts: int, coordinator: Coordinator) -> tuple[EveryBatch, list[int]]:
+    """Return this rank's rollout batch and its uids. With several ranks, rank 0 has no samples."""
     whole = with_observations(random_batch(seed=6, samples=prompts * GROUP, response=(1, 20)))
     whole = replace(whole, advantages=None, returns=None, scores=torch.arange(prompts * GROUP) % 3 / 2)
-    # Single samples, and all of the last prompt.
+    # Truncate some single samples, and both samples of the last prompt.
     whole.truncated = (torch.arange(prompts * GROUP) % 5 == 1) | (torch.arange(prompts * GROUP) >= prompts * GROUP - 2)
     makers = list(range(1, coordinator.world_size)) or [0]
     mine = [group for group in range(prompts) if makers[group * len(makers) // prompts] == coordinator.rank]
@@ -78,23 +80,23 @@ def one_step(prompts: int, algorithm: AlgorithmConfig) -> dict[str, Any]:
     if algorithm.adv_estimator == "gae":
         values = engine(tiny_value_model(), critic, BackendConfig())
         c.critic = Critic(values, critic, scale=20, budget=BUDGET, forward_budget=BUDGET)
-    home, uids = home_of(prompts, coordinator)
-    work = SampleResharder(MINI_BATCHES, coordinator).reshard(home, uids, 1)
-    batches, credit, estimated = loop.estimate(c, home, work)
-    figures = estimated | loop.update(c, batches, work, 1)
+    rollout, uids = rollout_of(prompts, coordinator)
+    training = SampleResharder(MINI_BATCHES, coordinator).reshard(rollout, uids, 1)
+    batches, credit, estimated = loop.estimate(c, rollout, training)
+    figures = estimated | loop.update(c, batches, training, 1)
     assert guards.rejected is None
     weights = {name: tensor.clone() for name, tensor in c.actor.backend.full_tensors()}
     if c.critic is not None:
         weights |= {f"critic.{name}": tensor.clone() for name, tensor in c.critic.backend.full_tensors()}
     by_sample = zip(uids, credit.advantages, credit.mask, strict=True)
     advantages = {(uid, row % GROUP): a[m.bool()].tolist() for row, (uid, a, m) in enumerate(by_sample)}
-    idle = any(not held for of_ranks in work.balance.lengths for held in of_ranks)
+    idle = any(not held for of_ranks in training.balance.lengths for held in of_ranks)
     tokens = [int(mask.sum()) for mask in (credit.mask, batches[0].response_mask)]
     return {
         "figures": figures,
         "weights": weights,
         "advantages": advantages,
-        "rows": len(work.batch),
+        "rows": len(training.batch),
         "idle": idle,
         "tokens": tokens,
     }
@@ -116,8 +118,8 @@ def test_a_step_is_the_same_on_any_number_of_ranks(ranks, case):
     rows = [rank["rows"] for rank in several]
     assert sum(rows) == alone["rows"]
     for of_ranks in ([alone], several):
-        at_home, at_work = (sum(rank["tokens"][i] for rank in of_ranks) for i in (0, 1))
-        assert at_home == at_work == alone["tokens"][0], "what leaves the mask leaves it where it is trained on"
+        in_rollout, in_training = (sum(rank["tokens"][i] for rank in of_ranks) for i in (0, 1))
+        assert in_rollout == in_training == alone["tokens"][0], "masks of rollout and training batches agree"
     assert several[0]["idle"] == (case == "fewer samples in a mini-batch than ranks")
     assert not several[0]["advantages"], "the first rank generated nothing"
     advantages = {sample: values for rank in several for sample, values in rank["advantages"].items()}

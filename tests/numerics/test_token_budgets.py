@@ -1,4 +1,4 @@
-"""Budgets of tokens: each pass through a model goes by its own, and null ones are the actor's or the critic's."""
+"""Tests token budgets: each kind of pass uses its own budget, and null means the actor's or the critic's."""
 
 from collections.abc import Iterator
 from dataclasses import astuple, replace
@@ -29,7 +29,7 @@ SAMPLES = 6
 ALONE, ALL = 1, 1000
 
 
-def test_null_takes_the_actor_s_or_the_critic_s():
+def test_null_means_the_budget_of_actor_or_critic():
     assert astuple(Config().token_budgets) == (16384,) * 6
     config = Config(actor=ActorConfig(ppo_max_token_len_per_gpu=5))
     assert astuple(config.token_budgets) == (5, 5, 5, 5, 5, 16384)
@@ -52,7 +52,7 @@ def rank() -> Iterator[None]:
 
 
 class Calls:
-    """How often a model was called since the last look."""
+    """Counts a model's forward passes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._count = 0
@@ -61,14 +61,15 @@ class Calls:
     def _called(self, *_: object) -> None:
         self._count += 1
 
-    def take(self) -> int:
+    def pop(self) -> int:
+        """Return the number of passes since the last call."""
         count, self._count = self._count, 0
         return count
 
 
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize(("update", "forward"), [(ALONE, ALL), (ALL, ALONE)])
-def test_each_pass_goes_by_its_own(update, forward):
+def test_each_pass_uses_its_own_budget(update, forward):
     expected = [{ALONE: SAMPLES, ALL: 1}[budget] for budget in (forward, update)]
     batch = random_batch(seed=2, samples=SAMPLES)
     held = as_held(batch)
@@ -87,15 +88,15 @@ def test_each_pass_goes_by_its_own(update, forward):
         log_prob_budget=forward,
     )
     log_probs = actor.all_log_probs(batch, held)
-    found = [calls.take()]
+    found = [calls.pop()]
     actor.update(replace(batch, old_log_probs=log_probs), held, guards)
-    assert [*found, calls.take()] == expected
+    assert [*found, calls.pop()] == expected
 
     backend = engine(tiny_value_model(), CriticConfig(), BackendConfig())
     calls = Calls(backend.module)
     critic = Critic(backend, CriticConfig(), scale=9, budget=update, forward_budget=forward)
     values = critic.all_values(batch, held)
-    found = [calls.take()]
+    found = [calls.pop()]
     assert torch.equal(values != 0, batch.response_mask.bool())
     critic.update(replace(batch, values=values), held, guards)
-    assert [*found, calls.take()] == expected
+    assert [*found, calls.pop()] == expected

@@ -1,5 +1,7 @@
-"""Choice of tokens in a mini-batch against a loop over floats: masks, bounds, ties, small and whole shares; how ranks
-share it is a matter of test_update_invariance.py."""
+"""Compares the choice of tokens in a mini-batch with a loop over floats: masks, bounds, ties, small and full ratios.
+
+`test_update_invariance.py` tests the choice over real ranks.
+"""
 
 from dataclasses import replace
 
@@ -18,7 +20,7 @@ WIDE = {"clip_cov_lb": -9.0, "clip_cov_ub": 9.0}
 
 
 def batch() -> EveryBatch:
-    """Responses with holes, of several lengths; the second half has no token that counts."""
+    """Return responses of several lengths with observations. The loss counts no token of the second half."""
     made = with_observations(random_batch(seed=8, samples=12, response=(2, 9)))
     counted = made.response_mask.clone()
     counted[6:] = 0
@@ -29,7 +31,7 @@ def batch() -> EveryBatch:
 def chosen(
     made: EveryBatch, log_probs: Tensor, seed: int = SEED, step: int = STEP, **settings: float
 ) -> tuple[set, set]:
-    """Row and place of the chosen tokens: ours, and those of the loop."""
+    """Return row and column of each chosen token: by `TokenChoice`, and by the loop."""
     config = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.1, policy_loss=PolicyLossConfig(**settings))
     with single_rank():
         ours = TokenChoice(config, seed).choose(made, made.counted, log_probs, step)
@@ -61,13 +63,13 @@ def test_equals_the_loop(settings):
     assert ours == wanted
     share = settings.get("kl_cov_ratio", settings.get("clip_cov_ratio"))
     if share == 1.0:
-        # Clip-Cov leaves alone what the clip has changed already.
+        # Clip-Cov never chooses tokens whose loss is clipped already.
         assert (len(ours) == tokens) == (settings["loss_mode"] == "kl_cov")
     else:
         assert len(ours) == max(int(share * tokens), 1) < tokens
 
 
-def test_chance_is_another_with_each_seed_and_step():
+def test_every_seed_and_step_has_another_random_choice():
     made = batch()
     log_probs = made.old_log_probs.clone()
     settings = {"loss_mode": "clip_cov", "clip_cov_ratio": 0.2, **WIDE}
@@ -79,8 +81,8 @@ def test_chance_is_another_with_each_seed_and_step():
     assert len(set(found)) == 3
 
 
-def test_bounds_are_exclusive_and_equal_tokens_are_told_apart_by_chance():
-    """Covariances of 1 and -1 exactly, each of many tokens."""
+def test_bounds_are_exclusive_and_ties_are_broken_at_random():
+    """Many tokens have a covariance of exactly 1, and many of exactly -1."""
     made = batch()
     rows, columns = made.counted.shape
     made.loss_mask = torch.zeros(rows, columns)
@@ -96,7 +98,7 @@ def test_bounds_are_exclusive_and_equal_tokens_are_told_apart_by_chance():
         assert len(ours) == rows
         assert {(-2.0 - float(log_probs[s, t])) * -float(made.advantages[s, t]) for s, t in ours} == {inside}
     ours, _ = chosen(made, log_probs, loss_mode="kl_cov", kl_cov_ratio=0.25)
-    # The half of those with the largest, and not the first of them.
+    # Half of the tokens with the largest covariance are chosen, and not simply the first half.
     assert len(ours) == rows // 2
     assert {(s, t) for s, t in ours} != {(s, s % 2) for s in range(rows // 2)}
     assert all((s % 2 == 0) == (t == 0) for s, t in ours)

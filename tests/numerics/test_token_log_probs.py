@@ -1,4 +1,4 @@
-"""The head's product in chunks: values and gradients of the plain formula, and what is in memory meanwhile."""
+"""Compares log-probs in chunks with the plain formula, values and gradients, and tests their peak memory."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from tests.support.update_cases import OPTIM, engine
 TOKENS, HIDDEN, VOCAB = 50, 7, 31
 TEMPERATURE = 0.7
 TERMS = TOKENS + HIDDEN + VOCAB
-"""Of the sums behind a gradient: over tokens, in the product and in the softmax."""
+"""Terms of the sums in a gradient: over tokens, in the product and in the softmax."""
 
 
 def soft_capped(product: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def soft_capped(product: Tensor) -> Tensor:
 
 
 def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, weight and bias that want gradients, and labels; one entry of the vocabulary is padding."""
+    """Return random hidden states, weight and bias with gradients, and labels. One vocabulary entry is padding."""
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(n, HIDDEN, generator=generator).to(dtype) for n in (TOKENS, VOCAB))
     bias = torch.randn(VOCAB, generator=generator).to(dtype)
@@ -46,7 +46,7 @@ def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def plain(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, finish: Finish | None) -> tuple[Tensor, Tensor]:
-    """As one writes it with all logits; with soft-capping the padded entry can come."""
+    """Return log-probs and entropies from all logits at once. With soft-capping the padding entry has a probability."""
     logits = linear(hidden, weight, bias)
     every = torch.log_softmax((logits if finish is None else finish(logits)) / TEMPERATURE, dim=-1)
     return every.gather(1, labels[:, None])[:, 0], -(every.exp() * every.nan_to_num(neginf=0.0)).sum(dim=-1)
@@ -65,7 +65,7 @@ def gradients(inputs: Sequence[Tensor], log_probs: Tensor, entropy: Tensor | Non
 @pytest.mark.parametrize("entropy_in_loss", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, sum_bound(TERMS))])
 def test_values_and_gradients(chunk, finish, entropy_in_loss, dtype, tolerance, monkeypatch):
-    """Against float64. A gradient's error is measured by the largest element of its tensor."""
+    """Compares with float64. A gradient's error is relative to the largest element of its tensor."""
     monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", chunk)
     *inputs, labels = drawn(dtype)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -87,8 +87,8 @@ def test_values_and_gradients(chunk, finish, entropy_in_loss, dtype, tolerance, 
 @pytest.mark.gpu
 @pytest.mark.skipif(not (torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ), reason="needs a CUDA device")
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_liger_s_kernel_gives_the_same(with_bias):
-    """On a GPU, or with `TRITON_INTERPRET=1` on a CPU."""
+def test_liger_kernel_gives_the_same_log_probs_and_gradients(with_bias):
+    """Runs on a GPU, or with `TRITON_INTERPRET=1` on a CPU."""
     pytest.importorskip("liger_kernel")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hidden, weight, _, labels = (tensor.detach().to(device) for tensor in drawn(torch.float32))
@@ -100,7 +100,7 @@ def test_liger_s_kernel_gives_the_same(with_bias):
     torch.testing.assert_close(gradients(inputs, found, None), gradients(inputs, expected, None), rtol=1e-4, atol=1e-4)
 
 
-def test_logits_may_be_given_instead_of_hidden_states():
+def test_logits_instead_of_hidden_states():
     hidden, weight, bias, labels = drawn(torch.float64)
     logits = linear(hidden, weight, bias).detach().requires_grad_()
     before = logits.detach().clone()
@@ -112,7 +112,7 @@ def test_logits_may_be_given_instead_of_hidden_states():
     assert torch.equal(logits, before)
 
 
-def test_in_half_precision_the_product_is_half_and_the_rest_is_not():
+def test_bfloat16_product_with_float32_softmax():
     hidden, weight, bias, labels = drawn(torch.bfloat16)
     found, _ = token_log_probs(hidden, labels, TEMPERATURE, weight=weight, bias=bias, with_entropy=False)
     expected = torch.log_softmax(linear(hidden, weight, bias).float() / TEMPERATURE, dim=-1)
@@ -124,7 +124,7 @@ def test_in_half_precision_the_product_is_half_and_the_rest_is_not():
     assert [g.dtype for g in gradients((hidden, weight, bias), found, None)] == [torch.bfloat16] * 3
 
 
-def test_no_tokens_have_gradients_of_zero():
+def test_gradients_without_tokens_are_zero():
     hidden, weight, bias, labels = drawn(torch.float32)
     found = token_log_probs(hidden[:0], labels[:0], TEMPERATURE, weight=weight, bias=bias, with_entropy=True)
     for gradient in torch.autograd.grad(sum(value.sum() for value in found), (hidden, weight, bias)):
@@ -132,7 +132,7 @@ def test_no_tokens_have_gradients_of_zero():
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operation returned."""
+    """Records the number of elements of the largest tensor that any operation returned."""
 
     elements = 0
 
@@ -145,7 +145,7 @@ class Largest(TorchDispatchMode):
 
 @contextmanager
 def actor(vocabulary: int, **others: Any) -> Iterator[Actor]:
-    """An actor on this process as the only rank."""
+    """Yield an actor with this process as the only rank."""
     torch.manual_seed(0)
     config = tiny_qwen2().config
     config.vocab_size = vocabulary
@@ -162,7 +162,7 @@ def actor(vocabulary: int, **others: Any) -> Iterator[Actor]:
         )
 
 
-def test_no_tensor_of_an_update_has_all_logits(monkeypatch):
+def test_no_tensor_of_an_update_contains_all_logits(monkeypatch):
     monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", 100 * 3000)
     batch = random_batch(seed=1, samples=40, response=(10, 30))
     tokens = int(batch.response_mask.sum())
@@ -181,7 +181,7 @@ def test_no_tensor_of_an_update_has_all_logits(monkeypatch):
     assert control.elements >= tokens * 3000
 
 
-def test_an_entropy_that_no_loss_needs_can_be_left_out():
+def test_calculate_entropy_false_changes_no_weight():
     batch, guards = random_batch(seed=1, samples=8), Guards(GuardsConfig())
     spread = as_held(batch)
     figures, weights = [], []
@@ -197,7 +197,7 @@ def test_an_entropy_that_no_loss_needs_can_be_left_out():
 
 
 def peak_bytes(vocabulary: int) -> int:
-    """Of a forward and backward pass, over what is there before it."""
+    """Return the peak bytes that a forward and backward pass allocates."""
     weight = torch.randn(vocabulary, 4, requires_grad=True)
     hidden, labels = torch.randn(600, 4, requires_grad=True), torch.arange(600)
     with profile(profile_memory=True) as record:

@@ -1,4 +1,4 @@
-"""Truncated responses that are masked: estimators see them, and the update is that of a batch without them."""
+"""Tests masked truncated responses: estimators count their scores, and the update ignores them."""
 
 import functools
 from dataclasses import replace
@@ -26,7 +26,7 @@ from tests.support.update_cases import OPTIM, engine
 
 GROUP, SAMPLES = 3, 12
 CUT = torch.arange(SAMPLES) % GROUP == 1
-"""One of each group, so that each mini-batch keeps equally many."""
+"""One truncated response per group, so that all mini-batches keep equally many responses."""
 
 
 def batch() -> EveryBatch:
@@ -49,7 +49,7 @@ def filled(name: str, mask: bool) -> tuple[EveryBatch, dict[str, float]]:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_their_rewards_count_and_their_advantages_leave(name: str) -> None:
+def test_scores_of_truncated_responses_count_but_their_advantages_are_zero(name: str) -> None:
     (masked, figures), (whole, plain) = filled(name, True), filled(name, False)
     assert figures.pop("advantages/truncated_masked") == CUT.sum() / SAMPLES
     assert "advantages/truncated_masked" not in plain
@@ -68,7 +68,7 @@ def test_their_rewards_count_and_their_advantages_leave(name: str) -> None:
 @functools.cache
 @in_float64()
 def trained(role: str, mode: str, absent: bool) -> dict[str, Any]:
-    """Weights and figures after two epochs over two mini-batches, of a batch with the masked responses or without."""
+    """Return weights and metrics after two epochs over two mini-batches, without the masked responses if `absent`."""
     made, _ = filled("gae", True)
     if absent:
         made = made.select(torch.nonzero(~CUT)[:, 0])
@@ -91,12 +91,12 @@ def trained(role: str, mode: str, absent: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_the_update_is_that_of_a_batch_without_them(role: str, mode: str) -> None:
+def test_the_update_equals_that_of_a_batch_without_truncated_responses(role: str, mode: str) -> None:
     torch.testing.assert_close(trained(role, mode, False), trained(role, mode, True), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_a_mini_batch_without_a_token_is_a_step_that_is_told_and_says_nothing_of_the_entropy() -> None:
-    """Its mean would be that of no tokens, 0, and raise an adaptive bonus."""
+def test_a_mini_batch_without_tokens_is_a_step_that_does_not_adapt_the_entropy_bonus() -> None:
+    """Its mean entropy over no tokens would be 0, and would raise the adaptive bonus."""
     made, _ = filled("gae", True)
     made.response_mask[:6] = 0
     control = EntropyCtrlConfig("adaptive", target_entropy=1e-3, delta=0.1)
@@ -111,8 +111,8 @@ def test_a_mini_batch_without_a_token_is_a_step_that_is_told_and_says_nothing_of
     assert actor.entropy_control.state_dict()["coefficient"] == pytest.approx(0.4)
 
 
-def test_truncated_is_what_the_limit_cut_off() -> None:
-    """One that ends with its last token at the limit is whole."""
+def test_only_responses_that_the_limit_cut_off_are_truncated() -> None:
+    """A response whose end-of-sequence token is at the limit is complete."""
     samples = [Sample.of(7, 0, [3, 4, 1], [-1.0] * 3, "stop"), Sample.of(7, 1, [3, 4, 5], [-1.0] * 3, "length")]
     group = Group(7, [2, 2], samples, [RewardResult(1.0, {"f": 1.0}), RewardResult(0.0, {"f": 0.0})], [0.0, 0.0], None)
     made = collate([group], 0, 0, torch.device("cpu"))

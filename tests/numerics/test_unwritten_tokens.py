@@ -1,5 +1,7 @@
-"""Tokens that the policy did not write: of the score, advantages, losses and figures nothing depends on what is said of
-them, to the last bit, and they are punished and counted as what they are."""
+"""Tests tokens that the policy did not write, such as observations.
+
+Advantages, losses and metrics do not depend on the values at these tokens, to the last bit.
+"""
 
 import math
 from dataclasses import replace
@@ -45,9 +47,9 @@ PER_TOKEN = ("rollout_log_probs", "advantages", "returns", "values", "old_log_pr
 
 
 def whole_batch() -> EveryBatch:
-    """Responses with tokens of others between and behind those of the policy; all figures at hand."""
+    """Return responses with observations between and after the policy's tokens, and with all per-token values."""
     batch = random_batch(seed=8, samples=12, response=(2, 9))
-    batch.response_mask[torch.arange(12), batch.response_lengths - 1] = 0  # a tool has the last word
+    batch.response_mask[torch.arange(12), batch.response_lengths - 1] = 0  # the last token is an observation
     batch = with_observations(batch)
     assert (batch.response_mask.sum(1) > 0).all()
     generator = torch.Generator().manual_seed(3)
@@ -63,7 +65,7 @@ def whole_batch() -> EveryBatch:
 
 
 def disturbed(batch: EveryBatch) -> EveryBatch:
-    """Other figures outside the mask, and other ids where nothing that the policy wrote follows."""
+    """Return the batch with other values outside the mask, and another id for each sequence's last token."""
     outside = batch.response_mask == 0
     changes: dict[str, Tensor] = {name: getattr(batch, name).masked_fill(outside, -math.inf) for name in PER_TOKEN}
     ids = batch.input_ids.clone()
@@ -79,7 +81,7 @@ def guards() -> Guards:
 
 
 def trained(batch: EveryBatch, role: str, mode: str) -> dict[str, Tensor | float]:
-    """Weights and figures after an update with every term of the loss."""
+    """Return weights and metrics after an update with every term of the loss."""
     settings = {"ppo_max_token_len_per_gpu": 60, "loss_agg_mode": mode, "optim": OPTIM}
     held = as_held(batch, 2)
     trained: Actor | Critic
@@ -102,17 +104,17 @@ def trained(batch: EveryBatch, role: str, mode: str) -> dict[str, Tensor | float
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("role", [*POLICY_LOSSES, "critic"])
-def test_an_update_learns_nothing_of_them(role, mode):
+def test_an_update_does_not_depend_on_unwritten_tokens(role, mode):
     expected, found = (trained(batch, role, mode) for batch in (whole_batch(), disturbed(whole_batch())))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     written = replace(whole_batch(), response_mask=(whole_batch().rollout_log_probs != 0).float())
     loss = "critic/loss" if role == "critic" else "actor/loss"
-    assert trained(written, role, mode)[loss] != expected[loss], "the mask is what says it"
+    assert trained(written, role, mode)[loss] != expected[loss], "with the tokens in the mask the loss differs"
 
 
 @pytest.mark.parametrize("kl_in_reward", [False, True])
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_advantages_are_of_what_the_policy_wrote(name, kl_in_reward):
+def test_advantages_do_not_depend_on_unwritten_tokens(name, kl_in_reward):
     batches = whole_batch(), disturbed(whole_batch())
     config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8, pass_at_k=1, use_kl_in_reward=kl_in_reward)
     with single_rank():
@@ -123,7 +125,7 @@ def test_advantages_are_of_what_the_policy_wrote(name, kl_in_reward):
         assert one is None if other is None else torch.equal(one, other)
         assert one is None or not one[batches[0].response_mask == 0].any()
     assert batches[0].advantages.any()
-    # Without them the same, up to the places that they took.
+    # Responses without the unwritten tokens have the same advantages.
     short = squeezed(whole_batch())
     with single_rank():
         fill(Advantages(config, GROUP), short, guards())
@@ -132,7 +134,7 @@ def test_advantages_are_of_what_the_policy_wrote(name, kl_in_reward):
 
 
 def squeezed(batch: EveryBatch) -> EveryBatch:
-    """The figures of the written tokens only, one behind the other."""
+    """Return the batch with the per-token values of the written tokens only, contiguous in each row."""
     written = batch.response_mask.bool()
     counts = written.sum(1)
     kept = torch.arange(int(counts.max())) < counts[:, None]
@@ -142,7 +144,7 @@ def squeezed(batch: EveryBatch) -> EveryBatch:
     return replace(batch, response_lengths=counts, response_mask=kept.float(), **changes)
 
 
-def test_log_probs_and_values_are_zero_there():
+def test_log_probs_and_values_of_unwritten_tokens_are_zero():
     batch = whole_batch()
     with single_rank():
         backend = engine(tiny_qwen2(), ActorConfig(optim=OPTIM), BackendConfig())

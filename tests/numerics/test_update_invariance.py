@@ -1,5 +1,8 @@
-"""One update on real ranks: the same gradients, weights and metrics at every budget of tokens, packed or padded, number
-of ranks and spread over them, and those of a plain loop over sequences. In float64, which leaves little to rounding."""
+"""Compares updates on real ranks with a plain loop over sequences: gradients, weights and metrics.
+
+The results must be equal for every token budget, packed or padded, any number of ranks and any split over them. All in
+float64, so that rounding errors are small.
+"""
 
 from typing import Any
 
@@ -25,7 +28,7 @@ from tests.support.update_cases import (
     with_optim,
 )
 
-# world size -> (tokens of a micro-batch, columns of extra padding (0: packed), way of dealing the samples to the ranks)
+# World size -> (token budget of a micro-batch, columns of extra padding (0: packed), assignment of samples to ranks).
 SPLITS = {
     1: [(1000, 0, "plan"), (60, 0, "plan"), (1, 6, "plan")],
     2: [(1000, 6, "plan"), (60, 0, "lone")],
@@ -43,7 +46,7 @@ def every_update() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def updates() -> dict[tuple[int, str], dict[str, Any]]:
-    """Results by (world size, "case/budget/extra columns/way"); every rank must have the same."""
+    """Return results by (world size, "case/budget/extra columns/way"). All ranks must have equal results."""
     found = {}
     for world_size in SPLITS:
         ranks = run_ranks(world_size, every_update)
@@ -58,12 +61,12 @@ def updates() -> dict[tuple[int, str], dict[str, Any]]:
 def assert_same(result: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
     options = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
     torch.testing.assert_close(result["weights"], expected["weights"], **options)
-    # Those of the blackboard; what the update says beyond them has tests of its own.
+    # Compare the metrics that the plain loop computes. Other tests cover the update's further metrics.
     assert expected["metrics"].keys() <= result["metrics"].keys()
     metrics = {name: result["metrics"][name] for name in expected["metrics"]}
     torch.testing.assert_close(metrics, expected["metrics"], **options)
     assert len(result["gradients"]) == len(expected["gradients"])
-    # The first gradient, as a share of its norm; the later ones are taken at weights that already differ by rounding.
+    # Compare only the first gradient, relative to its norm: later weights already differ by rounding.
     first, other = result["gradients"][0], expected["gradients"][0]
     norm = torch.stack([g.double().square().sum() for g in other.values()]).sum().sqrt()
     for name, gradient in other.items():
@@ -81,7 +84,7 @@ def test_equals_the_plain_loop(updates, plain, world_size, split, case):
 @pytest.fixture(scope="module")
 @in_float64()
 def plain() -> dict[str, Plain]:
-    """The plain loop's results; each case must be one in which what it is about happens."""
+    """Return the plain loop's results. Check that each case has the effect that it is meant to test."""
     found = {}
     for case, (mini_batches, config) in CASES.items():
         settings = with_optim(case, config)
@@ -107,7 +110,7 @@ def plain() -> dict[str, Plain]:
         kept = [near_tokens(batch, s, old[s], config) for s in range(len(batch))]
         tokens = int(batch.response_mask.sum())
         assert 0.1 < sum(map(len, kept)) / tokens < 0.9
-        # What is left out of the loss is a figure of the update.
+        # The update also reports the fractions of rejected tokens and responses.
         found[case].metrics["rollout/rs_masked"] = 1 - sum(map(len, kept)) / tokens
         left_out = sum(kept[s] != written(batch, s) for s in range(len(batch)))
         found[case].metrics["rollout/rs_seq_masked"] = left_out / len(batch)
@@ -117,12 +120,12 @@ def plain() -> dict[str, Plain]:
     return found
 
 
-def test_the_micro_batches_are_known_beforehand_and_follow_the_budget(updates):
+def test_progress_counts_the_micro_batches_that_the_budget_gives(updates):
     counts = {}
     for (world_size, key), result in updates.items():
-        told = result["micro_batches"]
-        assert told == [(done, len(told)) for done in range(1, len(told) + 1)]
-        counts[world_size, key] = len(told)
+        reports = result["micro_batches"]
+        assert reports == [(done, len(reports)) for done in range(1, len(reports) + 1)]
+        counts[world_size, key] = len(reports)
     case = "one_look_at_each_sample"
     assert [counts[1, f"{case}/{split}"] for split in ("1000/0/plan", "1/6/plan")] == [1, PROMPTS * GROUP]
     assert counts[2, f"{case}/1000/6/plan"] == 1 < counts[2, f"{case}/60/0/lone"]
@@ -137,5 +140,5 @@ def test_the_micro_batches_are_known_beforehand_and_follow_the_budget(updates):
         ("cispo_sequence_correction_norm", "pg_clipfrac"),
     ],
 )
-def test_clipping_happens_in_the_cases_about_it(updates, case, figure):
+def test_clipping_happens_in_the_cases_that_test_it(updates, case, figure):
     assert updates[1, f"{case}/60/0/plan"]["metrics"][figure] > 0.01
