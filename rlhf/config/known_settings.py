@@ -48,7 +48,7 @@ def _in_words(kind: Any) -> str:
         return f"a list such as {item}"
     if typing.get_origin(kind) is dict:
         return "a mapping such as {a: 1, b: 2}"
-    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
     return plain.get(kind, "a value")
 
 

@@ -305,7 +305,7 @@ def test_imports_that_hang_are_left_to_the_ranks(config, supervised, tmp_path, c
 def test_counting_the_devices_has_a_deadline(config, tmp_path, monkeypatch, count, message):
     """Where the imports of the launcher hang, and where CUDA itself does."""
     (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)")
-    monkeypatch.setattr(of_this_machine, "_COUNT", count)
+    monkeypatch.setattr(of_this_machine, "_COUNT_GPUS", count)
     t = config.trainer
     t.device, t.nproc, t.watchdog_first_timeout_s = "cuda", 4, 2.0
     with local_starter(config, ["hanging"]) as starter, pytest.raises(UserError, match=message):
@@ -323,7 +323,7 @@ def test_devices_are_counted_by_a_process_of_their_own(config):
 
 
 def test_gpus_of_the_driver_that_torch_does_not_find_are_told(config, monkeypatch):
-    monkeypatch.setattr(of_this_machine, "_COUNT", "print(0)")
+    monkeypatch.setattr(of_this_machine, "_COUNT_GPUS", "print(0)")
     config.trainer.device, config.trainer.warm_start = "auto", False
     with local_starter(config, []) as starter:
         starter.check_devices()

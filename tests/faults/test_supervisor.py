@@ -248,7 +248,7 @@ block()
     assert code == EXIT_REQUEUE
     assert 1.0 <= grace < 60
     text = caplog.records[-1].getMessage()
-    assert "trainer.preempt_grace_s=1. Nothing is lost but the work since the last checkpoint." in text
+    assert "trainer.preempt_grace_s=1. Only the work since the last checkpoint is lost." in text
     assert "rank 1: killed by the supervisor, at step 3, last event rollout.before" in text
     assert not any(alive(pid) for _, pid in starts(config))
 

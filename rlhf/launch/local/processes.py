@@ -74,7 +74,7 @@ class RankProcesses:
 
 
 class PlainRanks(RankProcesses):
-    """`Ranks` that are `nproc` new Python processes, children of this process, each with imports of its own."""
+    """`Ranks` that are `nproc` new Python processes, children of this process. Each imports its modules itself."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from rlhf.tracking.run_output import RunOutput
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 16
 _STOP = b"stop"
-# More than pipes can store. The bound is for orphans of dead ranks that go on printing.
+# More reads than full pipes need. The bound ends the loop if orphans of dead ranks keep printing.
 _DRAIN_READS = 64
 
 
@@ -105,7 +105,9 @@ class RankOutput:
 
     def _show(self, fd: int, line: bytes) -> None:
         if fd == self._progress:
-            with suppress(ValueError):  # the user's code may write anything to the pipe: this thread must go on
+            with suppress(
+                ValueError
+            ):  # the user's code may write anything to the pipe, and this thread must survive it
                 dispatch_message(line, self._output.progress)
             return
         text = _text(line.rstrip(b"\r").rpartition(b"\r")[2])
