@@ -341,7 +341,7 @@ def test_an_address_is_no_folder(tmp_path, capsys, monkeypatch):
             main(arguments)
         err = capsys.readouterr().err
         assert (caught.value.code, err.count("\n")) == (2, 1), err
-        assert f"{address} is an address" in err or f"{address}/global_step_0 is an address" in err
+        assert f"{address} is a URL" in err or f"{address}/global_step_0 is a URL" in err
     assert not list(tmp_path.iterdir())
 
 

@@ -120,7 +120,7 @@ def test_parts_of_several_disks(tmp_path):
         with opened(path, parts=tuple(parts)) as source:
             assert equal_bits(whole(source), wanted)
     with (
-        pytest.raises(DamagedCheckpoint, match=r"rank_00001.*If nodes had disks of their own, give each one's"),
+        pytest.raises(DamagedCheckpoint, match=r"rank_00001.*If each node had its own disk, give the folders"),
         opened(first),
     ):
         pass

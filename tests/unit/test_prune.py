@@ -237,7 +237,7 @@ def test_each_run_of_a_tree_is_pruned_by_its_own_rules(run_dir, tmp_path, comman
 
 def test_several_disks_are_left_to_the_trainer(tmp_path):
     run_thread_ranks(2, _publish_on_two, tmp_path)
-    with pytest.raises(UserError, match="a step is kept or removed on all of them"):
+    with pytest.raises(UserError, match="removes a step from all disks"):
         pruning.plan_pruning(tmp_path / "disk0", CheckpointConfig(max_to_keep=1), set_aside=False, verify=verify)
 
 

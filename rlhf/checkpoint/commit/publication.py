@@ -115,8 +115,8 @@ def _seal(temporary: Path, manifest: Manifest, coordinator: Coordinator) -> None
     for name, entry in manifest.files.items():
         if coordinator.domain in entry.get(DOMAINS, [coordinator.domain]) and not (temporary / name).is_file():
             raise FileNotFoundError(
-                f"{name} was written and is not there for rank {coordinator.rank}: a file system that several nodes "
-                "share must show what another node has written (see trainer.default_local_dir)."
+                f"rank {coordinator.rank} does not see {name}, which was written. Set trainer.default_local_dir to a "
+                "folder on a file system that shows new files on all nodes."
             )
     announce("commit.manifest")
     write_manifest(temporary, manifest)

@@ -223,6 +223,6 @@ def _files_in(folders: list[Path], manifest: Manifest) -> CheckedFiles:
         missing = [name for name in missing if name not in set(found)]
     if missing:
         more = f"; and {len(missing) - 3} more" if len(missing) > 3 else ""
-        parts = " If nodes had disks of their own, give each one's folder." if len(folders) == 1 else ""
+        parts = " If each node had its own disk, give the folders of all disks." if len(folders) == 1 else ""
         raise DamagedCheckpoint(f"{folders[0]} is not complete: {'; '.join(problems[:3])}{more}.{parts}")
     return files

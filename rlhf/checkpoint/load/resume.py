@@ -141,8 +141,8 @@ def _reject_second_start(
         raise UserError(
             f"No checkpoint in {run_dir} is complete, and the run will not start again at step 0 by itself. "
             f"{'. '.join(located.missing_text() for located in incomplete)}.{others} Start again with the disks (or "
-            "nodes) that have these files, in any order, or start anew with trainer.overwrite=true or another "
-            "trainer.experiment_name."
+            "nodes) that have these files; their order does not matter. Or start anew with trainer.overwrite=true or "
+            "another trainer.experiment_name."
         )
     if damaged:
         names = ", ".join(damaged)

@@ -44,9 +44,8 @@ def prepare(
     """
     if settings.remote is not None and len(coordinator.domain_leaders) > 1:
         raise UserError(
-            f"checkpoint.remote={settings.remote}: the nodes have disks of their own, and copies are made of "
-            "checkpoints that lie on one. Set checkpoint.remote=null, or trainer.default_local_dir to a folder that "
-            "all nodes share."
+            f"checkpoint.remote={settings.remote} needs a run directory that all nodes share, but the nodes have disks "
+            "of their own. Set checkpoint.remote=null, or trainer.default_local_dir to a folder that all nodes share."
         )
     source = directory.resume_source(trainer)
     remote: RemoteStore | None = None
@@ -130,7 +129,9 @@ def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
     if len({run["run_id"] for run in known}) > 1 and coordinator.is_leader:
         names = ", ".join(run["run_id"] for run in known)
         log.warning(
-            "The nodes' disks are of different runs (run.json: %s); continuing as %s.", names, known[0]["run_id"]
+            "The nodes' disks have different runs (run_id in run.json: %s); continuing as run %s.",
+            names,
+            known[0]["run_id"],
         )
     if known:
         return known[0]
@@ -172,7 +173,7 @@ def _move_to_driver(path: Path, domain: int, size: int, coordinator: Coordinator
         coordinator.on_leader(partial(append_durably, fresh, [content]))
     coordinator.on_leader(lambda: rename_durably(fresh, path))
     if coordinator.is_leader:
-        log.info("The metric history was on another node's disk and is on the driver's now.")
+        log.info("Copied the metric history from another node's disk to the driver's disk.")
 
 
 def _fork(run_dir: Path, source: Path, coordinator: Coordinator) -> dict[str, Any]:

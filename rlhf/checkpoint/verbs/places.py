@@ -18,7 +18,7 @@ def local_folder(text: str) -> Path:
     folder of that name, and a model to upload would be written into it."""
     if "://" in text:
         raise argparse.ArgumentTypeError(
-            f"{text} is an address; this takes a folder on a disk. Copy from there, or to there, with the store's tool"
+            f"{text} is a URL. Give a local folder, and copy from or to the URL with the store's own tool"
         )
     return Path(text)
 

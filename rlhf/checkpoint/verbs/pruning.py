@@ -144,6 +144,6 @@ def _reject_domains(run_dir: Path, path: Path) -> None:
         return
     if any(DOMAINS in entry for entry in manifest.files.values()):
         raise UserError(
-            f"{run_dir} is one of several disks that have parts of its checkpoints ({path.name}/{MANIFEST}): a step is "
-            "kept or removed on all of them. The run does so after each save (checkpoint.max_to_keep)."
+            f"{run_dir} has only a part of each checkpoint; other disks have the rest ({path.name}/{MANIFEST}). Set "
+            "checkpoint.max_to_keep: the run then removes a step from all disks after a save."
         )
