@@ -20,7 +20,7 @@ class DamagedHistory(Exception):
 
 @dataclass(frozen=True)
 class HistoryMark:
-    """Marks a position in the history by the bytes before it and the xxh3-128 in hex of the last TAIL of them."""
+    """Marks the position after `size` bytes of the history. `tail` is the xxh3-128 in hex of the last TAIL of them."""
 
     size: int
     tail: str
@@ -69,8 +69,8 @@ def parse_record(path: Path, number: int, line: bytes) -> dict[str, float]:
 
 
 def end_of_step(path: Path, step: int, mark: HistoryMark | None) -> int:
-    """Return the number of bytes of the records up to `step`. Reads no record if `mark`, of the checkpoint of
-    `step`, fits. Raises DamagedHistory."""
+    """Return the number of bytes of the records up to `step`. If `mark`, which was saved at `step`, fits
+    the file, reads no records. Raises DamagedHistory."""
     if mark is not None and mark.fits(path):
         return mark.size
     size = 0

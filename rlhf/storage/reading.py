@@ -72,7 +72,7 @@ class CheckedFiles:
         return parse_json(self.content(name), name)
 
     def start(self, name: str, size: int) -> bytes:
-        """Return the first `size` bytes of a file, or all of a shorter one."""
+        """Return the first `size` bytes of a file, or all bytes of a shorter file."""
         content = bytearray(min(size, self._entry(name)["size"]))
         self.read(name, [(0, memoryview(content))])
         return bytes(content)

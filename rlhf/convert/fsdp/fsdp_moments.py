@@ -101,7 +101,7 @@ def _of_shards(named: Named, entries: Sequence[dict[int, dict[str, Any]]]) -> di
 
 
 def _units(named: Named) -> list[Named]:
-    """Group parameters as FSDP1 flattens them: one unit per block, and before them one for all others."""
+    """Group parameters as FSDP1 flattens them: one unit for all parameters outside of blocks, then one per block."""
     units: dict[str, Named] = {"": []}
     for name, shape in named:
         match = BLOCK.match(name)

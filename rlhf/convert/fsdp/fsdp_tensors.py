@@ -54,7 +54,7 @@ class AssembledTensor:
 
 @dataclass(frozen=True)
 class ReplicatedTensor:
-    """A tensor that every rank has whole, such as a buffer; read from one rank and compared with the others."""
+    """A tensor that every rank saved whole, such as a buffer. A read compares all copies."""
 
     name: str
     info: TensorInfo
