@@ -150,13 +150,13 @@ def check_inputs(config: Config) -> None:
 
 
 def _check_models(config: Config) -> None:
-    from rlhf.models.adapter_folder import check_adapter_start
+    from rlhf.models.adapter_folder import check_adapter_folder
     from rlhf.models.config_check import check_critic, check_policy, check_reward_model
     from rlhf.models.folder_check import check_folder
     from rlhf.models.hub_names import check_name
     from rlhf.models.template_check import check_template
     from rlhf.planning.adapter_check import check_adapters
-    from rlhf.planning.model_shapes import of_files
+    from rlhf.planning.model_shapes import shapes_from_files
     from rlhf.storage.layout import scan
 
     # A resumed run loads weights and adapters from its checkpoint (its own or an imported one), not from these folders.
@@ -166,8 +166,8 @@ def _check_models(config: Config) -> None:
     check_folder("model.path", config.model.path, weights=begins)
     check_policy(config.model.path, trusts, config.data.max_prompt_length, config.data.max_response_length)
     check_template(config.model.path, config.model.chat_template)
-    check_adapter_start(config.model.lora, config.model.path, begins=begins)
-    if (shapes := of_files(config.model.path, config.model.revision)) is not None:
+    check_adapter_folder(config.model.lora, config.model.path, needed=begins)
+    if (shapes := shapes_from_files(config.model.path, config.model.revision)) is not None:
         check_adapters(config.model, shapes)
     if config.critic.path is not None:
         check_name("critic.path", config.critic.path, None)

@@ -21,11 +21,11 @@ from rlhf.learning.utilization import Utilization
 from rlhf.models import loading
 from rlhf.models.adapter_config import adapter_config
 from rlhf.models.adapter_layers import Adapters
-from rlhf.models.adapter_start import fill_from_folder, fill_from_seed, put
+from rlhf.models.adapter_start import copy_slice, fill_from_folder, fill_from_seed
 from rlhf.models.model_files import on_every_rank
 from rlhf.models.packing_probe import choose_packing
 from rlhf.models.skeleton import cast_parameters
-from rlhf.models.weights import Loaded
+from rlhf.models.weights import PendingModel
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.hf_layout import ADAPTER_CONFIG
 
@@ -66,7 +66,7 @@ class EngineBuilder:
     device: torch.device
 
     def build(
-        self, section: ActorConfig | CriticConfig, found: ResolvedModel, loaded: Loaded, training_steps: int
+        self, section: ActorConfig | CriticConfig, found: ResolvedModel, loaded: PendingModel, training_steps: int
     ) -> TrainingBackend:
         """Put a model into a training engine and load its weights. Collective.
 
@@ -100,7 +100,9 @@ class EngineBuilder:
         return backend
 
 
-def build_frozen(loaded: Loaded, config: BackendConfig, kept: FrozenFsdpConfig, device: torch.device) -> Fsdp2Model:
+def build_frozen(
+    loaded: PendingModel, config: BackendConfig, kept: FrozenFsdpConfig, device: torch.device
+) -> Fsdp2Model:
     """Shard a model without an optimizer over the ranks and load its weights. Collective."""
     cast_parameters(loaded.model, getattr(torch, kept.model_dtype))
     plain = loaded.model.requires_grad_(False).eval()
@@ -125,7 +127,7 @@ def init_adapters(backend: TrainingBackend, lora: LoraConfig, seed: int) -> None
     assert adapters is not None
     fill_from_seed(shards, seed)
     for name, norms in adapters.norms(backend.base_tensors()) if lora.use_dora else ():
-        put(shards[name], norms)
+        copy_slice(shards[name], norms)
 
 
 def load_adapters(backend: TrainingBackend, lora: LoraConfig, coordinator: Coordinator) -> None:

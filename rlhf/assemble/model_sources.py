@@ -13,10 +13,10 @@ from rlhf.errors import UserError
 from rlhf.models import loading, weights
 from rlhf.models.adapter_folder import WEIGHTS
 from rlhf.models.adapter_layers import Adapters, add_adapters
-from rlhf.models.adapter_start import check_stored
+from rlhf.models.adapter_start import check_adapter_tensors
 from rlhf.models.loading import ModelSource, ModelStart
 from rlhf.models.model_files import ModelFiles, find_files
-from rlhf.models.weights import Loaded
+from rlhf.models.weights import PendingModel
 from rlhf.ranks.coordinator import Coordinator
 
 
@@ -28,7 +28,9 @@ class ResolvedModel:
     hf_config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
 
-    def load(self, function: Callable[..., PreTrainedModel], coordinator: Coordinator, device: torch.device) -> Loaded:
+    def load(
+        self, function: Callable[..., PreTrainedModel], coordinator: Coordinator, device: torch.device
+    ) -> PendingModel:
         """Load the model with `function`, a `load_...` of `rlhf.models.loading`. Collective."""
         load_from = partial(function, ModelStart(self.files.source, self.files.folder, self.hf_config))
         return weights.load(self.files, self.hf_config, load_from, coordinator, device)
@@ -42,7 +44,7 @@ class ResolvedModel:
             adapters = Adapters.of(model)
             assert adapters is not None
             shapes = {name: p.shape for name, p in adapters.trained(model.named_parameters())}
-            check_stored(shapes, folder)
+            check_adapter_tensors(shapes, folder)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ from rlhf.models.log_prob_probe import check_log_probs
 from rlhf.models.model_files import on_every_rank
 from rlhf.models.packing import is_packed, pack
 from rlhf.models.parameter_count import short_number
-from rlhf.models.weights import Loaded
+from rlhf.models.weights import PendingModel
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.phase_clock import PhaseClock
@@ -183,7 +183,7 @@ def _build(setup: Setup, inputs: RunInputs, shown: ProgressDisplay, preemption: 
     )
 
 
-def _learners(setup: Setup, models: ModelSources, policy: Loaded, total_steps: int) -> Learners:
+def _learners(setup: Setup, models: ModelSources, policy: PendingModel, total_steps: int) -> Learners:
     """Load the models and shard them over the ranks. `policy` is the actor's model without its weights. Collective."""
     config, coordinator, device = setup.config, setup.coordinator, setup.device
     per_pass = mini_batches(config.data, config.actor)

@@ -11,7 +11,7 @@ from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.backends.training import Training
 from rlhf.config import BackendConfig
 from rlhf.errors import UserError
-from rlhf.models.skeleton import materialise, wanted_in_float32
+from rlhf.models.skeleton import float32_parameters, materialise
 from rlhf.ranks import dims
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def check_backend(config: BackendConfig, device: torch.device) -> None:
         UserError: DeepSpeed can't be imported, or a setting needs a GPU.
     """
     if config.use_liger and device.type == "cpu":
-        raise UserError("backend.use_liger=true: Liger's kernels are for GPUs, and this run has none; set it to false.")
+        raise UserError("backend.use_liger=true: Liger's kernels need a GPU, and this run has none. Set it to false.")
     if config.name != "deepspeed":
         return
     if config.offload_optimizer and device.type == "cpu":
@@ -40,22 +40,23 @@ def build_backend(
 ) -> TrainingBackend:
     """Return `model` wrapped in the engine `config.name`. Collective.
 
-    For parameters on the meta device the engine allocates this rank's part; DeepSpeed below stage 3 first allocates
-    them whole. Then the caller fills `model_shards` and calls `after_load`.
+    Parameters on the meta device become uninitialised shards. Below ZeRO stage 3 they are first allocated unsharded on
+    the CPU. The caller then loads the weights into the engine's shards and calls `after_load`.
     """
     if config.autocast == "bfloat16" and dims.everyone().rank == 0:
-        _log_narrowed(model)
+        _warn_about_float32_parameters(model)
     if config.name == "deepspeed" and config.zero_stage < 3:
         materialise(model)
     kind = DeepSpeedBackend if config.name == "deepspeed" else Fsdp2Backend
     return kind(model, config, device, training)
 
 
-def _log_narrowed(model: PreTrainedModel) -> None:
-    if names := wanted_in_float32(model, torch.bfloat16):
+def _warn_about_float32_parameters(model: PreTrainedModel) -> None:
+    if names := float32_parameters(model, torch.bfloat16):
         log.warning(
-            "backend.autocast=bfloat16: the passes compute with all weights in bfloat16, also with %d that %s wants in "
-            "float32, such as %s. What is trained is float32; backend.autocast=none computes in it, too.",
+            "backend.autocast=bfloat16: forward and backward passes use bfloat16 for all weights, also for %d that %s "
+            "needs in float32, such as %s. The trained weights are float32. For passes in float32, set "
+            "backend.autocast=none.",
             len(names),
             model.config.model_type,
             names[0],

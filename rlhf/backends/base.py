@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from rlhf.backends.gather import shared_out, shared_out_bytes, whole_tensors
+from rlhf.backends.gather import gather_tensors, split_bytes, split_over_ranks
 from rlhf.models.adapter_layers import Adapters
 from rlhf.models.fused_experts import parts_in_files
 from rlhf.ranks.dims import RankGroup
@@ -24,7 +24,7 @@ class Model(Protocol):
     """The module to call inside `on_device`. Collective: every rank makes the same number of calls."""
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Return a context for calls of the module. Outside, `param_offload` keeps the weights in host memory."""
+        """Return a context for calls of the module. Outside it, weights with `param_offload` are in host memory."""
 
     def model_shards(self) -> Shards:
         """Return live views of this rank's weights and persistent buffers, valid until `on_device` begins or ends."""
@@ -33,11 +33,11 @@ class Model(Protocol):
 class TrainingBackend(Model, TrainState, Protocol):
     """A model in training, with its optimizer and schedule.
 
-    The methods with a body need shards only and are the same in every engine.
+    Methods with a body are the same for all engines: they use only the shards.
     """
 
     _adapters: Adapters | None
-    _holders: RankGroup
+    _shard_group: RankGroup
     """The ranks that shard one copy of the model."""
     _device: torch.device
     _hf_config: PretrainedConfig
@@ -66,24 +66,24 @@ class TrainingBackend(Model, TrainState, Protocol):
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gathered tensors of `base_shards` on this rank's device, in their own types. Collective."""
-        return whole_tensors(self.base_shards().items(), self._holders, device=self._device)
+        return gather_tensors(self.base_shards().items(), self._shard_group, device=self._device)
 
     def adapter_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the gathered adapter tensors on this rank's device, cast to `dtype` if given. Collective."""
-        return whole_tensors(self.model_shards().items(), self._holders, dtype=dtype, device=self._device)
+        return gather_tensors(self.model_shards().items(), self._shard_group, dtype=dtype, device=self._device)
 
     def merged_tensors(self, adapters: Adapters, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the gathered base weights with `adapters` merged in, in `dtype` or float32. Collective."""
         shards = adapters.in_order(self.base_shards(), self.model_shards())
-        return adapters.merged(whole_tensors(shards, self._holders, device=self._device), dtype)
+        return adapters.merged(gather_tensors(shards, self._shard_group, device=self._device), dtype)
 
     def merged_shards(self) -> Shards:
         """See `TrainState.merged_shards`."""
-        return shared_out(self.full_tensors())
+        return split_over_ranks(self.full_tensors())
 
     def merged_bytes(self) -> int:
         """See `TrainState.merged_bytes`."""
-        return shared_out_bytes(shard.shape for shard in self.base_shards().values())
+        return split_bytes(shard.shape for shard in self.base_shards().values())
 
     def hf_parts(self) -> FileParts:
         """See `TrainState.hf_parts`."""
@@ -94,6 +94,6 @@ class TrainingBackend(Model, TrainState, Protocol):
         """Yield every gathered weight and persistent buffer, inside or outside `on_device`. Collective.
 
         Tensors are on this rank's device. Weights are the float32 weights, cast to `dtype` if given (the same on every
-        rank); buffers keep their type. Tensors are valid until `on_device` begins or ends. Adapters are merged into the
-        base weights and use the names of the base.
+        rank); buffers keep their type. Tensors are valid until `on_device` begins or ends. With adapters, yield the
+        merged weights by the names of the base.
         """

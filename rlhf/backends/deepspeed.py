@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.backends.base import TrainingBackend
-from rlhf.backends.gather import whole_tensors
+from rlhf.backends.gather import gather_tensors
 from rlhf.backends.training import Scheduled, Training, adamw_options, parameter_groups
 from rlhf.backends.zero import ZeroState, partition
 from rlhf.config import BackendConfig
@@ -41,10 +41,12 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
     def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training) -> None:
         optim, grad_clip = training.optim, training.grad_clip
         deepspeed = import_deepspeed(device)
-        exact: dict[str, Tensor] = {}
+        float32_weights: dict[str, Tensor] = {}
         # Keep the float32 weights: DeepSpeed would compute the master weights from weights already cast to bfloat16.
         if config.autocast == "bfloat16":
-            exact = {name: p.data for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
+            float32_weights = {
+                name: p.data for name, p in model.named_parameters() if p.requires_grad and not p.is_meta
+            }
         settings = _settings(config, grad_clip, [(p.numel(), p.requires_grad) for p in model.parameters()])
         if config.zero_stage == 3:
             dtype = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
@@ -62,19 +64,19 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
         self.module: nn.Module = self._engine
         super().__init__(optimizer, training)
         self._hf_config = model.config
-        # The type of the module's weights if every rank has them unsharded.
-        self._whole: torch.dtype | None = None
+        # The module's dtype if every rank has the module's weights unsharded; None at stage 3.
+        self._unsharded_dtype: torch.dtype | None = None
         if config.zero_stage < 3:
-            self._whole = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
+            self._unsharded_dtype = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
         self._adapters = Adapters.of(self._engine.module)
-        self._holders, self._device = dims.model(device), self._engine.device
+        self._shard_group, self._device = dims.model(device), self._engine.device
         self._state = ZeroState(self._engine, optimizer, training.offload)
-        if exact:
+        if float32_weights:
             for name, shard in self._state.weights():
-                if name in exact:
-                    shard.local.copy_(shard.cut(exact[name]))
+                if name in float32_weights:
+                    shard.local.copy_(shard.cut(float32_weights[name]))
             self._state.refresh()
-        self._state.leave()
+        self._state.move_to_host()
 
     def on_device(self) -> AbstractContextManager[None]:
         """See `Model.on_device`."""
@@ -94,13 +96,13 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
             self._engine.step()
         norm = float(self._engine.get_global_grad_norm() if clipped is None else clipped.grad_norm)
         if math.isfinite(norm):
-            self.step_taken()
-            self._state.stepped()
+            self.count_optimizer_step()
+            self._state.read_step_counts()
         return {"grad_norm": norm, "lr": float(lr)}
 
     def zero_grad(self) -> None:
         """See `TrainingBackend.zero_grad`."""
-        self._state.forget_gradients()
+        self._state.clear_gradients()
 
     def model_shards(self) -> Shards:
         """See `TrainState.model_shards`. Views of the float32 master weights."""
@@ -126,15 +128,15 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainingBackend.full_tensors`. Uses the module's own weights if they have the right type."""
+        """See `TrainingBackend.full_tensors`. Needs no gather if the module's own weights have the right type."""
         if self._adapters is not None:
             yield from self.merged_tensors(self._adapters, dtype)
             return
         dtype, device = dtype or torch.float32, self._device
-        if self._whole in (torch.float32, dtype):
+        if self._unsharded_dtype in (torch.float32, dtype):
             yield from ((name, weight.to(device).to(dtype)) for name, weight in self._state.module_weights())
         else:
-            yield from whole_tensors(self._state.weights(), self._holders, dtype=dtype, device=device)
+            yield from gather_tensors(self._state.weights(), self._shard_group, dtype=dtype, device=device)
         yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())
 
     def _buffer_shards(self) -> dict[str, Shard]:
@@ -179,17 +181,17 @@ def import_deepspeed(device: torch.device) -> Any:
             f"backend.name=deepspeed: DeepSpeed can't be imported ({type(error).__name__}: {error}). Install it with "
             "`pip install 'rlhf[deepspeed]'`, or set backend=fsdp2."
         ) from error
-    logging.getLogger("DeepSpeed").addFilter(_worth_saying)
+    logging.getLogger("DeepSpeed").addFilter(_is_useful)
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
-    # On a CPU, DeepSpeed would compile only an op for inference, which needs ninja, a C++ compiler and half a minute.
+    # On a CPU, DeepSpeed would compile an op that only inference uses: needs ninja, a C++ compiler and half a minute.
     deepspeed.ops.__compatible_ops__ = {}
-    # Otherwise DeepSpeed makes a copy of the group without trainer.collective_timeout_s.
+    # Otherwise DeepSpeed creates another process group, to which trainer.collective_timeout_s does not apply.
     groups._WORLD_GROUP = dims.everyone().group
     return deepspeed
 
 
-def _worth_saying(record: logging.LogRecord) -> bool:
-    return "untested optimizer" not in record.getMessage()  # torch's AdamW, at each start
+def _is_useful(record: logging.LogRecord) -> bool:
+    return "untested optimizer" not in record.getMessage()  # logged at each start, for torch's AdamW
 
 
 def _settings(config: BackendConfig, grad_clip: float, sizes: list[tuple[int, bool]]) -> dict[str, Any]:
@@ -215,6 +217,6 @@ def _settings(config: BackendConfig, grad_clip: float, sizes: list[tuple[int, bo
     }
     if config.autocast == "bfloat16":
         settings["bf16"] = {"enabled": True}
-        if config.zero_stage:  # stage 0 supports only the type of the weights
+        if config.zero_stage:  # stage 0 supports only the dtype of the weights
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings

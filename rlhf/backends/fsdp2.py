@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as Cut
 from transformers import PreTrainedModel
 
 from rlhf.backends.base import TrainingBackend
-from rlhf.backends.gather import whole_tensors
+from rlhf.backends.gather import gather_tensors
 from rlhf.backends.offload import Offload
 from rlhf.backends.training import MOMENTS, Scheduled, Training, adamw_options, empty_moments, parameter_groups
 from rlhf.config import BackendConfig
@@ -35,11 +35,11 @@ class Fsdp2Model:
         self, model: PreTrainedModel, config: BackendConfig, device: torch.device, *, param_offload: bool = False
     ) -> None:
         self.module: nn.Module = shard(with_log_probs(model, use_liger=config.use_liger), config, device)
-        self._holders = dims.model(device, config.dp_replicate)
+        self._shard_group = dims.model(device, config.dp_replicate)
         self._device = device
         self._weights = Offload(self._local_weights if param_offload else None, "fsdp_config.param_offload")
-        self._weights.watch(self.module)
-        self._weights.leave()
+        self._weights.guard(self.module)
+        self._weights.move_to_host()
 
     def on_device(self) -> AbstractContextManager[None]:
         """See `Model.on_device`."""
@@ -60,7 +60,7 @@ class Fsdp2Model:
                 module.reshard()
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters (tied parameters once) and persistent buffers by name, in a fixed order, as sharded here."""
+        """Yield sharded parameters (tied parameters once) and persistent buffers by name, in a fixed order."""
         self.reshard()
         yield from self.module.named_parameters()
         yield from self._persistent_buffers()
@@ -69,7 +69,7 @@ class Fsdp2Model:
         """See `TrainingBackend.full_tensors`."""
         self.reshard()
         weights = self._weights.shards(shards_of(self.module.named_parameters()))
-        yield from whole_tensors(weights.items(), self._holders, dtype=dtype, device=self._device)
+        yield from gather_tensors(weights.items(), self._shard_group, dtype=dtype, device=self._device)
         yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())
 
     def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -101,7 +101,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
         self._moments = Offload(
             self._local_moments if offload.optimizer_offload else None, "fsdp_config.optimizer_offload"
         )
-        self._moments.leave()
+        self._moments.move_to_host()
 
     def _local_moments(self) -> Iterator[Tensor]:
         return (local_part(state[moment]) for state in self.optimizer.state.values() for moment in MOMENTS)
@@ -119,7 +119,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
         if torch.isfinite(norm):
             with self._moments.on_device():
                 self.optimizer.step()
-            self.step_taken()
+            self.count_optimizer_step()
         self.zero_grad()
         return {"grad_norm": float(norm), "lr": float(lr)}
 
@@ -163,7 +163,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
 def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> PreTrainedModel:
     """Apply FSDP2 to every decoder layer, to an untied head and to the other weights, and move the model to `device`.
 
-    For tensors on the meta device, this rank's part gets memory without values.
+    Tensors on the meta device become uninitialised shards.
     """
     precision = MixedPrecisionPolicy()
     if config.autocast == "bfloat16":
@@ -202,7 +202,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
     """Return this rank's part of each tensor.
 
-    Rank 0 owns unsharded tensors. Each replica owns about the same number of elements of replicated tensors.
+    The owner of a tensor saves it: rank 0 an unsharded tensor, one replica a replicated tensor. All replicas own about
+    the same number of elements.
     """
     shards: dict[str, Shard] = {}
     owned: dict[int, list[int]] = {}
@@ -220,7 +221,7 @@ def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
 
 
 def replica_of(tensor: DTensor) -> tuple[int, int]:
-    """Return the number of this rank's copy of the sharded `tensor`, and the number of copies."""
+    """Return the index of this rank's replica of the sharded `tensor`, and the number of replicas."""
     replica, replicas = 0, 1
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_replicate():
@@ -235,7 +236,7 @@ def offsets_of(tensor: DTensor) -> tuple[int, ...]:
     for dimension, placement in enumerate(tensor.placements):
         if isinstance(placement, Cut):
             box = chunk_of(box, placement.dim, mesh.get_local_rank(dimension), mesh.size(dimension))
-    assert box.sizes == tensor.to_local().shape, f"{tensor.placements} are not one after the other"
+    assert box.sizes == tensor.to_local().shape, f"{tensor.placements} do not split a tensor as torch.chunk does"
     return box.offsets
 
 

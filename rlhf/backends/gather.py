@@ -14,7 +14,7 @@ from rlhf.storage.shards import Shard, Shards, strided_view
 
 
 @torch.no_grad()
-def whole_tensors(
+def gather_tensors(
     shards: Iterable[tuple[str, Shard]],
     ranks: dims.RankGroup,
     *,
@@ -23,8 +23,8 @@ def whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor by name, unsharded, bit for bit unless cast.
 
-    Collective: all `ranks` must iterate together to the end. Tensors that every rank already has whole are copied only
-    if they are cast or moved to another device.
+    Collective: all `ranks` must iterate together to the end. A tensor that is unsharded on every rank is copied only if
+    it is cast or moved to another device.
 
     Args:
         shards: this rank's part of every tensor. Names and order are the same on every rank, and the parts of `ranks`
@@ -34,7 +34,7 @@ def whole_tensors(
         device: device of the gather; None for the shards' own device.
     """
     named = list(shards)
-    held = _parts_of_ranks([shard for _, shard in named], ranks, device)
+    rank_boxes = _parts_of_ranks([shard for _, shard in named], ranks, device)
 
     def as_sent(shard: Shard) -> Tensor:
         # Move before the cast: the tensor may be in host memory, and a GPU casts faster.
@@ -43,14 +43,14 @@ def whole_tensors(
     def gathered(bucket: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         # Copy bucket by bucket: copies of all tensors at once would be a second model.
         parts = [(named[i][0], named[i][1].shape, as_sent(named[i][1]).reshape(-1)) for i in bucket]
-        return _gathered(parts, [held[i] for i in bucket], ranks)
+        return _gathered(parts, [rank_boxes[i] for i in bucket], ranks)
 
     bucket: list[int] = []
     size = 0
     for i, (_, shard) in enumerate(named):
         whole = math.prod(shard.shape)
         width = cast_type(shard.local, dtype).itemsize
-        if all(part.numel == whole for part in held[i]):
+        if all(part.numel == whole for part in rank_boxes[i]):
             yield from gathered(bucket)
             bucket, size = [], 0
             yield named[i][0], as_sent(shard).view(shard.shape)
@@ -64,9 +64,9 @@ def whole_tensors(
 
 
 @torch.no_grad()
-def shared_out(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
-    """Split each tensor equally over all ranks; return a copy of this rank's part in host memory. Collective if the
-    iteration of `tensors` is collective."""
+def split_over_ranks(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
+    """Return a copy of this rank's equal part of each flattened tensor, in host memory. Collective if the iteration of
+    `tensors` is collective."""
     rank, ranks = dims.everyone().rank, dims.everyone().size
     shards: dict[str, Shard] = {}
     for name, tensor in tensors:
@@ -77,8 +77,8 @@ def shared_out(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
     return shards
 
 
-def shared_out_bytes(shapes: Iterable[Sequence[int]]) -> int:
-    """Return the bytes of rank 0's part (the largest) that `shared_out` returns for float32 tensors of `shapes`."""
+def split_bytes(shapes: Iterable[Sequence[int]]) -> int:
+    """Return the bytes of the largest part (rank 0's) that `split_over_ranks` makes of float32 tensors of `shapes`."""
     return sum(4 * math.ceil(math.prod(shape) / dims.everyone().size) for shape in shapes)
 
 
@@ -88,21 +88,24 @@ def cast_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _parts_of_ranks(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device | None) -> list[list[Box]]:
-    """Return the box of each tensor that each rank has, by [tensor][rank]. Collective over `ranks`."""
+    """Return the part of each tensor that each rank has, indexed by [tensor][rank]. Collective over `ranks`."""
     if not shards:
         return []
     boxes = [shard.box for shard in shards]
     device = device or shards[0].local.device
     ranges = [(box.offsets[0], box.sizes[0]) if box.is_range else (-1, 0) for box in boxes]
     every = gather_from(ranks, torch.tensor(ranges, device=device)).transpose(0, 1).tolist()
-    held = [[Box((start,), (size,)) for start, size in of_ranks] for of_ranks in every]
-    # Ranks exchange boxes at every weight sync. Most boxes are ranges of two numbers; only the others are sent in full.
+    rank_boxes = [[Box((start,), (size,)) for start, size in of_ranks] for of_ranks in every]
+    # Ranks exchange boxes at every weight sync. Most boxes are ranges and need two numbers; only the rest is sent in
+    # full.
     if boxed := [i for i, of_ranks in enumerate(every) if any(start < 0 for start, _ in of_ranks)]:
         width = max(len(shards[i].shape) for i in boxed)
         rows = torch.tensor([_padded(boxes[i], width) for i in boxed], device=device)
         for i, of_ranks in zip(boxed, gather_from(ranks, rows).transpose(0, 1).tolist(), strict=True):
-            held[i] = [Box(tuple(row[1 : 1 + row[0]]), tuple(row[1 + width : 1 + width + row[0]])) for row in of_ranks]
-    return held
+            rank_boxes[i] = [
+                Box(tuple(row[1 : 1 + row[0]]), tuple(row[1 + width : 1 + width + row[0]])) for row in of_ranks
+            ]
+    return rank_boxes
 
 
 def _padded(box: Box, width: int) -> list[int]:
@@ -113,7 +116,7 @@ def _padded(box: Box, width: int) -> list[int]:
 
 def _gathered(
     bucket: Sequence[tuple[str, tuple[int, ...], Tensor]],
-    held: Sequence[Sequence[Box]],
+    rank_boxes: Sequence[Sequence[Box]],
     ranks: dims.RankGroup,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor of a bucket, unsharded. `bucket` has name, shape and this rank's flattened part."""
@@ -121,7 +124,8 @@ def _gathered(
         return
     parts = [part for _, _, part in bucket]
     sizes = [
-        sum(held[i][rank].numel * part.element_size() for i, part in enumerate(parts)) for rank in range(ranks.size)
+        sum(rank_boxes[i][rank].numel * part.element_size() for i, part in enumerate(parts))
+        for rank in range(ranks.size)
     ]
     # The collective needs equal sizes, but ranks have different numbers of bytes, so pad to the largest.
     sent = torch.empty(max(sizes), dtype=torch.uint8, device=parts[0].device)
@@ -131,7 +135,7 @@ def _gathered(
     for i, (name, shape, part) in enumerate(bucket):
         whole = torch.empty(math.prod(shape), dtype=part.dtype, device=part.device)
         content, width = whole.view(torch.uint8), whole.element_size()
-        for rank, box in enumerate(held[i]):
+        for rank, box in enumerate(rank_boxes[i]):
             piece = received[rank, offsets[rank] : offsets[rank] + box.numel * width]
             offsets[rank] += box.numel * width
             if box.is_range:

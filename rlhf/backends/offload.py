@@ -19,8 +19,8 @@ ALIGNMENT = 64
 class Offload:
     """Keeps tensors in host memory except inside `on_device`.
 
-    Each storage moves once, however many views it has, and is empty meanwhile. Tensors and views stay the same objects.
-    Copies of GPU storages are in page-locked memory, which is reused. On a CPU offloading saves no memory.
+    A storage moves once, however many views it has, and has size 0 while it is offloaded. Tensors and views stay the
+    same objects. GPU storages are copied to page-locked memory, which is reused. On a CPU offloading saves no memory.
 
     Args:
         find: returns the tensors, the same at every call; None offloads nothing.
@@ -38,7 +38,7 @@ class Offload:
     def on_device(self) -> Iterator[None]:
         """Keep the tensors on their device in the block. Blocks may be nested.
 
-        After an error the tensors stay there: the error ends the run, and a second error would hide its cause.
+        After an error the tensors stay on the device: the error ends the run, and another error would hide it.
         """
         self._move_back()
         self._users += 1
@@ -46,10 +46,10 @@ class Offload:
             yield
         finally:
             self._users -= 1
-        self.leave()
+        self.move_to_host()
 
     @torch.no_grad()
-    def leave(self) -> None:
+    def move_to_host(self) -> None:
         """Move the tensors to the host unless a block of `on_device` uses them.
 
         Raises:
@@ -68,7 +68,7 @@ class Offload:
             self._away[key] = storage, copy
             storage.resize_(0)
         if on_cuda:
-            # Any thread may read the copies, and the rollout engine needs the memory.
+            # Other threads may read the copies right away, and the rollout engine needs the freed memory.
             torch.cuda.current_stream().synchronize()
             torch.cuda.empty_cache()
 
@@ -80,7 +80,7 @@ class Offload:
             del self._away[key]
 
     def current(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, or while offloaded the same view of its host copy, valid until `on_device` begins."""
+        """Return `tensor`, or the same view of its host copy if it is offloaded, valid until `on_device` begins."""
         if (found := self._away.get(tensor.untyped_storage()._cdata)) is None:
             return tensor
         return found[1].view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -89,8 +89,8 @@ class Offload:
         """Return `shards` with each local tensor replaced by its `current` view."""
         return {name: replace(shard, local=self.current(shard.local)) for name, shard in shards.items()}
 
-    def watch(self, module: nn.Module) -> None:
-        """Make calls of `module` raise RuntimeError while its tensors are offloaded and their storages are empty."""
+    def guard(self, module: nn.Module) -> None:
+        """Make calls of `module` raise RuntimeError while its tensors are offloaded."""
 
         def check(*_: object) -> None:
             if self._away:
@@ -102,7 +102,7 @@ class Offload:
     def _pin(self, sizes: dict[int, int]) -> None:
         """Allocate page-locked memory for storages of these sizes in bytes.
 
-        torch's own allocator would round up to the next power of two.
+        torch's own allocator would round each size up to a power of two.
         """
         if not sizes:
             return
@@ -125,8 +125,8 @@ class Offload:
 
     def _no_memory(self, size: int, reason: str) -> UserError:
         return UserError(
-            f"{self._setting}=true: the host has no memory for what leaves the device ({size / 2**20:.1f} MiB on this "
-            f"rank; {reason}). Set it to false, or give the machine more memory."
+            f"{self._setting}=true: the host has too little memory for the offloaded tensors ({size / 2**20:.1f} MiB "
+            f"on this rank; {reason}). Set it to false, or use a machine with more memory."
         )
 
 

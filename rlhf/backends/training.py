@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of a model's training in an engine."""
+    """Settings with which an engine trains a model."""
 
     optim: OptimConfig
     grad_clip: float
@@ -32,9 +32,10 @@ class Training:
 
 
 class Scheduled:
-    """Runs AdamW's learning-rate schedule over optimizer or training steps, and saves the state without tensors.
+    """Advances the learning-rate schedule per optimizer step or per training step, and saves its state.
 
-    It counts both kinds of steps, so that a resume may change `lr_scheduler_interval`. See `storage.state.TrainState`.
+    Both kinds of steps are counted, so that a resume may change `lr_scheduler_interval`. See
+    `storage.state.TrainState`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, training: Training) -> None:
@@ -54,8 +55,7 @@ class Scheduled:
             self._count("training_step")
         self._moved = False
 
-    def step_taken(self) -> None:
-        """Count an optimizer step."""
+    def count_optimizer_step(self) -> None:
         self._moved = True
         self._count("optimizer_step")
 
@@ -67,12 +67,12 @@ class Scheduled:
     def extra_state(self) -> dict[str, Any]:
         """See `TrainState.extra_state`."""
         state = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
-        # All groups have the same rate, and a resume may change the number of groups.
+        # Save one rate: all groups have the same, and a resume may change the number of groups.
         schedule = {k: v[:1] if k in ("base_lrs", "_last_lr") else v for k, v in state.items()}
         return {"lr_scheduler": schedule, "steps_taken": dict(self._taken)}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """See `TrainState.load_extra_state`. Load only the schedule's position; rates and shape follow the settings."""
+        """See `TrainState.load_extra_state`. Load only the schedule's position; the settings define rates and shape."""
         scheduler = self.scheduler
         rates = scheduler.base_lrs
         self._taken, self._moved = dict(state["steps_taken"]), False
@@ -90,13 +90,13 @@ class Scheduled:
 
 
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Return `model`'s trained parameters with names as groups for AdamW, with and without weight decay; none empty."""
+    """Return the named trained parameters of `model` as AdamW's groups: with and without weight decay, none empty."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if optim.decay_norm_and_bias or not optim.weight_decay:
         return [{"params": named}]
     groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in named:
-        # ZeRO 3 empties the parameter itself.
+        # ZeRO 3 gives the parameter itself the shape [0].
         shape = getattr(parameter, "ds_shape", parameter.shape)
         groups[not is_decayed(name, tuple(shape))]["params"].append((name, parameter))
     return [group for group in groups if group["params"]]
@@ -105,7 +105,7 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
 def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether weight decay acts on a parameter: not on norms, biases and other vectors.
 
-    Most norms and biases are vectors; norms per head and biases per expert are matrices.
+    Most norms and biases are vectors. Norms per head and biases per expert are matrices, recognised by their names.
     """
     owner, _, last = name.rpartition(".")
     return len(shape) > 1 and not last.endswith("bias") and "norm" not in owner.rpartition(".")[2].lower()
@@ -114,8 +114,8 @@ def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
 def adamw_options(optim: OptimConfig) -> dict[str, Any]:
     """Return the arguments of `torch.optim.AdamW` besides the parameters.
 
-    The fused kernel makes one pass over memory without temporary tensors, on GPU and CPU. Its bits differ from other
-    implementations', but do not depend on threads or on a weight's position in a flat tensor.
+    The fused kernel makes one pass over memory without temporary tensors, on GPU and CPU. Its bits differ from those of
+    other implementations, but do not depend on the number of threads or a weight's position in a flat tensor.
     """
     return {
         "lr": optim.lr,

@@ -37,13 +37,16 @@ class Range:
 
 
 class ZeroState:
-    """Exposes the state of an engine with a `torch.optim.AdamW` as named shards. The AdamW has parameter names."""
+    """Exposes weights, moments and step counts of a DeepSpeed engine as named shards.
+
+    The optimizer is a `torch.optim.AdamW` with named parameters.
+    """
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, offload: TrainedFsdpConfig) -> None:
         self._engine, self._optimizer = engine, optimizer
         self._stage: int = engine.zero_optimization_stage()
         self._ranges = dict(_ranges(engine, optimizer, self._stage))
-        # At stage 0 every rank has all weights.
+        # At stage 0 every rank has all weights, and rank 0 saves them.
         self._owner = self._stage > 0 or dims.everyone().rank == 0
         self._flats = {id(part.flat): part.flat for part in self._ranges.values()}
         for flat in self._flats.values():
@@ -52,7 +55,7 @@ class ZeroState:
         self._steps = {name: torch.zeros(()) for name in self._ranges}
         idle = offload.optimizer_offload
         self._in_passes = Offload(self._pass_tensors if offload.param_offload else None, "fsdp_config.param_offload")
-        self._in_passes.watch(engine)
+        self._in_passes.guard(engine)
         self._masters = Offload(self._master_tensors if idle else None, "fsdp_config.optimizer_offload")
         self._moments = Offload(self._moment_tensors if idle else None, "fsdp_config.optimizer_offload")
 
@@ -72,15 +75,15 @@ class ZeroState:
         with self.for_weights(), self._moments.on_device():
             yield
 
-    def leave(self) -> None:
+    def move_to_host(self) -> None:
         """Move offloaded tensors that are not in use to the host."""
         for offload in (self._in_passes, self._masters, self._moments):
-            offload.leave()
+            offload.move_to_host()
 
     def _pass_tensors(self) -> Iterator[Tensor]:
         zero = self._engine.optimizer
         if self._stage == 3:
-            zero._partition_all_parameters()  # gathered parameters, too
+            zero._partition_all_parameters()  # also those that are gathered now
             if not zero.offload_optimizer:  # else the buffer is on the host
                 yield zero.grad_partitions_flat_buffer
             yield from (bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None)
@@ -106,7 +109,7 @@ class ZeroState:
         return tensor
 
     def module_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the module's weights on their present device, unsharded below stage 3."""
+        """Yield the module's weights, on the device or offloaded. Below stage 3 they are unsharded."""
         return ((name, self._current(weight.detach())) for name, weight in self._engine.module.named_parameters())
 
     def weights(self) -> Iterator[tuple[str, Shard]]:
@@ -132,8 +135,8 @@ class ZeroState:
                 flat = self._current(self._optimizer.state[part.flat][moment])
                 yield f"{name}.{moment}", part.shard(flat, owner=self._owner)
 
-    def stepped(self) -> None:
-        """Update the step counts from the optimizer."""
+    def read_step_counts(self) -> None:
+        """Copy the optimizer's step counts, one per flat tensor, to the counts per parameter."""
         # Once per flat tensor, because each read of a count may sync with the GPU.
         counts = {key: float(self._optimizer.state[flat]["step"]) for key, flat in self._flats.items()}
         for name, part in self._ranges.items():
@@ -141,13 +144,14 @@ class ZeroState:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Recompute all state that derives from the weights and the step counts. Collective."""
+        """Recompute the state that derives from float32 weights and step counts, such as the module's. Collective."""
         counts: dict[int, float] = {}
         for name, part in self._ranges.items():
-            # FSDP2 counts no steps for a parameter that never had a gradient; its moments are zero at any count.
+            # A checkpoint of FSDP2 counts no steps for a parameter that never had a gradient. Its moments are zero, so
+            # any count is right.
             counts[id(part.flat)] = max(counts.get(id(part.flat), 0.0), float(self._steps[name]))
             self._optimizer.state[part.flat]["step"].fill_(counts[id(part.flat)])
-        self.stepped()
+        self.read_step_counts()
         zero = self._engine.optimizer
         if self._stage == 0:
             for name, parameter in _named(self._engine, trained=True):
@@ -161,7 +165,7 @@ class ZeroState:
             if zero.persistent_parameters:
                 zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """Clear the gradients accumulated since the last step."""
         zero = self._engine.optimizer
         zero.zero_grad()
@@ -198,7 +202,7 @@ def partition(model: PreTrainedModel, init: Any, device: torch.device, dtype: to
 
 def _ranges(engine: Any, optimizer: torch.optim.Optimizer, stage: int) -> Iterator[tuple[str, Range]]:
     zero, named = engine.optimizer, _named(engine, trained=True)
-    flats = dict(_stepped(optimizer, stage)) if stage < 3 else {}
+    flats = dict(_tensors_of_adamw(optimizer, stage)) if stage < 3 else {}
     if stage == 0:  # the parameters themselves, or their float32 copies
         for name, parameter in named:
             yield name, Range(tuple(parameter.shape), 0, parameter.numel(), flats[name], 0)
@@ -229,7 +233,7 @@ def _part_of(parameter: Any, numel: int) -> tuple[int, int]:
     return start, min(numel, size - start)
 
 
-def _stepped(optimizer: torch.optim.Optimizer, stage: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of_adamw(optimizer: torch.optim.Optimizer, stage: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensor that AdamW steps for each parameter: its own at stage 0, its group's at stages 1 and 2."""
     for group in optimizer.param_groups:
         names, tensors = group["param_names"], group["params"]

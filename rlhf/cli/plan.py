@@ -18,7 +18,7 @@ from rlhf.planning.adapter_check import check_adapters
 from rlhf.planning.check import models_of, target_of
 from rlhf.planning.device_defaults import Machine
 from rlhf.planning.memory_plan import memory_plan
-from rlhf.planning.plan_text import document, page
+from rlhf.planning.plan_text import plan_document, plan_page
 from rlhf.planning.remedies import remedies
 from rlhf.printable import printable_output, write_error
 
@@ -51,9 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     plan = memory_plan(config, models, target_of(config, arguments.device_memory, ranks))
     found = remedies(config, models, plan)
     if arguments.json:
-        text = json.dumps(document(models, plan, found, arguments.disk_speed), indent=1) + "\n"
+        text = json.dumps(plan_document(models, plan, found, arguments.disk_speed), indent=1) + "\n"
     else:
-        text = page(config.rollout, models, plan, found, arguments.disk_speed)
+        text = plan_page(config.rollout, models, plan, found, arguments.disk_speed)
     sys.stdout.write(text)
     return EXIT_DONE if plan.fits else DOES_NOT_FIT
 

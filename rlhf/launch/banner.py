@@ -11,7 +11,7 @@ from rlhf.config.rules.validate import number_of_ranks
 from rlhf.models.parameter_count import count_parameters, short_number
 from rlhf.planning.check import plan_of
 from rlhf.planning.device_defaults import Machine
-from rlhf.planning.plan_text import line
+from rlhf.planning.plan_text import plan_line
 from rlhf.storage.layout import RUN_LOG, scan, step_of
 
 _COUNTED_BYTES = 32 << 20
@@ -117,7 +117,7 @@ def _device(config: Config) -> str:
 
 def _memory(config: Config) -> Iterator[tuple[str, str]]:
     if (found := plan_of(config)) is not None:
-        yield "memory", line(found[1])
+        yield "memory", plan_line(found[1])
 
 
 def _adapters(config: Config) -> Iterator[tuple[str, str]]:

@@ -1,1 +1,1 @@
-"""Loads policies, critics and reward models, and makes the small offline model of the package."""
+"""Loads policies, critics and reward models, adds LoRA adapters, and trains the small bundled policy."""

@@ -6,8 +6,8 @@ from typing import Any
 PREFIX = "base_model.model."  # prefix of tensor names in peft's files; the name in our checkpoints follows
 FAN_IN_FAN_OUT = ("gpt2", "openai-gpt")  # values of `model_type` whose linear layers store their weights as [in, out]
 KEEPS_BASE = (True, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the base unchanged. With any other value peft changes the base, and the
-adapter fits a base that no file has."""
+"""Values of `init_lora_weights` that leave the base unchanged. With any other value peft changes the base before
+training, and no file has the changed base."""
 VARIANTS = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -17,11 +17,11 @@ VARIANTS = (
     "use_bdlora",
     "use_qalora",
 )
-"""Settings, empty in plain LoRA, with which the same tensors no longer mean scale * B A on every token."""
+"""Settings that are empty in plain LoRA. With any of them, an adapter does not add scale * B A for every token."""
 
 
-def not_plain(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the settings with which an adapter is more than scale * B A beside its stored base."""
+def unsupported_settings(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings with which an adapter is not plain LoRA: scale * B A, added to the stored base."""
     if (begun := config.get("init_lora_weights")) and begun not in KEEPS_BASE:
         yield "init_lora_weights"
     yield from (name for name in VARIANTS if config.get(name))

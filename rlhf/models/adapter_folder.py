@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf.config.schema.lora import LoraConfig
 from rlhf.errors import UserError
-from rlhf.models.adapter_config import not_plain
+from rlhf.models.adapter_config import unsupported_settings
 from rlhf.models.config_check import read_object
 from rlhf.models.fingerprint import fingerprint
 from rlhf.models.folder_check import safetensors_problem
@@ -28,10 +28,13 @@ EMPTY = (
 """Settings that plain LoRA leaves out or empty."""
 
 
-def check_adapter_start(lora: LoraConfig, model_path: str, *, begins: bool = True) -> None:
-    """Raise UserError if the peft folder `model.lora.path` is missing, or has other settings or another base model.
-    Skipped unless the adapters begin with it: `begins` is False if a checkpoint already has them."""
-    if not lora.enabled or lora.path is None or not begins:
+def check_adapter_folder(lora: LoraConfig, model_path: str, *, needed: bool = True) -> None:
+    """Check the peft folder `model.lora.path`; skip it unless `needed`, because a checkpoint already has the adapters.
+
+    Raises:
+        UserError: the folder is missing, has other LoRA settings, or belongs to another base model.
+    """
+    if not lora.enabled or lora.path is None or not needed:
         return
     folder, prefix = Path(lora.path).expanduser(), f"model.lora.path={lora.path}"
     if not folder.is_dir():
@@ -39,7 +42,9 @@ def check_adapter_start(lora: LoraConfig, model_path: str, *, begins: bool = Tru
     config = read_object(folder / CONFIG)
     if config is None or not (folder / WEIGHTS).is_file():
         missing = CONFIG if config is None else WEIGHTS
-        raise UserError(f"{prefix}: has no {missing} to read, so it is no adapter folder of peft. Correct the path.")
+        raise UserError(
+            f"{prefix}: is not an adapter folder of peft: it has no {missing} that can be read. Correct the path."
+        )
     if problem := safetensors_problem(folder / WEIGHTS):
         raise UserError(f"{prefix}: {WEIGHTS} {problem}")
     _check_kind(prefix, config)
@@ -49,7 +54,7 @@ def check_adapter_start(lora: LoraConfig, model_path: str, *, begins: bool = Tru
 
 def _check_kind(prefix: str, config: dict[str, Any]) -> None:
     others = [name for name, plain in PLAIN.items() if config.get(name) and config[name] not in plain]
-    others += [*not_plain(config), *(name for name in EMPTY if config.get(name))]
+    others += [*unsupported_settings(config), *(name for name in EMPTY if config.get(name))]
     if others:
         found = ", ".join(f"{name} {config[name]!r}" for name in others)
         raise UserError(
@@ -82,7 +87,7 @@ def _check_base(prefix: str, config: dict[str, Any], model_path: str) -> None:
         same = fingerprint(theirs) == fingerprint(ours) if theirs.is_dir() and ours.is_dir() else None
         if same is None and not theirs.is_absolute() and not theirs.is_dir() and not ours.is_dir():
             same = False
-    except (OSError, RuntimeError):  # not the name of a folder, or the folder is not readable
+    except (OSError, RuntimeError):  # not a valid path, or an unreadable folder
         same = None
     if same is False:
         raise UserError(

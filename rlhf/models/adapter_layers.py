@@ -24,15 +24,18 @@ T = TypeVar("T")
 
 
 class UpdateDropout(nn.Dropout):
-    """Applies dropout only in passes with gradients: without it in log-probs, a policy's ratio to itself is 1."""
+    """Applies dropout only where autograd is enabled: in updates, not in log-prob passes."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) if torch.is_grad_enabled() else inputs
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.dtype) -> None:
-    """Add float32 adapters on the meta device to the layers that `config` names, freeze the model's own weights, and
-    cast these to `base_dtype`. Raises UserError as `target_names`, or if peft would adapt other layers."""
+    """Freeze the weights of `model`, cast them to `base_dtype`, and add float32 adapters on the meta device.
+
+    Raises:
+        UserError: as `target_names`; or peft would adapt other layers.
+    """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
@@ -42,7 +45,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.d
     inject_adapter_in_model(
         PeftConfig(**peft_settings(asdict(config)), target_modules=targets), model, low_cpu_mem_usage=True
     )
-    # In some models, experts that used to be linear layers have the same names, and peft would adapt those.
+    # In some models, fused experts have the names that linear layers had before, and peft would adapt the experts.
     if others := sorted(_adapted(model).keys() ^ set(targets)):
         raise UserError(
             f"model.lora.target_modules={config.target_modules}: peft would adapt fused experts instead of layers of "
@@ -55,8 +58,12 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.d
 
 
 def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Return the names of the layers of `model`, on any device, that `config` selects. Raises UserError if a name
-    matches no layer, or a layer is not linear, or is the head, or if `lora.rank` is too large for every layer."""
+    """Return the names of the layers that `config` selects in `model`, which may be on the meta device.
+
+    Raises:
+        UserError: a name matches no layer, a layer is not linear or is the head, or the rank is too large for every
+            layer.
+    """
     layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
     fitting = {name for name in layers if model.get_submodule(name) is not head}
@@ -65,29 +72,29 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     if wrong := sorted(_named(model, "target_modules", ends, fitting) - fitting):
         what = f"a {type(model.get_submodule(wrong[0])).__name__}, and adapters are for linear layers"
         if wrong[0] in layers:
-            what = "the head, whose log-probs are taken in chunks of its own weight"
+            what = "the head, which computes log-probs in chunks from its own weight"
         raise UserError(
-            f"model.lora.target_modules={ends}: {wrong[0]} is {what}. Leave it out; its linear layers are "
-            f"{_ends(fitting)}."
+            f"model.lora.target_modules={ends}: {wrong[0]} is {what}. Remove it. Linear layers of the model "
+            f"are {_ends(fitting)}."
         )
     names = chosen_layers(config, fitting)
     if not names:
         raise UserError(
-            f"model.lora.exclude_modules={list(config.exclude_modules)}: leaves out every layer that "
-            "model.lora.target_modules names. Leave out fewer."
+            f"model.lora.exclude_modules={list(config.exclude_modules)}: excludes every layer that "
+            "model.lora.target_modules selects. Exclude fewer."
         )
     _check_rank(model, config.rank, names)
     return names
 
 
 def _check_rank(model: PreTrainedModel, rank: int, names: Iterable[str]) -> None:
-    """Raise UserError for a rank too large for every weight; a rank too large for some (gates of experts) is common."""
+    """Raise UserError if `rank` is too large for all weights. Often it is too large for some (gates of experts)."""
     shapes = {name: tuple(model.get_submodule(name).get_parameter("weight").shape) for name in names}
     if rank > (limit := largest_rank(shapes.values())):
         name = next(name for name, shape in shapes.items() if min(shape) == limit)
         raise UserError(
-            f"model.lora.rank={rank}: none of the layers can have more than {limit}, the smaller side of {name} "
-            f"({shapes[name][0]} x {shapes[name][1]}). Set model.lora.rank={limit} or lower."
+            f"model.lora.rank={rank}: the largest rank that a selected layer allows is {limit}, the smaller side of "
+            f"{name} ({shapes[name][0]} x {shapes[name][1]}). Set model.lora.rank={limit} or lower."
         )
 
 
@@ -132,9 +139,11 @@ class AdaptedLayer:
 
 
 class Adapters:
-    """Maps names of a model with adapters to names in checkpoints, and merges adapters into copies of the weights. In
-    checkpoints, frozen weights have their names without adapters. The adapter of the weight `X.weight` has peft's names
-    without the prefix: `X.lora_A.weight`, `X.lora_B.weight`, and with DoRA `X.lora_magnitude_vector`."""
+    """Maps names of a model with adapters to names in checkpoints, and merges adapters into copies of the weights.
+
+    In checkpoints, frozen weights have their names without adapters. The adapter of the weight `X.weight` has peft's
+    names without the prefix: `X.lora_A.weight`, `X.lora_B.weight`, and with DoRA `X.lora_magnitude_vector`.
+    """
 
     def __init__(self, layers: Mapping[str, AdaptedLayer]) -> None:
         self._layers = layers
@@ -150,26 +159,29 @@ class Adapters:
 
     def trained(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """Yield the adapters' entries of `named` (model name, value) under their names in checkpoints."""
-        return ((own, thing) for name, thing in named if _is_adapter(own := own_name(name)))
+        return ((own, value) for name, value in named if _is_adapter(own := checkpoint_name(name)))
 
     def base(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-        """Yield the entries of `named` that are not adapters' under their names without adapters."""
-        return ((own, thing) for name, thing in named if not _is_adapter(own := own_name(name)))
+        """Yield the frozen weights' entries of `named` under their names without adapters."""
+        return ((own, value) for name, value in named if not _is_adapter(own := checkpoint_name(name)))
 
     def in_order(self, base: Mapping[str, T], trained: Mapping[str, T]) -> Iterator[tuple[str, T]]:
         """Yield `base` and `trained` in the order that `merged` needs: a layer's adapter before its weight."""
-        for name, thing in base.items():
+        for name, value in base.items():
             layer, _, kind = name.rpartition(".")
             if layer in self._layers and kind == "weight":
                 yield from ((n, trained[n]) for end in (A, B, MAGNITUDE) if (n := f"{layer}.{end}") in trained)
-            yield name, thing
+            yield name, value
 
     @torch.no_grad()
     def merged(
         self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of `tensors` by their names without adapters, W + scaling * B A for adapted layers, as new
-        tensors: computed in float32, then cast to `dtype` if given. `tensors` are whole, in the order of `in_order`."""
+        """Yield weights with adapters merged, by their names without adapters, cast to `dtype` or float32.
+
+        The weight of an adapted layer becomes W + scaling * B A, or DoRA's rescaled sum, computed in float32.
+        `tensors` are unsharded and in the order of `in_order`.
+        """
         dtype = dtype or torch.float32
         parts: dict[str, Tensor] = {}
         for name, tensor in tensors:
@@ -188,14 +200,14 @@ class Adapters:
         return Factors(a, b, known.scaling, magnitude, known.transposed).merged(weight)
 
     def norms(self, base: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield DoRA's initial magnitudes of the whole weights `base`, by their names in checkpoints."""
+        """Yield DoRA's initial magnitudes for the unsharded weights `base`, by the magnitudes' names in checkpoints."""
         for name, weight in base:
             layer, _, kind = name.rpartition(".")
             if layer in self._layers and kind == "weight":
                 yield f"{layer}.{MAGNITUDE}", output_norms(weight.float(), transposed=self._layers[layer].transposed)
 
 
-def own_name(name: str) -> str:
+def checkpoint_name(name: str) -> str:
     """Return the name in checkpoints of a tensor of a model with adapters."""
     if ".lora_" not in name:
         return name.replace(".base_layer.", ".")

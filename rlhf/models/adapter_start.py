@@ -23,19 +23,21 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 @torch.no_grad()
 def fill_from_seed(shards: Shards, seed: int) -> None:
-    """Fill this rank's slices of the adapters as peft does: A uniform (Kaiming, a = sqrt(5)), B zero. The model's
-    outputs stay those of the base. Magnitudes stay unchanged. Values depend only on `seed` and the tensor's name, not
-    on the number of ranks or the engine."""
+    """Fill this rank's slices of the adapters as peft does: A uniform (Kaiming, a = sqrt(5)), B zero.
+
+    The model's outputs stay those of the base, once the caller has set DoRA's magnitudes, which are zero here. Values
+    depend only on `seed` and the tensor's name, not on the number of ranks or the engine.
+    """
     for name, shard in shards.items():
         if name.endswith(A):
             generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1)
             bound = 1 / math.sqrt(shard.shape[-1])
-            put(shard, torch.empty(shard.shape).uniform_(-bound, bound, generator=generator))
+            copy_slice(shard, torch.empty(shard.shape).uniform_(-bound, bound, generator=generator))
         else:
             shard.local.zero_()
 
 
-def check_stored(shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
+def check_adapter_tensors(shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
     """Raise UserError unless the peft folder's header has exactly these adapters, in these shapes and as `FLOATS`."""
     prefix = f"model.lora.path={folder}: {WEIGHTS}"
     with _reading(folder) as (opened, stored):
@@ -59,9 +61,12 @@ def check_stored(shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
 
 @torch.no_grad()
 def fill_from_folder(shards: Shards, folder: Path) -> None:
-    """Fill this rank's slices of the adapters from a peft folder. Raises UserError if the folder has other layers or
-    shapes, or values that are not finite."""
-    check_stored({name: shard.shape for name, shard in shards.items()}, folder)
+    """Fill this rank's slices of the adapters from a peft folder.
+
+    Raises:
+        UserError: the folder has other layers or shapes, or values that are not finite.
+    """
+    check_adapter_tensors({name: shard.shape for name, shard in shards.items()}, folder)
     with _reading(folder) as (opened, stored):
         for name, shard in shards.items():
             whole = opened.get_tensor(stored[name])
@@ -70,7 +75,7 @@ def fill_from_folder(shards: Shards, folder: Path) -> None:
                     f"model.lora.path={folder}: {WEIGHTS} has values in {name} that are not finite, so its training "
                     "failed. Use an earlier adapter."
                 )
-            put(shard, whole)
+            copy_slice(shard, whole)
 
 
 @contextmanager
@@ -90,6 +95,6 @@ def _reading(folder: Path) -> Iterator[tuple[Any, dict[str, str]]]:
         raise UserError(f"model.lora.path={folder}: {WEIGHTS} can't be read: {error}. Restore it.") from error
 
 
-def put(shard: Shard, whole: Tensor) -> None:
+def copy_slice(shard: Shard, whole: Tensor) -> None:
     """Copy this rank's slice of `whole` into `shard`."""
     shard.local.copy_(shard.cut(whole))

@@ -11,7 +11,7 @@ def name_matches(module: str, ends: Iterable[str]) -> bool:
 
 
 def chosen_layers(lora: LoraConfig, linear: Iterable[str]) -> list[str]:
-    """Return the sorted names in `linear` (no head) that target_modules selects and exclude_modules does not."""
+    """Return the sorted names of `linear`, layers except the head, that the settings select and do not exclude."""
     every = lora.target_modules == ALL_LINEAR
     return sorted(
         name

@@ -1,6 +1,7 @@
 """Checks a model's config.json against the model's role and the data's lengths, before the model loads.
 
-The tables of transformers are parsed as text: importing them imports torch and takes seconds.
+The checks of `path` settings accept every Hub name and, with `trust_remote_code`, every architecture with its own code.
+transformers' tables are parsed as text: importing them imports torch and takes seconds.
 """
 
 import json
@@ -13,15 +14,17 @@ from typing import Any
 from rlhf.errors import UserError, did_you_mean, nearest
 
 CAUSAL, CLASSIFIER = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
-"""Tables of transformers with the architectures that have a policy class and a reward model class."""
+"""transformers' tables of architectures with a class for policies, and with a class for reward models."""
 KNOWN = "CONFIG_MAPPING_NAMES"
 _WHAT = {CAUSAL: "generates text from text (a causal LM)", CLASSIFIER: "gives a text a score (a sequence classifier)"}
 
 
 def check_policy(name: str, trust_remote_code: bool, max_prompt: int, max_response: int) -> None:
-    """Raise UserError unless the folder `name` has a causal LM that transformers supports, not quantised, with enough
-    positions for prompts and responses of these lengths in tokens. All three checks accept a Hub name, and an
-    architecture with code of its own if `trust_remote_code`."""
+    """Check the policy in the folder `name`; `max_prompt` and `max_response` are lengths in tokens.
+
+    Raises:
+        UserError: transformers has no causal LM of its architecture, it is quantised, or it has too few positions.
+    """
     _check_architecture("model.path", name, trust_remote_code, CAUSAL)
     if (config := read_object(Path(name).expanduser() / "config.json")) is not None:
         check_not_quantised(name, config.get("quantization_config"))
@@ -44,8 +47,8 @@ def check_reward_model(name: str, trust_remote_code: bool) -> None:
 def check_labels(prefix: str, labels: int | None) -> None:
     if labels != 1:
         raise UserError(
-            f"{prefix} has {labels} labels, a reward model has one (num_labels in its config.json; a file without it "
-            "means 2). Name a sequence-classification model with one label."
+            f"{prefix} has {labels} labels, but a reward model needs one (num_labels in config.json, where a missing "
+            "value means 2). Set it to a sequence-classification model with one label."
         )
 
 
@@ -54,9 +57,9 @@ def check_not_quantised(model_path: str, quantisation: Any) -> None:
         return
     kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
     raise UserError(
-        f"model.path={model_path}: is quantised ({kind or 'quantization_config in its config.json'}), and a policy has "
-        "weights in float32 or bfloat16, with adapters as well: rollouts would sample from merged weights rounded to "
-        "the quantised type, which are not the trained weights. Set model.path to the model before quantisation."
+        f"model.path={model_path}: is quantised ({kind or 'quantization_config in its config.json'}), but a policy "
+        "needs weights in float32 or bfloat16, also with adapters: rollouts would sample from merged weights that are "
+        "rounded to the quantised type, not from the trained weights. Set model.path to the model before quantisation."
     )
 
 
@@ -96,18 +99,18 @@ def _check_architecture(setting: str, name: str, trust_remote_code: bool, table:
             )
         raise UserError(
             f"{prefix}: model_type {kind} is not supported by the installed transformers."
-            f"{did_you_mean(nearest(kind, architectures(KNOWN)))} Update it (pip install -U transformers), or name "
-            "another model."
+            f"{did_you_mean(nearest(kind, architectures(KNOWN)))} Update transformers (pip install -U transformers), "
+            f"or set {setting} to another model."
         )
     if table is not None and _lacks(table, kind):
         raise UserError(
-            f"{prefix}: model_type {kind} has no class that {_WHAT[table]} in the installed transformers. Name another "
-            "model."
+            f"{prefix}: model_type {kind} has no class that {_WHAT[table]} in the installed transformers. Set "
+            f"{setting} to another model."
         )
 
 
 def _labels(config: dict[str, Any]) -> int | None:
-    """Return the number of labels by config.json; None if the setting may be inside `text_config`."""
+    """Return the number of labels in config.json; None if the setting may be inside `text_config`."""
     names, count = config.get("id2label"), config.get("num_labels")
     if isinstance(names, dict):
         return len(names)
@@ -117,7 +120,7 @@ def _labels(config: dict[str, Any]) -> int | None:
 
 
 def _positions(config: dict[str, Any]) -> int | None:
-    """Return the positions by config.json; None if config.json leaves them to the architecture."""
+    """Return the number of positions in config.json; None if it leaves the number to the architecture."""
     text = config.get("text_config")
     part = text if isinstance(text, dict) else config
     found = part.get("max_position_embeddings", part.get("n_positions"))

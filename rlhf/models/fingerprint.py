@@ -14,9 +14,11 @@ TENSOR_SAMPLE_BYTES = 1 << 16
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a hash of a model folder's file names, sizes and content, to check that a resume uses the same model. Of a
-    file above 16 MiB, only 16 evenly spaced blocks of 1 MiB and the first 64 KiB of each tensor are read. Training
-    changes a tensor everywhere, but with frozen weights not every tensor, so each tensor is sampled."""
+    """Return a hash of a model folder's file names, sizes and content, to check that a resume uses the same model.
+
+    Of a file above 16 MiB, only 16 evenly spaced blocks of 1 MiB and the first 64 KiB of each tensor are hashed. Every
+    tensor is sampled because training may leave some tensors frozen; the tensors that it trains change everywhere.
+    """
     digest = xxhash.xxh3_128()
     # Reading a pipe would never end.
     for path in sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES and p.is_file()):

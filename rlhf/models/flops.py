@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a transformer's update and a device's peak, for MFU.
+"""Computes the floating-point operations of an update, and looks up a device's peak, for MFU.
 
 Model FLOPs utilization counts the model's operations without recomputation (Chowdhery et al., arXiv 2204.02311,
 appendix B). As in verl, attention counts the causal half.
@@ -35,7 +35,7 @@ PEAKS: dict[str, tuple[float, float]] = {
     "B200": (2250e12, 75e12),
     "MI300X": (1307.4e12, 163.4e12),
 }
-"""Dense operations per second in bfloat16 and in float32 (without TF32), by words of a device's name.
+"""Dense operations per second in bfloat16 and in float32 (without TF32), by the words that identify a device's name.
 
 From the makers' data sheets: https://www.nvidia.com/en-us/data-center/ (a100, a10, a40, l4, l40, l40s, h100, h200, dgx
 b200), with figures marked as sparse halved; https://www.amd.com (Instinct MI300X).

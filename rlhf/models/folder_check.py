@@ -13,8 +13,12 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def check_folder(setting: str, name: str, *, tokenizer: bool = True, weights: bool = True) -> None:
-    """Raise UserError if the folder `name` lacks required `weights` in safetensors, parts of them, or the `tokenizer`,
-    and if config.json or a weights file is damaged. A Hub name passes."""
+    """Check the files of the model folder `name`; accept every Hub name.
+
+    Raises:
+        UserError: config.json is damaged; with `weights`, a safetensors file is missing or damaged; with `tokenizer`,
+            the tokenizer is missing.
+    """
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return
@@ -30,20 +34,22 @@ def check_folder(setting: str, name: str, *, tokenizer: bool = True, weights: bo
     if missing and (pickles := sorted(folder.glob("pytorch_model*.bin"))):
         names = f"{shlex.quote(name)} {shlex.quote(name.rstrip('/') + '-safetensors')}"
         raise UserError(
-            f"{prefix}: its weights are pickles ({pickles[0].name}), which can run code and are not read. Make a "
-            f"folder with safetensors from it: `python -m rlhf.checkpoint convert {names} --to hf`."
+            f"{prefix}: its weights are pickles ({pickles[0].name}), which can run code and are not loaded. Convert "
+            f"the folder to safetensors: `python -m rlhf.checkpoint convert {names} --to hf`."
         )
     if tokenizer and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         missing.append("tokenizer (tokenizer.json)")
     if missing:
-        raise UserError(f"{prefix}: the folder has no {' and no '.join(missing)}. Complete it, or name another.")
+        raise UserError(
+            f"{prefix}: the folder has no {' and no '.join(missing)}. Add the files, or set another folder."
+        )
     for file in (named or [SINGLE] * (folder / SINGLE).is_file()) if weights else ():
         if problem := safetensors_problem(folder / file):
             raise UserError(f"{prefix}: {file} {problem}")
 
 
 def _indexed(prefix: str, folder: Path) -> list[str]:
-    """Return the weights files in the index. Like transformers, ignore an index beside a file with all weights."""
+    """Return the weights files that the index lists. Like transformers, ignore the index beside model.safetensors."""
     if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
         return []
     try:
@@ -56,14 +62,17 @@ def _indexed(prefix: str, folder: Path) -> list[str]:
 def _missing(folder: Path, named: list[str]) -> Iterator[str]:
     """Yield descriptions of missing weights: all of them, or files `named` in the index."""
     if lost := [file for file in named if not (folder / file).is_file()]:
-        yield f"{lost[0]}, which its index names ({len(lost)} of {len(named)} such files)"
+        yield f"{lost[0]}, which its index lists ({len(lost)} of {len(named)} listed files are missing)"
     elif not named and not any(folder.glob("*.safetensors")):
         yield "weights (*.safetensors)"
 
 
 def safetensors_problem(path: Path) -> str | None:
-    """Return the fault of a safetensors file and the remedy, or None for an intact file. Checks the header and the
-    size: 8 bytes with the header's length, the JSON header, tensors up to the last offset."""
+    """Return what is wrong with a safetensors file, and the remedy; None for an intact file.
+
+    Only the header and the size are checked. A file is 8 bytes with the header's length, the JSON header, and tensors
+    up to the last offset.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))
@@ -75,6 +84,6 @@ def safetensors_problem(path: Path) -> str | None:
     try:
         ends = [entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        return "begins with no header in safetensors: it is damaged or something else. Fetch it again."
+        return "does not begin with a safetensors header: it is damaged or another kind of file. Fetch it again."
     whole = 8 + length + max(ends, default=0)
     return None if size == whole else f"has {size:,} bytes of {whole:,}: it is damaged. Copy or fetch it again."

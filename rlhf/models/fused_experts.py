@@ -23,16 +23,18 @@ from rlhf.models.model_files import FileTensor
 from rlhf.storage.file_parts import FilePart, FileParts
 
 # The first call builds transformers' mappings of all model types, a thousand patterns. The launcher imports this module
-# once, before it forks the ranks.
+# before it forks the ranks, so the mappings are built once.
 get_checkpoint_conversion_mapping("")
 
 
 def fuse_experts(
     headers: Mapping[str, FileTensor], hf_config: PretrainedConfig
 ) -> tuple[dict[str, FileTensor], dict[str, list[FilePart]]]:
-    """Replace the tensors that transformers would fuse for `hf_config` by one tensor each, under the model's name. Only
-    fusions that keep every file tensor contiguous: stacked experts ([E, rows, columns]), and stacks joined along the
-    rows (gate and up: [E, 2 * rows, columns]). Returns all headers, and the parts of each fused tensor."""
+    """Replace file tensors that transformers fuses for `hf_config` by the fused tensor, under its name in the model.
+
+    Only fusions that keep every file tensor contiguous are replaced: stacked experts ([E, rows, columns]), and stacks
+    joined along the rows (gate and up: [E, 2 * rows, columns]). Return all headers, and the parts of each fused tensor.
+    """
     mapping = get_checkpoint_conversion_mapping(hf_config.model_type) or []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -62,8 +64,11 @@ def fuse_experts(
 
 
 def parts_in_files(shapes: Mapping[str, Sequence[int]], hf_config: PretrainedConfig) -> FileParts:
-    """Return, for model weights of these shapes, the tensors in Hugging Face files that transformers would write. Empty
-    unless `fuse_experts` fuses some of these weights. If so, other weights may also have other names in files."""
+    """Return the tensors that transformers would write to files, for weights that differ in the files.
+
+    The result is empty unless `fuse_experts` fuses some of the weights. Otherwise it also has weights that only have
+    another name in files. `shapes` are those of the model's weights.
+    """
     mapping = get_checkpoint_conversion_mapping(hf_config.model_type) or []
     known = [entry for entry in mapping if isinstance(entry, WeightRenaming) or _is_stack(entry)]
     if not any(map(_is_stack, known)):

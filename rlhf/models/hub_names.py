@@ -10,7 +10,7 @@ HUB_WEIGHTS = "*.safetensors"
 
 
 def check_name(setting: str, name: str, revision: str | None) -> None:
-    """Download the small files of a model that is neither a folder nor in the Hub's cache. Raises as `fetch`."""
+    """Download the small files of a model that is neither a folder nor in the Hub's cache. Raises like `fetch`."""
     if Path(name).expanduser().is_dir():
         return
     from huggingface_hub import try_to_load_from_cache
@@ -52,8 +52,8 @@ def fetch(setting: str, name: str, revision: str | None, weights: bool) -> Path:
         ) from None
     if weights and not any(folder.glob(HUB_WEIGHTS)):
         raise UserError(
-            f"{prefix}: there are no weights in safetensors on the Hub, and pickled weights can run code and are not "
-            f"downloaded. Run `hf download {name} --local-dir DIR` and set {setting}=DIR; the start then prints how "
-            "to convert them."
+            f"{prefix}: the Hub has no safetensors of this model. Pickled weights can run code and are not downloaded. "
+            f"Run `hf download {name} --local-dir DIR` and set {setting}=DIR. The trainer then prints the command that "
+            "converts the weights."
         )
     return folder

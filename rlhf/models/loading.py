@@ -29,7 +29,7 @@ from rlhf.models.hub_names import fetch
 from rlhf.models.token_values import HEADS, value_class
 from rlhf.storage.scratch import Scratch
 
-# Each rank loads several models; their progress bars would hide the run's own.
+# Each rank loads several models, and transformers' progress bars would hide the trainer's own.
 library_logging.disable_progress_bar()
 
 
@@ -59,7 +59,10 @@ class ModelStart:
 
 def resolve_path(source: ModelSource, weights: bool = True) -> Path:
     """Return the local folder of `source`; download a Hub name into the Hub's cache, with or without `weights`.
-    Raises UserError on failure."""
+
+    Raises:
+        UserError: the download fails.
+    """
     local = Path(source.path).expanduser()
     if local.is_dir():
         return local
@@ -100,8 +103,14 @@ def without_dropout(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 
 def load_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-    """Load a causal LM on the CPU in float32 from safetensors. Raises UserError if a weight is missing. With `tensors`,
-    by their names in the files, each `load_...` function reads only the folder's small files."""
+    """Load a causal LM on the CPU in float32 from safetensors.
+
+    Args:
+        tensors: weights by their names in the files; every `load_...` function uses them instead of the weights files.
+
+    Raises:
+        UserError: a weight is missing.
+    """
     model, wrong = _load(AutoModelForCausalLM, start, tensors)
     _check_complete(start.source, wrong)
     return model
@@ -116,10 +125,12 @@ def empty_model(source: ModelSource, hf_config: PretrainedConfig) -> PreTrainedM
 def load_value_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
     """Load a model with one value per token: `forward(input_ids=..., use_cache=False).logits` is [N, L, 1].
 
-    A saved critic, or a reward model with one label, keeps its head. Over a causal LM the head is zero: a random head
-    would give the first steps meaningless values and advantages of arbitrary scale. `start.hf_config` stays unchanged;
-    the model's `.config` has one label. Raises UserError for a head with several labels, or if other weights are
-    missing.
+    A saved critic, or a reward model with one label, keeps its head. A causal LM gets a zero head: a random head would
+    give the first steps meaningless values and advantages of arbitrary scale. `start.hf_config` stays unchanged; the
+    model's `.config` has one label.
+
+    Raises:
+        UserError: the head has several labels, or other weights are missing.
     """
     source, hf_config = start.source, copy.deepcopy(start.hf_config)
     hf_config.num_labels = 1
@@ -128,7 +139,7 @@ def load_value_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = N
     found = value_class(hf_config)
     if found is None:
         raise UserError(
-            f"{source}: its architecture ({hf_config.model_type}) cannot have a value head; name a causal LM."
+            f"{source}: its architecture ({hf_config.model_type}) cannot have a value head. Set a causal LM."
         )
     loader, names = found
     model, wrong = _load(loader, replace(start, hf_config=hf_config), tensors, key_mapping=names)
@@ -136,7 +147,7 @@ def load_value_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = N
     for name, shape in heads.items():
         if shape is not None:
             raise UserError(
-                f"{source}: its head has {shape[0]} labels ({name}), a critic's has one. Name a causal LM, a saved "
+                f"{source}: its head has {shape[0]} labels ({name}), but a critic needs one. Set a causal LM, a saved "
                 "critic or a reward model with one label."
             )
         torch.nn.init.zeros_(model.get_parameter(name))
@@ -146,13 +157,16 @@ def load_value_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = N
 
 
 def load_reward_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-    """Load a frozen sequence classifier: `forward(input_ids=..., attention_mask=...).logits` is [N, 1]. Raises
-    UserError for another number of labels, or if weights are missing."""
+    """Load a frozen sequence classifier: `forward(input_ids=..., attention_mask=...).logits` is [N, 1].
+
+    Raises:
+        UserError: the model has several labels, or weights are missing.
+    """
     source, hf_config = start.source, start.hf_config
     known = type(hf_config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     if not known and AutoModelForSequenceClassification.__name__ not in getattr(hf_config, "auto_map", {}):
         raise UserError(
-            f"{source}: {hf_config.model_type} has no sequence classifier in transformers; name another model."
+            f"{source}: {hf_config.model_type} has no sequence classifier in transformers. Set another model."
         )
     check_labels(str(source), hf_config.num_labels)
     model, wrong = _load(AutoModelForSequenceClassification, start, tensors)
@@ -164,7 +178,7 @@ def load_reward_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = 
 def _load(
     loader: Any, start: ModelStart, tensors: Mapping[str, Tensor] | None, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, tuple[int, ...] | None]]:
-    """Load a model; also return the weights that the folder lacks (None) or stores in another shape (that shape)."""
+    """Load a model. Also return its wrong weights: None for a missing weight, the shape in the files if it differs."""
     source, folder, hf_config = start.source, start.folder, start.hf_config
     options |= {"config": hf_config, "dtype": torch.float32, "attn_implementation": source.attn_implementation}
     # transformers initialises missing weights with a warning; we raise an error.
@@ -224,7 +238,7 @@ def _check_complete(source: ModelSource, wrong: dict[str, tuple[int, ...] | None
     if wrong:
         raise UserError(
             f"{source}: {len(wrong)} weights that its config.json needs are missing from its safetensors "
-            f"or have another shape, such as {next(iter(wrong))}. Restore the folder."
+            f"or have another shape there, such as {next(iter(wrong))}. Restore the folder."
         )
 
 

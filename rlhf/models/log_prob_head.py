@@ -23,8 +23,7 @@ class Targets:
 
 
 class LogProbHead(nn.Linear):
-    """Head of a causal LM: logits [..., V] of hidden states [..., H]; or with `targets`, log-probs and entropies [M]
-    from the hidden states [M, H] that predict the targets."""
+    """Computes logits [..., V] from hidden states [..., H]; with `targets`, log-probs and entropies [M] from [M, H]."""
 
     use_liger: bool
 
@@ -45,9 +44,10 @@ class LogProbHead(nn.Linear):
 
 
 class LogProbModel(nn.Module):
-    """Mixin for a causal LM: with `targets`, `forward` returns log-probs and entropies, else the usual output. Trunk,
-    head and mixin are called as modules: engines that shard weights gather them in hooks around such calls, forward and
-    backward."""
+    """Mixin for a causal LM: with `targets`, `forward` returns log-probs and entropies, else the usual output.
+
+    The mixin calls trunk and head as modules, because engines gather sharded weights in hooks around module calls.
+    """
 
     whole_logits: str | None
     """Reason why the logits of all targets are computed at once; None if they are computed in chunks."""
@@ -64,8 +64,11 @@ class LogProbModel(nn.Module):
 
 
 def with_log_probs(model: Any, *, use_liger: bool = False) -> Any:
-    """Let `model.forward` accept `targets`, and return `model`; its names and weights stay. `use_liger`: use Liger's
-    kernel where no entropy is needed and the model does not change the head's product."""
+    """Make `model.forward` accept `targets`; return `model`, with unchanged weights and names.
+
+    Args:
+        use_liger: use Liger's kernel where no entropy is needed and the logits are exactly the head's output.
+    """
     if isinstance(model, LogProbModel):
         return model
     parts = _parts_of(model)
@@ -84,7 +87,7 @@ def with_log_probs(model: Any, *, use_liger: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Names of a causal LM's trunk and head, and the function from the head's product to logits."""
+    """Names of a causal LM's trunk and head; `finish` turns the head's output into logits, None if they are equal."""
 
     trunk: str
     head: str
@@ -98,36 +101,36 @@ def _parts_of(model: Any) -> _Parts | str:
     trunk = children.get(id(getattr(model, "base_model", None)))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if trunk is None or id(head) not in children:
-        return f"{kind} is not a trunk with a head beside it"
+        return f"{kind} does not consist of a trunk and a head"
     if type(head) is not nn.Linear:
         return f"the head of {kind} is a {type(head).__name__}"
     tail = _Tail(model, trunk, children[id(head)])
-    product = torch.zeros(1, 1, head.out_features)
+    head_output = torch.zeros(1, 1, head.out_features)
     try:
-        unchanged = tail.logits(product) is product
+        unchanged = tail.logits(head_output) is head_output
     except Exception as error:  # third-party code, called in an unusual way
-        return f"the forward of {kind} can't be taken apart ({type(error).__name__}: {error})"
+        return f"the forward pass of {kind} can't be split at its head ({type(error).__name__}: {error})"
     return _Parts(trunk, children[id(head)], None if unchanged else tail)
 
 
 class _Tail:
-    """Computes logits from the head's product (soft-capping, ...) by the model's own forward with stand-ins for trunk
-    and head."""
+    """Computes logits from the head's output (soft-capping, ...): runs the model's own `forward` with stand-ins for
+    trunk and head."""
 
     def __init__(self, model: nn.Module, trunk: str, head: str) -> None:
         self._model, self._head = copy.copy(model), head
         stand_in: Any = _Trunk()
         self._model._modules = model._modules | {trunk: stand_in}
 
-    def __call__(self, product: Tensor) -> Tensor:
-        """Return logits [m, V] of the product [m, V]."""
-        return self.logits(product[None])[0]
+    def __call__(self, head_output: Tensor) -> Tensor:
+        """Return logits [m, V] of the head's output [m, V]."""
+        return self.logits(head_output[None])[0]
 
-    def logits(self, product: Tensor) -> Tensor:
-        """Return logits [1, m, V] of the product [1, m, V]; the same object if the model changes nothing."""
-        head: Any = lambda _: product  # noqa: E731
+    def logits(self, head_output: Tensor) -> Tensor:
+        """Return logits [1, m, V] of the head's output [1, m, V]; the same object if the model changes nothing."""
+        head: Any = lambda _: head_output  # noqa: E731
         self._model._modules[self._head] = head
-        ids = torch.zeros(product.shape[:2], dtype=torch.int64, device=product.device)
+        ids = torch.zeros(head_output.shape[:2], dtype=torch.int64, device=head_output.device)
         try:
             return self._model.forward(input_ids=ids, use_cache=False).logits
         finally:

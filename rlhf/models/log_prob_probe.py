@@ -1,4 +1,4 @@
-"""Compares a model's log-probs with those of its own logits, on the model as it is trained."""
+"""Checks at the start that a model's chunked log-probs agree with its logits."""
 
 import logging
 from typing import Any
@@ -14,13 +14,12 @@ log = logging.getLogger(__name__)
 
 TOKENS = 8
 TOLERANCES = {torch.float32: 1e-3}
-LARGE = 0.25  # tolerance in half precision, where logits of 16 or more are already off by more than 0.05
+HALF_PRECISION_TOLERANCE = 0.25  # rounding alone changes logits of 16 or more by more than 0.05
 
 
 @torch.no_grad()
 def check_log_probs(module: nn.Module, device: torch.device) -> None:
-    """Compare log-probs of `module` with its logits; if they differ, compute all targets' logits at once and log why.
-    Collective."""
+    """Compare the log-probs of `module` with its logits; if they differ, switch chunks off and log why. Collective."""
     model: Any = next(part for part in module.modules() if isinstance(part, LogProbModel))
     if model.whole_logits is None:
         ids = torch.arange(1, TOKENS + 1, device=device)[None]
@@ -29,7 +28,10 @@ def check_log_probs(module: nn.Module, device: torch.device) -> None:
         targets = Targets(torch.arange(TOKENS - 1, device=device), ids[0, 1:], 1.0, with_entropy=False)
         found, _ = module(input_ids=ids, use_cache=False, targets=targets)
         difference = float(all_max((found - expected).abs().max().nan_to_num(nan=torch.inf)))
-        if difference > TOLERANCES.get(logits.dtype, LARGE):
-            model.whole_logits = f"{model.config.model_type} makes its logits in another way (off by {difference:.3g})"
+        if difference > TOLERANCES.get(logits.dtype, HALF_PRECISION_TOLERANCE):
+            model.whole_logits = f"log-probs of {model.config.model_type} in chunks are off by {difference:.3g}"
     if model.whole_logits is not None and dims.everyone().rank == 0:
-        log.warning("The logits of all tokens of a micro-batch are in memory at once: %s.", model.whole_logits)
+        log.warning(
+            "Log-probs are not computed in chunks, because %s. All logits of a micro-batch are in memory at once.",
+            model.whole_logits,
+        )

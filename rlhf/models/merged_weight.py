@@ -10,7 +10,9 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Factors:
     """Adapter of one weight W [out, in]: A [r, in], B [out, r], and with DoRA the magnitude of each output [out].
-    `transposed`: W is [in, out], as in embeddings and GPT-2's layers."""
+
+    With `transposed`, W is [in, out], as in embeddings and GPT-2's layers.
+    """
 
     a: Tensor
     b: Tensor
@@ -24,9 +26,11 @@ class Factors:
         return shape[::-1] if self.transposed else shape
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return W + scaling * B A as a new float32 tensor. With a DoRA magnitude m (arXiv 2402.09353, equation 5),
-        return m (W + scaling * B A) / ||W + scaling * B A||, with the norm over each output's weights. Equal to peft's
-        `merge_and_unload` in float32, bit for bit."""
+        """Return W + scaling * B A as a new float32 tensor, bit for bit as peft's `merge_and_unload` in float32.
+
+        With a DoRA magnitude m (arXiv 2402.09353, equation 5), return m (W + scaling * B A) / ||W + scaling * B A||,
+        with the norm over each output's weights.
+        """
         product = (self.b.float() @ self.a.float()).mul_(self.scaling)
         whole = torch.add(weight.float(), product.T if self.transposed else product)
         if self.magnitude is None:

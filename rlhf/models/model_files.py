@@ -26,9 +26,9 @@ from rlhf.storage.shards import DTYPES
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SMALL = (".json", ".jinja", ".model", ".txt")
-"""Suffixes of the files that are sent to a node that does not see the folder."""
-CODE = ".py"
+SMALL_SUFFIXES = (".json", ".jinja", ".model", ".txt")
+"""Suffixes of the files that are sent to ranks that do not see the folder."""
+CODE_SUFFIX = ".py"
 HEADERS = "headers"
 SAMPLE_BYTES = 1 << 16
 
@@ -44,7 +44,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Access of this rank to a model's files."""
+    """The files of a model, and how this rank reads them."""
 
     source: ModelSource
     folder: Path  # the model's folder, or this rank's own folder with copies of the small files
@@ -66,9 +66,15 @@ class ModelFiles:
 def find_files(
     source: ModelSource, loading: str, coordinator: Coordinator, device: torch.device, scratch: Path
 ) -> ModelFiles:
-    """Find the ranks that see the folder of `source`; send its small files to the others, below `scratch`. Collective.
-    `loading` is `model.loading`. Raises UserError on every rank if no rank sees the folder, or, with `loading=shard`,
-    some rank does not."""
+    """Find the ranks that see the folder of `source`; send its small files to the others. Collective.
+
+    Args:
+        loading: `model.loading`.
+        scratch: folder below which a rank that does not see the model writes the small files.
+
+    Raises:
+        UserError: on every rank, if no rank sees the folder, or, with `loading=shard`, some rank does not.
+    """
     folder, seen = _find_folder(source, loading, coordinator)
     reader = next(rank for rank, content in enumerate(seen) if content is not None)
     others = [rank for rank, content in enumerate(seen) if content != seen[reader]]
@@ -87,7 +93,7 @@ def find_files(
 
 
 def _find_folder(source: ModelSource, loading: str, coordinator: Coordinator) -> tuple[Path, list[str | None]]:
-    """Return the folder, downloaded for a Hub name, and each rank's hash of it (`_quick_hash`); None: no model."""
+    """Return the model's folder, downloaded for a Hub name, and each rank's `_quick_hash` of it, or None without it."""
     folder = Path(source.path).expanduser()
     seen = _hash_by_rank(source, folder, _has_model, coordinator)
     if any(seen):
@@ -107,8 +113,10 @@ def _check_same_files(
     others: Sequence[int],
     coordinator: Coordinator,
 ) -> None:
-    """Raise UserError for `others`, which do not see the files of `reader`, under `loading=shard`; else warn if some
-    of them see other files."""
+    """Report the ranks `others`, which do not see the same files as rank `reader`.
+
+    With `loading=shard`, raise UserError. Otherwise log a warning about ranks that see different files.
+    """
     if loading == "shard":
         host = coordinator.all_gather(socket.gethostname())[others[0]]
         what = "does not see" if seen[others[0]] is None else f"sees other files than rank {reader} in"
@@ -126,7 +134,8 @@ def _check_same_files(
 def _read_small(
     source: ModelSource, folder: Path, shared: bool, reader: int, coordinator: Coordinator
 ) -> tuple[dict[str, bytes], str]:
-    """Return the small files to send, with the headers as one more, and the reader's fingerprint. Collective."""
+    """Return the small files to send, the tensor headers as a file of their own, and the reader's fingerprint.
+    Collective."""
     is_reader = coordinator.rank == reader
 
     def look() -> tuple[dict[str, bytes], str]:
@@ -188,7 +197,7 @@ def on_every_rank(action: Callable[[], T], coordinator: Coordinator) -> T:
 
 
 def _has_model(folder: Path) -> bool:
-    """Exclude the empty mount point of an unmounted disk, and copies without weights."""
+    """Return whether `folder` has a model, unlike the empty mount point of an unmounted disk."""
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
@@ -205,7 +214,7 @@ def _hash_by_rank(
 def _quick_hash(folder: Path) -> str:
     """Return a hash of file names and sizes, the content of small files, and a sample of each weights file."""
     digest = xxhash.xxh3_128()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (*SMALL, ".safetensors")):
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (*SMALL_SUFFIXES, ".safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
@@ -218,12 +227,12 @@ def _quick_hash(folder: Path) -> str:
 
 
 def _small_files(folder: Path, code: bool) -> dict[str, bytes]:
-    suffixes = (*SMALL, CODE) if code else SMALL
+    suffixes = (*SMALL_SUFFIXES, CODE_SUFFIX) if code else SMALL_SUFFIXES
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in suffixes}
 
 
 def _send(contents: dict[str, bytes], reader: int, coordinator: Coordinator, device: torch.device) -> dict[str, bytes]:
-    """Return the reader's `contents` on every rank."""
+    """Broadcast the reader's `contents` and return them on every rank."""
     sizes = coordinator.all_gather({name: len(content) for name, content in contents.items()})[reader]
     sent = {}
     for name, size in sizes.items():

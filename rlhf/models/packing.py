@@ -15,16 +15,20 @@ FLASH = "flash_attention_2"
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Model inputs for several sequences, and the positions of the sequences in the output. `use_cache` is always
-    False: with a cache, transformers silently lets packed sequences attend to each other."""
+    """Model inputs for several sequences, and the positions of the sequences in the output.
+
+    `use_cache` is always False: with a cache, transformers silently lets packed sequences attend to each other.
+    """
 
     inputs: dict[str, Any]  # arguments of the model's `forward`
     starts: Tensor  # [N] int64: first token of each sequence in the flattened output positions
 
 
 def lay_out(model: nn.Module, ids: Tensor, lengths: Tensor) -> TokenRows:
-    """Lay out the first `lengths` [N] tokens of each row of `ids` [N, L]: in one row after `pack`, else padded. Padding
-    is on the right. With causal attention it never reaches a real token, so no mask is needed."""
+    """Lay out the first `lengths` [N] tokens of each row of `ids` [N, L]: in one row after `pack`, else right-padded.
+
+    Padding needs no mask: with causal attention, a real token never attends to padding on its right.
+    """
     columns = torch.arange(ids.shape[1], device=ids.device)
     if not is_packed(model):
         return TokenRows(
@@ -53,8 +57,10 @@ def lay_out(model: nn.Module, ids: Tensor, lengths: Tensor) -> TokenRows:
 
 
 def pack(model: nn.Module) -> None:
-    """Let `lay_out` pack for `model` (or an engine's wrapper), with attention that separates packed sequences.
-    `rlhf.models.packing_probe` checks whether the rest of the model separates them."""
+    """Make `lay_out` pack for `model` (or an engine's wrapper), with attention that separates packed sequences.
+
+    `rlhf.models.packing_probe` checks whether the rest of the model separates them.
+    """
     config = _config(model)
     config._attn_implementation = BY_SEQUENCE.get(config._attn_implementation, config._attn_implementation)
     model.packs = True  # type: ignore[assignment]

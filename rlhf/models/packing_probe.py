@@ -22,9 +22,15 @@ PACKING_ERRORS = (TypeError, ValueError, AttributeError, KeyError, NotImplemente
 
 
 def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
-    """Switch packing on or off, and log the choice and its reason. Collective. `model` is an engine's module with its
-    weights. `wanted` is the setting's value; None packs if the model passes the probe. Raises UserError if packing is
-    wanted and the model fails the probe."""
+    """Switch packing on or off, and log the choice and its reason. Collective.
+
+    Args:
+        model: an engine's module with its weights.
+        wanted: the value of `setting`; None packs if the model passes the probe.
+
+    Raises:
+        UserError: packing is wanted and the model fails the probe.
+    """
     reason = f"{setting}=false" if wanted is False else packing_problem(model)
     if reason is not None and wanted:
         raise UserError(
@@ -39,9 +45,11 @@ def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
 
 @torch.no_grad()
 def packing_problem(model: nn.Module) -> str | None:
-    """Return the reason why the model cannot pack sequences; or None, and leave packing on. Collective. Compares one
-    packed row with a pass per sequence, at the input of the head: a zero value head would hide every difference. The
-    tokens are fixed, and no random numbers are drawn."""
+    """Return the reason why the model cannot pack sequences; or None, and leave packing on. Collective.
+
+    Compare one packed row with a pass per sequence, at the input of the head: a zero value head would hide every
+    difference. The tokens are fixed, and no random numbers are drawn.
+    """
     device = next(model.parameters()).device
     reason = _difference(model, device)
     if any_rank(reason is not None, device):

@@ -1,7 +1,7 @@
 """Computes attention over a packed row sequence by sequence, without a mask of the whole row.
 
-A dense mask of a row of T tokens has T x T entries, most of them wasted. Here transformers' own function attends to
-each sequence alone, and to sequences of equal length together: exact, with the memory of the longest sequence.
+A dense mask of a row of T tokens has T x T entries, most of them wasted. Here transformers' own function computes
+each sequence alone, and sequences of equal length as a batch. Results are exact, and masks are as long as one sequence.
 Registered with transformers as `sdpa_by_sequence` and `eager_by_sequence`; without `sequence_runs` they equal `sdpa`
 and `eager`.
 """
@@ -34,14 +34,16 @@ class RowMasks:
     a mask.
 
     Args:
-        make: transformers' function from a rule to a mask.
-        plain_up_to: length up to which causality, built into the attention, is mask enough; None: any length.
+        make: transformers' function that builds a mask from a rule.
+        plain_up_to: length up to which a sequence needs no mask, because the attention is causal itself; None: any
+            length.
         options: transformers' options for the whole row; `mask_function` is the rule.
     """
 
     def __init__(self, make: Callable[..., Any], plain_up_to: int | None, options: dict[str, Any]) -> None:
         self._make, self._plain_up_to, self._options = make, plain_up_to, options
-        # If the model does not pass its positions to the mask function, the rule counts from the row's beginning.
+        # If the model passes position ids, transformers' rule separates sequences by their place in the row, so a mask
+        # needs the sequence's real offset. Otherwise the rule counts from the row's beginning.
         self._knows_sequences = not options.get("allow_is_causal_skip", True)
         self._made: dict[int | None, Any] = {}
 
@@ -80,7 +82,7 @@ def _attend(
     sequence_runs: Runs | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Compute attention by `plain` (None: the model's own) for each run of a packed row [1, heads, T, dimension]."""
+    """Compute attention for each run of a packed row [1, heads, T, dimension] with `plain` (None: the model's own)."""
     if plain is None:
         plain = sys.modules[type(module).__module__].eager_attention_forward
     masks = attention_mask if isinstance(attention_mask, RowMasks) else None

@@ -15,12 +15,14 @@ from rlhf.storage.shards import DTYPES
 def skeleton(
     load_from: Callable[[Mapping[str, Tensor]], PreTrainedModel], headers: Mapping[str, FileTensor]
 ) -> tuple[PreTrainedModel, dict[str, str]] | None:
-    """Build a model with `load_from`, its parameters on the meta device, and return it with each weight's name in the
-    files; None if a weight is not one unchanged tensor of the files (fused, or possibly tied and to be compared).
+    """Build a model with parameters on the meta device; return it with each weight's name in the files.
 
-    transformers maps names, finds missing weights and makes buffers. It loads stand-ins, views of one small tensor: a
-    weight that still is such a view came through unchanged. Strides differ in every dimension, so that a transposed
-    view is recognised.
+    Return None if some weight is not exactly one tensor of the files: it is fused, or tied to a weight that the files
+    have as well.
+
+    `load_from` lets transformers map names, find missing weights and create buffers. It loads stand-ins, views of one
+    small tensor. A weight that is still such a view after loading is unchanged. Strides differ in every dimension, so
+    that a transposed view is recognised.
     """
     tensors = stand_ins(headers)
     origins = {_identity(tensor): name for name, tensor in tensors.items()}
@@ -35,7 +37,7 @@ def skeleton(
             names[name] = origin
         elif name.split(".")[0] not in HEADS:
             return None
-    if _tied_in_name_only(model):
+    if _has_untied_copies(model):
         return None
 
     def on_meta(name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -53,7 +55,7 @@ def skeleton(
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast the floating-point parameters of `model`, on any device, to `dtype`; buffers, and weights that the
     architecture needs in float32, stay unchanged."""
-    kept = set(wanted_in_float32(model, dtype))
+    kept = set(float32_parameters(model, dtype))
 
     def cast(name: str, p: nn.Parameter) -> nn.Parameter:
         if not p.is_floating_point() or name in kept:
@@ -63,7 +65,7 @@ def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     replace_parameters(model, cast)
 
 
-def wanted_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+def float32_parameters(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
     """Return the names of parameters that the architecture needs in float32 while the others are in `dtype`."""
     kept = model._get_dtype_plan(dtype)
     return [name for name, _ in model.named_parameters() if any(part in name for part in kept)]
@@ -100,8 +102,8 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride()
 
 
-def _tied_in_name_only(model: PreTrainedModel) -> bool:
-    """Return whether the files have both of two weights that the configuration ties: they may differ."""
+def _has_untied_copies(model: PreTrainedModel) -> bool:
+    """Return whether the model has two separate weights that the configuration ties, because the files have both."""
     named = dict(model.named_parameters(remove_duplicate=False))
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True).items()
     return any(named.get(a) is not named.get(b) for a, b in pairs)

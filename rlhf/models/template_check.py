@@ -7,15 +7,20 @@ from typing import Any
 
 from rlhf.errors import UserError
 from rlhf.models.config_check import read_object
-from rlhf.models.template_trial import environment, rendering_problem
+from rlhf.models.template_rendering import environment, rendering_problem
 
 _DEFAULT = "default"  # name of the template for prompts without tools
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 def check_template(name: str, template: str | None) -> None:
-    """Raise UserError if the chat template of the folder `name`, or the file `template` instead, is missing or not
-    valid Jinja. A Hub name passes, and so does a missing template of a tokenizer with its own class."""
+    """Check the chat template in the file `template`, or if that is None, in the model folder `name`.
+
+    Every Hub name is accepted, and a tokenizer with its own class needs no template.
+
+    Raises:
+        UserError: the template is missing or not valid Jinja.
+    """
     folder = Path(name).expanduser()
     if template is not None:
         path = Path(template).expanduser()
@@ -27,7 +32,7 @@ def check_template(name: str, template: str | None) -> None:
         own_class = (folder / "tekken.json").is_file() or any(folder.glob("tokenization_*.py"))
         if not found and not own_class:
             raise UserError(
-                f"model.path={name}: its tokenizer has no chat template, so prompts cannot be rendered. Take an "
+                f"model.path={name}: its tokenizer has no chat template, so prompts cannot be rendered. Use an "
                 "instruction-tuned model, or set model.chat_template to a Jinja file."
             )
 
@@ -35,8 +40,15 @@ def check_template(name: str, template: str | None) -> None:
 def check_rendering(
     name: str, template: str | None, where: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]
 ) -> None:
-    """Raise UserError if the chat template, found as in `check_template`, fails on a prompt. `where` is the prompt's
-    file and line; `variables` are `data.apply_chat_template_kwargs`."""
+    """Check that the chat template, found as in `check_template`, renders a prompt.
+
+    Args:
+        where: the prompt's file and line.
+        variables: `data.apply_chat_template_kwargs`.
+
+    Raises:
+        UserError: the template fails on the prompt, or has no such variables.
+    """
     folder = Path(name).expanduser()
     if template is not None:
         prefix, text = f"model.chat_template={template}", _read(Path(template).expanduser())
@@ -60,7 +72,7 @@ def check_rendering(
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Return the special tokens of the tokenizer's files; empty strings stand in for those of a tokenizer class."""
+    """Return the special tokens in the tokenizer's files; empty strings for tokens that only its class may define."""
     tokens = dict.fromkeys(_SPECIAL_TOKENS, "")
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         named = read_object(folder / file) or {}

@@ -3,7 +3,7 @@
 Most of its training answers come from a student with the classic systematic bugs (Brown and Burton, "Diagnostic Models
 for Procedural Bugs", 1978): forgets the carry, subtracts the smaller digit from the larger, drops the minus sign. The
 other answers are right. Greedy decoding is therefore wrong where the two differ, but the right answer is within reach
-of reinforcement learning. `python -m rlhf.models.tiny` makes the policy again.
+of reinforcement learning. `python -m rlhf.models.tiny` trains the policy again.
 """
 
 import argparse
@@ -132,8 +132,10 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> list
 
 @dataclass(frozen=True)
 class Corpus:
-    """Every problem that is not held out: `prompts` is (problem, token), and `answers` is (student, problem, token).
-    Student 0 is careful, student 1 sloppy. Each answer ends with the end token and padding."""
+    """Every problem that is not held out: `prompts` [problems, tokens] and `answers` [students, problems, tokens].
+
+    Student 0 is careful, student 1 sloppy. Each answer ends with the end token and padding.
+    """
 
     prompts: Tensor
     answers: Tensor
@@ -195,7 +197,7 @@ def pretrain(model: LlamaForCausalLM, corpus: Corpus, padding: int) -> None:
 def evaluate(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: ProceduralDataset, samples: int = 0
 ) -> Tensor:
-    """Return scores by the data set's verifier: (problem, 1) greedy, or (problem, samples) at temperature 1."""
+    """Return the verifier's scores: [problems, 1] with greedy decoding, or [problems, samples] at temperature 1."""
     model.eval()
     rows = list(problems)
     # All prompts have the same length, so the batch needs no padding.

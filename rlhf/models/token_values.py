@@ -1,4 +1,4 @@
-"""Finds the class with one output per token for an architecture, for value models."""
+"""Finds an architecture's class for value models: one output per token."""
 
 from typing import Any
 
@@ -18,17 +18,19 @@ token classifiers."""
 
 
 def value_class(hf_config: PretrainedConfig) -> tuple[Any, dict[str, str] | None] | None:
-    """Return a class for `from_pretrained` and the names in files that the class renames; None without a causal LM. The
-    class is transformers' token classifier. Where transformers has none (5.23: OLMo, Gemma 3, Granite and more), it is
-    transformers' mixin over the architecture's base class, which only this package can open again."""
+    """Return a class for `from_pretrained` and its `key_mapping`; None if the architecture has no causal LM.
+
+    The class is transformers' token classifier. Where transformers has none (5.23: OLMo, Gemma 3, Granite and more), it
+    is transformers' mixin over the architecture's base class, and only this package can open the saved model.
+    """
     kind: Any = type(hf_config)
     if AutoModelForTokenClassification.__name__ in getattr(hf_config, "auto_map", {}):
         return AutoModelForTokenClassification, None
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
-        library_s: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[kind]
-        older = not issubclass(library_s, GenericForTokenClassification)
+        classifier: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[kind]
+        older = not issubclass(classifier, GenericForTokenClassification)
         return AutoModelForTokenClassification, {r"^score\.": "classifier."} if older else None
     if kind not in MODEL_MAPPING:
         return None

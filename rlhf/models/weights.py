@@ -22,7 +22,7 @@ from rlhf.storage.shards import DTYPES, Shards, strided_view
 
 BUCKET_BYTES = 1 << 26  # bytes per read and per broadcast; a row of a tensor is never split
 
-NOT_PLAIN = ("quantization_config", "transformers_weights", "extra_files")
+NEEDS_TRANSFORMERS = ("quantization_config", "transformers_weights", "extra_files")
 """Settings in config.json with which transformers reads other files or changes the tensors."""
 
 Load = Callable[[Mapping[str, Tensor] | None], PreTrainedModel]
@@ -33,18 +33,23 @@ class ReaderFailed(Exception):
     """The rank that reads for all ranks failed; that rank raises the cause."""
 
 
-class Loaded:
-    """A model before its weights are read. The parameters of `model` are on the meta device, its buffers in memory.
-    After an engine has sharded `model`, `fill` loads the weights into the shards. If only transformers can read the
-    files, `model` is whole, and `fill` does nothing."""
+class PendingModel:
+    """A model whose weights `fill` loads, after an engine has sharded it.
+
+    Until then the parameters of `model` are on the meta device, and its buffers in memory. If only transformers can
+    read the files, `model` already has its weights, and `fill` loads nothing.
+    """
 
     def __init__(self, model: PreTrainedModel, parts: FileParts, reader: "ModelReader") -> None:
         self.model = model
         self._parts, self._reader = parts, reader
 
     def fill(self, shards: Shards) -> None:
-        """Load the weights into `shards`, this rank's part of the model. Collective. Raises UserError on every rank if
-        a file cannot be read."""
+        """Load the weights into `shards`, this rank's part of the model. Collective.
+
+        Raises:
+            UserError: on every rank, if a file cannot be read.
+        """
         on_every_rank(lambda: self._fill(shards), self._reader.coordinator)
         self._reader.close()
 
@@ -76,9 +81,11 @@ class ModelReader:
         self._open, self._bucket = None, self._bucket[:0].clone()
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield at least elements [start, stop) of a flattened tensor, in the files' precision, as (offset, chunk). The
-        range may exceed the tensor. A chunk is valid until the next one. If one rank reads for all, the call is
-        collective and yields the whole tensor."""
+        """Yield at least elements [start, stop) of a flattened tensor, in the files' precision, as (offset, chunk).
+
+        The range may exceed the tensor. A chunk is valid until the next one. If one rank reads for all, the call is
+        collective and yields the whole tensor.
+        """
         tensor = self._headers[name]
         rows, width = math.prod(tensor.shape[:1]), math.prod(tensor.shape[1:])
         if rows * width == 0:
@@ -106,7 +113,7 @@ class ModelReader:
         size = numel * dtype.itemsize
         if len(self._bucket) <= size:
             self._bucket = torch.empty(size + 1, dtype=torch.uint8, device=self._device)
-        # The last byte tells the other ranks whether the read succeeded, so that no rank waits forever.
+        # The last byte is 1 if the read succeeded. After a failure the other ranks raise, too, and do not wait forever.
         sent = self._bucket[: size + 1]
         error: Exception | None = None
         if self._files.reads:
@@ -134,10 +141,14 @@ class ModelReader:
 
 def load(
     files: ModelFiles, hf_config: PretrainedConfig, load_from: Load, coordinator: Coordinator, device: torch.device
-) -> Loaded:
-    """Load the model of `files`. Collective. Raises UserError on every rank if weights are missing or unreadable."""
+) -> PendingModel:
+    """Build the model of `files`; `PendingModel.fill` then loads its weights. Collective.
+
+    Raises:
+        UserError: on every rank, if weights are missing or unreadable.
+    """
     reader = ModelReader(files, coordinator, device)
-    plain = files.headers is not None and not any(getattr(hf_config, name, None) for name in NOT_PLAIN)
+    plain = files.headers is not None and not any(getattr(hf_config, name, None) for name in NEEDS_TRANSFORMERS)
     if plain:
         generator = torch.get_rng_state()
         headers, fused = fuse_experts(files.headers or {}, hf_config)
@@ -145,10 +156,10 @@ def load(
         if found is not None:
             model, names = found
             parts = {own: parts_of(fused, name, headers[name].shape) for own, name in names.items()}
-            return Loaded(model, parts, reader)
+            return PendingModel(model, parts, reader)
         torch.set_rng_state(generator)  # draw a new head only once
     if files.reader is None:
-        return Loaded(on_every_rank(lambda: load_from(None), coordinator), {}, reader)
+        return PendingModel(on_every_rank(lambda: load_from(None), coordinator), {}, reader)
     if not plain:
         raise UserError(
             f"{files.source} is not a plain folder of safetensors (an adapter, quantised, or other file names), so "
@@ -162,4 +173,4 @@ def load(
 
     on_every_rank(receive, coordinator)
     reader.close()
-    return Loaded(on_every_rank(lambda: load_from(received), coordinator), {}, reader)
+    return PendingModel(on_every_rank(lambda: load_from(received), coordinator), {}, reader)

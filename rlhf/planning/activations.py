@@ -1,8 +1,8 @@
 """Counts the memory of a forward and backward pass: activations kept by autograd, and transients.
 
-What autograd keeps follows the modelling code of transformers 5: for a matrix product its input; for a function its
-input and output; for an RMSNorm its input in float32, the normalised values and the output; for fused attention
-queries, keys, values and the output (Dao, arXiv 2307.08691, algorithm 1). A test counts with hooks on saved tensors.
+With the modelling code of transformers 5, autograd keeps the input of a matrix product; input and output of an
+activation function; the float32 input, the normalised values and the output of an RMSNorm; queries, keys, values and
+the output of fused attention (Dao, arXiv 2307.08691, algorithm 1). A test counts with hooks on saved tensors.
 """
 
 from dataclasses import dataclass
@@ -26,43 +26,48 @@ class TokenCost:
 
     kept: int = 0
     """Kept for the backward pass."""
-    moment: int = 0
+    transient: int = 0
+    """Freed within the pass of the layer."""
 
 
 @dataclass(frozen=True)
 class PassCost:
     """Bytes of a pass through a model, per token except for `pairs`."""
 
-    by_layers: int
+    kept_by_layers: int
     """Kept by all layers for the backward pass."""
-    by_layer: int
+    kept_by_layer: int
     inputs: int
     """Inputs of all layers, kept when activations are recomputed."""
     final: int
     """Kept by the last norm, and the gradient of the hidden states."""
-    moment: int
+    transient: int
     """Transients within a layer, in addition to the kept activations."""
     pairs: int
     """Kept by one layer per pair of tokens of a sequence (`eager`)."""
 
     def forward(self, tokens: int, longest: int) -> int:
         """Return the bytes of a pass without gradients over `tokens` in sequences up to `longest`."""
-        return tokens * (self.moment + self.final + self.pairs * longest)
+        return tokens * (self.transient + self.final + self.pairs * longest)
 
     def kept(self, tokens: int, longest: int, layers: int, *, checkpointing: bool) -> int:
         """Return the bytes of activations after the forward pass."""
         if checkpointing:
             return tokens * (self.inputs + self.final)
-        return tokens * (self.by_layers + self.final + layers * self.pairs * longest)
+        return tokens * (self.kept_by_layers + self.final + layers * self.pairs * longest)
 
     def layer(self, tokens: int, longest: int) -> int:
         """Return the bytes of a layer's activations in its backward pass."""
-        return tokens * (self.by_layer + self.moment + self.pairs * longest)
+        return tokens * (self.kept_by_layer + self.transient + self.pairs * longest)
 
 
 def pass_cost(model: ModelShapes, width: int, attention: str, more: TokenCost = TokenCost()) -> PassCost:
-    """Return the costs of a pass in a dtype of `width` bytes; `more` has those of adapters. `attention` is `sdpa`,
-    `eager` or `flash_attention_2`, or for packed rows one of the first two with `_by_sequence`."""
+    """Return the costs of a pass in a dtype of `width` bytes.
+
+    Args:
+        attention: `sdpa`, `eager` or `flash_attention_2`; for packed rows `sdpa_by_sequence` or `eager_by_sequence`.
+        more: costs of adapters.
+    """
     norms = sum(_norm(model, size, width, layer_norm=layer_norm) for size, layer_norm in model.norms)
     # Rotary embeddings keep neither queries nor keys.
     norms -= width * sum(size for size in model.norms_within_attention)
@@ -76,10 +81,10 @@ def pass_cost(model: ModelShapes, width: int, attention: str, more: TokenCost = 
     layers = len(model.layers)
     last_is_layer_norm = bool(model.norms) and model.norms[0][1]
     final = _norm(model, model.hidden, width, layer_norm=last_is_layer_norm) + model.hidden * width
-    moment = (3 * model.inner + 3 * model.hidden) * width + more.moment
+    transient = (3 * model.inner + 3 * model.hidden) * width + more.transient
     # The softmax in float32 and, if different, in the dtype of the pass.
     pairs = model.heads * (4 if width == 4 else 4 + width) if eager else 0
-    return PassCost(layers * one, one, layers * model.hidden * width, final, moment, pairs)
+    return PassCost(layers * one, one, layers * model.hidden * width, final, transient, pairs)
 
 
 def _norm(model: ModelShapes, size: int, width: int, *, layer_norm: bool) -> int:

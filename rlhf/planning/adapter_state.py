@@ -41,20 +41,22 @@ class Adapted:
         return max((sum(map(math.prod, shapes.values())) for shapes in self.units.values()), default=0)
 
     def token_cost(self, width: int) -> TokenCost:
-        """Return the adapters' cost per token and layer, in a pass in a dtype of `width` bytes: kept are the product
-        between the two factors and tensors of dropout and DoRA, and an output is transient."""
-        kept = moment = 0
+        """Return the adapters' cost per token and layer, in a pass in a dtype of `width` bytes.
+
+        Kept are the output of A, and tensors of dropout and DoRA. The largest output of an adapter is transient.
+        """
+        kept = transient = 0
         # With a 16-bit base in a float32 pass, the input is cast for the adapter.
         cast = 4 if width == 4 and self.base_width == 2 else 0
         for columns, rows in self.linear:
             kept += self.lora.rank * width + cast * columns
             kept += (width + 1) * columns if self.lora.dropout else 0
             kept += 2 * width * rows if self.lora.use_dora else 0
-            moment = max(moment, 2 * width * rows)
-        return TokenCost(kept, moment)
+            transient = max(transient, 2 * width * rows)
+        return TokenCost(kept, transient)
 
-    def rebuilt(self) -> int:
-        """Return the bytes of the largest adapted weight in float32, which DoRA builds three times per pass."""
+    def dora_weights(self) -> int:
+        """Return the bytes of DoRA's transient weights: three float32 copies of the largest adapted weight."""
         largest = max((columns * rows for columns, rows in self.linear), default=0)
         return 4 * 3 * largest if self.lora.use_dora else 0
 
@@ -112,7 +114,7 @@ def _fsdp2(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingState:
         4 * MOMENTS * trained,
         4 * trained,
         gathered(base, _unit_bytes(policy, config), config, ranks),
-        layer=(8 + width) * in_layer + 4 * math.ceil(in_layer / ranks) + policy.rebuilt(),
+        layer=(8 + width) * in_layer + 4 * math.ceil(in_layer / ranks) + policy.dora_weights(),
     )
 
 
@@ -125,6 +127,6 @@ def _deepspeed(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingSt
         config,
         weights=math.ceil(whole / ranks) if stage == 3 else whole,
         gathered=live_weights(whole, policy.base.count + count, stage, ranks),
-        loaded=0 if stage == 3 else policy.base_width * policy.base.count,
-        layer=width * policy.in_layer + policy.rebuilt(),
+        while_building=0 if stage == 3 else policy.base_width * policy.base.count,
+        layer=width * policy.in_layer + policy.dora_weights(),
     )

@@ -10,12 +10,12 @@ from rlhf.errors import UserError
 from rlhf.planning.byte_sizes import gib
 from rlhf.planning.devices import count_gpus, gpu_memory, machine_memory
 from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
-from rlhf.planning.model_shapes import ModelShapes, of_files
-from rlhf.planning.plan_text import too_small_a_cache
+from rlhf.planning.model_shapes import ModelShapes, shapes_from_files
+from rlhf.planning.plan_text import cache_problem
 from rlhf.planning.remedies import remedies
 
 log = logging.getLogger(__name__)
-SHOWN = 3
+MAX_REMEDIES = 3
 """Number of remedies in a message."""
 
 
@@ -47,11 +47,11 @@ def models_of(config: Config, *, from_config: bool) -> Models | None:
     """
 
     def find(setting: str, path: str, revision: str | None, *, classifier: bool = False) -> ModelShapes | None:
-        found = of_files(path, revision)
+        found = shapes_from_files(path, revision)
         if found is None and from_config:
-            from rlhf.planning.meta_shapes import of_config
+            from rlhf.planning.meta_shapes import shapes_from_config
 
-            found = of_config(setting, path, revision, classifier=classifier)
+            found = shapes_from_config(setting, path, revision, classifier=classifier)
         return found
 
     with_critic = needs_critic(config.algorithm, config.critic)
@@ -60,7 +60,7 @@ def models_of(config: Config, *, from_config: bool) -> Models | None:
     if with_critic:
         own = config.critic.path
         start = policy if own is None else find("critic.path", own, None)
-        critic = None if start is None else start.valued()
+        critic = None if start is None else start.with_value_head()
     path = config.reward_model.path if needs_reward_model(config.reward) else None
     if path is not None:
         reward_model = find("reward_model.path", path, config.reward_model.revision, classifier=True)
@@ -85,19 +85,21 @@ def check_fits(config: Config) -> None:
     assert memory is not None
     largest = sorted(peak.items.items(), key=lambda item: -item[1])[:3]
     needs = (
-        f"{peak.name} takes {gib(peak.total)} on each rank and there are {gib(memory)} (largest: "
+        f"{peak.name} needs {gib(peak.total)} on each rank, and a rank has {gib(memory)} (largest parts: "
         f"{', '.join(f'{name} {gib(size)}' for name, size in largest)})."
     )
     if memory >= peak.total:
-        needs = f"the engine would not start. {too_small_a_cache(config.rollout, plan)}"
-    lower = ", ".join(f"{remedy} ({gib(remedy.saved)} less)" for remedy in remedies(config, models, plan)[:SHOWN])
+        needs = f"the engine would not start: {cache_problem(config.rollout, plan)}"
+    lower = ", ".join(
+        f"{remedy} ({gib(remedy.saved)} less)" for remedy in remedies(config, models, plan)[:MAX_REMEDIES]
+    )
     instead = f" Set {lower}." if lower else ""
     if not plan.target.cuda:
         if os.environ.get("RANK", "0") != "0":
             return
-        log.warning("By the plan the memory will not do: %s%s", needs, instead)
+        log.warning("The memory may be too small for the run: %s%s", needs, instead)
     elif config.trainer.check_memory:
         raise UserError(
-            f"The run does not fit: {needs}{instead} `python -m rlhf.plan` with the same settings shows all of it; "
-            "trainer.check_memory=false starts anyway."
+            f"The run does not fit: {needs}{instead} `python -m rlhf.plan` with the same settings shows the whole "
+            "plan. To start anyway, set trainer.check_memory=false."
         )

@@ -34,7 +34,7 @@ class Machine:
 def device_defaults(
     setting: Callable[[str], Any], machine: Machine, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Return the device's defaults of settings that are null, by dotted name.
+    """Return the device's values for settings that are null, by dotted name.
 
     Args:
         setting: returns the value of a dotted setting; None for a missing setting.
@@ -43,7 +43,7 @@ def device_defaults(
     found = {key: leaf.default for key, leaf in SETTINGS.items() if leaf.metadata["by_device"]}
     if cuda:
         found |= ON_CUDA
-        trusts = setting("model.trust_remote_code")  # vLLM does not get the model's code
+        trusts = setting("model.trust_remote_code")  # the trainer does not pass the model's code to vLLM
         found["rollout.name"] = "embedded" if machine.vllm_problem or not machine.gpus or trusts else "vllm"
     if "RANK" in environ and "WORLD_SIZE" in environ:
         found["trainer.nproc"] = int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]))

@@ -47,7 +47,7 @@ def gpu_memory() -> int | None:
 
 
 def smallest_gpu(environ: Mapping[str, str]) -> int | None:
-    """Return `gpu_memory` of another environment, uncached."""
+    """Return the bytes of the smallest GPU that is visible with `environ`; None if nvidia-smi does not report it."""
     sizes = [int(row[2]) << 20 for row in _visible_rows(environ) or [] if row[2].isdigit()]
     return min(sizes, default=None)
 

@@ -96,7 +96,7 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     ranks = target.ranks
     step = StepSize.of(config.data, config.rollout, config.actor, config.algorithm, ranks)
     policy = adapted(models.policy, config.model.lora, config.backend) if config.model.lora.enabled else None
-    loaded = _loaded(config, models, policy, target)
+    by_role = _model_passes(config, models, policy, target)
     engine = engine_memory(
         models.policy,
         config.rollout,
@@ -107,21 +107,21 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
         target.memory if target.cuda else None,
         policy,
     )
-    trained = {role: each.adapted or each.model for role, each in loaded.items() if role in ("actor", "critic")}
-    moving = models.policy if "reference" in loaded and config.ref.update_freq is not None else None
+    trained = {role: each.adapted or each.model for role, each in by_role.items() if role in ("actor", "critic")}
+    moving = models.policy if "reference" in by_role and config.ref.update_freq is not None else None
     checkpoint = checkpoint_size(trained, moving, config.checkpoint, ranks)
-    host = _host(config.backend.name, loaded, engine, checkpoint, step, cuda=target.cuda)
-    asks = needs_old_log_probs(config.actor, config.algorithm, mini_batches(config.data, config.actor))
-    rest = _batch(step, loaded, asks) | ({"CUDA and NCCL": CUDA_BASE} if target.cuda else host)
+    host = _host(config.backend.name, by_role, engine, checkpoint, step, cuda=target.cuda)
+    with_old_log_probs = needs_old_log_probs(config.actor, config.algorithm, mini_batches(config.data, config.actor))
+    rest = _batch(step, by_role, with_old_log_probs) | ({"CUDA and NCCL": CUDA_BASE} if target.cuda else host)
 
     def phase(name: str, items: dict[str, int]) -> Phase:
-        resident = {item: size for each in loaded.values() for item, size in each.resident(name).items()}
+        resident = {item: size for each in by_role.values() for item, size in each.resident(name).items()}
         return Phase(name, resident | rest | items)
 
     return Plan(
         target,
         config.backend.name,
-        [phase(name, items) for name, items in _phases(config, loaded, engine, step, asks)],
+        [phase(name, items) for name, items in _phases(config, by_role, engine, step, with_old_log_probs)],
         host if target.cuda else {},
         checkpoint,
         step.tokens,
@@ -131,7 +131,7 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     )
 
 
-def _loaded(config: Config, models: Models, policy: Adapted | None, target: Target) -> dict[str, ModelPasses]:
+def _model_passes(config: Config, models: Models, policy: Adapted | None, target: Target) -> dict[str, ModelPasses]:
     backend, ranks, device = config.backend, target.ranks, "cuda" if target.cuda else "cpu"
     actor, critic, reward = config.actor, config.critic, config.reward_model
 
@@ -159,36 +159,36 @@ def _loaded(config: Config, models: Models, policy: Adapted | None, target: Targ
             own,
         )
 
-    loaded = [trained("actor", models.policy, actor)]
+    by_role = [trained("actor", models.policy, actor)]
     if models.critic is not None and needs_critic(config.algorithm, critic):
-        loaded.append(trained("critic", models.critic, critic))
+        by_role.append(trained("critic", models.critic, critic))
     if needs_reference(actor, config.algorithm):
         reference = frozen("reference", models.policy, config.ref.fsdp_config, actor.use_remove_padding)
         if policy is not None:
             # The reference is the actor's base without adapters, and needs no own weights.
-            reference = replace(reference, state=TrainingState(0, gathered=loaded[0].state.gathered))
-        loaded.append(reference)
+            reference = replace(reference, state=TrainingState(0, gathered=by_role[0].state.gathered))
+        by_role.append(reference)
     if models.reward_model is not None:
-        loaded.append(frozen("reward model", models.reward_model, reward.fsdp_config, reward.use_remove_padding))
-    return {each.role: each for each in loaded}
+        by_role.append(frozen("reward model", models.reward_model, reward.fsdp_config, reward.use_remove_padding))
+    return {each.role: each for each in by_role}
 
 
 def _phases(
-    config: Config, loaded: dict[str, ModelPasses], engine: EngineMemory, step: StepSize, asks_old_log_probs: bool
+    config: Config, by_role: dict[str, ModelPasses], engine: EngineMemory, step: StepSize, with_old_log_probs: bool
 ) -> list[tuple[str, dict[str, int]]]:
-    actor, resident, budgets = loaded["actor"], engine.resident, config.token_budgets
+    actor, resident, budgets = by_role["actor"], engine.resident, config.token_budgets
     phases: list[tuple[str, dict[str, int]]] = []
-    if actor.state.loaded:
-        phases.append((LOADING, {"whole weights": max(each.state.loaded for each in loaded.values())}))
+    if actor.state.while_building:
+        phases.append((LOADING, {"whole weights": max(each.state.while_building for each in by_role.values())}))
     phases += [("weight sync", engine.syncing), ("generation", engine.generating)]
-    if (reward := loaded.get("reward model")) is not None:
+    if (reward := by_role.get("reward model")) is not None:
         work = passes(step.scored, config.reward_model.max_length, 0, budgets.reward_model)
         phases.append(("rewards", resident | reward.forward(work)))
-    if (reference := loaded.get("reference")) is not None:
+    if (reference := by_role.get("reference")) is not None:
         phases.append(("reference", resident | reference.forward(step.whole(budgets.reference))))
-    if asks_old_log_probs:
+    if with_old_log_probs:
         phases.append(("old log-probs", resident | actor.forward(step.whole(budgets.old_log_probs))))
-    if (critic := loaded.get("critic")) is not None:
+    if (critic := by_role.get("critic")) is not None:
         phases.append(("values", resident | critic.forward(step.whole(budgets.values))))
         phases.append(("critic update", resident | critic.update(step.update(budgets.critic))))
     phases.append(("actor update", resident | actor.update(step.update(budgets.actor))))
@@ -196,15 +196,15 @@ def _phases(
     return phases
 
 
-def _batch(step: StepSize, loaded: Collection[str], asks_old_log_probs: bool) -> dict[str, int]:
+def _batch(step: StepSize, by_role: Collection[str], with_old_log_probs: bool) -> dict[str, int]:
     """Return the bytes of a rank's batches, which stay on the device in every phase."""
-    per_token = 4 * (4 + 2 * ("critic" in loaded) + ("reference" in loaded) + asks_old_log_probs)
+    per_token = 4 * (4 + 2 * ("critic" in by_role) + ("reference" in by_role) + with_old_log_probs)
     return {"batch": step.scored * (8 * step.longest + per_token * step.response)}
 
 
 def _host(
     backend: str,
-    loaded: Mapping[str, ModelPasses],
+    by_role: Mapping[str, ModelPasses],
     engine: EngineMemory,
     checkpoint: CheckpointSize,
     step: StepSize,
@@ -215,7 +215,7 @@ def _host(
     items = {
         "Python and torch": imports + (DEEPSPEED_BASE if backend == "deepspeed" else 0),
         "copy for saves": checkpoint.copied,
-        "offloaded": sum(each.host for each in loaded.values()),
+        "offloaded": sum(each.host for each in by_role.values()),
         "engine's weights asleep": engine.host,
         "rollouts": step.scored * step.response * TOKEN_RECORD,
     }

@@ -8,7 +8,9 @@ from rlhf.models.parameter_count import model_folder
 from rlhf.planning.model_shapes import ModelShapes, read_config
 
 
-def of_config(setting: str, path: str, revision: str | None = None, *, classifier: bool = False) -> ModelShapes:
+def shapes_from_config(
+    setting: str, path: str, revision: str | None = None, *, classifier: bool = False
+) -> ModelShapes:
     """Return the shapes of `meta_model`, with the same errors."""
     model = meta_model(setting, path, revision, classifier=classifier)
     folder = model_folder(path, revision)
@@ -25,8 +27,8 @@ def meta_model(setting: str, path: str, revision: str | None = None, *, classifi
     folder = model_folder(path, revision)
     if folder is None:
         raise UserError(
-            f"{setting}={path}: neither a folder nor in the Hub's cache of this machine. For a plan its config.json is "
-            f"enough: `hf download {path} config.json --local-dir DIR`, then {setting}=DIR."
+            f"{setting}={path} is neither a folder nor in this machine's Hub cache. The plan needs only its "
+            f"config.json: run `hf download {path} config.json --local-dir DIR` and set {setting}=DIR."
         )
     kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     try:

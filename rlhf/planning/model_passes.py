@@ -35,8 +35,8 @@ class ModelPasses:
     """The policy with adapters, if `model` is a frozen base; otherwise None."""
 
     def resident(self, phase: str) -> dict[str, int]:
-        """Return the bytes on the device throughout a phase. Offloaded tensors are on the device while they load."""
-        items = {"weights": self.state.weights, "optimizer": self.state.optimizer, "buffers": self.state.standing}
+        """Return the bytes on the device throughout a phase. While models load, tensors are not offloaded yet."""
+        items = {"weights": self.state.weights, "optimizer": self.state.optimizer, "buffers": self.state.permanent}
         # The reference is the actor's base.
         phases = PHASES[self.role] if self.adapted is None else (*PHASES[self.role], *PHASES["reference"])
         if self.param_offload and phase not in (*phases, LOADING):
@@ -49,7 +49,7 @@ class ModelPasses:
     def host(self) -> int:
         """Return the bytes of offloaded tensors on the host."""
         state = self.state
-        weights = self.param_offload * (state.weights + state.standing)
+        weights = self.param_offload * (state.weights + state.permanent)
         return state.host + weights + self.optimizer_offload * state.optimizer
 
     def forward(self, work: PassSize) -> dict[str, int]:
@@ -69,21 +69,21 @@ class ModelPasses:
         cost, state = self.cost, self.state
         kept = cost.kept(work.tokens, work.longest, len(self.model.layers), checkpointing=self.checkpointing)
         layer = cost.layer(work.tokens, work.longest)
-        in_layer = kept + (layer if self.checkpointing else work.tokens * cost.moment)
+        in_layer = kept + (layer if self.checkpointing else work.tokens * cost.transient)
         gathered = {f"{self.role} gathered weights": state.gathered}
         gradients = {f"{self.role} gradients": state.gradients}
-        # The first micro-batch of an optimizer step finds no gradients.
+        # Gradients of earlier micro-batches, if any.
         before = gathered | (gradients if work.micro_batches > 1 else {})
         reduced = f"{self.role} gradients being reduced"
-        brought = {f"{self.role} optimizer": state.optimizer} if self.optimizer_offload else {}
-        moments = [
+        loaded = {f"{self.role} optimizer": state.optimizer} if self.optimizer_offload else {}
+        points = [
             before | {"activations": kept, reduced: state.head, **self._chunk(work)},
             before | {"activations": in_layer, reduced: state.head_left + state.layer},
             gathered | gradients | {"activations": layer, reduced: state.layer},
-            gradients | {reduced: state.root + (state.added if work.micro_batches > 1 else 0)},
-            gradients | {"optimizer step": state.stepped, **brought},
+            gradients | {reduced: state.root + (state.micro_batch_gradients if work.micro_batches > 1 else 0)},
+            gradients | {"optimizer step": state.step_temporaries, **loaded},
         ]
-        return max(moments, key=lambda items: sum(items.values()))
+        return max(points, key=lambda items: sum(items.values()))
 
     def _chunk(self, work: PassSize) -> dict[str, int]:
         if self.role not in ("actor", "reference"):

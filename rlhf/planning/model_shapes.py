@@ -100,7 +100,7 @@ class ModelShapes:
 
     @cached_property
     def gated(self) -> bool:
-        """Return whether the feed-forward part multiplies two products, and so has three matrices."""
+        """Return whether the feed-forward part is gated: has gate, up and down matrices."""
         if self._size("num_experts_per_tok"):
             return True
         of_inner = (shape for shape in self._widest_layer.values() if {self.inner, 2 * self.inner} & set(shape))
@@ -136,7 +136,7 @@ class ModelShapes:
     def _widest_layer(self) -> Shapes:
         return max(self.layers, key=lambda weights: sum(map(math.prod, weights.values())), default={})
 
-    def valued(self) -> "ModelShapes":
+    def with_value_head(self) -> "ModelShapes":
         """Return the model with a value head (one output, with bias) instead of its own: a critic."""
         body = {name: shape for name, shape in self.weights.items() if not is_head(name)}
         return replace(self, weights=body | {VALUE_HEAD: (1, self.hidden), "score.bias": (1,)})
@@ -157,8 +157,10 @@ def is_head(name: str) -> bool:
 
 
 def with_experts_fused(weights: Shapes) -> Shapes:
-    """Return `weights` of files with a layer's experts stacked by shape, [experts, rows of all, columns], as
-    transformers loads them."""
+    """Return `weights` with a layer's experts of one shape stacked to [experts, rows of all, columns].
+
+    So transformers loads the experts that files store one by one.
+    """
     kept: dict[str, tuple[int, ...]] = {}
     stacks: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, shape in weights.items():
@@ -173,7 +175,7 @@ def with_experts_fused(weights: Shapes) -> Shapes:
     return kept
 
 
-def of_files(path: str, revision: str | None = None) -> ModelShapes | None:
+def shapes_from_files(path: str, revision: str | None = None) -> ModelShapes | None:
     """Return the model of a folder or the Hub's cache, from the headers of its files; None if they are not enough."""
     folder = model_folder(path, revision)
     config = None if folder is None else read_config(folder)

@@ -13,11 +13,11 @@ class PassSize:
 
     tokens: int
     predicted: int
-    """Tokens of a micro-batch with log-probs."""
+    """Tokens of a micro-batch whose log-probs are computed."""
     longest: int
     """Tokens of the longest sequence."""
     micro_batches: int
-    """Micro-batches of a mini-batch in an update, of a step in a forward pass."""
+    """Micro-batches per mini-batch in an update, per step in a pass without gradients."""
 
 
 def passes(samples: int, longest: int, response: int, budget: int) -> PassSize:
@@ -25,7 +25,7 @@ def passes(samples: int, longest: int, response: int, budget: int) -> PassSize:
 
     Args:
         longest: tokens of a sample. A sample longer than the budget is a micro-batch of its own.
-        response: tokens of a sample with log-probs.
+        response: tokens of a sample whose log-probs are computed.
     """
     tokens = min(max(budget, longest), max(samples, 1) * longest)
     return PassSize(tokens, tokens * response // longest, longest, max(1, math.ceil(samples * longest / tokens)))

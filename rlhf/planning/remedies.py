@@ -43,9 +43,9 @@ class Candidate:
     setting: str
     values: Values
     """Returns the values to try, which may include the current value."""
-    of: Any = None
-    """Current value that the values replace; None for any value."""
-    on: Literal["cuda", "cpu"] | None = None
+    current: Any = None
+    """The only current value that the values replace; None for any value."""
+    device: Literal["cuda", "cpu"] | None = None
     """Type of device on which the setting matters; None for both."""
 
 
@@ -58,7 +58,7 @@ def _half(setting: str) -> Values:
 
 
 def _smaller_budgets(role: str) -> Values:
-    """Try half the tokens of a pass, and the tokens of the longest sample."""
+    """Return a function that tries half the tokens of a pass, and the tokens of the longest sample."""
 
     def values(config: Config, plan: Plan) -> Iterable[int]:
         longest, budget = longest_sample(config.data), getattr(config.token_budgets, role)
@@ -68,7 +68,7 @@ def _smaller_budgets(role: str) -> Values:
 
 
 def _smaller_share(config: Config, plan: Plan) -> Iterable[float]:
-    """Try the fraction of a GPU that the peak leaves to the engine, if the engine's weights fit."""
+    """Return the fraction of a GPU that the rest of the peak leaves to the engine, if the engine's weights fit."""
     weights, memory = plan.peak.items.get("engine weights", 0), plan.target.memory
     engine = weights + plan.peak.items.get("engine cache", 0)
     if memory is None or not engine:
@@ -78,37 +78,37 @@ def _smaller_share(config: Config, plan: Plan) -> Iterable[float]:
 
 
 TABLE = (
-    Candidate("backend.autocast", _to("bfloat16"), of="none", on="cuda"),
-    Candidate("rollout.dtype", _to("bfloat16"), of="float32", on="cuda"),
+    Candidate("backend.autocast", _to("bfloat16"), current="none", device="cuda"),
+    Candidate("rollout.dtype", _to("bfloat16"), current="float32", device="cuda"),
     Candidate("ref.fsdp_config.model_dtype", _to("bfloat16")),
     Candidate("reward_model.fsdp_config.model_dtype", _to("bfloat16")),
     Candidate("model.enable_gradient_checkpointing", _to(True)),
-    Candidate("model.attn_implementation", _to("sdpa"), of="eager"),
+    Candidate("model.attn_implementation", _to("sdpa"), current="eager"),
     Candidate("model.lora.enabled", lambda config, plan: () if plan.fits else (True,)),
     Candidate("actor.ppo_max_token_len_per_gpu", _smaller_budgets("actor")),
     Candidate("critic.ppo_max_token_len_per_gpu", _smaller_budgets("critic")),
     Candidate("reward_model.forward_max_token_len_per_gpu", _smaller_budgets("reward_model")),
-    Candidate("rollout.sleep_level", _to(2), on="cuda"),
+    Candidate("rollout.sleep_level", _to(2), device="cuda"),
     Candidate(
         "rollout.tensor_model_parallel_size",
         lambda config, plan: (2 * config.rollout.tensor_model_parallel_size,),
-        on="cuda",
+        device="cuda",
     ),
-    Candidate("rollout.gpu_memory_utilization", _smaller_share, on="cuda"),
-    Candidate("rollout.name", _to("vllm"), of="embedded", on="cuda"),
+    Candidate("rollout.gpu_memory_utilization", _smaller_share, device="cuda"),
+    Candidate("rollout.name", _to("vllm"), current="embedded", device="cuda"),
     Candidate("rollout.max_num_seqs", _half("rollout.max_num_seqs")),
-    Candidate("actor.fsdp_config.param_offload", _to(True), on="cuda"),
-    Candidate("actor.fsdp_config.optimizer_offload", _to(True), on="cuda"),
-    Candidate("critic.fsdp_config.param_offload", _to(True), on="cuda"),
-    Candidate("critic.fsdp_config.optimizer_offload", _to(True), on="cuda"),
-    Candidate("ref.fsdp_config.param_offload", _to(True), on="cuda"),
-    Candidate("reward_model.fsdp_config.param_offload", _to(True), on="cuda"),
+    Candidate("actor.fsdp_config.param_offload", _to(True), device="cuda"),
+    Candidate("actor.fsdp_config.optimizer_offload", _to(True), device="cuda"),
+    Candidate("critic.fsdp_config.param_offload", _to(True), device="cuda"),
+    Candidate("critic.fsdp_config.optimizer_offload", _to(True), device="cuda"),
+    Candidate("ref.fsdp_config.param_offload", _to(True), device="cuda"),
+    Candidate("reward_model.fsdp_config.param_offload", _to(True), device="cuda"),
     Candidate("backend.reshard_after_forward", _to(True)),
     Candidate("backend.dp_replicate", _to(1)),
     Candidate("backend.zero_stage", lambda config, plan: range(config.backend.zero_stage + 1, 4)),
-    Candidate("backend.offload_optimizer", _to(True), on="cuda"),
-    Candidate("checkpoint.async_save", _to(False), on="cpu"),
-    Candidate("trainer.nproc", lambda config, plan: (2 * plan.target.ranks,), on="cuda"),
+    Candidate("backend.offload_optimizer", _to(True), device="cuda"),
+    Candidate("checkpoint.async_save", _to(False), device="cpu"),
+    Candidate("trainer.nproc", lambda config, plan: (2 * plan.target.ranks,), device="cuda"),
     Candidate("data.max_response_length", _half("data.max_response_length")),
 )
 
@@ -134,7 +134,7 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
     device = "cuda" if plan.target.cuda else "cpu"
     for row in TABLE:
         present = SETTINGS[row.setting].value(config)
-        if row.on in (None, device) and row.of in (None, present):
+        if row.device in (None, device) and row.current in (None, present):
             yield from ((row.setting, value) for value in row.values(config, plan) if value != present)
 
 

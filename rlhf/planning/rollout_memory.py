@@ -60,8 +60,8 @@ def engine_memory(
         synced += 3 * PUSH_BUCKET
         return EngineMemory({}, {}, {"weight sync": synced})
     tensor_parallel = rollout.tensor_model_parallel_size
-    held = model.count + (policy.count if policy is not None and native else 0)
-    weights_bytes = math.ceil(WIDTHS[rollout.engine_dtype] * held / tensor_parallel)
+    count = model.count + (policy.count if policy is not None and native else 0)
+    weights_bytes = math.ceil(WIDTHS[rollout.engine_dtype] * count / tensor_parallel)
     per_token = math.ceil(token_bytes(model, rollout) / tensor_parallel)
     if device_memory is None:
         cache = rollout.max_num_seqs * (data.max_prompt_length + data.max_response_length) * per_token
@@ -79,7 +79,7 @@ def engine_memory(
 
 
 def _weight_sync(model: ModelShapes, width: int, ranks: int) -> int:
-    """Return bytes sent, received and of the whole tensor, in a dtype of `width` bytes. A single rank only casts."""
+    """Return the bytes of sent parts, received parts and gathered tensors. A single rank only casts."""
     largest = width * max(map(math.prod, model.weights.values()), default=0)
     if ranks == 1:
         return largest if width < 4 else 0
@@ -102,7 +102,7 @@ def _embedded(
     columns = cache_columns(prompt, response)
     prompts = math.ceil(rows / rollout.n)
     prefill = min(max(PREFILL_TOKENS, prompt), prompts * prompt)
-    # A layer keeps its old columns until the new ones are copied; prefilled keys wait for free rows.
+    # When the cache grows, one layer at a time has its old and its new columns. Prefilled keys wait for free rows.
     cache = per_token * (rows * columns + prefill) + per_token * rows * columns // max(len(model.layers), 1)
     float32 = 2 + (rollout.temperature != 1)
     return {

@@ -31,13 +31,13 @@ class TrainingState:
     """A layer's gradients with the buffers of their reduction."""
     root: int = 0
     """Weights and gradients of the embedding with the buffers of their reduction, after the layers."""
-    added: int = 0
-    """DeepSpeed's gradients of a micro-batch at its end, besides the sum of earlier ones."""
-    stepped: int = 0
+    micro_batch_gradients: int = 0
+    """DeepSpeed's gradients of the current micro-batch, besides the sum of earlier ones."""
+    step_temporaries: int = 0
     """Temporaries of DeepSpeed's optimizer step; the fused AdamW has none."""
-    loaded: int = 0
+    while_building: int = 0
     """Whole weights while the engine is built (not with ZeRO 3)."""
-    standing: int = 0
+    permanent: int = 0
     """Permanent buffers, including gradients."""
     host: int = 0
     """Offloaded state on the host."""
@@ -74,7 +74,7 @@ def _elements(weights: Shapes) -> int:
 def gathered(model: ModelShapes, units: Mapping[str, int], config: BackendConfig, ranks: int) -> int:
     """Return the bytes of gathered weights in a pass of FSDP2; `units` has the bytes of each unit.
 
-    These are the root, a unit and the next one, and, from two ranks on, the flat all-gather buffer
+    Gathered are the root, a unit and the next unit. With two or more ranks there is also the flat all-gather buffer
     (torch.distributed.fsdp._fully_shard._fsdp_collectives).
     """
     if not config.reshard_after_forward:
@@ -103,8 +103,8 @@ def _fsdp2(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingSta
         4 * MOMENTS * shards,
         4 * shards,
         _gathered(model, config, ranks),
-        # Gradients in the dtype of the pass, then a flat float32 buffer, which lives until the next unit's, then this
-        # rank's shard of it. A tied head is reduced with the root.
+        # Each sum has the gradients in the dtype of the pass, a flat float32 buffer (freed when the next unit's buffer
+        # exists), and this rank's shard of the buffer. A tied head is reduced with the root.
         head=(4 + width) * head + 4 * math.ceil(own / ranks),
         head_left=4 * own or width * head,
         layer=(8 + width) * layer + 4 * math.ceil(layer / ranks),
@@ -121,7 +121,7 @@ def _deepspeed(model: ModelShapes, config: BackendConfig, ranks: int) -> Trainin
         config,
         weights=width * (math.ceil(count / ranks) if stage == 3 else count),
         gathered=live_weights(width * count, count, stage, ranks),
-        loaded=0 if stage == 3 else 4 * count,
+        while_building=0 if stage == 3 else 4 * count,
         head=(4 + width) * head,
         head_left=width * head,
         layer=width * max(map(_elements, model.layers), default=0),
@@ -135,18 +135,20 @@ def zero_state(
     *,
     weights: int,
     gathered: int,
-    loaded: int,
+    while_building: int,
     layer: int,
     head: int = 0,
     head_left: int = 0,
     root: int = 0,
 ) -> TrainingState:
-    """Return the memory of a model under ZeRO. The keyword arguments are bytes of the model itself: its weights, and
-    the gradients of its parts in a backward pass."""
+    """Return the memory of a model under ZeRO.
+
+    The keyword arguments are bytes of the model itself: its weights, and the gradients of its parts in a backward pass.
+    """
     on_host = config.offload_optimizer
     # Offloading moves the gradients of stages 2 and 3 to the host.
     kept = 0 if on_host and zero.stage > 1 else zero.gradients
-    standing = zero.standing - (zero.share if on_host and zero.stage == 3 else 0)
+    permanent = zero.permanent - (zero.share if on_host and zero.stage == 3 else 0)
     return TrainingState(
         weights,
         0 if on_host else zero.optimizer,
@@ -155,10 +157,10 @@ def zero_state(
         head=head,
         head_left=head_left,
         layer=zero.bucket + layer,
-        root=max(zero.bucket + root, zero.bucket + zero.reduced),
-        added=0 if on_host else zero.added,
-        stepped=0 if on_host else zero.stepped,
-        loaded=loaded,
-        standing=standing,
-        host=zero.optimizer + zero.gradients + zero.standing - standing if on_host else 0,
+        root=max(zero.bucket + root, zero.bucket + zero.reduction_copies),
+        micro_batch_gradients=0 if on_host else zero.micro_batch_gradients,
+        step_temporaries=0 if on_host else zero.step_temporaries,
+        while_building=while_building,
+        permanent=permanent,
+        host=zero.optimizer + zero.gradients + zero.permanent - permanent if on_host else 0,
     )

@@ -1,7 +1,8 @@
 """Counts the memory of ZeRO: DeepSpeed's state of the trained weights, and the buffers of gradient reduction.
 
-From the code of DeepSpeed 0.19 as `rlhf.backends.deepspeed` configures it (Rajbhandari et al., arXiv 1910.02054,
-section 5), and measured. Fresh memory counts from its allocation on: `trainer.deterministic` fills it.
+The numbers follow the code of DeepSpeed 0.19 as `rlhf.backends.deepspeed` configures it (Rajbhandari et al., arXiv
+1910.02054, section 5), and were compared with measurements. Uninitialised memory counts from its allocation on, because
+`trainer.deterministic` fills it.
 """
 
 import math
@@ -39,41 +40,47 @@ class ZeroShares:
 
     @property
     def gradients(self) -> int:
-        """Return the bytes of gradients from the first backward pass on; stage 3 counts them in `standing`."""
+        """Return the bytes of gradients from the first backward pass on; stage 3 counts them in `permanent`."""
         return [self.width * self.count, self.width * self.count, self.share, 0][self.stage]
 
     @property
-    def standing(self) -> int:
-        """Return the bytes of permanent buffers: at stage 3 the rank's gradients and the bucket, at stage 1 in bfloat16
-        (BF16_Optimizer) all gradients in float32."""
+    def permanent(self) -> int:
+        """Return the bytes of permanent buffers.
+
+        At stage 3 these are the rank's gradients and the bucket, at stage 1 in bfloat16 (BF16_Optimizer) all gradients
+        in float32.
+        """
         if self.stage == 3:
             return self.share + self._bucket(4)
         return 4 * self.count if self._has_sums else 0
 
     @property
     def bucket(self) -> int:
-        """Return the bytes of the buffer from which gradients are reduced; stage 3 counts it in `standing`."""
+        """Return the bytes of the buffer from which gradients are reduced; stage 3 counts it in `permanent`."""
         return self._bucket(self.width) if self.stage in (1, 2) and not self._has_sums else 0
 
     @property
-    def added(self) -> int:
-        """Return the bytes of a rank's micro-batch gradients besides the earlier sum, to which bfloat16 adds in
-        place."""
+    def micro_batch_gradients(self) -> int:
+        """Return the bytes of a micro-batch's gradients besides the earlier sum; 0 if they are added in place."""
         return self.share if self.stage == 2 and self.width == 4 else 0
 
     @property
-    def reduced(self) -> int:
-        """Return the bytes of copies for the last reduction of a backward pass: at stage 3 of the bucket, in rank order
-        and for sending, at stage 2 of one rank's part."""
+    def reduction_copies(self) -> int:
+        """Return the bytes of copies in the last reduction of a backward pass.
+
+        Stage 3 has two copies of the bucket (in rank order, and to send), stage 2 copies of one rank's part.
+        """
         if self.stage == 3:
             return 2 * self._bucket(4)
         several = self.stage == 2 and self.ranks > 1
         return (self.share if self.width == 4 else 3 * self.share // 2) if several else 0
 
     @property
-    def stepped(self) -> int:
-        """Return the bytes of a rank's concatenated gradients in the optimizer's step. Stage 1 reduces only then, with
-        the bucket, the ranks' parts or, in bfloat16, a copy to send."""
+    def step_temporaries(self) -> int:
+        """Return the bytes of temporaries in the optimizer's step: a rank's concatenated gradients.
+
+        Stage 1 reduces only in the step, and needs the bucket or the ranks' parts, or in bfloat16 a copy to send.
+        """
         if self.stage == 1:
             parts = self.share * (2 if self.ranks > 1 else 1)
             return self._bucket(4) if self._has_sums else max(self.bucket, parts)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as OnDimension
 
 from rlhf.backends.fsdp2 import chunk_of, shards_of
-from rlhf.backends.gather import whole_tensors
+from rlhf.backends.gather import gather_tensors
 from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.restoring import load_state
@@ -152,7 +152,7 @@ def of_dtensors(rank: int) -> dict[str, Any]:
         "bias": (tensors(1)["bias"], [OnDimension(0), Replicate()]),
     }
     shards = shards_of((name, distribute_tensor(t, mesh, how)) for name, (t, how) in placed.items())
-    gathered = {name: tensor.clone() for name, tensor in whole_tensors(shards.items(), dims.everyone())}
+    gathered = {name: tensor.clone() for name, tensor in gather_tensors(shards.items(), dims.everyone())}
     assert equal_bits(gathered, {name: tensor for name, (tensor, _) in placed.items()})
     owned: list[Any] = [None] * 4
     dist.all_gather_object(owned, {name: shard.box for name, shard in shards.items() if shard.owner})

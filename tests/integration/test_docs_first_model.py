@@ -47,7 +47,7 @@ def test_the_rehearsal_trains_and_its_model_is_exported(folder):
 
 
 def test_the_plan_counts_the_run(folder):
-    assert "What lowers the peak" in run(folder, COMMANDS["plan"])
+    assert "Settings that lower the peak" in run(folder, COMMANDS["plan"])
 
 
 def test_the_training_command_is_valid(folder, monkeypatch):

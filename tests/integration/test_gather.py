@@ -46,7 +46,7 @@ def gathered(rank: int, world_size: int, bucket_bytes: int) -> tuple[bool, list[
     shards = [(name, cut(rank, world_size, tensor)) for name, tensor in tensors().items()]
     whole = tensors()["whole"]
     shards = [(n, Shard((2, 2), (0,), whole.reshape(-1)) if n == "whole" else p) for n, p in shards]
-    found = list(gather.whole_tensors(shards, everyone()))
+    found = list(gather.gather_tensors(shards, everyone()))
     return equal_bits(dict(found), tensors()), [name for name, _ in found]
 
 
@@ -64,7 +64,7 @@ def cast(rank: int, bucket_bytes: int) -> tuple[bool, int]:
 
     dist.all_gather = counted  # type: ignore[assignment]
     try:
-        found = dict(gather.whole_tensors(shards.items(), everyone(), dtype=torch.bfloat16))
+        found = dict(gather.gather_tensors(shards.items(), everyone(), dtype=torch.bfloat16))
     finally:
         dist.all_gather = all_gather
     after = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors().items()}

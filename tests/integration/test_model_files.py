@@ -97,7 +97,7 @@ def find(path: str, mode: str, coordinator: Coordinator, scratch: Path) -> Model
     return find_files(ModelSource("model.path", path), mode, coordinator, CPU, scratch)
 
 
-def load(files: ModelFiles, function: Callable[..., PreTrainedModel], coordinator: Coordinator) -> weights.Loaded:
+def load(files: ModelFiles, function: Callable[..., PreTrainedModel], coordinator: Coordinator) -> weights.PendingModel:
     hf_config = load_model_config(files.source, files.folder)
     from_files = partial(function, ModelStart(files.source, files.folder, hf_config))
     return weights.load(files, hf_config, from_files, coordinator, CPU)

@@ -28,7 +28,7 @@ def test_a_storage_moves_once_whatever_is_a_view_of_it():
     tied, rows, other = torch.nn.Parameter(flat[3:9]), flat.view(4, 6)[:, 1:3], torch.ones(3, dtype=torch.bfloat16)
     before = [tensor.clone() for tensor in (tied, rows, other)]
     offload = Offload(lambda: [tied, rows, other, flat[:0]], "param_offload")
-    offload.leave()
+    offload.move_to_host()
     assert [flat.untyped_storage().nbytes(), other.untyped_storage().nbytes()] == [0, 0]
     held = [offload.current(tensor) for tensor in (tied, rows, other)]
     assert all(torch.equal(*pair) for pair in zip(held, before, strict=True))
@@ -44,7 +44,7 @@ def test_a_storage_moves_once_whatever_is_a_view_of_it():
 def test_an_error_leaves_nothing_half_moved():
     weight, error = torch.ones(8), RuntimeError("out of memory")
     offload = Offload(lambda: [weight], "param_offload")
-    offload.leave()
+    offload.move_to_host()
     with pytest.raises(RuntimeError) as raised, offload.on_device():
         raise error
     assert raised.value is error
@@ -61,8 +61,8 @@ def test_a_host_without_memory_is_the_users_to_mend(monkeypatch):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:117]")
 
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(UserError, match=r"optimizer_offload=true: the host has no memory .*Set it to false"):
-        Offload(lambda: [weight], "optimizer_offload").leave()
+    with pytest.raises(UserError, match=r"optimizer_offload=true: the host has too little memory .*Set it to false"):
+        Offload(lambda: [weight], "optimizer_offload").move_to_host()
     assert weight.tolist() == [1] * 8
 
 

@@ -112,7 +112,7 @@ def test_missing_trunk_weights_are_told(tmp_path, architecture):
 
 def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    with pytest.raises(UserError, match=r"critic\.path=.*\(t5\) cannot have a value head; name a causal LM"):
+    with pytest.raises(UserError, match=r"critic\.path=.*\(t5\) cannot have a value head. Set a causal LM"):
         load(tmp_path)
 
 

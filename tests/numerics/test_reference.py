@@ -17,7 +17,7 @@ from rlhf.learning.reference import Reference
 from rlhf.models.loading import ModelSource
 from rlhf.models.model_files import ModelFiles
 from rlhf.models.skeleton import cast_parameters
-from rlhf.models.weights import Loaded, ModelReader
+from rlhf.models.weights import ModelReader, PendingModel
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from tests.support.checkpoints import equal_bits
@@ -116,7 +116,7 @@ def bfloat16_references() -> list[tuple[str, bool, bool]]:
         config, log_probs, models = BackendConfig(autocast=autocast), [], []
         for dtype in ("float32", "bfloat16"):
             rounded = tiny_qwen2(seed=100).bfloat16().float()
-            models.append(build_frozen(Loaded(rounded, {}, reader), config, FrozenFsdpConfig(dtype), CPU))
+            models.append(build_frozen(PendingModel(rounded, {}, reader), config, FrozenFsdpConfig(dtype), CPU))
             log_probs.append(Reference(models[-1], 1.0, 40, RefConfig()).all_log_probs(batch, held))
         narrow = all(shard.local.dtype == torch.bfloat16 for shard in models[1].model_shards().values())
         buffers = equal_bits(*(dict(model.module.named_buffers()) for model in models))
@@ -137,7 +137,7 @@ def test_autocast_of_weights_that_the_architecture_wants_in_float32_is_logged(au
     options: dict[str, Any] = {"grad_clip": 1.0, "total_optimizer_steps": 1}
     with single_rank():
         build_backend(model, BackendConfig(autocast=autocast), CPU, Training(OptimConfig(), **options))
-    logged = "2 that qwen2 wants in float32, such as model.layers.0.input_layernorm.weight"
+    logged = "2 that qwen2 needs in float32, such as model.layers.0.input_layernorm.weight"
     assert (logged in caplog.text) is (autocast == "bfloat16")
 
 

@@ -15,7 +15,7 @@ from rlhf.backends.training import Training
 from rlhf.config import LoraConfig, ModelConfig
 from rlhf.models.adapter_config import PREFIX, peft_settings
 from rlhf.models.adapter_layers import Adapters, add_adapters, target_names
-from rlhf.models.adapter_start import fill_from_seed, put
+from rlhf.models.adapter_start import copy_slice, fill_from_seed
 from tests.support.engines import CPU, ENGINES, OPTIM, make_engine
 from tests.support.tiny_updates import tiny_qwen2
 
@@ -44,7 +44,7 @@ def adapted_engine(
     assert adapters is not None
     fill_from_seed(shards, seed)
     for name, norms in adapters.norms(backend.base_tensors()) if lora.use_dora else ():
-        put(shards[name], norms)
+        copy_slice(shards[name], norms)
     backend.after_load()
     return backend
 

@@ -52,7 +52,7 @@ def test_the_tables_of_transformers_are_read_whole(table, module):
 def test_a_quantised_policy(folder):
     name = changed(folder, quantization_config={"quant_method": "bitsandbytes"})
     assert policy_refusal(name).startswith(
-        f"model.path={name}: is quantised (bitsandbytes), and a policy has weights in"
+        f"model.path={name}: is quantised (bitsandbytes), but a policy needs weights in"
     )
 
 
@@ -66,7 +66,10 @@ def test_our_own_folder_and_a_name_of_the_hub_pass():
     ("entries", "said"),
     [
         ({"model_type": "vit"}, "model_type vit has no class that generates text from text (a causal LM) in the"),
-        ({"model_type": "qwenn2"}, "is not supported by the installed transformers. Did you mean qwen2? Update it"),
+        (
+            {"model_type": "qwenn2"},
+            "is not supported by the installed transformers. Did you mean qwen2? Update ",
+        ),
         ({"model_type": None}, "config.json has no model_type"),
         (
             {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}},
@@ -125,7 +128,9 @@ def test_a_reward_model_has_one_label(folder, entries, labels):
     else:
         with pytest.raises(UserError) as refusal:
             check_reward_model(name, False)
-        assert str(refusal.value).startswith(f"reward_model.path={name} has {labels} labels, a reward model has one")
+        assert str(refusal.value).startswith(
+            f"reward_model.path={name} has {labels} labels, but a reward model needs one"
+        )
 
 
 def test_a_reward_model_has_a_classifier(folder):

@@ -33,4 +33,4 @@ def test_a_command_prints_what_is_shown(block, tmp_path, capsys):
     if last:
         said = "".join(said.splitlines(keepends=True)[-int(last) :])
     assert said == output
-    assert code == (1 if "It does not fit" in output else 0)
+    assert code == (1 if "The run does not fit" in output else 0)

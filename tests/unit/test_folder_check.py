@@ -36,7 +36,10 @@ def test_what_a_folder_lacks_is_named(folder):
         f"model.path={folder}: the folder has no weights (*.safetensors) and no tokenizer (tokenizer"
     )
     said = refused(lambda: check_folder("critic.path", str(folder), tokenizer=False))
-    assert said == f"critic.path={folder}: the folder has no weights (*.safetensors). Complete it, or name another."
+    assert (
+        said
+        == f"critic.path={folder}: the folder has no weights (*.safetensors). Add the files, or set another folder."
+    )
     check_folder("critic.path", str(folder), tokenizer=False, weights=False)
 
 
@@ -45,7 +48,7 @@ def test_a_part_that_the_index_names_is_missed(folder):
     files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": files[0], "b": files[1]}}))
     said = refused(check_folder, "model.path", str(folder))
-    assert f"has no {files[1]}, which its index names (1 of 2 such files)." in said
+    assert f"has no {files[1]}, which its index lists (1 of 2 listed files are missing)." in said
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 1}', "[" * 100_000], ids=["torn", "list", "one", "deep"])
@@ -58,11 +61,14 @@ def test_an_index_that_is_none_is_told(folder, text):
 
 
 TORN = {
-    "deep": (lambda whole: (100_000).to_bytes(8, "little") + b"[" * 100_001, "begins with no header in safetensors"),
+    "deep": (
+        lambda whole: (100_000).to_bytes(8, "little") + b"[" * 100_001,
+        "does not begin with a safetensors header",
+    ),
     "half": (lambda whole: whole[: len(whole) // 2], "bytes of"),
     "pointer": (lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:a\n", "is a pointer of Git LFS"),
-    "page": (lambda whole: b"<!DOCTYPE html><html>Not found</html>", "begins with no header in safetensors"),
-    "nothing": (lambda whole: b"", "begins with no header in safetensors"),
+    "page": (lambda whole: b"<!DOCTYPE html><html>Not found</html>", "does not begin with a safetensors header"),
+    "nothing": (lambda whole: b"", "does not begin with a safetensors header"),
 }
 
 

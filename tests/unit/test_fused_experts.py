@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Q
 from rlhf.models.fused_experts import fuse_experts
 from rlhf.models.loading import ModelSource
 from rlhf.models.model_files import ModelFiles, read_headers
-from rlhf.models.weights import Loaded, ModelReader
+from rlhf.models.weights import ModelReader, PendingModel
 from rlhf.storage.boxes import Box
 from rlhf.storage.shards import Shard
 from tests.support.checkpoints import equal_bits
@@ -58,13 +58,13 @@ def test_a_rank_reads_the_experts_that_it_owns(model, tmp_path, monkeypatch):
         read.clear()
         local = torch.full((stop - start,), torch.nan)
         shard = Shard(tuple(expected.shape), (start,), local)
-        Loaded(model, parts, ModelReader(files, coordinator, cpu)).fill({GATE_UP: shard})
+        PendingModel(model, parts, ModelReader(files, coordinator, cpu)).fill({GATE_UP: shard})
         assert torch.equal(local, expected.flatten()[start:stop])
         assert sum(read) <= stop - start + 2 * 8  # a row at either end
     experts, rows, columns = expected.shape
     for box in (Box((0, 0, 3), (experts, rows, columns - 3)), Box((1, rows // 4, 2), (2, rows // 2, 4))):
         shard = Shard(tuple(expected.shape), box.offsets, torch.full(box.sizes, torch.nan))
-        Loaded(model, parts, ModelReader(files, coordinator, cpu)).fill({GATE_UP: shard})
+        PendingModel(model, parts, ModelReader(files, coordinator, cpu)).fill({GATE_UP: shard})
         assert torch.equal(shard.local, shard.cut(expected))
 
 

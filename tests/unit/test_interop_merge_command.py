@@ -124,7 +124,7 @@ def test_tied_embeddings(models, tmp_path, command):
     assert code == 2
     assert "lacks tensors" in err
     assert "such as lm_head.weight" in err
-    assert "merge takes it with --tie-word-embedding" in err
+    assert "use merge with --tie-word-embedding" in err
     merged(command, source, tmp_path / "x", "--tie-word-embedding")
     assert json.loads((tmp_path / "x" / "config.json").read_text())["tie_word_embeddings"] is True
 
@@ -136,7 +136,7 @@ def test_value_models(models, tmp_path, command):
         assert what in err
 
     refused(models / "llama", "does not know, such as lm_head.weight", "--is-value-model")
-    refused(models / "llama", "taken for a value model, as --is-value-model and", "--is-value-model")
+    refused(models / "llama", "read as a value model, because of --is-value-model", "--is-value-model")
     refused(models / "classifier", "such as score.bias (1 in all)", "--is-value-model")
     merged(command, models / "classifier", tmp_path / "kept")
     assert json.loads((tmp_path / "kept/config.json").read_text())["architectures"] == [
@@ -144,7 +144,7 @@ def test_value_models(models, tmp_path, command):
     ]
     AutoModelForTokenClassification.from_pretrained(models / "llama", num_labels=1).save_pretrained(tmp_path / "saved")
     refused(tmp_path / "saved", "does not know, such as score.bias", "--hf_model_path", models / "llama")
-    refused(tmp_path / "saved", "merge takes a value model with --is-value-model", "--hf_model_path", models / "llama")
+    refused(tmp_path / "saved", "value model, use merge with --is-value-model", "--hf_model_path", models / "llama")
     # As a tool that saves tensors and knows no head leaves it.
     merged(command, tmp_path / "saved", tmp_path / "value", "--hf_model_path", models / "llama", "--is-value-model")
     written = json.loads((tmp_path / "value/config.json").read_text())

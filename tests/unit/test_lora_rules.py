@@ -18,7 +18,7 @@ from rlhf.config.rules import lora_rules as rules
 from rlhf.config.rules.lora_rules import lora_problems
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
-from rlhf.models.adapter_folder import check_adapter_start
+from rlhf.models.adapter_folder import check_adapter_folder
 from rlhf.models.adapter_layers import Adapters, add_adapters, target_names
 from rlhf.models.loading import ModelSource
 from rlhf.models.model_files import ModelFiles
@@ -98,7 +98,7 @@ def test_target_modules_are_there():
     assert names == [f"model.layers.{n}" for n in ("0.self_attn.q_proj", "1.mlp.up_proj", "1.self_attn.q_proj")]
     says(targets(target_modules=["q_proj", "qproj"]), "qwen2", "'qproj'", "q_proj", "down_proj")
     says(targets(exclude_modules=["nope"]), "'nope'")
-    assert "leaves out every layer" in targets(target_modules=["q_proj"], exclude_modules=["self_attn.q_proj"])
+    assert "excludes every layer" in targets(target_modules=["q_proj"], exclude_modules=["self_attn.q_proj"])
     says(targets(target_modules=["embed_tokens"]), "model.embed_tokens", "Embedding")
     says(targets(target_modules=["lm_head"]), "lm_head", "head")
 
@@ -158,14 +158,14 @@ def write(adapter: Path, base: Path, **settings: Any) -> None:
 
 
 def start(base: Path, adapter: Path, **lora: Any) -> str:
-    return refused(check_adapter_start, LoraConfig(enabled=True, path=str(adapter), **lora), str(base))
+    return refused(check_adapter_folder, LoraConfig(enabled=True, path=str(adapter), **lora), str(base))
 
 
 def test_adapter_folder(folders, tmp_path):
     base, adapter = folders
-    check_adapter_start(LoraConfig(enabled=True, path=str(adapter)), str(base))
+    check_adapter_folder(LoraConfig(enabled=True, path=str(adapter)), str(base))
     says(start(base, tmp_path / "none"), f"model.lora.path={tmp_path / 'none'}", "no such folder")
-    check_adapter_start(LoraConfig(enabled=True, path=str(tmp_path / "none")), str(base), begins=False)
+    check_adapter_folder(LoraConfig(enabled=True, path=str(tmp_path / "none")), str(base), needed=False)
     says(start(base, base), "no adapter_config.json")
     message = start(base, adapter, rank=16, use_dora=True)
     says(message, "rank 32", "16", "use_dora False", "True", "model.lora.rank=32", "model.lora.use_dora=false")
@@ -183,12 +183,12 @@ def test_adapter_of_another_base(folders, tmp_path):
     for folder, content in ((copy, '{"model_type": "qwen2"}'), (other, "{}")):
         folder.mkdir()
         (folder / "config.json").write_text(content)
-    check_adapter_start(LoraConfig(enabled=True, path=str(adapter)), str(copy))
+    check_adapter_folder(LoraConfig(enabled=True, path=str(adapter)), str(copy))
     says(start(other, adapter), f"model.path={other}", f"model.path={base}")
     write(adapter, Path("org/base"))
     with pytest.raises(UserError, match=facts("org/base", "model.path=org/other")):
-        check_adapter_start(LoraConfig(enabled=True, path=str(adapter)), "org/other")
-    check_adapter_start(LoraConfig(enabled=True, path=str(adapter)), str(base))  # nobody can tell
+        check_adapter_folder(LoraConfig(enabled=True, path=str(adapter)), "org/other")
+    check_adapter_folder(LoraConfig(enabled=True, path=str(adapter)), str(base))  # nobody can tell
 
 
 def test_a_torn_adapter_is_told_before_the_base_is_loaded(folders):
@@ -197,7 +197,7 @@ def test_a_torn_adapter_is_told_before_the_base_is_loaded(folders):
     file.write_bytes(file.read_bytes()[:-1])
     says(start(base, adapter), f"model.lora.path={adapter}", "adapter_model.safetensors")
     file.write_bytes(b"torn")
-    says(start(base, adapter), f"model.lora.path={adapter}", "adapter_model.safetensors", "no header")
+    says(start(base, adapter), f"model.lora.path={adapter}", "adapter_model.safetensors", "safetensors header")
 
 
 def test_layers_and_shapes_are_told_before_the_base_is_loaded(folders):
@@ -230,7 +230,7 @@ def test_layers_and_shapes_are_told_before_the_base_is_loaded(folders):
 def test_a_name_of_a_base_that_no_folder_can_have(folders, named):
     base, adapter = folders
     write(adapter, base, base_model_name_or_path=named)
-    check_adapter_start(LoraConfig(enabled=True, path=str(adapter)), str(base))
+    check_adapter_folder(LoraConfig(enabled=True, path=str(adapter)), str(base))
 
 
 def test_a_pipe_in_the_place_of_a_file_is_no_file(folders):

@@ -59,7 +59,7 @@ def test_a_hub_model_without_safetensors_has_a_remedy(hub_cache, weights):
     if not weights:
         assert resolve_path(source, weights=False) == hub_cache / "snapshots" / "abc"
         return
-    with pytest.raises(UserError, match=r"^model\.path=org/name: there are no weights in safetensors on the Hub, and"):
+    with pytest.raises(UserError, match=r"^model\.path=org/name: the Hub has no safetensors of this model"):
         resolve_path(source)
 
 
@@ -118,7 +118,7 @@ def test_reward_model_without_its_head_is_refused(tmp_path):
 def test_policy_as_reward_model_is_refused(tmp_path):
     causal_lm("llama", tmp_path)
     source = ModelSource("reward_model.path", str(tmp_path))
-    with pytest.raises(UserError, match="has 2 labels, a reward model has one"):
+    with pytest.raises(UserError, match="has 2 labels, but a reward model needs one"):
         load_reward_model(ModelStart(source, tmp_path, load_model_config(source, tmp_path)))
 
 

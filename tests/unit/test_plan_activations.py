@@ -90,7 +90,7 @@ def test_checkpointing_keeps_the_inputs_of_layers():
     architecture = ModelShapes({n: tuple(p.shape) for n, p in model.named_parameters()}, model.config.to_dict())
     cost = pass_cost(architecture, 4, "sdpa")
     whole, again = (cost.kept(TOKENS, TOKENS, 3, checkpointing=checkpointing) for checkpointing in (False, True))
-    assert whole - again == TOKENS * 3 * (cost.by_layer - 64 * 4)
+    assert whole - again == TOKENS * 3 * (cost.kept_by_layer - 64 * 4)
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     assert kept(model) <= again

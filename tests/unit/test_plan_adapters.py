@@ -17,7 +17,7 @@ from rlhf.planning.adapter_state import adapted
 from rlhf.planning.check import models_of, target_of
 from rlhf.planning.device_defaults import Machine
 from rlhf.planning.memory_plan import memory_plan
-from rlhf.planning.meta_shapes import of_config
+from rlhf.planning.meta_shapes import shapes_from_config
 from tests.support.tiny_models import causal_lm, tiny_config
 
 QWEN_7B = {
@@ -47,7 +47,7 @@ def test_adapters_have_the_shapes_of_peft(name, settings, tmp_path):
         warnings.simplefilter("ignore")
         model = get_peft_model(model, peft)
     expected = sorted(sorted(p.shape) for p in model.parameters() if p.requires_grad)
-    found = adapted(of_config("model.path", str(tmp_path)), LoraConfig(rank=4, **settings), BackendConfig())
+    found = adapted(shapes_from_config("model.path", str(tmp_path)), LoraConfig(rank=4, **settings), BackendConfig())
     assert sorted(map(sorted, found.trained.values())) == expected
     assert found.count == sum(p.numel() for p in model.parameters() if p.requires_grad)
 

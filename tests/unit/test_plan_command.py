@@ -18,7 +18,7 @@ from rlhf.planning.byte_sizes import gib
 from rlhf.planning.check import check_fits, models_of, plan_of
 from rlhf.planning.devices import gpu_memory, smallest_gpu
 from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
-from rlhf.planning.plan_text import page
+from rlhf.planning.plan_text import plan_page
 from rlhf.planning.remedies import remedies
 from rlhf.train import main as train
 from tests.support.launching import TINY_POLICY, write_sums
@@ -172,7 +172,13 @@ def test_a_page_for_people(seven_b, capsys):
     arguments = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", "--device-memory", "80GB"]
     assert main([*arguments, "trainer.nproc=8", "--disk-speed", "2GB"]) == DOES_NOT_FIT
     said = capsys.readouterr().out
-    for expected in ("policy 7.62B; 8 ranks", "<- peak", "written in 46 s at 2 GB/s", "It does not fit: ", "less"):
+    for expected in (
+        "policy 7.62B; 8 ranks",
+        "<- peak",
+        "writing takes 46 s at 2 GB/s",
+        "The run does not fit: ",
+        "less",
+    ):
         assert expected in said
 
 
@@ -225,7 +231,7 @@ ADAPTERS_THAT_CANNOT_BE = [
     ("model.lora.exclude_modules=[nope]", "model.lora.exclude_modules=['nope']: llama has no module called 'nope'."),
     ("model.lora.target_modules=[norm]", "model.norm is a LlamaRMSNorm, and adapters are for linear layers."),
     ("model.lora.target_modules=[lm_head]", "lm_head is the head"),
-    ("model.lora.rank=1000000000", "model.lora.rank=1000000000: none of the layers can have more than 96, "),
+    ("model.lora.rank=1000000000", "model.lora.rank=1000000000: the largest rank that a selected layer allows is 96, "),
 ]
 
 
@@ -286,9 +292,9 @@ def test_an_engine_without_room_for_a_sample_does_not_fit(seven_b):
     assert (plan.cached_tokens, plan.fits) == (0, False)
     assert plan.peak.total < 24 * 10**9
     found = remedies(config, models, plan)
-    said = page(config.rollout, models, plan, found, 10**9)
+    said = plan_page(config.rollout, models, plan, found, 10**9)
     assert (
-        "utilization=0.5 leaves the engine a cache of 0 tokens beside its weights, and a sample may have 512: " in said
+        "utilization=0.5 leaves a KV cache of 0 tokens beside the engine's weights, but a sample may have 512 " in said
     )
     assert [str(remedy) for remedy in found if remedy.fits] == ["rollout.tensor_model_parallel_size=2"]
     config.rollout.tensor_model_parallel_size = 2
@@ -354,7 +360,7 @@ def test_a_run_that_cannot_fit_ends_before_it_starts(driver, tmp_path, capsys):
     arguments = [f"data.train_files={sums}", "trainer.device=cuda", f"trainer.default_local_dir={tmp_path}"]
     assert train(arguments) == EXIT_USER_ERROR
     said = capsys.readouterr().err
-    assert re.search(r"actor update takes 1\.\d GiB on each rank and there are 1,000 MiB", said)
+    assert re.search(r"actor update needs 1\.\d GiB on each rank, and a rank has 1,000 MiB", said)
     assert re.search(r" Set \w+\.\S+=\S+ \(\d+ MiB less\)", said)
     assert "trainer.check_memory=false" in said
     assert not (tmp_path / "rlhf").exists()
@@ -380,7 +386,7 @@ def test_a_machine_without_gpu_is_warned_of(tmp_path, monkeypatch, caplog):
     assert not caplog.records
     monkeypatch.setattr("rlhf.planning.check.machine_memory", lambda: 1 << 20)
     check_fits(config)
-    assert "memory will not do" in caplog.text
+    assert "memory may be too small" in caplog.text
     caplog.clear()
     monkeypatch.setenv("RANK", "1")  # one rank of torchrun's says it
     monkeypatch.setenv("WORLD_SIZE", "2")

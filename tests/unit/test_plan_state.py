@@ -25,8 +25,8 @@ from rlhf.models.config_check import check_policy
 from rlhf.models.folder_check import check_folder
 from rlhf.models.loading import ModelSource, ModelStart, load_model_config, load_value_model
 from rlhf.models.skeleton import cast_parameters
-from rlhf.planning.meta_shapes import of_config
-from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, of_files, read_config
+from rlhf.planning.meta_shapes import shapes_from_config
+from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, read_config, shapes_from_files
 from rlhf.planning.training_state import frozen_state, sharded, trained_state
 from rlhf.planning.zero_shares import ZeroShares
 from tests.support.numeric_ranks import single_rank
@@ -59,7 +59,7 @@ def test_shapes_are_the_models(name, tied, tmp_path):
     causal_lm(name, tmp_path, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(name, tie_word_embeddings=tied))
-    by_headers, by_config = of_files(str(tmp_path)), of_config("model.path", str(tmp_path))
+    by_headers, by_config = shapes_from_files(str(tmp_path)), shapes_from_config("model.path", str(tmp_path))
     assert by_headers is not None
     assert by_config.weights == shapes(model)
     assert sorted(by_headers.weights.values()) == sorted(by_config.weights.values())
@@ -76,9 +76,9 @@ def test_a_critic_has_one_value_in_the_place_of_the_head(name, tied, tmp_path):
     causal_lm(name, tmp_path, tie_word_embeddings=tied)
     source = ModelSource("critic.path", str(tmp_path))
     model = load_value_model(ModelStart(source, tmp_path, load_model_config(source, tmp_path)))
-    found = of_files(str(tmp_path))
+    found = shapes_from_files(str(tmp_path))
     assert found is not None
-    assert sorted(found.valued().weights.values()) == sorted(shapes(model).values())
+    assert sorted(found.with_value_head().weights.values()) == sorted(shapes(model).values())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -159,7 +159,7 @@ def test_zero_spreads_more_with_each_stage():
         config = BackendConfig(name="deepspeed", zero_stage=stage, autocast="bfloat16")
         state = trained_state(architecture, config, ranks)
         buffer = 4 * count if stage == 3 else 0
-        return state.weights + state.optimizer + state.gradients + state.standing - buffer
+        return state.weights + state.optimizer + state.gradients + state.permanent - buffer
 
     assert count % 4 == 0
     # Weights in bfloat16, master weights and two moments; gradients in bfloat16, at stage 1 their sum in float32
@@ -184,7 +184,7 @@ def test_a_tied_head_that_the_files_have_as_well_counts_once(tmp_path: Path):
     model = causal_lm("qwen2", tmp_path, tie_word_embeddings=False)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    found = of_files(str(tmp_path))
+    found = shapes_from_files(str(tmp_path))
     assert found is not None
     assert found.count == sum(p.numel() for p in model.parameters()) - model.lm_head.weight.numel()
 
@@ -196,7 +196,7 @@ def test_a_size_may_be_a_list_and_what_is_none_is_left_out(tmp_path: Path, given
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "a", "hidden_size": 7, "intermediate_size": given}))
     header = b'{"x.layers.0.w": {"shape": [2, 7]}, "e": {"shape": [5, 7]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    found = of_files(str(tmp_path))
+    found = shapes_from_files(str(tmp_path))
     assert found is not None
     assert found.inner == inner
 
@@ -213,7 +213,7 @@ def test_a_multimodal_file_is_read_by_its_text_part(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "a", "text_config": {"hidden_size": 7}}')
     header = b'{"x.layers.0.w": {"shape": [2, 7]}, "e": {"shape": [5, 7]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    found = of_files(str(tmp_path))
+    found = shapes_from_files(str(tmp_path))
     assert found is not None
     assert (found.hidden, found.vocabulary, found.count) == (7, 5, 49)
     assert sharded(found.weights, 2) == 7 + 3 * 7

@@ -126,7 +126,7 @@ ENDLESS = "{{ messages }}{% for i in range(3000) %}{% for j in range(3000) %}{% 
 
 
 def test_a_template_that_does_not_end_is_refused(folder, monkeypatch):
-    monkeypatch.setattr("rlhf.models.template_trial.DEADLINE_S", 0.01)
+    monkeypatch.setattr("rlhf.models.template_rendering.DEADLINE_S", 0.01)
     (folder / "chat_template.jinja").write_text(ENDLESS)
     said = refused(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
     says(said, "a.jsonl line 1", "model.path=", "0.01 s")

@@ -104,7 +104,7 @@ def _export(role: TrainState, weights: Shards, dtype: str | None, adapter: str) 
     if adapter == "keep":
         return HfExport.of_adapter(weights, dtype, files)
     del files[ADAPTER_CONFIG]
-    return replace(HfExport.of(role.merged_shards(), dtype, role.hf_parts(), files), made=True)
+    return replace(HfExport.of(role.merged_shards(), dtype, role.hf_parts(), files), is_copy=True)
 
 
 def _own(tensor: Tensor) -> Tensor:

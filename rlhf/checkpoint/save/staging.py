@@ -29,7 +29,7 @@ class Stager:
         """Return `snapshot` with a copy of every live tensor that this rank writes, valid until the next call.
         Components in `linked` are not written and not copied. Raises UserError when memory for the copies is short."""
         written = [shards for folder, shards in snapshot.components.items() if folder not in linked]
-        live = {folder: export for folder, export in snapshot.exports.items() if not export.made}
+        live = {folder: export for folder, export in snapshot.exports.items() if not export.is_copy}
         written += [export.shards for export in live.values()]
         # An export's shards may also be a saved component's: one copy is enough.
         distinct = {id(shards): shards for shards in written}

@@ -146,7 +146,7 @@ def _progress(folder: Path, world_size: int) -> TrainedSoFar:
 def _adapted(
     folder: Path, origin: Origin, tensors: Mapping[str, ReadableTensor], contents: Contents
 ) -> dict[str, ReadableTensor]:
-    choice = adapters.choose(origin.adapter, folder)
+    choice = adapters.adapter_choice(origin.adapter, folder)
     base, factors = adapters.split_adapter(tensors, folder)
     adapter = adapters.Adapter(folder, _adapter_config(folder, factors, origin), factors)
     if choice == adapters.KEEP:

@@ -81,7 +81,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _adapted(path: Path, origin: Origin, contents: Contents) -> dict[str, ReadableTensor]:
-    choice = adapters.choose(origin.adapter, path)
+    choice = adapters.adapter_choice(origin.adapter, path)
     config = _json(path / ADAPTER_CONFIG)
     file = ADAPTER if (path / ADAPTER).is_file() else OLD_ADAPTER
     if not (path / file).is_file():

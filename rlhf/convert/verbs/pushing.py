@@ -86,9 +86,9 @@ def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
         # Fixes the checkpoint to upload: a live run may save a newer one before the merge.
         origin = Origin(source.path, model_files=arguments.hf_model_path, adapter=arguments.adapter)
         if source.adapted:
-            from rlhf.models.hf.adapters import choose  # imports torch
+            from rlhf.models.hf.adapters import adapter_choice  # imports torch
 
-            choose(arguments.adapter, source.path)
+            adapter_choice(arguments.adapter, source.path)
         message = arguments.commit_message or f"Step {source.manifest.step}"
     repo_id = _prepared(arguments)
     card = card_of(origin, NATIVE, repo_id)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf.errors import UserError
-from rlhf.models.adapter_config import PREFIX, not_plain
+from rlhf.models.adapter_config import PREFIX, unsupported_settings
 from rlhf.models.hf.source import ReadableTensor, TensorInfo
 from rlhf.models.merged_weight import KINDS, factors_of
 
@@ -32,7 +32,7 @@ class Adapter:
     tensors: dict[str, ReadableTensor]
 
 
-def choose(asked: str | None, path: Path) -> str:
+def adapter_choice(asked: str | None, path: Path) -> str:
     """Return the user's choice for the adapter in `path`; raise UserError without a choice."""
     if asked in CHOICES:
         return str(asked)
@@ -45,8 +45,11 @@ def choose(asked: str | None, path: Path) -> str:
 def split_adapter(
     tensors: Mapping[str, ReadableTensor], path: Path
 ) -> tuple[dict[str, ReadableTensor], dict[str, ReadableTensor]]:
-    """Split a PeftModel's state dict into the base's tensors by transformers' names and the adapter's by peft's names;
-    raise UserError for several adapters."""
+    """Split a PeftModel's state dict: the base's tensors by transformers' names, the adapter's by peft's names.
+
+    Raises:
+        UserError: the state dict has several adapters.
+    """
     base, adapter, found = {}, {}, set()
     for name, tensor in tensors.items():
         if ".original_module." in name:
@@ -66,9 +69,14 @@ def is_adapted(names: Mapping[str, Any]) -> bool:
 
 
 def merged(base: Mapping[str, ReadableTensor], adapter: Adapter) -> dict[str, ReadableTensor]:
-    """Return the tensors of the base with the adapter merged. A weight with factors becomes W + scaling * B A, with
-    DoRA's magnitude if any, computed in float32 when it is read and rounded once to W's type. Modules that were trained
-    whole replace the base's. Raises UserError for an unknown kind of adapter, or another base."""
+    """Return the tensors of the base with the adapter merged.
+
+    A weight with factors becomes W + scaling * B A, with DoRA's magnitude if any. It is computed in float32 when it is
+    read, and rounded once to W's type. Fully trained modules (`modules_to_save`) replace the base's.
+
+    Raises:
+        UserError: the adapter is of an unknown kind, or belongs to another base.
+    """
     _check(adapter)
     result, factors = dict(base), dict[str, dict[str, ReadableTensor]]()
     for name, tensor in adapter.tensors.items():
@@ -92,7 +100,7 @@ def _plain(name: str) -> str:
 def _check(adapter: Adapter) -> None:
     config = adapter.config
     others = ["peft_type"] if config.get("peft_type") not in ("LORA", None) else []
-    if others := [*others, *not_plain(config)]:
+    if others := [*others, *unsupported_settings(config)]:
         found = ", ".join(f"{setting}={config[setting]}" for setting in others)
         raise UserError(
             f"{adapter.path} is an adapter with {found}, which is not merged here. Merge it with peft "
@@ -102,7 +110,7 @@ def _check(adapter: Adapter) -> None:
 
 def _check_base(adapter: Adapter, name: str, base: Mapping[str, ReadableTensor], shape: tuple[int, ...]) -> None:
     if name not in base or base[name].info.shape != shape:
-        there = f"is {base[name].info.shape} there, not {shape}" if name in base else "is not in it"
+        there = f"has shape {base[name].info.shape} there, not {shape}" if name in base else "is missing there"
         raise UserError(f"{adapter.path} does not fit this base: {name} {there}. Set --hf_model_path to its base.")
 
 

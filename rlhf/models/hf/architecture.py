@@ -38,19 +38,28 @@ class Architecture:
 
 
 def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool | None = None) -> Architecture | None:
-    """Return the architecture that a folder's config.json names, else its causal LM. Returns None, with a warning, for
-    an architecture outside transformers. A value model has one output per token. `tied` overrides the configuration's
-    `tie_word_embeddings`."""
+    """Return the architecture that a folder's config.json names, else the causal LM of its model type.
+
+    Return None, with a warning, for an architecture outside transformers.
+
+    Args:
+        value_model: return the class with one output per token.
+        tied: overrides the configuration's `tie_word_embeddings`.
+    """
     try:
         config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s: tensors are not compared with its architecture (%s).", model_files, str(error).split("\n")[0])
+        log.warning(
+            "%s: tensors are not compared with config.json (%s).",
+            model_files,
+            str(error).split("\n")[0],
+        )
         return None
     if tied is not None:
         config.tie_word_embeddings = tied
     kind = _value_kind(model_files, config) if value_model else _kind(config)
     if kind is None:
-        log.warning("%s: tensors are not compared with its architecture (%s).", model_files, config.model_type)
+        log.warning("%s: tensors are not compared with config.json (no class for %s).", model_files, config.model_type)
         return None
     with torch.device("meta"):
         model: PreTrainedModel = kind(copy.deepcopy(config))
@@ -85,8 +94,10 @@ def _value_kind(model_files: Path, config: Any) -> Any:
 def check_fit(
     where: Path, tensors: Mapping[str, TensorInfo], architecture: Architecture, model_files: Path, value_model: bool
 ) -> None:
-    """Raise UserError unless `tensors`, of the checkpoint `where`, are exactly the architecture's weights. Whether the
-    user asked for a value model decides the remedy."""
+    """Raise UserError unless `tensors`, of the checkpoint `where`, are exactly the architecture's weights.
+
+    The suggested remedy depends on `value_model`: whether the user asked for a value model.
+    """
     headers = {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}
     # transformers would allocate memory to fuse the experts.
     headers, _ = fuse_experts(headers, architecture.config)
@@ -107,17 +118,17 @@ def check_fit(
     ):
         if names:
             problem = f"{what.format(asked)}, such as {min(names)} ({len(names)} in all)"
-            raise UserError(f"{where}: {problem}. {remedy}{_likely(names, value_model)}.")
+            raise UserError(f"{where}: {problem}. {remedy}{_hint(names, value_model)}.")
     for name, here, wanted in sorted(found["mismatched_keys"]):
         raise UserError(f"{where}: {name} has the shape {list(here)}; {asked} asks for {list(wanted)}. {remedy}.")
 
 
-def _likely(names: Iterable[str], value_model: bool) -> str:
-    """Return the end of the remedy that the names suggest. Only the verb `merge` has these options."""
+def _hint(names: Iterable[str], value_model: bool) -> str:
+    """Return a hint that the tensors' `names` suggest, for the end of the remedy. Only `merge` has these options."""
     if value_model:
-        return "; it was taken for a value model, as --is-value-model and the role critic say"
+        return "; it was read as a value model, because of --is-value-model or the role critic"
     if any(name.startswith(("score.", "classifier.", "v_head.")) for name in names):
-        return "; merge takes a value model with --is-value-model"
+        return "; for a value model, use merge with --is-value-model"
     if "lm_head.weight" in names:
-        return "; where the embeddings are one, merge takes it with --tie-word-embedding"
+        return "; if the head is tied to the embedding, use merge with --tie-word-embedding"
     return ""

@@ -15,8 +15,10 @@ RankBytes = tuple[int, int, int]  # byte range [begin, end) of a file, and the r
 
 @dataclass(frozen=True)
 class MixedBlock:
-    """A block with parts on several ranks. `others` lists the parts that the writer receives, by rank; it is empty on
-    the ranks that send."""
+    """A block with parts on several ranks.
+
+    `others` lists the parts that the writer receives, by rank. It is empty in the plans of ranks that send.
+    """
 
     number: int
     writer: int
@@ -25,16 +27,21 @@ class MixedBlock:
 
 @dataclass
 class BlockPlan:
-    """One rank's blocks of a file: `own` without communication, and `mixed` ones that it writes or has a part of, in
-    ascending order on every rank, since another order could deadlock."""
+    """One rank's blocks of a file.
+
+    The rank writes `own` blocks without communication. It writes `mixed` blocks or sends a part of them, in ascending
+    order on every rank: another order could deadlock.
+    """
 
     mixed: list[MixedBlock] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
 
 
 def plan_blocks(ranges: Sequence[RankBytes], size: int, writers: Sequence[int]) -> defaultdict[int, BlockPlan]:
-    """Return the plan of each rank that has bytes or writes in a file of `size` bytes; only `writers` write. The
-    `ranges` do not overlap; every writer can make the bytes that no rank has (the header)."""
+    """Return the plan of each rank that has bytes of a file of `size` bytes, or writes blocks of it.
+
+    Only `writers` write. `ranges` do not overlap. Every writer has the bytes outside `ranges` (the header).
+    """
     plans: defaultdict[int, BlockPlan] = defaultdict(BlockPlan)
     for number, parts in enumerate(_by_block(ranges, -(-size // BLOCK))):
         sizes = {rank: sum(end - begin for begin, end in extents) for rank, extents in parts.items()}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import UserError
-from rlhf.models.hf.adapters import choose, is_adapted
-from rlhf.models.hf.hf_plan import HfOptions, HfPlan, as_json, in_dtype, planned
+from rlhf.models.hf.adapters import adapter_choice, is_adapted
+from rlhf.models.hf.hf_plan import HfOptions, HfPlan, as_json, in_dtype, make_plan
 from rlhf.models.hf.small_files import parse_model_config, read_small_files
 from rlhf.models.hf.source import TensorInfo, TensorSource
 from rlhf.storage.hf_layout import ADAPTER_CONFIG
@@ -24,9 +24,12 @@ takes longer than reading."""
 
 
 def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfPlan:
-    """Plan the Hugging Face folder of an open checkpoint; `where` is its path in messages. Raises UserError if the
-    configuration is missing or does not fit the tensors, and DamagedCheckpoint if tied tensors, which are compared,
-    cannot be read."""
+    """Plan the Hugging Face folder of an open checkpoint; `where` is its path in messages.
+
+    Raises:
+        UserError: the configuration is missing or does not fit the tensors.
+        DamagedCheckpoint: tied tensors, which are read and compared, cannot be read.
+    """
     contents = source.contents
     if contents.model_files is None:
         raise UserError(f"{where} has no config and tokenizer of its model. Name a folder with --hf_model_path.")
@@ -35,7 +38,7 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
     if odd := next((name for name, info in tensors.items() if info.dtype not in DTYPE_NAMES), None):
         raise UserError(f"{where}: {odd} has the type {tensors[odd].dtype}, which cannot be exported.")
     if contents.adapter is None and is_adapted(tensors):
-        choose(None, where)
+        adapter_choice(None, where)
     if contents.adapter is not None:
         small[ADAPTER_CONFIG] = as_json(contents.adapter)
         return HfPlan.of_adapter(in_dtype(_table(tensors), options.dtype), small)
@@ -58,7 +61,7 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
     if options.value_model:
         changes |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "classifier_dropout": 0.0}
         config.pop("num_labels", None)
-    return planned(in_dtype(_table(tensors), options.dtype), small, config, changes, options)
+    return make_plan(in_dtype(_table(tensors), options.dtype), small, config, changes, options)
 
 
 def ranges_of(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int, int]]:
@@ -113,5 +116,5 @@ def _require_equal(source: TensorSource, where: Path, name: str, origin: str) ->
     if not same_tensor(source, name, origin):
         raise UserError(
             f"{where}: {name} and {origin} differ, but the configuration ties them. Name "
-            "the model's own folder with --hf_model_path, or keep both: merge takes it with --no-tie-word-embedding."
+            "the model's own folder with --hf_model_path, or keep both: use merge with --no-tie-word-embedding."
         )

@@ -81,21 +81,26 @@ class HfPlan:
 
 
 def plan_as_stored(tensors: Tensors, model_files: Path, options: HfOptions) -> HfPlan | None:
-    """Return the plan for tensors that need no conversion, with the small files of `model_files`, or None if a tensor
-    has to be computed or compared. Raises UserError without a configuration."""
+    """Return the plan for tensors that need no conversion, with the small files of `model_files`.
+
+    Return None if a tensor has to be computed or compared.
+
+    Raises:
+        UserError: `model_files` has no configuration.
+    """
     small = read_small_files(model_files)
     config = parse_model_config(small, model_files)
     if options.need_architecture(config) or has_experts(tensors) or in_dtype(tensors, options.dtype) != tensors:
         return None
-    return planned(tensors, small, config, {}, options)
+    return make_plan(tensors, small, config, {}, options)
 
 
 def has_experts(names: Iterable[str]) -> bool:
-    """Return whether weights of these names have experts, which files store as other tensors than the model."""
+    """Return whether weights of these names have experts, which files may store in other tensors than the model."""
     return any(".experts." in name for name in names)
 
 
-def planned(
+def make_plan(
     tensors: Tensors, small: Mapping[str, bytes], config: dict[str, Any], changes: dict[str, Any], options: HfOptions
 ) -> HfPlan:
     """Return the plan for tensors in their final types, with `changes` of the `config` in `small`."""

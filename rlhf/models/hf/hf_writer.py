@@ -32,13 +32,15 @@ from rlhf.storage.shards import DTYPES, Shards, as_bytes, lay_out, strided_view,
 
 @dataclass(frozen=True)
 class HfExport:
-    """This rank's part of a planned folder: its shards of the trained weights, and their `parts` in the files. `made`
-    shards are copies for this export, not live state."""
+    """This rank's part of a planned folder: its shards of the trained weights, and their `parts` in the files.
+
+    With `is_copy`, the shards are copies for this export, not live state.
+    """
 
     shards: Shards
     parts: FileParts
     plan: HfPlan
-    made: bool = False
+    is_copy: bool = False
 
     @classmethod
     def of(cls, shards: Shards, dtype: str | None, parts: FileParts, files: Mapping[str, bytes]) -> "HfExport":
@@ -77,7 +79,7 @@ class Exported:
 def write_hf_folder(
     source: TensorSource, plan: HfPlan, folder: Path, progress: Progress = lambda count: None
 ) -> list[WrittenFile]:
-    """Write a planned folder into the empty `folder`. The returned hashes are of the memory that was written."""
+    """Write a planned folder into the empty `folder`. Hash the written memory, without reading the files back."""
     written = [write_file(folder, file.name, _chunks(source, plan, file, progress)) for file in plan.weights]
     return written + [write_file(folder, name, [content]) for name, content in plan.others().items()]
 
@@ -96,8 +98,10 @@ def _chunks(source: TensorSource, plan: HfPlan, file: WeightsFile, progress: Pro
 
 
 def write_exports(root: Path, exports: Mapping[str, HfExport], coordinator: Coordinator) -> Exported | None:
-    """Write `exports` (folder below `root` -> export) on the driver's disk; fsync every file. Collective. Returns None
-    on other ranks than the leader, and without exports. Raises on every rank if any rank fails."""
+    """Write `exports` (folder below `root` -> export) on the driver's disk; fsync every file. Collective.
+
+    Return None on ranks other than the leader, and without exports. Raise on every rank if any rank fails.
+    """
     if not exports:
         return None
     shares = coordinator.collect(
@@ -156,7 +160,7 @@ def _extents(layout: Strided, kind: str, first: int) -> Iterator[Extent]:
 
 def _write(root: Path, exports: Mapping[str, HfExport], plans: RankPlan, coordinator: Coordinator) -> ExportedBlocks:
     """Write and send this rank's blocks. Raise an error only at the end, so that no other rank waits forever."""
-    written, work = ExportedBlocks(), _Work(coordinator)
+    written, work = ExportedBlocks(), _BlockWriter(coordinator)
     for folder, export in exports.items():
         since = time.monotonic()
         for file, plan in zip(export.plan.weights, plans[folder], strict=True):
@@ -216,9 +220,11 @@ class _LocalFile:
                 yield name, shard.at(common), first + place.offset * width - start, place._replace(offset=0)
 
 
-class _Work:
-    """Writes one rank's blocks with memory for two of them. `problem` is the first error. After an error the rank stops
-    writing, but still sends the parts that others wait for."""
+class _BlockWriter:
+    """Writes one rank's blocks, with memory for two blocks.
+
+    `problem` is the first error. After an error the rank stops writing, but still sends the parts that others wait for.
+    """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator

@@ -17,8 +17,10 @@ Piece = tuple[str, int, int]  # tensor name and elements [start, stop) in the ch
 
 
 def as_in_files(source: TensorSource, hf_config: PretrainedConfig | None = None) -> TensorSource:
-    """Return `source` with the names and tensors that transformers writes for `hf_config` (default: the source's own);
-    return `source` unchanged without a known configuration."""
+    """Return `source` with the names and tensors that transformers writes for `hf_config` (default: the source's own).
+
+    Return `source` unchanged if the configuration is unknown.
+    """
     infos, hf_config = source.contents.tensors, hf_config or _config_of(source)
     if hf_config is None:
         return source

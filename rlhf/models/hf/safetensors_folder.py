@@ -22,8 +22,11 @@ ABSENT = ["the optimizer's moments", "the step and the learning rate schedule"]
 
 
 def open_safetensors(path: Path, model_files: Path | None = None) -> "SafetensorsFolder | None":
-    """Open the folder `path`, with small files from `model_files` or `path`; return None without safetensors. Raises
-    UserError for quantised weights."""
+    """Open the folder `path`, with small files from `model_files` or `path`; return None without safetensors.
+
+    Raises:
+        UserError: the weights are quantised.
+    """
     check_not_quantised(path)
     if (path / WEIGHTS_INDEX).is_file():
         return SafetensorsFolder(path, weight_map(path, WEIGHTS_INDEX), model_files or path)

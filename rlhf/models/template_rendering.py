@@ -1,6 +1,7 @@
-"""Renders one prompt by a chat template in a separate process, with a limit of time and memory.
+"""Renders one prompt by a chat template in a separate process, with limits of time and memory.
 
-`python -m rlhf.models.template_trial` reads template, messages and variables as JSON, and writes the problem, if any.
+`python -m rlhf.models.template_rendering` reads template, messages and variables as JSON from stdin. It writes nothing
+to stdout if the template works, otherwise the problem.
 """
 
 import json
@@ -16,27 +17,29 @@ from typing import Any
 from rlhf.ranks.parent import PARENT_PID, die_with_parent
 
 DEADLINE_S = 60.0  # limit in seconds for rendering one prompt
-MOST_BYTES = 2 << 30  # limit of the process's memory, with the interpreter
-_LAST_WORDS = 2000
+MEMORY_LIMIT_BYTES = 2 << 30  # limit of the process's memory, with the interpreter
+_STDERR_CHARS = 2000
 
 
 def rendering_problem(template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str | None:
-    """Return the rest of a sentence about a template that fails on the messages: the reason and a remedy other than
-    another template; None if the template renders the messages."""
-    question = json.dumps([template, [dict(message) for message in messages], dict(variables)])
+    """Return None if the template renders the messages; otherwise the reason and a remedy, as the end of a sentence.
+
+    The sentence begins with "the chat template". The remedy is other than another template.
+    """
+    request = json.dumps([template, [dict(message) for message in messages], dict(variables)])
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__],
             env=os.environ | {PARENT_PID: str(os.getpid()), "OPENBLAS_NUM_THREADS": "1"},
-            input=question.encode(),
+            input=request.encode(),
             capture_output=True,
             timeout=DEADLINE_S,
             start_new_session=True,
         )
     except subprocess.TimeoutExpired:
-        return f"has not rendered the prompt after {DEADLINE_S:g} s. Correct its loops"
+        return f"did not render the prompt within {DEADLINE_S:g} s. Correct its loops"
     if done.returncode:
-        words = done.stderr.decode(errors="replace")[-_LAST_WORDS:].strip()
+        words = done.stderr.decode(errors="replace")[-_STDERR_CHARS:].strip()
         return f"has ended the process that renders the prompt with exit code {done.returncode} ({words}). Correct it"
     return done.stdout.decode() or None
 
@@ -72,7 +75,7 @@ def main() -> None:
     die_with_parent()  # a template's loop may never end
     template, messages, variables = json.load(sys.stdin)
     with suppress(ValueError, OSError):  # the user may have set a lower limit
-        resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     problem = _problem(template, messages, variables)
     sys.stdout.buffer.write(problem.encode(errors="backslashreplace"))
 
@@ -81,14 +84,14 @@ def _problem(template: str, messages: list[dict[str, str]], variables: dict[str,
     try:
         environment().from_string(template).render(messages=messages, add_generation_prompt=True, **variables)
     except MemoryError:
-        return f"needs more than {MOST_BYTES >> 30} GiB of memory for the prompt. Correct it"
-    except Exception:  # templates raise anything; transformers' rendering is slower, but is what the ranks use
+        return f"needs more than {MEMORY_LIMIT_BYTES >> 30} GiB of memory for the prompt. Correct it"
+    except Exception:  # templates raise anything; check with transformers' slower renderer, which the ranks use
         return _problem_of_transformers(template, messages, variables)
     return ""
 
 
 def _problem_of_transformers(template: str, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
-    """Render as the ranks do; the import takes a second, but imports no torch."""
+    """Render with transformers, as the ranks do. The import takes a second, but does not import torch."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
