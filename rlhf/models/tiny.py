@@ -215,13 +215,13 @@ CARD = """# The tiny offline policy
 
 A Llama of {parameters:,} float32 parameters with a byte-level BPE of {tokens} tokens (each digit its own), made by
 `python -m rlhf.models.tiny` (seed {seed}, {steps} steps of {batch} examples, about three minutes on one CPU core). It
-exists so that a training run can be shown and tested without a download; it answers two-digit sums and nothing else.
+lets you try and test a training run without a download. It answers two-digit sums and nothing else.
 
-It was pre-trained on all two-digit `chain_sum` problems of reasoning-gym but the held-out ones, {sloppy:.0%} of the
-answers being those of a sloppy student (forgets the carry, takes the smaller digit from the larger, drops the minus
-sign). The errors of the starting policy are put there on purpose: the careful answer is within its reach, and GRPO has
-to bring it out. An accuracy gained from it shows that the trainer works, not that a model learned arithmetic from
-reward alone.
+It was pre-trained on all two-digit `chain_sum` problems of reasoning-gym but the held-out ones. {sloppy:.0%} of the
+answers are those of a sloppy student, who forgets the carry, takes the smaller digit from the larger, and drops the
+minus sign.
+These errors are there on purpose: the policy already samples the right answers, and GRPO makes them more likely. A
+gain in accuracy shows that the trainer works, not that a model learned arithmetic from reward alone.
 
 On {problems} held-out problems: {greedy:.1%} right with greedy decoding, {sampled:.1%} on average at temperature 1, and
 {best:.1%} with at least one of 8 samples right.
