@@ -173,7 +173,7 @@ def test_copy_of_the_weights_is_shared_with_the_export_and_counted_once(tmp_path
     config.checkpoint.async_save, config.checkpoint.contents = True, ["model", "hf_model"]
     checkpointer = make_checkpointer(config, role, 1)
     before = role.weight.clone()
-    with replaced(hf_writer._Work, "write", slowly := Slowly(hf_writer._Work.write)):
+    with replaced(hf_writer._BlockWriter, "write", slowly := Slowly(hf_writer._BlockWriter.write)):
         checkpointer.save(1)
         role.weight.zero_()  # training goes on
         slowly.go.set()
