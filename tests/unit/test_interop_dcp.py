@@ -301,7 +301,6 @@ def test_the_pages_commands(tmp_path, monkeypatch):
         assert main(command) == 0
     weights = model.state_dict()
     assert_equal(AutoModelForCausalLM.from_pretrained("merged").state_dict(), weights)
-    assert AutoModelForCausalLM.from_pretrained("merged_half").dtype == torch.bfloat16
     for imported in ("start/global_step_30", "my_dcp_30"):
         assert_equal(whole(open_source(Origin(Path(imported)))), expected)
     assert_equal(AutoModelForCausalLM.from_pretrained("my_model_30").state_dict(), weights)
