@@ -59,7 +59,7 @@ def test_a_finished_run_reports_under_torchrun(disk, tmp_path):
 
 def test_a_run_that_would_train_says_what_is_wrong(disk, tmp_path):
     saved(disk, 20)
-    with pytest.raises(UserError, match=r"Read-only file system.*Fix that, or set trainer\.default_local_dir"):
+    with pytest.raises(UserError, match=r"Read-only file system.*Fix this, or set trainer\.default_local_dir"):
         supervise(compose_config(command(disk), Library.find(None)), lambda: None)
     end = ranks(tmp_path / "log", command(disk))
     assert end.code == EXIT_USER_ERROR
