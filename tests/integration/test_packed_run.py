@@ -10,8 +10,8 @@ from tests.support.tiny_models import save, tiny_config
 
 def test_insisting_on_packing_for_a_model_that_mixes_sequences_ends_the_run(tmp_path):
     torch.manual_seed(0)
-    folder = tmp_path / "gptj"
-    save(AutoModelForCausalLM.from_config(tiny_config("gptj")), folder)
+    folder = tmp_path / "bloom"
+    save(AutoModelForCausalLM.from_config(tiny_config("bloom")), folder)
     sums = write_sums(tmp_path / "sums.jsonl")
     end = ranks(
         tmp_path / "log",
@@ -26,7 +26,7 @@ def test_insisting_on_packing_for_a_model_that_mixes_sequences_ends_the_run(tmp_
     )
     assert end.code == EXIT_USER_ERROR, end.output
     (message,) = (line for line in end.output.splitlines() if "actor.use_remove_padding=true" in line)
-    assert "can't be packed for this model (gptj): it fails on a packed row" in message
+    assert "can't be packed for this model (bloom): it fails on a packed row" in message
     assert "Set actor.use_remove_padding=null" in message
     assert "Traceback" not in end.output
 

@@ -57,8 +57,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     # Not causal.
     "bert": COMMON,
-    # Masks that it computes with itself.
-    "gptj": {"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+    # Adds its position biases (ALiBi) to the mask. GPT-J, used here before, can be packed since transformers 5.24.
+    "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 4},
     # Linear attention, which without its kernels continues across packed sequences.
     "qwen3_5_text": GQA
     | {
@@ -76,7 +76,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": GQA | {"head_dim": 4, "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
 }
 """Mixtures of experts: one tensor per expert in files, one for all experts in the model."""
-CAUSAL = tuple(name for name in SETTINGS if name not in ("bert", "gptj", "qwen3_5_text"))
+CAUSAL = tuple(name for name in SETTINGS if name not in ("bert", "bloom", "qwen3_5_text"))
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
