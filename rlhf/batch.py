@@ -17,7 +17,7 @@ class Batch:
     """
 
     input_ids: Tensor
-    """[N, L] int64."""
+    """[N, L] int32: half of int64's memory and traffic; `PredictedTokens` converts the ids of a micro-batch."""
     prompt_lengths: Tensor
     """[N] int64."""
     response_lengths: Tensor

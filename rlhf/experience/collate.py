@@ -21,7 +21,7 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
     prompts = [len(group.prompt_ids) for group, _ in rows]
     responses = [len(sample) for _, sample in rows]
     longest = max(map(sum, zip(prompts, responses, strict=True)), default=0)
-    input_ids = np.full((len(rows), longest), pad_id, np.int64)
+    input_ids = np.full((len(rows), longest), pad_id, np.int32)
     log_probs, mask = np.zeros((2, len(rows), max(responses, default=0)), np.float32)
     for row, (group, sample) in enumerate(rows):
         start, length = prompts[row], responses[row]

@@ -26,11 +26,12 @@ class PredictedTokens:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Batch) -> "PredictedTokens":
-        packed = lay_out(model, batch.input_ids, batch.prompt_lengths + batch.response_lengths)
+        ids = batch.input_ids.long()
+        packed = lay_out(model, ids, batch.prompt_lengths + batch.response_lengths)
         mask = batch.response_mask
         rows, columns = mask.nonzero(as_tuple=True)
         sequence_positions = batch.prompt_lengths[rows] + columns
-        labels = batch.input_ids[rows, sequence_positions]
+        labels = ids[rows, sequence_positions]
         return cls(packed.inputs, packed.starts[rows] + sequence_positions - 1, labels, mask, (rows, columns))
 
     def in_rows(self, values: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def test_collate(seed):
         check_row(batch, row, row, groups)
     check_trimmed(batch)
     assert [batch.input_ids.dtype, batch.rollout_log_probs.dtype, batch.scores.dtype] == [
-        torch.int64,
+        torch.int32,
         torch.float32,
         torch.float32,
     ]
