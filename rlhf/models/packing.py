@@ -1,5 +1,7 @@
 """Lays out right-padded sequences for a model: packed into one row without padding, or padded."""
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +77,11 @@ def unpack(model: nn.Module) -> None:
 
 def is_packed(model: nn.Module) -> bool:
     return bool(getattr(model, "packs", False))
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """Return the argument of a model's `forward` for keys and values: transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:

@@ -28,6 +28,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rlhf.models.packing import cache_argument
+
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "tiny_policy"
@@ -179,10 +181,11 @@ def pretrain(model: LlamaForCausalLM, corpus: Corpus, padding: int) -> None:
         prompts, answers = corpus.prompts[rows], corpus.answers[student, rows]
         # All prompts begin with the same words: one row per batch computes them, with their gradient.
         cache = DynamicCache(config=model.config)
-        model(prompts[:1, :shared], past_key_values=cache, logits_to_keep=1)
+        given: dict[str, Any] = {cache_argument(model.forward): cache}
+        model(prompts[:1, :shared], logits_to_keep=1, **given)
         cache.batch_repeat_interleave(BATCH)
         inputs = torch.cat([prompts[:, shared:], answers[:, :-1]], dim=1)
-        logits = model(inputs, past_key_values=cache, logits_to_keep=width).logits
+        logits = model(inputs, logits_to_keep=width, **given).logits
         loss = cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=padding)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf.config.buffer_sizes import PREFILL_TOKENS, grown_cache
 from rlhf.events import GENERATING, report
+from rlhf.models.packing import cache_argument
 from rlhf.rollout.engine import Request, siblings
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sample import FinishReason, Sample
@@ -43,6 +44,7 @@ class Decoding:
         self.prompt_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         self.device = model.device
         self.accepts = inspect.signature(model.forward).parameters
+        self.cache_argument = cache_argument(model.forward)
         self.cache = RowCache(model.config)
         self.cache.span.start = self.cache.span.end = int(self.lengths.max())
         self.columns = 0
@@ -90,8 +92,9 @@ class Decoding:
     def _forward(self, cache: RowCache, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
         """Return the logits, [rows, vocab], after the last token of `ids`, [rows, length]."""
         optional = {"position_ids": positions, "logits_to_keep": 1}
-        kwargs = {name: value for name, value in optional.items() if name in self.accepts}
-        output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
+        kwargs: dict[str, Any] = {name: value for name, value in optional.items() if name in self.accepts}
+        kwargs[self.cache_argument] = cache
+        output = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **kwargs)
         return output.logits[:, -1]
 
     def _prefill(self) -> None:
