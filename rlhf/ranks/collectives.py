@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf.config import TrainerConfig
 from rlhf.ranks import dims
+from rlhf.ranks.host_allocator import keep_freed_memory
 from rlhf.ranks.world import STORE_FD
 
 
@@ -31,6 +32,8 @@ def start(config: TrainerConfig) -> torch.device:
         # Deterministic mode raises without this variable, which cuBLAS reads at its first call.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    else:
+        keep_freed_memory()
     torch.use_deterministic_algorithms(deterministic)
     if config.threads_per_rank is not None:
         torch.set_num_threads(config.threads_per_rank)
