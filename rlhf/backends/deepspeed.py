@@ -165,14 +165,21 @@ class ClippedAdamW(torch.optim.AdamW):
             super().step(closure)
 
 
+def _set_device_variables(device: torch.device) -> None:
+    os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed reads it once, at the import
+    if device.type == "cuda":
+        # DeepSpeed selects the GPU with this index. A rank that sees only its own GPU has another local rank.
+        os.environ["LOCAL_RANK"] = str(device.index or 0)
+    os.environ.setdefault("LOCAL_RANK", "0")
+
+
 def import_deepspeed(device: torch.device) -> Any:
     """Import DeepSpeed and prepare it for an engine on `device`.
 
     Raises:
         UserError: DeepSpeed is not installed or can't be imported.
     """
-    os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed reads it once, at the import
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    _set_device_variables(device)
     try:
         deepspeed: Any = importlib.import_module("deepspeed")
         groups: Any = importlib.import_module("deepspeed.utils.groups")

@@ -17,9 +17,10 @@ from rlhf.ranks.world import STORE_FD
 
 
 def pick_device(name: str) -> torch.device:
-    """Return this rank's device. `auto` is the CUDA device of the local rank if CUDA is available, else the CPU."""
+    """Return this rank's device. `auto` is CUDA if CUDA is available, else the CPU. A rank that sees several GPUs takes
+    the GPU of its local rank. A rank that sees one GPU takes it: `srun --gpus-per-task=1` hides the others."""
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
 
