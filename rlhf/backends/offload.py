@@ -1,7 +1,5 @@
 """Offloads idle tensors: moves their storages to host memory and back in place."""
 
-import mmap
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +8,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from rlhf.errors import UserError
+from rlhf.storage.page_locked import PageLockedMemory
 from rlhf.storage.shards import Shards
 
 ALIGNMENT = 64
@@ -33,6 +32,7 @@ class Offload:
         # By storage: the offloaded storages with their copies, and the page-locked memory of GPU storages.
         self._away: dict[int, tuple[UntypedStorage, Tensor]] = {}
         self._pinned: dict[int, Tensor] = {}
+        self._blocks: list[PageLockedMemory] = []
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -100,21 +100,17 @@ class Offload:
             module.register_forward_pre_hook(check, prepend=True)
 
     def _pin(self, sizes: dict[int, int]) -> None:
-        """Allocate page-locked memory for storages of these sizes in bytes.
-
-        torch's own allocator would round each size up to a power of two.
-        """
+        """Allocate page-locked memory for storages of these sizes in bytes."""
         if not sizes:
             return
         spans = {key: -(-size // ALIGNMENT) * ALIGNMENT for key, size in sizes.items()}
-        # Whole pages, since two blocks must not lock the same page.
-        length = -(-sum(spans.values()) // mmap.PAGESIZE) * mmap.PAGESIZE
-        block = self._host_memory(length + mmap.PAGESIZE)
-        block = block[-block.data_ptr() % mmap.PAGESIZE :][:length]
-        if failed := int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), length, 1)):
-            raise self._no_memory(length, f"cudaHostRegister: error {failed}")
-        weakref.finalize(self, _unpin, block).atexit = False
-        for key, part in zip(sizes, block.split([*spans.values(), length - sum(spans.values())]), strict=False):
+        length = sum(spans.values())
+        try:
+            memory = PageLockedMemory(length)
+        except RuntimeError as error:
+            raise self._no_memory(length, str(error)) from error
+        self._blocks.append(memory)
+        for key, part in zip(sizes, memory.content.split([*spans.values()]), strict=True):
             self._pinned[key] = part[: sizes[key]]
 
     def _host_memory(self, size: int) -> Tensor:
@@ -128,10 +124,6 @@ class Offload:
             f"{self._setting}=true: the host has too little memory for the offloaded tensors ({size / 2**20:.1f} MiB "
             f"on this rank; {reason}). Set it to false, or use a machine with more memory."
         )
-
-
-def _unpin(block: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -16,6 +16,8 @@ from rlhf.errors import UserError
 from rlhf.learning.reference import Reference
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
 from tests.support.engines import CPU, ENGINES, NEEDS_DEEPSPEED, make_engine, state_of, tokens, train
+from tests.support.page_locks import stand_in
+from tests.support.refusals import refused, says
 from tests.support.tiny_updates import tiny_qwen2
 
 KINDS = ("fsdp2", "zero2", "zero3")
@@ -64,6 +66,23 @@ def test_a_host_without_memory_is_the_users_to_mend(monkeypatch):
     with pytest.raises(UserError, match=r"optimizer_offload=true: the host has too little memory .*Set it to false"):
         Offload(lambda: [weight], "optimizer_offload").move_to_host()
     assert weight.tolist() == [1] * 8
+
+
+def test_page_locked_copies_share_blocks_that_end_with_the_offload(monkeypatch):
+    locks, offload = stand_in(monkeypatch), Offload(None, "param_offload")
+    offload._pin({})
+    offload._pin({1: 100, 2: 5000, 3: 1})
+    offload._pin({4: 64})
+    assert {key: copy.nbytes for key, copy in offload._pinned.items()} == {1: 100, 2: 5000, 3: 1, 4: 64}
+    assert len(locks.spans) == 2
+    for key, copy in offload._pinned.items():
+        copy.fill_(key)
+    assert all(set(copy.tolist()) == {key} for key, copy in offload._pinned.items())
+    del offload, copy
+    assert not locks.spans
+    locks.failure = 2
+    message = refused(Offload(None, "param_offload")._pin, {1: 9})
+    says(message, "param_offload=true", "cudaHostRegister: error 2", "Set it to false")
 
 
 def on_device(backend: TrainingBackend) -> dict[str, int]:

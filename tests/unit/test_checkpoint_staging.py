@@ -1,5 +1,8 @@
 """Copies of a snapshot's tensors: equal, apart from the live ones, and in memory that stays."""
 
+import mmap
+from functools import partial
+
 import torch
 
 from rlhf.checkpoint.save.snapshot import take_snapshot
@@ -7,6 +10,8 @@ from rlhf.checkpoint.save.staging import ALIGNMENT, Stager
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.storage.shards import Shard
 from tests.support.checkpoints import PlainReference, PlainRole, equal_bits, make_driver
+from tests.support.page_locks import stand_in
+from tests.support.refusals import refused, says
 
 
 def snapshot_of(size: int):
@@ -57,3 +62,18 @@ def test_copies_lie_in_the_same_memory_from_save_to_save():
     large, small_again, large_again = (stager.copy(snapshot_of(size)) for size in (5000, 1000, 5000))
     assert addresses(large) == addresses(large_again)
     assert addresses(small_again)["actor/model/weight"] == addresses(large)["actor/model/weight"]
+
+
+def test_page_locked_memory_has_the_size_that_the_plan_counts(monkeypatch):
+    locks, stager, page = stand_in(monkeypatch), Stager(), mmap.PAGESIZE
+    for nbytes in (5 * page + 1, 2 * page, 6 * page, 9 * page):  # not powers of two; the second needs no more memory
+        stager._reserve(nbytes, pinned=True)
+        memory = stager._memory[True]
+        assert memory.nbytes >= nbytes
+        assert memory.data_ptr() % page == 0
+        # The memory of earlier saves is free again.
+        assert locks.spans == {memory.data_ptr(): -(-memory.nbytes // page) * page}
+    locks.failure = 2
+    message = refused(partial(stager._reserve, pinned=True), 10 * page)
+    says(message, "no memory", "checkpoint.async_save=false")
+    assert not locks.spans

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.errors import UserError
+from rlhf.storage.page_locked import PageLockedMemory
 
 ALIGNMENT = 64
 
@@ -17,11 +18,12 @@ class Stager:
     """Copies the live tensors of a snapshot into memory that is reused from save to save.
 
     Fresh memory costs several times as much as the copy, so only a save that needs more than any before it allocates.
-    CUDA tensors go into pinned memory on a separate stream.
+    CUDA tensors go into page-locked memory on a separate stream.
     """
 
     def __init__(self) -> None:
         self._memory = {pinned: torch.empty(0, dtype=torch.uint8) for pinned in (False, True)}
+        self._block: PageLockedMemory | None = None  # of self._memory[True]
         self._stream: torch.cuda.Stream | None = None
 
     @torch.no_grad()
@@ -73,7 +75,12 @@ class Stager:
             return
         self._memory[pinned] = torch.empty(0, dtype=torch.uint8)  # frees the old memory before the new allocation
         try:
-            self._memory[pinned] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+            if pinned:
+                self._block = None
+                self._block = PageLockedMemory(nbytes)
+                self._memory[pinned] = self._block.content
+            else:
+                self._memory[pinned] = torch.empty(nbytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise UserError(
                 "There is no memory for the copy that a save behind the training is written from "

@@ -1,0 +1,28 @@
+"""Stands in for CUDA's page locks on a machine without a GPU."""
+
+import pytest
+import torch
+
+
+class PageLocks:
+    """CUDA's runtime as far as it locks pages: `spans` has the length of each locked span by address."""
+
+    def __init__(self) -> None:
+        self.spans: dict[int, int] = {}
+        self.failure = 0
+
+    def cudaHostRegister(self, address: int, length: int, _: int) -> int:
+        if not self.failure:
+            assert all(address + length <= first or first + size <= address for first, size in self.spans.items())
+            self.spans[address] = length
+        return self.failure
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.spans[address]
+        return 0
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> PageLocks:
+    locks = PageLocks()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: locks)
+    return locks
