@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,20 @@ from rlhf.ranks import dims
 from rlhf.ranks.collectives import gather_from
 from rlhf.storage.boxes import Box, layout_of, whole_box
 from rlhf.storage.shards import Shard, Shards, strided_view
+
+
+class _Parts(NamedTuple):
+    """Parts of one tensor on all ranks.
+
+    Attributes:
+        unsharded: every rank has the whole tensor.
+        equal: the parts have one size and are, in the order of ranks, the flattened tensor.
+        boxes: the part of each rank; empty if `unsharded` or `equal`.
+    """
+
+    unsharded: bool
+    equal: bool
+    boxes: list[Box]
 
 
 @torch.no_grad()
@@ -34,7 +49,7 @@ def gather_tensors(
         device: device of the gather; None for the shards' own device.
     """
     named = list(shards)
-    rank_boxes = _parts_of_ranks([shard for _, shard in named], ranks, device)
+    parts = _parts_of_ranks([shard for _, shard in named], ranks, device)
 
     def as_sent(shard: Shard) -> Tensor:
         # Move before the cast: the tensor may be in host memory, and a GPU casts faster.
@@ -42,24 +57,25 @@ def gather_tensors(
 
     def gathered(bucket: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         # Copy bucket by bucket: copies of all tensors at once would be a second model.
-        parts = [(named[i][0], named[i][1].shape, as_sent(named[i][1]).reshape(-1)) for i in bucket]
-        return _gathered(parts, [rank_boxes[i] for i in bucket], ranks)
+        own = [(named[i][0], named[i][1].shape, as_sent(named[i][1]).reshape(-1)) for i in bucket]
+        if bucket and parts[bucket[0]].equal:
+            return _gathered_equal(own, ranks)
+        return _gathered(own, [parts[i].boxes for i in bucket], ranks)
 
     bucket: list[int] = []
     size = 0
     for i, (_, shard) in enumerate(named):
-        whole = math.prod(shard.shape)
-        width = cast_type(shard.local, dtype).itemsize
-        if all(part.numel == whole for part in rank_boxes[i]):
+        nbytes = math.prod(shard.shape) * cast_type(shard.local, dtype).itemsize
+        if parts[i].unsharded:
             yield from gathered(bucket)
             bucket, size = [], 0
             yield named[i][0], as_sent(shard).view(shard.shape)
             continue
-        if bucket and size + whole * width > GATHER_BUCKET:
+        if bucket and (size + nbytes > GATHER_BUCKET or parts[i].equal != parts[bucket[0]].equal):
             yield from gathered(bucket)
             bucket, size = [], 0
         bucket.append(i)
-        size += whole * width
+        size += nbytes
     yield from gathered(bucket)
 
 
@@ -87,31 +103,51 @@ def cast_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _parts_of_ranks(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device | None) -> list[list[Box]]:
-    """Return the part of each tensor that each rank has, indexed by [tensor][rank]. Collective over `ranks`."""
+def _parts_of_ranks(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device | None) -> list[_Parts]:
+    """Return the parts of each tensor. Collective over `ranks`."""
     if not shards:
         return []
     boxes = [shard.box for shard in shards]
     device = device or shards[0].local.device
     ranges = [(box.offsets[0], box.sizes[0]) if box.is_range else (-1, 0) for box in boxes]
-    every = gather_from(ranks, torch.tensor(ranges, device=device)).transpose(0, 1).tolist()
-    rank_boxes = [[Box((start,), (size,)) for start, size in of_ranks] for of_ranks in every]
+    every = gather_from(ranks, torch.tensor(ranges, device=device)).cpu()
+    # Tensor operations instead of loops over ranks: a large model on many ranks has a million parts.
+    starts, sizes = every.unbind(-1)  # [ranks, tensors] each
+    wholes = torch.tensor([math.prod(shard.shape) for shard in shards])
+    unsharded = (sizes == wholes).all(0)
+    equal = (sizes * ranks.size == wholes).all(0) & (starts == sizes * torch.arange(ranks.size)[:, None]).all(0)
+    boxed = (starts < 0).any(0)
+    found = [_Parts(*flags, []) for flags in zip(unsharded.tolist(), equal.tolist(), strict=True)]
+    for i in (~(unsharded | equal | boxed)).nonzero().flatten().tolist():
+        found[i].boxes.extend(Box((start,), (size,)) for start, size in every[:, i].tolist())
     # Ranks exchange boxes at every weight sync. Most boxes are ranges and need two numbers; only the rest is sent in
     # full.
-    if boxed := [i for i, of_ranks in enumerate(every) if any(start < 0 for start, _ in of_ranks)]:
-        width = max(len(shards[i].shape) for i in boxed)
-        rows = torch.tensor([_padded(boxes[i], width) for i in boxed], device=device)
-        for i, of_ranks in zip(boxed, gather_from(ranks, rows).transpose(0, 1).tolist(), strict=True):
-            rank_boxes[i] = [
+    if of_boxes := boxed.nonzero().flatten().tolist():
+        width = max(len(shards[i].shape) for i in of_boxes)
+        rows = torch.tensor([_padded(boxes[i], width) for i in of_boxes], device=device)
+        for i, of_ranks in zip(of_boxes, gather_from(ranks, rows).transpose(0, 1).tolist(), strict=True):
+            found[i].boxes.extend(
                 Box(tuple(row[1 : 1 + row[0]]), tuple(row[1 + width : 1 + width + row[0]])) for row in of_ranks
-            ]
-    return rank_boxes
+            )
+    return found
 
 
 def _padded(box: Box, width: int) -> list[int]:
     """Return the number of dimensions, the offsets and the sizes as one list, offsets and sizes padded to `width`."""
     rest = [0] * (width - len(box.sizes))
     return [len(box.sizes), *box.offsets, *rest, *box.sizes, *rest]
+
+
+def _gathered_equal(
+    bucket: Sequence[tuple[str, tuple[int, ...], Tensor]], ranks: dims.RankGroup
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor of a bucket of equal parts, unsharded. A tensor costs one copy, whatever the number of ranks.
+    A tensor that is a bucket by itself, as large ones are, costs none."""
+    content = [part.view(torch.uint8) for _, _, part in bucket]
+    received = gather_from(ranks, content[0] if len(content) == 1 else torch.cat(content))
+    widths = [part.numel() for part in content]
+    for (name, shape, part), whole in zip(bucket, received.split(widths, dim=1), strict=True):
+        yield name, whole.reshape(-1).view(part.dtype).view(shape)
 
 
 def _gathered(

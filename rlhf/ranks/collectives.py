@@ -15,6 +15,9 @@ from rlhf.ranks import dims
 from rlhf.ranks.host_allocator import keep_freed_memory
 from rlhf.ranks.world import STORE_FD
 
+# torch 2.13 renamed the function, and warns of the old name.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def pick_device(name: str) -> torch.device:
     """Return this rank's device. `auto` is CUDA if CUDA is available, else the CPU. A rank that sees several GPUs takes
@@ -119,7 +122,8 @@ def all_gather(tensor: Tensor) -> Tensor:
 def gather_from(ranks: dims.RankGroup, tensor: Tensor) -> Tensor:
     """Return the tensors of all `ranks`, of one shape, stacked to [ranks, ...]. Collective over `ranks`."""
     every = tensor.new_empty(ranks.size, *tensor.shape)
-    dist.all_gather(list(every), tensor.contiguous(), group=ranks.group)
+    # One flat output: a list of outputs would be filled by one copy per rank.
+    _all_gather_single(every.view(-1), tensor.reshape(-1), group=ranks.group)
     return every
 
 

@@ -1,5 +1,6 @@
 """Whole tensors out of what real ranks hold of them."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf.backends import gather
 from rlhf.config import RolloutConfig
 from rlhf.experience.policy_sampler import PolicySampler
-from rlhf.ranks.dims import everyone
+from rlhf.ranks.dims import RankGroup, everyone
 from rlhf.rollout import Weights
 from rlhf.rollout.embedded import build_embedded_engine
 from rlhf.storage.shards import Shard
 from tests.support.checkpoints import equal_bits, run_ranks
 from tests.support.engines import make_engine, train
+from tests.support.fake_ranks import one_of
 from tests.support.tiny_updates import tiny_qwen2
 
 TOKENIZER = SimpleNamespace(eos_token_id=1)
@@ -55,18 +57,18 @@ def cast(rank: int, bucket_bytes: int) -> tuple[bool, int]:
     gather.GATHER_BUCKET = bucket_bytes
     shards = {name: cut(rank, 2, tensor) for name, tensor in tensors().items()}
     travelled = 0
-    all_gather: Any = dist.all_gather
+    gather_from = gather.gather_from
 
-    def counted(received: list[Tensor], sent: Tensor, **options: Any) -> None:
+    def counted(ranks: RankGroup, sent: Tensor) -> Tensor:
         nonlocal travelled
         travelled += sent.numel() if sent.dtype == torch.uint8 else 0
-        all_gather(received, sent, **options)
+        return gather_from(ranks, sent)
 
-    dist.all_gather = counted  # type: ignore[assignment]
+    gather.gather_from = counted
     try:
         found = dict(gather.gather_tensors(shards.items(), everyone(), dtype=torch.bfloat16))
     finally:
-        dist.all_gather = all_gather
+        gather.gather_from = gather_from
     after = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors().items()}
     return equal_bits(found, after), travelled
 
@@ -92,6 +94,91 @@ def test_every_rank_gets_the_whole_to_the_bit_and_in_order(world_size: int, tmp_
         for equal, names in run_ranks(world_size, function, deadline_s=60, join=join):
             assert equal
             assert names == list(SHAPES)
+
+
+EQUAL = {
+    "bytes": torch.arange(2, dtype=torch.uint8),  # so the next tensor begins at an odd address
+    "floats": torch.tensor([[-0.0, 1.5], [float("nan"), 2.5]]),
+    "half": torch.arange(24).view(4, 3, 2).bfloat16(),
+    "flags": torch.tensor([True, False]),
+    "double": torch.arange(6, dtype=torch.float64),
+}
+
+
+def equal_parts(rank: int, bucket_bytes: int, *, swapped: bool) -> tuple[bool, int]:
+    """Whether the wholes of two ranks' equal parts are right, and the number of calls. With `swapped` the first rank
+    has the second half."""
+    gather.GATHER_BUCKET = bucket_bytes
+    calls, gather_from = 0, gather.gather_from
+
+    def counted(ranks: RankGroup, sent: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return gather_from(ranks, sent)
+
+    gather.gather_from = counted
+    half = 1 - rank if swapped else rank
+    shards = []
+    for name, tensor in EQUAL.items():
+        part = tensor.reshape(-1).chunk(2)[half]
+        shards.append((name, Shard(tuple(tensor.shape), (half * part.numel(),), part)))
+    found = list(gather.gather_tensors(shards, everyone()))
+    return [name for name, _ in found] == list(EQUAL) and equal_bits(dict(found), EQUAL), calls
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_equal_parts_give_the_whole_to_the_bit(swapped: bool, tmp_path: Path) -> None:
+    for bucket_bytes, buckets in ((1, len(EQUAL)), (1 << 20, 1)):
+        function = partial(equal_parts, bucket_bytes=bucket_bytes, swapped=swapped)
+        found = run_ranks(2, function, deadline_s=60, join=tmp_path / str(bucket_bytes))
+        assert found == [(True, 1 + buckets)] * 2  # the first call gathers the parts' bounds
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.count += 1
+        return function(*arguments, **options or {})
+
+
+def work(world_size: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """torch's operations and Python's calls for the gather of a model, on one of so many ranks."""
+    gather_from, calls = gather.gather_from, 0
+    monkeypatch.setattr(gather, "GATHER_BUCKET", bucket_bytes)
+
+    def with_bounds(ranks: RankGroup, sent: Tensor) -> Tensor:
+        every = gather_from(ranks, sent)
+        if sent.dtype == torch.int64:  # each made-up rank sends this rank's bounds; put in its own
+            every[..., 0] = torch.arange(world_size)[:, None] * sent[:, 1]
+        return every
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    shards = [(f"{i}", Shard((world_size, 4), (0, 0), torch.ones(1, 4))) for i in range(20)]
+    with one_of(world_size), monkeypatch.context() as patch, Operations() as operations:
+        patch.setattr(gather, "gather_from", with_bounds)
+        sys.setprofile(count)
+        try:
+            found = list(gather.gather_tensors(shards, everyone()))
+        finally:
+            sys.setprofile(None)
+    assert all(torch.equal(tensor, torch.ones(world_size, 4)) for _, tensor in found)
+    assert len(found) == len(shards)
+    return operations.count, calls
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_the_work_does_not_grow_with_the_ranks(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    work(8, bucket_bytes, monkeypatch)  # the first use imports
+    few, many = (work(ranks, bucket_bytes, monkeypatch) for ranks in (8, 512))
+    assert few == many
 
 
 def handed_over(rank: int) -> tuple[list[torch.dtype], bool]:

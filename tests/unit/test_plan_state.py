@@ -2,18 +2,14 @@
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.backends import deepspeed
@@ -29,21 +25,12 @@ from rlhf.planning.meta_shapes import shapes_from_config
 from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, read_config, shapes_from_files
 from rlhf.planning.training_state import frozen_state, sharded, trained_state
 from rlhf.planning.zero_shares import ZeroShares
+from tests.support.fake_ranks import one_of
 from tests.support.numeric_ranks import single_rank
 from tests.support.tiny_models import EXPERTS, causal_lm, tiny_config
 
 TIED = [(name, tied) for name in ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2") for tied in (True, False)]
 TIED += [(name, False) for name in EXPERTS]
-
-
-@contextmanager
-def one_of(ranks: int) -> Iterator[None]:
-    """A process group in which this process is the first rank and the others are made up."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
