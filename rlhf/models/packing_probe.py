@@ -39,8 +39,14 @@ def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
             f"Set {setting}=null, which packs only where results stay the same."
         )
     if dims.everyone().rank == 0:
-        who = setting.split(".")[0]
-        log.info("%s: sequences %s", who, "packed without padding" if reason is None else f"padded, since {reason}")
+        log_choice(setting, wanted, reason, next(model.parameters()).device)
+
+
+def log_choice(setting: str, wanted: bool | None, reason: str | None, device: torch.device) -> None:
+    """Log that sequences are packed, or the reason why not: as a warning if padding wastes a GPU unasked."""
+    unasked = reason is not None and wanted is None and device.type == "cuda"
+    choice = "packed without padding" if reason is None else f"padded, since {reason}"
+    log.log(logging.WARNING if unasked else logging.INFO, "%s: sequences %s", setting.split(".")[0], choice)
 
 
 @torch.no_grad()
@@ -51,7 +57,8 @@ def packing_problem(model: nn.Module) -> str | None:
     difference. The tokens are fixed, and no random numbers are drawn.
     """
     device = next(model.parameters()).device
-    reason = _difference(model, device)
+    with _exact_products():
+        reason = _difference(model, device)
     if any_rank(reason is not None, device):
         unpack(model)
         return reason or "on another rank packed sequences get other results than separate ones"
@@ -83,6 +90,18 @@ def _difference(model: nn.Module, device: torch.device) -> str | None:
     if not difference <= (COARSE_TOLERANCE if coarse else TOLERANCE):
         return f"packed sequences get other results than separate ones (up to {difference:.2g} of their size)"
     return None
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Multiply float32 matrices without TF32 inside the context: TF32's rounding differs by shape, and would look like
+    sequences that mix."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 @contextmanager

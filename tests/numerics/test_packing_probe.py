@@ -11,7 +11,7 @@ from rlhf.config import BackendConfig
 from rlhf.errors import UserError
 from rlhf.models.loading import without_dropout
 from rlhf.models.packing import is_packed, pack
-from rlhf.models.packing_probe import choose_packing, packing_problem
+from rlhf.models.packing_probe import choose_packing, log_choice, packing_problem
 from tests.support.numeric_ranks import single_rank
 from tests.support.packed_passes import ARCHITECTURES, tiny_lm
 from tests.support.tiny_models import tiny_config
@@ -107,3 +107,27 @@ def test_false_skips_packing_and_the_probe(caplog):
     assert not is_packed(model)
     assert not calls
     assert "critic: sequences padded, since critic.use_remove_padding=false" in caplog.text
+
+
+@pytest.mark.parametrize("make", [tiny_value_model, counting_from_zero])
+def test_the_probe_multiplies_in_full_float32(make):
+    model = make()
+    seen = set()
+    model.register_forward_pre_hook(lambda *_: seen.add(torch.get_float32_matmul_precision()))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        packing_problem(model)
+        assert seen == {"highest"}
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_padding_on_a_gpu_that_nobody_asked_for_is_a_warning(caplog):
+    caplog.set_level(logging.INFO)
+    cases = [("cuda", None, "it fails"), ("cuda", None, None), ("cuda", False, "it fails"), ("cpu", None, "it fails")]
+    for device, wanted, reason in cases:
+        log_choice(SETTING, wanted, reason, torch.device(device))
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "INFO", "INFO"]
+    assert "actor: sequences padded, since it fails" in caplog.messages[0]
