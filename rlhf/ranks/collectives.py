@@ -33,9 +33,7 @@ def start(config: TrainerConfig) -> torch.device:
     deterministic = config.deterministic if config.deterministic is not None else device.type == "cpu"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Deterministic mode raises without this variable, which cuBLAS reads at its first call.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+        configure_cuda(tf32=bool(config.tf32))
     else:
         keep_freed_memory()
     torch.use_deterministic_algorithms(deterministic)
@@ -52,6 +50,16 @@ def start(config: TrainerConfig) -> torch.device:
         device_id=device if device.type == "cuda" else None,
     )
     return device
+
+
+def configure_cuda(*, tf32: bool) -> None:
+    """Set this process's switches of torch for CUDA."""
+    # Deterministic mode raises without this variable, which cuBLAS reads at its first call.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    # cuDNN's attention, torch's first choice on Hopper, builds a plan for every new shape, which may take half a
+    # second. Packed rows are attended sequence by sequence, so nearly every length of a response is a new shape.
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:

@@ -1,4 +1,4 @@
-"""The GPU of a rank: by local rank where ranks see all GPUs of a node, or the one GPU that a rank sees."""
+"""The GPU of a rank, by local rank or the only one that the rank sees, and the switches that a rank sets for it."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf.backends import deepspeed
-from rlhf.ranks.collectives import pick_device
+from rlhf.ranks.collectives import configure_cuda, pick_device
 
 
 @pytest.mark.parametrize(("visible", "index"), [(8, 3), (1, 0)])
@@ -25,3 +25,21 @@ def test_deepspeed_selects_the_rank_s_gpu(monkeypatch, device: str, selected: st
     deepspeed._set_device_variables(torch.device(device))
     assert os.environ["LOCAL_RANK"] == selected  # DeepSpeed passes it to set_device
     assert os.environ["DS_ACCELERATOR"] == torch.device(device).type
+
+
+@pytest.mark.parametrize(("tf32", "precision"), [(True, "high"), (False, "highest")])
+def test_a_rank_on_a_gpu_attends_without_cudnn(monkeypatch, tf32: bool, precision: str) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = torch.backends.cuda.cudnn_sdp_enabled(), torch.get_float32_matmul_precision()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        configure_cuda(tf32=tf32)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        # The other kernels stay, and torch chooses among them.
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+        assert torch.get_float32_matmul_precision() == precision
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before[0])
+        torch.set_float32_matmul_precision(before[1])
