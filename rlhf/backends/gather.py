@@ -14,7 +14,7 @@ from rlhf.storage.boxes import Box, layout_of, whole_box
 from rlhf.storage.shards import Shard, Shards, strided_view
 
 
-class _Parts(NamedTuple):
+class _PartsOfRanks(NamedTuple):
     """Parts of one tensor on all ranks.
 
     Attributes:
@@ -103,7 +103,7 @@ def cast_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _parts_of_ranks(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device | None) -> list[_Parts]:
+def _parts_of_ranks(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device | None) -> list[_PartsOfRanks]:
     """Return the parts of each tensor. Collective over `ranks`."""
     if not shards:
         return []
@@ -117,7 +117,7 @@ def _parts_of_ranks(shards: Sequence[Shard], ranks: dims.RankGroup, device: torc
     unsharded = (sizes == wholes).all(0)
     equal = (sizes * ranks.size == wholes).all(0) & (starts == sizes * torch.arange(ranks.size)[:, None]).all(0)
     boxed = (starts < 0).any(0)
-    found = [_Parts(*flags, []) for flags in zip(unsharded.tolist(), equal.tolist(), strict=True)]
+    found = [_PartsOfRanks(*flags, []) for flags in zip(unsharded.tolist(), equal.tolist(), strict=True)]
     for i in (~(unsharded | equal | boxed)).nonzero().flatten().tolist():
         found[i].boxes.extend(Box((start,), (size,)) for start, size in every[:, i].tolist())
     # Ranks exchange boxes at every weight sync. Most boxes are ranges and need two numbers; only the rest is sent in
