@@ -213,6 +213,12 @@ def server_gpus(config: RolloutConfig, device: torch.device, world_size: int) ->
         return [[] for _ in range(count)]
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     there, needed = torch.cuda.device_count(), ranks + count * size
+    if there == 1 < ranks:
+        raise UserError(
+            f"rollout.servers.count={count}: the servers need GPUs beside those of the {ranks} ranks, but this rank "
+            "sees one GPU, its own. Let each rank see all GPUs of its machine (in Slurm, --gpus-per-node instead of "
+            "--gpus-per-task), or set rollout=vllm, which shares the ranks' GPUs."
+        )
     if there < needed:
         raise UserError(
             f"rollout.servers.count={count}: with rollout.tensor_model_parallel_size={size} the servers need "
