@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf.convert.pickles import Allowed, StandIn, TensorStandIn, open_archive, restrict_unpickling
 from rlhf.convert.record_sum import RecordSum
-from rlhf.models.hf.source import TensorInfo
+from rlhf.models.hf.source import TensorInfo, cut
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.shards import as_bytes
 
@@ -82,12 +82,20 @@ def numel_of(pieces: Sequence[Piece]) -> int:
     return sum(stop - start for _, start, stop in pieces)
 
 
-def read_pieces(pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
-    """Return the elements of all `pieces`, concatenated. Raises DamagedCheckpoint unless all are of `dtype`."""
-    if odd := next((tensor for tensor, _, _ in pieces if tensor.dtype != dtype), None):
-        raise DamagedCheckpoint(f"{odd.path} has {odd.dtype} instead of {dtype}: the files are not all of one save")
-    parts = [tensor.read(start, stop) for tensor, start, stop in pieces]
-    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=dtype), *parts])
+@dataclass(frozen=True)
+class JoinedTensor:
+    """A tensor whose flattened elements are consecutive pieces of stored tensors."""
+
+    info: TensorInfo
+    pieces: Sequence[Piece]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """See `ReadableTensor.read`. Raises DamagedCheckpoint for pieces of another dtype."""
+        pieces, dtype = cut(self.pieces, start, stop), self.info.dtype
+        if odd := next((tensor for tensor, _, _ in pieces if tensor.dtype != dtype), None):
+            raise DamagedCheckpoint(f"{odd.path} has {odd.dtype} instead of {dtype}: the files are not all of one save")
+        parts = [tensor.read(first, last) for tensor, first, last in pieces]
+        return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=dtype), *parts])
 
 
 def open_torch_file(path: Path, allowed: Allowed = (), *, start: int = 0, size: int | None = None) -> Any:

@@ -1,6 +1,7 @@
 """Reads the adapters of a native checkpoint: alone with peft's settings, or merged into the run's base model."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,7 @@ from rlhf.models.adapter_config import PREFIX, adapter_config
 from rlhf.models.hf import adapters
 from rlhf.models.hf.safetensors_folder import open_safetensors
 from rlhf.models.hf.small_files import parse_model_config, read_small_files
-from rlhf.models.hf.source import ReadableTensor, SourceTensor, TensorInfo
-
-
-class _Stored:
-    def __init__(self, tensors: NativeTensors, name: str) -> None:
-        self._tensors, self._name = tensors, name
-
-    @property
-    def info(self) -> TensorInfo:
-        return self._tensors.infos[self._name]
-
-    def read(self, start: int, stop: int) -> Any:
-        return self._tensors.read(self._name, start, stop)
+from rlhf.models.hf.source import FunctionTensor, ReadableTensor, tensors_of
 
 
 def adapter_in(
@@ -33,7 +22,10 @@ def adapter_in(
     own = {name.removeprefix(PREFIX): name for name in tensors.infos}
     kind = parse_model_config(read_small_files(model_files), model_files)["model_type"]
     config = adapter_config(settings["lora"], own, str(settings["path"]), kind)
-    return adapters.Adapter(checkpoint, config, {PREFIX + name: _Stored(tensors, own[name]) for name in own})
+    stored: dict[str, ReadableTensor] = {
+        PREFIX + name: FunctionTensor(tensors.infos[full], partial(tensors.read, full)) for name, full in own.items()
+    }
+    return adapters.Adapter(checkpoint, config, stored)
 
 
 def merged_into(base: Path, adapter: adapters.Adapter) -> dict[str, ReadableTensor]:
@@ -44,4 +36,4 @@ def merged_into(base: Path, adapter: adapters.Adapter) -> dict[str, ReadableTens
             f"{base} has no weights in safetensors (model.safetensors, or one in parts with its index), beside which "
             "the adapter was trained. Name a folder that has them: --hf_model_path."
         )
-    return adapters.merged({name: SourceTensor(source, name) for name in source.contents.tensors}, adapter)
+    return adapters.merged(tensors_of(source), adapter)

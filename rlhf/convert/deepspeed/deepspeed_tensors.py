@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from rlhf.convert.deepspeed.deepspeed_files import MODEL_STATES, OPTIM_STATES, open_all, open_first
-from rlhf.convert.stored_tensor import Piece, StoredTensor, as_pieces, numel_of
+from rlhf.convert.named_tensors import MOMENTS
+from rlhf.convert.stored_tensor import JoinedTensor, Piece, StoredTensor, as_pieces, numel_of
 from rlhf.models.hf.source import TensorInfo, cut
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 PARTITIONS, PARTITIONS_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 NO_MOMENTS = "The moments: this save lacks AdamW's state for some or all parameters."
 NO_NAMES = "{}: at stage 0 DeepSpeed saves them without names, and their order is unknown."
@@ -29,19 +29,19 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass
 class Assembled:
-    """Tensors of a save: shape, dtype and the consecutive pieces of each."""
+    """Tensors of a save."""
 
-    tensors: dict[str, tuple[TensorInfo, list[Piece]]] = field(default_factory=dict)
-    moments: dict[str, tuple[TensorInfo, list[Piece]]] = field(default_factory=dict)
+    tensors: dict[str, JoinedTensor] = field(default_factory=dict)
+    moments: dict[str, JoinedTensor] = field(default_factory=dict)
     steps: dict[str, Tensor] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
 
     def add_weight(self, name: str, shape: Sequence[int], pieces: list[Piece]) -> None:
-        self.tensors[name] = TensorInfo(tuple(shape), pieces[0][0].dtype), pieces
+        self.tensors[name] = JoinedTensor(TensorInfo(tuple(shape), pieces[0][0].dtype), pieces)
 
     def add_moments(self, name: str, shape: Sequence[int], moments: Mapping[str, list[Piece]], step: Any) -> None:
         for moment, pieces in moments.items():
-            self.moments[f"{name}.{moment}"] = TensorInfo(tuple(shape), pieces[0][0].dtype), pieces
+            self.moments[f"{name}.{moment}"] = JoinedTensor(TensorInfo(tuple(shape), pieces[0][0].dtype), pieces)
         self.steps[name] = _scalar(step)
 
 
@@ -73,7 +73,7 @@ def _stage_0(states: Mapping[str, Any]) -> Assembled:
     made = Assembled()
     for name, tensor in _unique_tensors(states["module"], {}):
         made.add_weight(name, tensor.shape, as_pieces(tensor))
-    shapes = {name: info.shape for name, (info, _) in made.tensors.items() if name not in states["buffer_names"]}
+    shapes = {name: made.tensors[name].info.shape for name in made.tensors if name not in states["buffer_names"]}
     optimizer = states.get("optimizer") or {}
     flat, parts = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
     inner = optimizer.get("optimizer_state_dict", optimizer)

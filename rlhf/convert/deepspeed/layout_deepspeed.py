@@ -16,9 +16,9 @@ from torch import Tensor
 from rlhf.convert.deepspeed.deepspeed_files import MODEL_STATES, check_supported, find_save, open_first
 from rlhf.convert.deepspeed.deepspeed_tensors import assemble
 from rlhf.convert.huggingface.layout_trainer import progress_of
-from rlhf.convert.stored_tensor import read_pieces
+from rlhf.convert.named_tensors import NamedTensors
 from rlhf.errors import UserError
-from rlhf.models.hf.source import Contents, Origin, TensorInfo, TrainedSoFar, cut
+from rlhf.models.hf.source import Contents, FunctionTensor, Origin, TensorInfo, TrainedSoFar
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 NAME = "deepspeed"
@@ -32,53 +32,33 @@ def recognises(origin: Origin) -> bool:
         return True
 
 
-def open_source(origin: Origin) -> "DeepSpeedSource":
+def open_source(origin: Origin) -> NamedTensors:
     """Open a save. Raises UserError for an unknown tag, a rank's missing file, and a split other than ZeRO's."""
     save = find_save(origin)
     if save is None:
         raise UserError(f"{origin.path} has no DeepSpeed save: no folder in it has files {MODEL_STATES}.")
     check_supported(save)
-    return DeepSpeedSource(save, _model_files(origin, save))
+    states = open_first(save, MODEL_STATES)
+    if not {"module", "buffer_names", "global_steps"} <= states.keys():
+        raise DamagedCheckpoint(f"{save} has model states without DeepSpeed's entries, such as `module`")
+    try:
+        made = assemble(save, states)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(f"{save} lacks DeepSpeed's structure: {error!r}. Set another --tag.") from None
+    steps = {f"{name}.step": _in_memory(step) for name, step in made.steps.items()}
+    files, progress = _model_files(origin, save), _progress(states, save.parent)
+    contents = Contents({}, progress=progress, model_files=files, absent=made.absent)
+    return NamedTensors(NAME, made.tensors, {**made.moments, **steps}, contents)
+
+
+def _in_memory(step: Tensor) -> FunctionTensor:
+    return FunctionTensor(TensorInfo((), step.dtype), lambda start, stop: step.reshape(-1)[start:stop].clone())
 
 
 def _model_files(origin: Origin, save: Path) -> Path | None:
     """Return the user's folder, or the one that the Trainer of transformers writes beside the saves."""
     beside = [folder for folder in (origin.path, save.parent) if (folder / "config.json").is_file()]
     return origin.model_files or next(iter(beside), None)
-
-
-class DeepSpeedSource:
-    """A `TensorSource` of one save; reads ranges of the ranks' files."""
-
-    layout = NAME
-
-    def __init__(self, save: Path, model_files: Path | None) -> None:
-        states = open_first(save, MODEL_STATES)
-        if not {"module", "buffer_names", "global_steps"} <= states.keys():
-            raise DamagedCheckpoint(f"{save} has model states without DeepSpeed's entries, such as `module`")
-        try:
-            made = assemble(save, states)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise DamagedCheckpoint(f"{save} lacks DeepSpeed's structure: {error!r}. Set another --tag.") from None
-        self._steps = made.steps
-        self._pieces = {name: pieces for name, (_, pieces) in (made.tensors | made.moments).items()}
-        steps = {f"{name}.step": TensorInfo((), step.dtype) for name, step in made.steps.items()}
-        self.contents = Contents(
-            tensors={name: info for name, (info, _) in made.tensors.items()},
-            moments={name: info for name, (info, _) in made.moments.items()} | steps,
-            progress=_progress(states, save.parent),
-            model_files=model_files,
-            absent=made.absent,
-        )
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        if name.endswith(".step") and (step := self._steps.get(name.removesuffix(".step"))) is not None:
-            return step.reshape(-1)[start:stop].clone()
-        info = self.contents.tensors.get(name) or self.contents.moments[name]
-        return read_pieces(cut(self._pieces[name], start, stop), info.dtype)
-
-    def close(self) -> None:
-        """See `TensorSource.close`; files are open only during a read."""
 
 
 def _progress(states: Mapping[str, Any], beside: Path) -> TrainedSoFar:

@@ -6,32 +6,18 @@ concatenated. With `use_orig_params` FSDP1 has one entry per parameter: the rank
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from rlhf.convert.fsdp.fsdp_files import OPTIMIZER, missing_among, open_mapping, paths_of
 from rlhf.convert.fsdp.fsdp_tensors import assemble
 from rlhf.convert.named_tensors import MOMENTS, Unmapped
-from rlhf.convert.stored_tensor import Piece, StoredWrapper, as_pieces, numel_of, read_pieces
+from rlhf.convert.stored_tensor import JoinedTensor, StoredWrapper, as_pieces, numel_of
 from rlhf.models.hf.source import ReadableTensor, TensorInfo, cut
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
 """Name prefix of the parameters in a repeated block, such as a decoder layer, which FSDP1 wraps as a unit."""
-
-
-@dataclass(frozen=True)
-class FlatTensor:
-    """A tensor whose flattened elements are consecutive pieces of stored tensors."""
-
-    info: TensorInfo
-    pieces: Sequence[Piece]
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return read_pieces(cut(self.pieces, start, stop), self.info.dtype)
 
 
 def read_moments(
@@ -128,7 +114,7 @@ def _of_units(
             at = 0
             for name, shape in unit:
                 info = TensorInfo(shape, there[0][moment].dtype)
-                found[f"{name}.{moment}"] = FlatTensor(info, cut(pieces, at, at + info.numel))
+                found[f"{name}.{moment}"] = JoinedTensor(info, cut(pieces, at, at + info.numel))
                 at += info.numel
         for name, _ in unit:
             found[f"{name}.step"] = there[0]["step"]

@@ -30,7 +30,7 @@ from rlhf.errors import UserError
 from rlhf.models.hf import adapters
 from rlhf.models.hf.architecture import architecture_of
 from rlhf.models.hf.small_files import LARGEST
-from rlhf.models.hf.source import Contents, Origin, ReadableTensor, SourceTensor, TrainedSoFar
+from rlhf.models.hf.source import Contents, Origin, ReadableTensor, TrainedSoFar, tensors_of
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import step_of
 from rlhf.storage.reading import parse_json, read_regular
@@ -161,8 +161,7 @@ def _adapted(
 def _base_of(folder: Path, origin: Origin) -> dict[str, ReadableTensor]:
     if origin.model_files is None:
         raise UserError(f"{folder} has an adapter and no base model (save_lora_only). Set --hf_model_path to the base.")
-    source = layout_huggingface.open_source(Origin(origin.model_files))
-    return {name: SourceTensor(source, name) for name in source.contents.tensors}
+    return tensors_of(layout_huggingface.open_source(Origin(origin.model_files)))
 
 
 def _adapter_config(folder: Path, factors: Mapping[str, Any], origin: Origin) -> dict[str, Any]:

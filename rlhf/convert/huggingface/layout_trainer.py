@@ -17,7 +17,7 @@ from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
 from rlhf.errors import UserError
 from rlhf.models.hf import adapters
 from rlhf.models.hf.architecture import architecture_of
-from rlhf.models.hf.source import Contents, Origin, ReadableTensor, SourceTensor, TensorSource, TrainedSoFar
+from rlhf.models.hf.source import Contents, Origin, ReadableTensor, TrainedSoFar, tensors_of
 from rlhf.models.loading import ModelSource, resolve_path
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.hf_layout import MODEL_CONFIG
@@ -51,13 +51,9 @@ def open_source(origin: Origin) -> NamedTensors:
         contents.absent.insert(0, "the optimizer's moments: they are of an adapter")
         return NamedTensors(NAME, _adapted(path, origin, contents), {}, contents)
     source = layout_huggingface.open_source(Origin(path, model_files=origin.model_files))
-    tensors = _all_of(source)
+    tensors = tensors_of(source)
     contents.model_files = source.contents.model_files
     return NamedTensors(NAME, tensors, _moments(path, tensors, contents), contents)
-
-
-def _all_of(source: TensorSource) -> dict[str, ReadableTensor]:
-    return {name: SourceTensor(source, name) for name in source.contents.tensors}
 
 
 def progress_of(path: Path) -> TrainedSoFar:
@@ -87,14 +83,14 @@ def _adapted(path: Path, origin: Origin, contents: Contents) -> dict[str, Readab
     if not (path / file).is_file():
         raise UserError(f"{path} has {ADAPTER_CONFIG} and lacks {ADAPTER}. Restore it.")
     kind = layout_huggingface.SafetensorsFolder if file == ADAPTER else layout_huggingface.PickleFolder
-    tensors = _all_of(kind(path, {file: None}, path))
+    tensors = tensors_of(kind(path, {file: None}, path))
     if choice == adapters.KEEP:
         contents.adapter = config
         contents.model_files = origin.model_files or _local_base(config) or path
         return tensors
     contents.model_files = base = origin.model_files or _base(path, config)
     return adapters.merged(
-        _all_of(layout_huggingface.open_source(Origin(base))), adapters.Adapter(path, config, tensors)
+        tensors_of(layout_huggingface.open_source(Origin(base))), adapters.Adapter(path, config, tensors)
     )
 
 

@@ -12,6 +12,7 @@ from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
 from rlhf.checkpoint.commit.output_folder import output_folder, verify_written
 from rlhf.checkpoint.start.run_dir import new_run_id
 from rlhf.checkpoint.state.driver_state import DriverState
+from rlhf.convert.named_tensors import MOMENTS
 from rlhf.convert.native.native_component import Part, part_of, write_component, zeros
 from rlhf.convert.native.trained_tensors import TrainedTensor, trained_tensors
 from rlhf.convert.open_roles import CRITIC
@@ -22,8 +23,6 @@ from rlhf.models.hf.regrouped import as_in_files, as_trained
 from rlhf.models.hf.source import TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_json
 from rlhf.storage.layout import DRIVER_STATE, HF_FOLDER, SCHEDULE
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Interface of a layout: any tool's checkpoint as named tensors that are read in ranges. Imports no torch."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -123,6 +123,19 @@ class SourceTensor:
 
     def read(self, start: int, stop: int) -> "Tensor":
         return self.source.read(self.name, start, stop)
+
+
+@dataclass(frozen=True)
+class FunctionTensor:
+    """A `ReadableTensor` that a function reads."""
+
+    info: TensorInfo
+    read: "Callable[[int, int], Tensor]"
+
+
+def tensors_of(source: TensorSource) -> dict[str, ReadableTensor]:
+    """Return the tensors of an open checkpoint, without its moments."""
+    return {name: SourceTensor(source, name) for name in source.contents.tensors}
 
 
 def cut(pieces: Sequence[tuple[T, int, int]], start: int, stop: int) -> list[tuple[T, int, int]]:
