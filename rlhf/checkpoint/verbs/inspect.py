@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,7 @@ from rlhf.checkpoint.state.driver_state import parse_driver_state
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
 from rlhf.checkpoint.verbs.places import read_or_problem
 from rlhf.checkpoint.verbs.runs import FoundCheckpoint
-from rlhf.checkpoint.verbs.shown import as_json, size_text, sizes_of
-from rlhf.errors import EXIT_CRASHED, EXIT_DONE
-from rlhf.printable import printable
+from rlhf.checkpoint.verbs.shown import facts_of, show_checkpoints, size_text, sizes_of
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import DRIVER_STATE, INDEX
 
@@ -31,22 +29,15 @@ add_arguments = add_address
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Show the newest checkpoint of each run, or the given one, in detail."""
     runs, problems = find_runs(arguments.path)
-    documents = []
-    for found in runs:
-        checkpoint = found.checkpoints[0]
-        details = read_or_problem(Path(checkpoint.name), lambda: _details(checkpoint))  # noqa: B023
-        document = {"path": checkpoint.name, "problem": details} if isinstance(details, str) else details
-        documents.append(document)
-        if not arguments.json:
-            for line in [details] if isinstance(details, str) else _lines(details):
-                console.print(printable(line))
-    if arguments.json:
-        console.out(as_json({"checkpoints": documents, "unreadable": problems}))
-    else:
-        for problem in problems:
-            console.print(printable(problem))
-    whole = all(document["problem"] is None for document in documents) and not problems
-    return EXIT_DONE if whole else EXIT_CRASHED
+    newest = [found.checkpoints[0] for found in runs]
+    return show_checkpoints(newest, _shown, problems, console, in_json=arguments.json)
+
+
+def _shown(checkpoint: FoundCheckpoint) -> tuple[Iterable[str], dict[str, Any]]:
+    details = read_or_problem(Path(checkpoint.name), lambda: _details(checkpoint))
+    if isinstance(details, str):
+        return [details], {"path": checkpoint.name, "problem": details}
+    return _lines(details), details
 
 
 def _details(checkpoint: FoundCheckpoint) -> dict[str, Any]:
@@ -74,21 +65,13 @@ def _details(checkpoint: FoundCheckpoint) -> dict[str, Any]:
     return {
         "path": checkpoint.name,
         "problem": None,
-        "step": manifest.step,
-        "created": manifest.created,
+        **facts_of(manifest),
         "size": f"{sizes_of(manifest)} in {len(manifest.files)} files",
-        "bytes": manifest.total_bytes,
-        "linked_bytes": manifest.linked_bytes,
-        "files": len(manifest.files),
-        "ranks": manifest.world_size,
-        "backend": manifest.backend,
-        "contents": manifest.contents,
         "linked": manifest.linked,
         "versions": manifest.versions,
         "numerics": manifest.numerics,
         "format": manifest.format,
         "imported": manifest.imported,
-        "metrics": manifest.metrics,
         "driver_state": driver,
         "folders": folders,
     }

@@ -8,12 +8,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.commit.retention import figures_of, ranking_metric, reasons
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
 from rlhf.checkpoint.verbs.places import Unreadable, read_or_problem
 from rlhf.checkpoint.verbs.runs import FoundRun, rules_of_save
-from rlhf.checkpoint.verbs.shown import as_json, sizes_of
+from rlhf.checkpoint.verbs.shown import facts_of, show_end
 from rlhf.checkpoint.verbs.stored_rules import RULES
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE
@@ -36,11 +35,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             if len(runs) > 1:
                 console.print(printable(found.name))
             _show(document, console)
-    if arguments.json:
-        console.out(as_json({"runs": documents, "unreadable": problems}))
-    else:
-        for problem in problems:
-            console.print(printable(problem))
+    show_end({"runs": documents}, problems, console, in_json=arguments.json)
     unread = any(row["problem"] is not None for document in documents for row in document["checkpoints"])
     return EXIT_CRASHED if unread or problems else EXIT_DONE
 
@@ -56,8 +51,7 @@ def _document(found: FoundRun) -> dict[str, Any]:
         else:
             if rules is None and not found.alone:
                 rules = rules_of_save(checkpoint, manifest)
-            # Facts only: a thousand manifests, each with all its files, would need much memory.
-            row |= {"state": "committed"} | _facts(manifest)
+            row |= {"state": "committed"} | facts_of(manifest)
         rows.append(row)
     return {
         "path": found.name,
@@ -65,21 +59,6 @@ def _document(found: FoundRun) -> dict[str, Any]:
         "checkpoints": [row | {"kept": kept} for row, kept in zip(rows, _kept(rows, rules), strict=True)],
         "pointer": found.pointer(),
         "set_aside": [{"reason": reason, "name": name} for reason, name in found.set_aside()],
-    }
-
-
-def _facts(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "step": manifest.step,
-        "created": manifest.created,
-        "size": sizes_of(manifest),
-        "bytes": manifest.total_bytes,
-        "linked_bytes": manifest.linked_bytes,
-        "files": len(manifest.files),
-        "ranks": manifest.world_size,
-        "backend": manifest.backend,
-        "contents": manifest.contents,
-        "metrics": manifest.metrics,
     }
 
 

@@ -13,7 +13,7 @@ from rlhf.checkpoint.verbs.addresses import find_runs
 from rlhf.checkpoint.verbs.places import read_or_problem
 from rlhf.checkpoint.verbs.pruning import PruningPlan, bytes_freed, plan_pruning, remove_planned, run_at_rest
 from rlhf.checkpoint.verbs.runs import LocalCheckpoint, LocalRun, rules_of_save
-from rlhf.checkpoint.verbs.shown import as_json, size_text
+from rlhf.checkpoint.verbs.shown import show_end, size_text
 from rlhf.checkpoint.verbs.stored_rules import RULES
 from rlhf.checkpoint.verbs.verify import verify_found
 from rlhf.config.schema.checkpoint import CheckpointConfig
@@ -69,11 +69,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         if not arguments.json:
             for line in _lines(document, removed=arguments.yes):
                 console.print(printable(line))
-    if arguments.json:
-        console.out(as_json({"runs": documents, "removed": arguments.yes, "unreadable": problems}))
-    else:
-        for problem in problems:
-            console.print(printable(problem))
+    show_end({"runs": documents, "removed": arguments.yes}, problems, console, in_json=arguments.json)
     return worst
 
 

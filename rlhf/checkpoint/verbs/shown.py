@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +12,31 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column
 
 from rlhf.checkpoint.commit.manifest import Manifest
+from rlhf.checkpoint.verbs.runs import FoundCheckpoint
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE
 from rlhf.printable import printable
 
 
 def sizes_of(manifest: Manifest) -> str:
     linked = f" and {size_text(manifest.linked_bytes)} linked" if manifest.linked else ""
     return size_text(manifest.total_bytes) + linked
+
+
+def facts_of(manifest: Manifest) -> dict[str, Any]:
+    """Return what a document says of an intact checkpoint. A thousand manifests, with all their files, would need much
+    memory."""
+    return {
+        "step": manifest.step,
+        "created": manifest.created,
+        "size": sizes_of(manifest),
+        "bytes": manifest.total_bytes,
+        "linked_bytes": manifest.linked_bytes,
+        "files": len(manifest.files),
+        "ranks": manifest.world_size,
+        "backend": manifest.backend,
+        "contents": manifest.contents,
+        "metrics": manifest.metrics,
+    }
 
 
 def size_text(count: int) -> str:
@@ -27,6 +46,35 @@ def size_text(count: int) -> str:
 def as_json(document: Any) -> str:
     """Return JSON for a script: printable ASCII only, and null for numbers that JSON lacks."""
     return json.dumps(json.loads(json.dumps(document), parse_constant=lambda constant: None), indent=1)
+
+
+def show_checkpoints(
+    checkpoints: Iterable[FoundCheckpoint],
+    shown: Callable[[FoundCheckpoint], tuple[Iterable[str], dict[str, Any]]],
+    unreadable: list[str],
+    console: Console,
+    *,
+    in_json: bool,
+) -> int:
+    """Print the lines of each checkpoint, or the documents of all as JSON, and return the exit code. `shown` returns a
+    checkpoint's lines and its document, whose `problem` is None if it is intact."""
+    documents = []
+    for checkpoint in checkpoints:
+        lines, document = shown(checkpoint)
+        documents.append(document)
+        for line in () if in_json else lines:
+            console.print(printable(line))
+    show_end({"checkpoints": documents}, unreadable, console, in_json=in_json)
+    return EXIT_CRASHED if unreadable or any(each["problem"] is not None for each in documents) else EXIT_DONE
+
+
+def show_end(document: dict[str, Any], unreadable: list[str], console: Console, *, in_json: bool) -> None:
+    """Print the document and the folders that cannot be read as JSON, or these folders in a line each."""
+    if in_json:
+        console.out(as_json(document | {"unreadable": unreadable}))
+        return
+    for line in unreadable:
+        console.print(printable(line))
 
 
 def spelled(value: Any) -> Any:

@@ -10,9 +10,7 @@ from rlhf.checkpoint.commit.manifest import Manifest, damage_in
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
 from rlhf.checkpoint.verbs.places import Unreadable, read_or_problem
 from rlhf.checkpoint.verbs.runs import FoundCheckpoint
-from rlhf.checkpoint.verbs.shown import as_json, sizes_of, work_bar
-from rlhf.errors import EXIT_CRASHED, EXIT_DONE
-from rlhf.printable import printable
+from rlhf.checkpoint.verbs.shown import show_checkpoints, sizes_of, work_bar
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 HELP = "read every byte and compare it with the manifest"
@@ -22,32 +20,21 @@ add_arguments = add_address
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     runs, problems = find_runs(arguments.path)
-    documents = []
-    for found in (checkpoint for run in runs for checkpoint in run.checkpoints):
-        line, document = _verified(found)
-        documents.append(document)
-        if not arguments.json:
-            console.print(printable(line))
-    if arguments.json:
-        console.out(as_json({"checkpoints": documents, "unreadable": problems}))
-    else:
-        for problem in problems:
-            console.print(printable(problem))
-    whole = all(document["problem"] is None for document in documents) and not problems
-    return EXIT_DONE if whole else EXIT_CRASHED
+    every = (checkpoint for run in runs for checkpoint in run.checkpoints)
+    return show_checkpoints(every, _verified, problems, console, in_json=arguments.json)
 
 
-def _verified(checkpoint: FoundCheckpoint) -> tuple[str, dict[str, Any]]:
+def _verified(checkpoint: FoundCheckpoint) -> tuple[list[str], dict[str, Any]]:
     document: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
     manifest = read_or_problem(Path(checkpoint.name), lambda: verify_found(checkpoint))
     if isinstance(manifest, Unreadable):
-        return manifest, document | {"state": manifest.state, "problem": manifest}
+        return [manifest], document | {"state": manifest.state, "problem": manifest}
     here, files = len(checkpoint.here(manifest)), len(manifest.files)
     what = "intact" if here == files else f"this disk's part is intact ({here} of {files} files)"
     document |= {"step": manifest.step, "state": "intact" if here == files else "part"}
     document |= {"bytes": manifest.total_bytes, "linked_bytes": manifest.linked_bytes}
     document |= {"files": files, "files_here": here}
-    return f"{checkpoint.name}: {what}, {sizes_of(manifest)} in {files} files", document
+    return [f"{checkpoint.name}: {what}, {sizes_of(manifest)} in {files} files"], document
 
 
 def verify_found(checkpoint: FoundCheckpoint) -> Manifest:
