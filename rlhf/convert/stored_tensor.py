@@ -106,6 +106,14 @@ def open_torch_file(path: Path, allowed: Allowed = (), *, start: int = 0, size: 
         return _Locator(path, start, part.records).of(content)
 
 
+def open_mapping(path: Path, allowed: Allowed, tool: str) -> dict[str, Any]:
+    """Load a file of `torch.save` that contains a dictionary, as `tool` writes it."""
+    content = open_torch_file(path, allowed)
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint(f"{path} is not a file of {tool}: it contains a {type(content).__name__}")
+    return content
+
+
 class _Locator:
     """Replaces each tensor on the meta device by a StoredTensor."""
 

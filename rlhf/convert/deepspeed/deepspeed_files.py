@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.convert.pickles import Allowed, stand_in
-from rlhf.convert.stored_tensor import open_torch_file
+from rlhf.convert.stored_tensor import open_mapping
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.models.hf.source import Origin
-from rlhf.storage.disk_errors import DamagedCheckpoint
 
 LATEST = "latest"
 MODEL_STATES, OPTIM_STATES = "*_model_states.pt", "*_optim_states.pt"
@@ -104,7 +103,7 @@ def open_all(save: Path, pattern: str, world_size: int) -> list[dict[str, Any]]:
         raise UserError(f"{save} was saved by {world_size} ranks and lacks {names}{more}. Copy the missing files.")
     if extra := [path.name for rank, path in files.items() if rank >= world_size]:
         raise UserError(f"{save} was saved by {world_size} ranks. Remove {extra[0]} of an earlier save.")
-    return [open_states(files[rank]) for rank in range(world_size)]
+    return [open_mapping(files[rank], ALLOWED, "DeepSpeed") for rank in range(world_size)]
 
 
 def open_first(save: Path, pattern: str) -> dict[str, Any]:
@@ -113,12 +112,4 @@ def open_first(save: Path, pattern: str) -> dict[str, Any]:
     if 0 not in files:
         there = f"of rank 0; there is {next(iter(files.values())).name}" if files else "at all"
         raise UserError(f"{save} has no file {pattern} {there}. Copy the missing files.")
-    return open_states(files[0])
-
-
-def open_states(path: Path) -> dict[str, Any]:
-    """Load one file, with a StoredTensor for each tensor."""
-    content = open_torch_file(path, ALLOWED)
-    if not isinstance(content, dict):
-        raise DamagedCheckpoint(f"{path} is not a file of DeepSpeed: it contains a {type(content).__name__}")
-    return content
+    return open_mapping(files[0], ALLOWED, "DeepSpeed")

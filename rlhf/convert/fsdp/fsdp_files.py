@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.convert.pickles import Allowed, StandIn, TensorStandIn, stand_in
-from rlhf.convert.stored_tensor import StoredWrapper, open_torch_file
+from rlhf.convert.stored_tensor import StoredWrapper, open_mapping
 from rlhf.errors import UserError
 from rlhf.models.hf.source import Origin
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -123,15 +123,7 @@ def open_ranks(folder: Path, world_size: int) -> list[dict[str, Any]]:
             f"{folder} was saved by {world_size} ranks and lacks {missing}. Copy the missing files into it: every node "
             "has the files of its own ranks."
         )
-    return [open_mapping(path) for path in paths]
-
-
-def open_mapping(path: Path) -> dict[str, Any]:
-    """Load one file, with a StoredTensor for each tensor."""
-    content = open_torch_file(path, ALLOWED)
-    if not isinstance(content, dict):
-        raise DamagedCheckpoint(f"{path} is not a file of verl: it contains a {type(content).__name__}")
-    return content
+    return [open_mapping(path, ALLOWED, "verl") for path in paths]
 
 
 def fields_of(made: StandIn | StoredWrapper) -> dict[str, Any]:

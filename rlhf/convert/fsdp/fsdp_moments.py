@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.convert.fsdp.fsdp_files import OPTIMIZER, missing_among, open_mapping, paths_of
+from rlhf.convert.fsdp.fsdp_files import ALLOWED, OPTIMIZER, missing_among, paths_of
 from rlhf.convert.fsdp.fsdp_tensors import assemble
 from rlhf.convert.named_tensors import MOMENTS, Unmapped
-from rlhf.convert.stored_tensor import JoinedTensor, StoredWrapper, as_pieces, numel_of
+from rlhf.convert.stored_tensor import JoinedTensor, StoredWrapper, as_pieces, numel_of, open_mapping
 from rlhf.models.hf.source import ReadableTensor, TensorInfo, cut
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
@@ -31,7 +31,7 @@ def read_moments(
     paths = paths_of(folder, OPTIMIZER, world_size)
     if missing := missing_among(paths):
         raise Unmapped(f"{missing} missing")
-    states = [open_mapping(path) for path in paths]
+    states = [open_mapping(path, ALLOWED, "verl") for path in paths]
     groups = states[0].get("param_groups")
     if not isinstance(groups, list) or len(groups) != 1 or not all(isinstance(s.get("state"), dict) for s in states):
         raise Unmapped("the optimizer does not have one group of parameters")

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.convert.fsdp.fsdp_files import (
+    ALLOWED,
     EXTRA,
     MODEL,
     OPTIMIZER,
     fields_of,
     find_folder,
-    open_mapping,
     open_ranks,
     paths_of,
     world_size_of,
@@ -24,8 +24,8 @@ from rlhf.convert.fsdp.fsdp_files import (
 from rlhf.convert.fsdp.fsdp_moments import read_moments
 from rlhf.convert.fsdp.fsdp_tensors import DTensorPart, ReplicatedTensor, assemble
 from rlhf.convert.huggingface import layout_huggingface
-from rlhf.convert.named_tensors import NamedTensors, Unmapped
-from rlhf.convert.stored_tensor import StoredTensor, StoredWrapper
+from rlhf.convert.named_tensors import NamedTensors, Unmapped, with_updates
+from rlhf.convert.stored_tensor import StoredTensor, StoredWrapper, open_mapping
 from rlhf.errors import UserError
 from rlhf.models.hf import adapters
 from rlhf.models.hf.architecture import architecture_of
@@ -118,8 +118,7 @@ def _moments(
         ) from None
     if idle := [name for name in parameters if f"{name}.step" not in found]:
         contents.absent.insert(0, f"the moments of {', '.join(idle[:3])}: never updated ({len(idle)} in all)")
-    steps = [tensor.read(0, 1).item() for name, tensor in found.items() if name.endswith(".step")]
-    contents.progress = TrainedSoFar(contents.progress.step, int(max(steps, default=0)), contents.progress.schedule)
+    contents.progress = with_updates(contents.progress, found)
     return found
 
 
@@ -139,7 +138,7 @@ def _progress(folder: Path, world_size: int) -> TrainedSoFar:
     path = paths_of(folder, EXTRA, world_size)[0]
     if not path.is_file():
         return TrainedSoFar(step)
-    schedule = open_mapping(path).get("lr_scheduler")
+    schedule = open_mapping(path, ALLOWED, "verl").get("lr_scheduler")
     return TrainedSoFar(step, schedule=dict(schedule) if isinstance(schedule, dict) else None)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.convert.huggingface import layout_huggingface
-from rlhf.convert.named_tensors import MOMENTS, NamedTensors, Unmapped
+from rlhf.convert.named_tensors import MOMENTS, NamedTensors, Unmapped, with_updates
 from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
 from rlhf.errors import UserError
 from rlhf.models.hf import adapters
@@ -121,8 +121,7 @@ def _moments(path: Path, tensors: Mapping[str, ReadableTensor], contents: Conten
     except Unmapped as reason:
         contents.absent.insert(0, f"the optimizer's moments: {reason}")
         return {}
-    steps = [tensor.read(0, 1).item() for name, tensor in found.items() if name.endswith(".step")]
-    contents.progress = TrainedSoFar(contents.progress.step, int(max(steps, default=0)), contents.progress.schedule)
+    contents.progress = with_updates(contents.progress, found)
     return found
 
 
