@@ -13,7 +13,7 @@ from rlhf.numerics import NUMERICS
 
 @dataclass(frozen=True)
 class Identity:
-    """Identifies the run that wrote a checkpoint, as its manifest does.
+    """Identifies the run that wrote a checkpoint; its manifest has the same fields.
 
     `fingerprints` identify the files that settings name (`model.path`, ...), by setting. `threads` are the CPU threads
     of each rank. `numerics` is the numerics version (`rlhf.numerics`).

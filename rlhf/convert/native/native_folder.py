@@ -164,14 +164,9 @@ def _manifest(step: int, plans: Mapping[str, RolePlan]) -> Manifest:
     return Manifest(
         step=step,
         world_size=1,
-        backend=identity.backend,
         contents=["model", "hf_model"],
         roles=sorted(plans),
-        config_hash=identity.config_hash,
-        fingerprints=identity.fingerprints,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=identity.versions,
-        threads=identity.threads,
-        numerics=identity.numerics,
+        **vars(identity),
         imported={"layout": first.source.layout, "path": str(first.path.absolute())},
     )
