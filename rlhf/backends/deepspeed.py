@@ -24,6 +24,7 @@ from rlhf.config.buffer_sizes import REDUCE_BUCKET
 from rlhf.errors import UserError
 from rlhf.models.adapter_layers import Adapters
 from rlhf.models.log_prob_head import with_log_probs
+from rlhf.models.skeleton import persistent_buffers
 from rlhf.ranks import dims
 from rlhf.storage.shards import Shard, Shards
 
@@ -137,15 +138,11 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
             yield from ((name, weight.to(device).to(dtype)) for name, weight in self._state.module_weights())
         else:
             yield from gather_tensors(self._state.weights(), self._shard_group, dtype=dtype, device=device)
-        yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())
+        yield from ((name, buffer.detach()) for name, buffer in persistent_buffers(self._engine.module))
 
     def _buffer_shards(self) -> dict[str, Shard]:
-        owner = dims.everyone().rank == 0
-        return {name: Shard(tuple(b.shape), (0,), b.detach(), owner) for name, b in self._persistent_buffers()}
-
-    def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        persistent = self._engine.module.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in self._engine.module.named_buffers() if name in persistent)
+        owner, buffers = dims.everyone().rank == 0, persistent_buffers(self._engine.module)
+        return {name: Shard(tuple(buffer.shape), (0,), buffer.detach(), owner) for name, buffer in buffers}
 
 
 class ClippedAdamW(torch.optim.AdamW):

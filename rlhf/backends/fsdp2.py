@@ -20,6 +20,7 @@ from rlhf.backends.training import MOMENTS, Scheduled, Training, adamw_options, 
 from rlhf.config import BackendConfig
 from rlhf.models.adapter_layers import Adapters
 from rlhf.models.log_prob_head import with_log_probs
+from rlhf.models.skeleton import persistent_buffers
 from rlhf.ranks import dims
 from rlhf.storage.boxes import Box
 from rlhf.storage.shards import Shard, Shards
@@ -63,18 +64,14 @@ class Fsdp2Model:
         """Yield sharded parameters (tied parameters once) and persistent buffers by name, in a fixed order."""
         self.reshard()
         yield from self.module.named_parameters()
-        yield from self._persistent_buffers()
+        yield from persistent_buffers(self.module)
 
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.full_tensors`."""
         self.reshard()
         weights = self._weights.shards(shards_of(self.module.named_parameters()))
         yield from gather_tensors(weights.items(), self._shard_group, dtype=dtype, device=self._device)
-        yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())
-
-    def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        persistent = self.module.state_dict().keys()
-        return ((name, buffer) for name, buffer in self.module.named_buffers() if name in persistent)
+        yield from ((name, buffer.detach()) for name, buffer in persistent_buffers(self.module))
 
     def model_shards(self) -> Shards:
         """See `TrainState.model_shards`."""

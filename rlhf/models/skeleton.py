@@ -1,6 +1,6 @@
 """Builds models on the meta device, and finds the file tensor of each weight."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,8 +28,7 @@ def skeleton(
     origins = {_identity(tensor): name for name, tensor in tensors.items()}
     model = load_from(tensors)
     named = dict(model.named_parameters())
-    persistent = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    buffers = dict(persistent_buffers(model))
     names = {}
     for name, tensor in (named | buffers).items():
         origin = origins.get(_identity(tensor))
@@ -50,6 +49,12 @@ def skeleton(
         module, _, own = name.rpartition(".")
         setattr(model.get_submodule(module), own, torch.empty(buffers[name].shape, dtype=buffers[name].dtype))
     return model, names
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a module's state dict has, by name."""
+    persistent = module.state_dict().keys()
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
 
 
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
