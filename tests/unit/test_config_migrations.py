@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from rlhf.checkpoint.commit.manifest import read_manifest, write_manifest
-from rlhf.checkpoint.verbs.stored_rules import parse_rules
+from rlhf.checkpoint.verbs.runs import parse_rules
 from rlhf.config import Config, migrations
 from rlhf.config.compare import compare_text, reject_changes
 from rlhf.config.known_settings import SETTINGS, setting_of

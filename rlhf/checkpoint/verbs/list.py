@@ -11,9 +11,8 @@ from rich.table import Table
 from rlhf.checkpoint.commit.retention import figures_of, ranking_metric, reasons
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
 from rlhf.checkpoint.verbs.places import Unreadable, read_or_problem
-from rlhf.checkpoint.verbs.runs import FoundRun, rules_of_save
+from rlhf.checkpoint.verbs.runs import RULES, FoundRun, rules_of_save
 from rlhf.checkpoint.verbs.shown import facts_of, show_end
-from rlhf.checkpoint.verbs.stored_rules import RULES
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE
 from rlhf.printable import printable

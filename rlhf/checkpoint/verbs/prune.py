@@ -12,9 +12,8 @@ from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
 from rlhf.checkpoint.verbs.addresses import find_runs
 from rlhf.checkpoint.verbs.places import read_or_problem
 from rlhf.checkpoint.verbs.pruning import PruningPlan, bytes_freed, plan_pruning, remove_planned, run_at_rest
-from rlhf.checkpoint.verbs.runs import LocalCheckpoint, LocalRun, rules_of_save
+from rlhf.checkpoint.verbs.runs import RULES, LocalCheckpoint, LocalRun, rules_of_save
 from rlhf.checkpoint.verbs.shown import show_end, size_text
-from rlhf.checkpoint.verbs.stored_rules import RULES
 from rlhf.checkpoint.verbs.verify import verify_found
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR, UserError, did_you_mean, nearest

@@ -2,19 +2,24 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
 from rlhf.checkpoint.verbs.places import read_or_problem
-from rlhf.checkpoint.verbs.stored_rules import LARGEST_CONFIG, parse_rules
 from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.config.stored import stored_sections
 from rlhf.errors import UserError
 from rlhf.storage.layout import CONFIG, POINTER, RESOLVED, scan, set_aside_dirs, step_of
 from rlhf.storage.reading import CheckedFiles, read_regular
 
 T = TypeVar("T")
 R = TypeVar("R")
+RULES = ("max_to_keep", "keep_every", "keep_best", "best_metric")
+"""Settings that are retention rules."""
+LARGEST_CONFIG = 1 << 20
+"""Upper limit of bytes read of a configuration."""
 SET_ASIDE = ("damaged", "superseded", "incomplete")
 DEEPEST = 4
 """Levels between the named folder and a run directory; the trainer creates two, project and experiment."""
@@ -145,3 +150,21 @@ def rules_of_save(checkpoint: FoundCheckpoint, manifest: Manifest) -> Checkpoint
         return None
     text = read_or_problem(Path(checkpoint.name), lambda: checkpoint.files(manifest).content(CONFIG))
     return None if isinstance(text, str) else parse_rules(text, manifest.release)
+
+
+def parse_rules(text: bytes, release: str | None = None) -> CheckpointConfig | None:
+    """Return the rules in a configuration that `release` resolved, or None if it is damaged."""
+    try:
+        stored = stored_sections(text, release)["checkpoint"]
+        settings = CheckpointConfig(**{name: stored[name] for name in RULES})
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    bounds = {field.name: field.metadata for field in fields(CheckpointConfig)}
+    for name, value in asdict(settings).items():
+        if name not in RULES:
+            continue
+        may_be_null = name == "best_metric" or bounds[name]["ge"] == 1
+        fits = value in bounds[name]["choices"] if name == "best_metric" else type(value) is int
+        if not (fits or (may_be_null and value is None)) or (type(value) is int and value < bounds[name]["ge"]):
+            return None
+    return settings
