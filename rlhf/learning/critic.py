@@ -13,10 +13,9 @@ from rlhf.batch import Batch, CriticBatch
 from rlhf.config import CriticConfig
 from rlhf.learning.balancing import SampleBalance
 from rlhf.learning.guards import Guards
-from rlhf.learning.predicted_tokens import PredictedTokens
+from rlhf.learning.predicted_tokens import PredictedTokens, per_token
 from rlhf.learning.resharding import Shuffle
 from rlhf.learning.update import Counts, Figures, MicroBatchLoss, Passes, update
-from rlhf.learning.walk import per_token
 
 CONSTANT = 1e-12
 """Returns count as constant if their variance, divided by their mean square, is at most this."""

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from rlhf.backends.base import Model
 from rlhf.batch import Batch
 from rlhf.learning.balancing import SampleBalance
-from rlhf.learning.predicted_tokens import PredictedTokens
-from rlhf.learning.walk import per_token
+from rlhf.learning.predicted_tokens import PredictedTokens, per_token
 from rlhf.models.log_prob_head import Targets
 
 

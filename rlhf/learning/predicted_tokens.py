@@ -1,12 +1,16 @@
-"""Finds the response tokens of a micro-batch and the positions at which a model predicts them, packed or padded."""
+"""Computes values of response tokens, and finds the positions at which a model predicts them, packed or padded."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlhf.batch import Batch
-from rlhf.models.packing import lay_out
+from rlhf.learning.balancing import SampleBalance
+from rlhf.models.packing import is_packed, lay_out
+from rlhf.ranks import dims
 
 
 @dataclass(frozen=True)
@@ -37,3 +41,19 @@ class PredictedTokens:
     def in_rows(self, values: Tensor) -> Tensor:
         """Return [N, R] with the values of [M] at the tokens' places, zero elsewhere."""
         return values.new_zeros(self.mask.shape).index_put(self.places, values)
+
+
+def per_token(
+    batch: Batch, balance: SampleBalance, budget: int, model: nn.Module, compute: Callable[[Batch], Tensor]
+) -> Tensor:
+    """Return the values of `compute` for every response token of `batch`, [N, R] float32, zero on padding. Collective.
+
+    `compute` returns [n, R'] for a micro-batch of n samples with at most `budget` tokens. Every rank runs the same
+    number of passes. A rank without samples left computes on the filler of `Batch.micro_batch`.
+    """
+    result = torch.zeros_like(batch.rollout_log_probs)
+    for rows in balance.micro_batches(budget, padded=not is_packed(model))[dims.data().rank]:
+        values = compute(batch.micro_batch(rows))
+        places = torch.tensor(rows, dtype=torch.int64, device=result.device)
+        result[places, : values.shape[1]] = values
+    return result

@@ -15,8 +15,8 @@ from rlhf.events import announce, report
 from rlhf.learning.balancing import SampleBalance
 from rlhf.learning.guards import Guards
 from rlhf.learning.resharding import Shuffle
-from rlhf.learning.walk import mini_batch_plans
 from rlhf.models.packing import is_packed
+from rlhf.ranks import dims
 from rlhf.ranks.collectives import all_max, all_sum
 
 Figures = dict[str, float]
@@ -121,6 +121,18 @@ def update(
             if hooks is not None and tokens:
                 figures |= hooks.after(figures)
     return _finish(backend, steps)
+
+
+def mini_batch_plans(balance: SampleBalance, budget: int, *, padded: bool) -> list[list[list[int]]]:
+    """Return this rank's rows by [mini-batch][micro-batch].
+
+    Every rank has the same number of micro-batches, of at most `budget` tokens each.
+    """
+    rank = dims.data().rank
+    return [
+        balance.micro_batches(budget, padded=padded, mini_batch=mini_batch)[rank]
+        for mini_batch in range(balance.mini_batches)
+    ]
 
 
 def _finish(backend: TrainingBackend, steps: list[Figures]) -> Figures:
