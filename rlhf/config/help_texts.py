@@ -41,14 +41,10 @@ def commented_yaml(section: Mapping[str, Any], prefix: str = "") -> str:
     text = ""
     for name, value in section.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and not _is_leaf(key):
+        if isinstance(value, dict) and key not in help_texts():
             text += f"{indent}{name}:\n{commented_yaml(value, key + '.')}"
             continue
         comment = textwrap.wrap(help_texts()[key], WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)
         text += "".join(f"{indent}# {line}\n" for line in comment)
         text += textwrap.indent(yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True), indent)
     return text
-
-
-def _is_leaf(key: str) -> bool:
-    return key in help_texts()

@@ -80,7 +80,8 @@ class RewardModel:
         if not items:
             return []
         templated = self._tokenizer.chat_template is not None
-        texts = [self._render(item) if templated else self._join(item) for item in items]
+        plain = ("".join(message["content"] for message in item.messages) + item.response for item in items)
+        texts = [self._render(item) for item in items] if templated else list(plain)
         # A template writes its special tokens itself. The tokenizer's own truncation keeps the special tokens that it
         # adds.
         return self._tokenizer(texts, add_special_tokens=not templated, truncation=True, max_length=self._max_length)[
@@ -99,9 +100,6 @@ class RewardModel:
             ) from error
         assert isinstance(text, str)
         return text
-
-    def _join(self, item: RewardItem) -> str:
-        return "".join(message["content"] for message in item.messages) + item.response
 
     @torch.no_grad()
     def _forward(self, sequences: list[list[int]]) -> list[float]:

@@ -9,7 +9,7 @@ boxes and ranges at once; as ranges they take less space in an index.
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -112,17 +112,13 @@ def boxes_of(part: Box, shape: Sequence[int]) -> list[Box]:
 
 def overlaps(one: Box, other: Box, shape: Sequence[int]) -> Iterator[Box]:
     """Yield the intersection of two parts of a tensor, in row-major order: a range of two ranges, otherwise boxes."""
-    pairs = [(one, other)] if one.is_range and other.is_range else _pairs(one, other, shape)
-    for a, b in pairs:
+    ranges = one.is_range and other.is_range
+    for a, b in [(one, other)] if ranges else product(boxes_of(one, shape), boxes_of(other, shape)):
         low = tuple(map(max, a.offsets, b.offsets))
         ends = (min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
         sizes = tuple(end - start for start, end in zip(low, ends, strict=True))
         if min(sizes) > 0:
             yield Box(low, sizes)
-
-
-def _pairs(one: Box, other: Box, shape: Sequence[int]) -> list[tuple[Box, Box]]:
-    return [(a, b) for a in boxes_of(one, shape) for b in boxes_of(other, shape)]
 
 
 def layout_of(inner: Box, outer: Box, shape: Sequence[int]) -> Strided:

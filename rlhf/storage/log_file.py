@@ -15,7 +15,7 @@ class LogFile:
     def __init__(self, path: Path, limit: int = LIMIT_BYTES) -> None:
         self._path, self._limit = path, limit
         make_dir(path.parent)
-        self._fd = self._opened()
+        self._fd = open_to_append(self._path)
 
     def write(self, text: str) -> None:
         """Append whole lines with one write."""
@@ -26,12 +26,9 @@ class LogFile:
             if self._path.exists() and os.path.samestat(now, self._path.stat()):
                 rename(self._path, self._path.with_name(f"{self._path.name}.1"))
             self.close()
-            self._fd = self._opened()
+            self._fd = open_to_append(self._path)
         while data:
             data = data[os.write(self._fd, data) :]
 
     def close(self) -> None:
         os.close(self._fd)
-
-    def _opened(self) -> int:
-        return open_to_append(self._path)

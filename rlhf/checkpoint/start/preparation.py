@@ -26,7 +26,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.parent import torchrun_agent
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import append_durably, remove_file, rename_durably
-from rlhf.storage.layout import CONFIG, HISTORY, TEMPORARY
+from rlhf.storage.layout import CONFIG, HISTORY, TEMPORARY, step_of
 
 log = logging.getLogger(__name__)
 PART = 4 << 20
@@ -178,7 +178,7 @@ def _move_to_driver(path: Path, domain: int, size: int, coordinator: Coordinator
 
 def _fork(run_dir: Path, source: Path, coordinator: Coordinator) -> dict[str, Any]:
     """Set aside everything that does not descend from `source`; return the new run's entries in run.json."""
-    if not any(coordinator.on_domain_leaders(lambda: directory.is_checkpoint(source))):
+    if not any(coordinator.on_domain_leaders(lambda: step_of(source) is not None and source.is_dir())):
         raise UserError(f"trainer.resume_from_path={source} is not a checkpoint: name a global_step_N directory.")
     coordinator.on_domain_leaders(lambda: directory.set_aside_for(run_dir, source))
     # A new id: trackers would drop steps that they have already seen of the old trajectory.

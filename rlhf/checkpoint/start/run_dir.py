@@ -78,10 +78,6 @@ def _remove(path: Path) -> None:
         remove_file(path)
 
 
-def is_checkpoint(path: Path) -> bool:
-    return step_of(path) is not None and path.is_dir()
-
-
 def set_aside_for(run_dir: Path, source: Path) -> None:
     """Set aside everything that does not descend from `source`, from which the run starts again: its own later
     checkpoints, all of another run's, and the records of the trajectory that ends here."""
