@@ -41,7 +41,7 @@ def train(
             processes import it from there. A script that defines a reward must call `train` under
             `if __name__ == "__main__":`.
         callbacks: called in this process with each step, in order, after the step's record is on disk. Step 0 is the
-            evaluation before the training. If a crash or a roll-back repeats steps, callbacks receive these steps
+            evaluation before the training. If a crash or a rollback repeats steps, callbacks receive these steps
             again. If a callback raises, the run saves and stops as on SIGTERM, and `train` raises the callback's error.
         config_dir: a folder of further recipes and group entries (`--config-dir`).
 

@@ -40,7 +40,7 @@ class Preempted(Exception):
 class Unsaved(Exception):
     """The run exits with `EXIT_REQUEUE`, and a save or a remote copy is missing.
 
-    The message names what is missing, and says what the same command will do.
+    The message names what is missing, and what the same command will do.
     """
 
 

@@ -89,7 +89,7 @@ def _train(c: Components) -> None:
     else:
         before = c.evaluator.before_training()
         c.run_log.step(0, before)
-        if c.guards.rolls_back:  # a roll-back in step 1 needs a checkpoint
+        if c.guards.rolls_back:  # a rollback in step 1 needs a checkpoint
             c.run_log.note(c.checkpointer.save(0, before))
     while not driver.finished:
         step, started = driver.step + 1, time.monotonic()

@@ -20,7 +20,7 @@ class ProgressDisplay:
     """Interface of displays of a run's progress. This class shows nothing."""
 
     def start(self, step: int, total: int) -> None:
-        """Show that `step` of `total` steps are finished: at the start, after a resume or after a roll-back."""
+        """Show that `step` of `total` steps are finished: at the start, after a resume or after a rollback."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a finished step; step 0 is the evaluation before training."""
@@ -76,7 +76,7 @@ def dispatch_message(line: bytes, to: ProgressDisplay) -> None:
         case ["phase", rank, step, str(name), done, total] if _are_counts(rank, step, done, total):
             to.phase(rank, step, printable(name), done, total)
         case _:
-            raise ValueError("no message about progress")
+            raise ValueError("not a progress message")
 
 
 def _are_counts(*values: Any) -> bool:

@@ -74,7 +74,9 @@ class FunctionCall:
         values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(items):
             what = f"{len(values)} scores" if isinstance(values, list | tuple) else f"{values!r}"
-            raise UserError(f"{self._setting} returned {what} for {len(items)} samples. Return a list, one for each.")
+            raise UserError(
+                f"{self._setting} returned {what} for {len(items)} samples. Return a list with one score each."
+            )
         may_abstain = self._convention is Convention.TRL
         return [logged.added_to(as_score(value, self._setting, may_abstain), i) for i, value in enumerate(values)]
 
@@ -165,7 +167,7 @@ def as_score(value: Any, setting: str, may_abstain: bool = False) -> Score:
     if not isinstance(value, dict):
         return Score(_number(setting, value, repr(value)))
     if "score" not in value:
-        raise UserError(f"{setting} returned a dict without 'score': {value!r}. Add it.")
+        raise UserError(f"{setting} returned a dict without 'score': {value!r}. Add this key.")
     others = {str(key): _plain(each) for key, each in value.items() if key != "score"}
     numbers = {key: _number(setting, each, f"{key}={each!r}") for key, each in others.items() if isinstance(each, Real)}
     notes = {key: as_note(each) for key, each in others.items() if key not in numbers}

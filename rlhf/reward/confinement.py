@@ -1,4 +1,4 @@
-"""Confines a reward process: limits, a folder of its own, no network, no access to the trainer.
+"""Confines a reward process: resource limits, its own folder, no network, no access to the trainer.
 
 The process confines itself before it loads a verifier, as far as its kernel allows. What the confinement blocks and
 what it leaves open is in `docs/design/reward-isolation.md`.
@@ -77,7 +77,7 @@ def confine(confinement: Confinement) -> Confined:
     else:
         missing.append("Linux: reward processes have all rights of your user, without limits")
     os.environ.update(HOME=own, TMPDIR=own)
-    tempfile.tempdir = None  # it caches the old folder
+    tempfile.tempdir = None  # forget the cached folder
     return Confined(folder, missing)
 
 

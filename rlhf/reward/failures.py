@@ -57,7 +57,7 @@ class FailurePolicy:
         """
         if self._config.on_error == "stop" and not forgive:
             raise UserError(
-                f"reward.functions={self._function} failed on a sample, and reward.on_error=stop ends the run there. "
+                f"reward.functions={self._function} failed on a sample, and reward.on_error=stop ends the run. "
                 f"Correct the function, or set reward.on_error=score, which gives such samples "
                 f"reward.failed_score={self._config.failed_score:g} and counts them.\n{error}"
             ) from error

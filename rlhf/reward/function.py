@@ -38,7 +38,9 @@ def check_kwargs(config: RewardConfig) -> None:
         if None not in signatures and not any(each.accepts(name) for each in known):
             named = [parameter for each in known for parameter in each.named]
             near = did_you_mean(nearest(name, named))
-            raise UserError(f"{kwarg} is a parameter of none of reward.functions={config.functions}.{near} Correct it.")
+            raise UserError(
+                f"{kwarg} is not a parameter of any of reward.functions={config.functions}.{near} Correct it."
+            )
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ _LONGEST = 50_000
 """Most characters of an error in a reply; a reply has at most 1 MiB."""
 
 _CONFINED = (
-    "(Reward processes write to HOME and TMPDIR only, and have no network and none of your environment variables: "
-    "reward.writable, reward.network and reward.pass_env give a function what it needs.)"
+    "(Reward processes can write only to HOME and TMPDIR, and have no network and none of your environment variables. "
+    "To allow more, set reward.writable, reward.network or reward.pass_env.)"
 )
 _DENIED = (errno.EPERM, errno.EACCES, errno.EROFS)
 

@@ -80,7 +80,7 @@ def _check_weights(config: RewardConfig) -> None:
     if len(weights) != len(config.functions):
         raise UserError(
             f"{setting}: {len(weights)} for {len(config.functions)} functions ({', '.join(config.functions)}). "
-            "Give each function one, or set null."
+            "Set one weight for each function, or null."
         )
     if not all(map(math.isfinite, weights)):
         raise UserError(f"{setting}: must be finite numbers.")

@@ -54,13 +54,13 @@ class Reward:
                 )
         if given.score is None or math.isfinite(given.score):
             return given
-        return term.policy.failed(RewardError(f"{term.label} gave {given.score} to one sample: {item}"))
+        return term.policy.failed(RewardError(f"{term.label} returned the score {given.score} for a sample: {item}"))
 
     def _sum(self, given: Iterable[Score], item: RewardItem) -> RewardResult:
         row = list(given)
         if all(score.score is None for score in row):
             labels = ", ".join(term.label for term in self._terms)
-            nothing = RewardError(f"None of {labels} gave one sample a score: {item}")
+            nothing = RewardError(f"None of {labels} returned a score for a sample: {item}")
             row[0] = replace(row[0], score=self._terms[0].policy.failed(nothing).score, failed=True)
         every = [(term, score) for term, score in zip(self._terms, row, strict=True)]
         scores = [(term, score.score) for term, score in every if score.score is not None]

@@ -48,7 +48,8 @@ class Decoding:
         self.cache = RowCache(model.config)
         self.cache.span.start = self.cache.span.end = int(self.lengths.max())
         self.columns = 0
-        # A model that accepts a prepared mask, without sliding windows, gets a slice of ours. Others build their own.
+        # A model that accepts a prepared mask, without sliding windows, gets a slice of this mask. Other models build
+        # their own mask.
         self.prepared_mask = (
             model._supports_attention_backend
             and model.config._attn_implementation in ("sdpa", "eager")

@@ -90,11 +90,11 @@ class BackgroundEngine(RolloutEngine, Protocol):
     """An engine with devices of its own, which can generate while the rank trains. All calls are collective."""
 
     def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
-        """Start to generate with the present weights. Only `finish` may be called next."""
+        """Start to generate with the current weights. Only `finish` may be called next."""
 
     def finish(self, version: int) -> list[Sample]:
         """Wait for the generation of `begin`, and return the sample of each request. Requests that failed because an
-        engine died are generated now, by the present policy, after `version` steps."""
+        engine died are generated now, by the current policy, after `version` steps."""
 
 
 class AdapterEngine(RolloutEngine, Protocol):

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightsMismatch(RuntimeError):
-    """A rollout engine's weights differ from the weights that it was sent."""
+    """A rollout engine's weights differ from the weights that the trainer sent."""
 
 
 def digest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,7 +66,7 @@ class WeightCheck:
     Args:
         fused: the engine's module names, each with the names of its parts in the weights sent.
         renamed: returns the engine's name of a weight sent.
-        exact: False for a quantized engine. All its weights form one sum, of which only changes are checked.
+        exact: False for a quantized engine. The check then sums all weights and compares only whether the sum changed.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class WeightCheck:
         ]
         there = [group for group in expected if any(group in rank for rank in actual)]
         if expected and not there:
-            raise WeightsMismatch(f"The rollout engine reports none of the weights that it was sent ({version}).")
+            raise WeightsMismatch(f"The rollout engine reports none of the weights that the trainer sent ({version}).")
         if lost := sorted(self._names - actual_names):
-            raise WeightsMismatch(f"The rollout engine reports some weights no more ({version}): {_listed(lost)}.")
+            raise WeightsMismatch(f"The rollout engine no longer reports some weights ({version}): {_listed(lost)}.")
         wrong = [group for group in there if not self._agrees(group, expected, actual)]
         if self._before is None and (computed := [group for group in wrong if group not in actual_names]):
             self._computed |= set(computed)
             log.warning(
-                "The rollout engine computes some weights from those it was sent, so only changes are checked: %s.",
+                "The rollout engine computes some weights from the weights sent, so only changes are checked: %s.",
                 _listed(computed),
             )
             wrong = [group for group in wrong if group in actual_names]
@@ -123,7 +123,7 @@ class WeightCheck:
         if not self._exact:
             return "all quantized weights"
         layer = re.search(r"\.(\d+)\.", name)
-        return f"others of layer {layer[1]}" if layer else "others"
+        return f"other weights of layer {layer[1]}" if layer else "other weights"
 
     def _agrees(self, group: str, expected: Digests, actual: Sequence[Digests]) -> bool:
         if group in self._computed:
@@ -145,11 +145,11 @@ class WeightCheck:
     def _error_text(self, wrong: Sequence[str], expected: Digests, actual: Sequence[Digests], version: str) -> str:
         kept = [group for group in wrong if self._before and self._changed(group, expected, actual) == (True, False)]
         other = [group for group in wrong if group not in kept]
-        lines = [f"The rollout engine does not hold the weights that it was sent ({version})."]
+        lines = [f"The rollout engine does not have the weights that the trainer sent ({version})."]
         if kept:
-            lines.append(f"Changed in training, but still the old ones in the engine: {_listed(kept)}.")
+            lines.append(f"Changed in training, but the engine still has the old values: {_listed(kept)}.")
         if other:
-            lines.append(f"Neither the old ones nor those that were sent: {_listed(other)}.")
+            lines.append(f"Neither the old values nor the values sent: {_listed(other)}.")
         return " ".join(lines)
 
 

@@ -20,5 +20,5 @@ def test_a_run_restarts_by_itself_when_its_engine_keeps_old_weights(tmp_path, un
     assert end.output.count("Crash: rank 0: ") == 1
     assert "WeightsMismatch" in end.output
     assert f"(step {old_weights.VERSION})" in end.output
-    assert "still the old ones in the engine" in end.output
+    assert "the engine still has the old values" in end.output
     assert differences(undisturbed.run_dir(1), tmp_path / "rlhf" / "old_weights") == []

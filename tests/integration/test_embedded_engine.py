@@ -390,11 +390,11 @@ def test_weights_that_the_engine_does_not_hold_after_a_hand_over_are_named(
     copies = {id(tensor): tensor.clone() for tensor in targets.values()}
     moved = [name for name, weight in policy.named_parameters() if not torch.equal(weight, other.get_parameter(name))]
     everything = told({name: copies[id(tensor)] for name, tensor in targets.items()})
-    assert f"Changed in training, but still the old ones in the engine: {len(moved)} ({moved[0]}, " in everything
+    assert f"Changed in training, but the engine still has the old values: {len(moved)} ({moved[0]}, " in everything
     assert "Neither" not in everything
     name = "model.layers.0.mlp.down_proj.weight"
-    assert told({name: copies[id(targets[name])]}).endswith(f"still the old ones in the engine: 1 ({name}).")
-    assert told({}, 1).endswith("Neither the old ones nor those that were sent: 1 (model.norm.weight).")
+    assert told({name: copies[id(targets[name])]}).endswith(f"the engine still has the old values: 1 ({name}).")
+    assert told({}, 1).endswith("Neither the old values nor the values sent: 1 (model.norm.weight).")
     assert engine.version == 1
     engine.update_weights(other.named_parameters, 2)
     assert engine.version == 2

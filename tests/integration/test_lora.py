@@ -220,7 +220,7 @@ def test_an_engine_that_keeps_the_weights_of_old_adapters_is_found(found, engine
     names = found["fsdp2"]["new"]["weights"]
     adapted = sum(name.endswith("lora_A.weight") for name in names)
     # The base has not changed, and is held.
-    told = f"(step 1). Changed in training, but still the old ones in the engine: {adapted} ("
+    told = f"(step 1). Changed in training, but the engine still has the old values: {adapted} ("
     assert told in found["kept_silently"][engine]
     assert "Neither" not in found["kept_silently"][engine]
 

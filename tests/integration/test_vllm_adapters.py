@@ -109,7 +109,7 @@ def test_an_engine_that_keeps_old_adapters_is_found(served, monkeypatch):
     served.move(1.0)
     with monkeypatch.context() as patched:
         patched.setattr(served.engine, "_replace_adapters", lambda *_: None)
-        with pytest.raises(WeightsMismatch, match=r"still the old ones in the engine: .*qkv_proj\.lora_a"):
+        with pytest.raises(WeightsMismatch, match=r"the engine still has the old values: .*qkv_proj\.lora_a"):
             served.hand_over(4)
     served.hand_over(5)
 

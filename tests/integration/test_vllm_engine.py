@@ -302,8 +302,8 @@ def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp
     assert [s.token_ids.tolist() for s in after] == [s.token_ids.tolist() for s in expected]
 
 
-KEPT = "still the old ones in the engine: "
-OTHER = "Neither the old ones nor those that were sent: "
+KEPT = "the engine still has the old values: "
+OTHER = "Neither the old values nor the values sent: "
 DOWN = "model.layers.0.mlp.down_proj.weight"
 QUERY, QKV = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.qkv_proj.weight"
 

@@ -302,9 +302,12 @@ def flipped(weight: torch.Tensor) -> torch.Tensor:
     ("arriving", "told"),
     [
         # Of each layer the weights that vLLM has: qkv_proj, o_proj, gate_up_proj and down_proj. The base is held.
-        (lambda old, name, weight: None, "still the old ones in the engine: {} ("),
-        (lambda old, name, weight: None if name == DOWN else weight, f"still the old ones in the engine: 1 ({DOWN})"),
-        (lambda old, name, weight: flipped(weight) if name == NORM else weight, f"those that were sent: 1 ({NORM})"),
+        (lambda old, name, weight: None, "the engine still has the old values: {} ("),
+        (
+            lambda old, name, weight: None if name == DOWN else weight,
+            f"the engine still has the old values: 1 ({DOWN})",
+        ),
+        (lambda old, name, weight: flipped(weight) if name == NORM else weight, f"nor the values sent: 1 ({NORM})"),
     ],
     ids=["nothing", "one not", "a bit"],
 )
@@ -329,7 +332,7 @@ def test_a_server_that_does_not_hold_what_it_was_sent_serves_nothing(
             patched.setattr(push_module, "save", save_others)
             reason = str(weight_push.send([url], adapted.backend.full_tensors(), "new")[url])
         assert "/finish_weight_update failed with HTTP 500" in reason
-        assert "The rollout engine does not hold the weights that it was sent (new)." in reason
+        assert "The rollout engine does not have the weights that the trainer sent (new)." in reason
         assert told.format(4 * adapted.layers) in reason
         asked = server.request("/inference/v1/generate", b'{"token_ids": [5], "sampling_params": {"max_tokens": 1}}')
         with pytest.raises(TimeoutError):

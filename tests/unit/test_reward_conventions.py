@@ -276,7 +276,9 @@ def test_none_is_no_score(scored):
     # The first that gives a score says what is right; no number stands for those that give none.
     assert [list(result.terms) for result in results] == [["math_reward_func"]] * 2 + [["coding_reward_func"]]
     assert [result.correct for result in results] == [True, False, False]
-    with pytest.raises(UserError, match=r"None of math_reward_func, coding_reward_func gave one sample a score: .*'x'"):
+    with pytest.raises(
+        UserError, match=r"None of math_reward_func, coding_reward_func returned a score for a sample: .*'x'"
+    ):
         scored(functions, of_prompt(0, "x", prompt="x", task="poem"))
     (nothing,) = scored(functions, of_prompt(0, "x", task="poem"), on_error="score", failed_score=-3.0)
     assert nothing == RewardResult(-3.0, {"math_reward_func": -3.0}, failures=1)
@@ -334,7 +336,7 @@ def test_openrlhfs_signature_is_told_what_to_take(tmp_path):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"scales": 2}, "scales is a parameter of none of reward.functions="),
+        ({"scales": 2}, "scales is not a parameter of any of reward.functions="),
         ({"scales": 2}, "Did you mean scale?"),
         ({"solution_str": "x"}, "solution_str is an argument that the trainer passes"),
     ],

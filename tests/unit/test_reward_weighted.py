@@ -246,5 +246,5 @@ def test_a_model_without_a_number_follows_the_policy(reward_of):
     model = Model()
     (result,) = reward_of("reward_model", "exact_match", model=model, on_error="score").score(items("42", chat="nan"))
     assert result == RewardResult(1.0, {"reward_model": 0.0, "exact_match": 1.0}, failures=1)
-    with pytest.raises(UserError, match=r"reward_model gave inf to one sample: .*response='42'"):
+    with pytest.raises(UserError, match=r"reward_model returned the score inf for a sample: .*response='42'"):
         reward_of("reward_model", model=model).score(items("42", chat="inf"))

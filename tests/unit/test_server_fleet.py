@@ -204,7 +204,7 @@ def test_a_server_given_by_url_should_ask_for_a_secret_which_is_this_runs(wants,
     url = f"http://{HERE}:{server.server_port}"
     with fleet(limits(urls=[url]), {}) as it:
         if wants == "Bearer of-another-run":
-            with pytest.raises(UserError, match=rf"{url} asks for another secret .*RUN/secret.* RLHF_ROLLOUT_SECRET"):
+            with pytest.raises(UserError, match=rf"{url} expects another secret .*RUN/secret.* RLHF_ROLLOUT_SECRET"):
                 it.wait(DEADLINE_S, generating=False)
         else:
             assert it.wait(DEADLINE_S, generating=False) == "ready"

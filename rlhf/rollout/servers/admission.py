@@ -30,7 +30,7 @@ class Admission:
             if ours:  # another process answers at the port, so ours will exit
                 raise
             raise UserError(
-                f"The rollout server {url} asks for another secret than this run's ({self._secret.place}). Start the "
+                f"The rollout server {url} expects another secret than this run's ({self._secret.place}). Start the "
                 f"server with this run's secret in {VARIABLE}, or the trainer with the server's secret."
             ) from refused
         if problem:

@@ -160,7 +160,7 @@ def samples_of(content: bytes, requests: Sequence[Request], vocab_size: int, lab
     found = {choice["index"]: choice for choice in choices if _is_int(choice.get("index"))}
     n = copies_of(requests)
     if len(choices) != n or sorted(found) != list(range(n)):
-        raise ServerFailure(f"an answer of {len(choices)} samples numbered {sorted(found)}; {n} were asked for")
+        raise ServerFailure(f"an answer of {len(choices)} samples numbered {sorted(found)}; expected {n}")
     samples, foreign = [], set()
     for i, request in enumerate(requests):
         index = i % n

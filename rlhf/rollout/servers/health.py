@@ -37,8 +37,8 @@ class ServerHealth:
     """Health of one server. `ours`: this run starts and restarts the server; any other server must recover by itself.
 
     The caller reports events with methods such as `started` and `request_sent`, and runs the actions that `due` and
-    `overdue` return. After a first failure, a server of ours is probed again when its back-off has passed. After a
-    second failure in a row, or if its process is `gone` (ended or hung), the server is restarted.
+    `overdue` return. After a first failure, a server that this run started is probed again when its back-off has
+    passed. After a second failure in a row, or if its process is `gone` (ended or hung), the server is restarted.
     """
 
     def __init__(self, settings: ServersConfig, budget: Budget, *, ours: bool, now: float) -> None:
@@ -94,7 +94,7 @@ class ServerHealth:
 
     def probing(self, now: float) -> None:
         if self._state == "dead":
-            # A process of ours that still runs needs no time to start.
+            # A process of this run that is alive needs no time to start.
             s = self._settings
             self._become_starting(now, s.answer_timeout_s if self._ours else s.start_timeout_s)
         self._next_probe = now + (PROBE_EVERY_S if self._state == "starting" else WATCH_EVERY_S)

@@ -33,7 +33,7 @@ class Secret:
 
 def run_secret(file: Path) -> Secret:
     """Return the run's secret from RLHF_ROLLOUT_SECRET, else from `file`, which is created if missing. Raises UserError
-    if other users may read the file, or if its content is no valid secret."""
+    if other users may read the file, or if its content is not a valid secret."""
     if secret := environment_secret(os.environ):
         return secret
     if not file.exists():
@@ -86,7 +86,7 @@ class SecretMiddleware:
         else:
             headers = [(b"www-authenticate", b"Bearer"), (b"content-type", b"text/plain")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": f"{VARIABLE} is asked for".encode()})
+            await send({"type": "http.response.body", "body": f"{VARIABLE} is required".encode()})
 
     def _shown(self, scope: _Scope) -> bool:
         shown = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
