@@ -74,7 +74,7 @@ class RolloutBatch(Batch):
     """Rollout batch: samples on the ranks that generated and scored them. The samples of a group are contiguous."""
 
     scores: Tensor
-    """[N] float32: total reward of each response, over-long punishment included."""
+    """[N] float32: total reward of each response, over-long penalty included."""
     truncated: Tensor
     """[N] bool: whether the limit of tokens cut off the response."""
     baselines: Tensor | None = None

@@ -14,7 +14,7 @@ from rlhf.experience.groups import Group
 def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.device) -> RolloutBatch:
     """Return the samples of `groups` as a batch, in the order of the groups. No groups give a batch without rows.
 
-    The scores include the over-long punishment. `version` is the number of training steps so far; a sample's staleness
+    The scores include the over-long penalty. `version` is the number of training steps so far; a sample's staleness
     is `version` minus the sample's own version. `pad_id` is the token id of the padding.
     """
     rows = [(group, sample) for group in groups for sample in group.samples]

@@ -60,7 +60,7 @@ class Collector:
     generation: Generation
     device: torch.device
     ends_with: Callable[[int, float], bool]
-    """Returns whether a step is the run's last, given the epochs so far. No generation begins ahead of time then."""
+    """Returns whether a step is the run's last, given the epochs so far. Then no generation begins ahead."""
     _prefetch: Prefetch = field(init=False)
     _sampling: PlainSampling | DynamicSampling = field(init=False)
     # Last step that this process collected, and the hash of the step's batch over all ranks.
@@ -154,7 +154,7 @@ class Collector:
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> None:
         """Replace this rank's carried groups by the groups in `parts`, each the `tensors` of one rank.
 
-        Drop groups that do not fit the present settings, and log a warning.
+        Drop groups that do not fit the current settings, and log a warning.
         """
         groups = [group for part in parts for group in from_tensors(part)]
         fitting = [group for group in groups if self.generation.fits(group)]

@@ -1,4 +1,4 @@
-"""Generates scored groups: samples responses, computes rewards and applies the over-long punishment."""
+"""Generates scored groups: samples responses, computes rewards and applies the over-long penalty."""
 
 import time
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class Generation:
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def fits(self, group: Group) -> bool:
-        """Return whether the group's sample count and baseline fit the present settings."""
+        """Return whether the group's sample count and baseline fit the current settings."""
         return len(group.samples) == self.n and (group.baseline is not None) == self.greedy_baseline
 
     def scored(self, drawn: Sequence[DrawnPrompt], samples: list[list[Sample]], stats: RolloutStats) -> list[Group]:

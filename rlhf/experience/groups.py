@@ -27,7 +27,7 @@ class Group:
     results: list[RewardResult]
     """Each sample's reward."""
     penalties: list[float]
-    """Each sample's over-long punishment, at most 0."""
+    """Each sample's over-long penalty, at most 0."""
     baseline: float | None
     """The greedy response's total reward; None if the estimator uses no greedy baseline."""
 
@@ -38,7 +38,7 @@ class Group:
 
     @property
     def scores(self) -> list[float]:
-        """The total reward of each sample: its reward plus its over-long punishment."""
+        """The total reward of each sample: its reward plus its over-long penalty."""
         return [result.score + penalty for result, penalty in zip(self.results, self.penalties, strict=True)]
 
     def has_signal(self, metric: str) -> bool:

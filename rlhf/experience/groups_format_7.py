@@ -1,4 +1,4 @@
-"""Converts carried-over groups from checkpoints of format 7 (release 0.1.0) to the present form."""
+"""Converts carried-over groups from checkpoints of format 7 (release 0.1.0) to the current format."""
 
 import json
 
@@ -15,7 +15,7 @@ def is_format_7(arrays: Arrays) -> bool:
 
 
 def from_format_7(arrays: Arrays) -> Arrays:
-    """Return the arrays in the present form, without loss.
+    """Return the arrays in the current format, without loss.
 
     In format 7 each prompt precedes its samples in the token ids (int64). Log-probs are float64, though engines
     computed them in float32. The records contain a sample's other fields.

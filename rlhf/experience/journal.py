@@ -40,7 +40,7 @@ class _File:
 
 
 class Journal:
-    """Writes this rank's samples and rewards, and finds the samples and rewards that any rank wrote before a crash.
+    """Stores this rank's samples and rewards, and returns those that any rank stored before a crash.
 
     Each step and rank has an append-only file of records, `journal/step_N.rank_RRRRR`. The first record contains what
     the samples depend on: the trajectory hash, the policy's steps, and a hash of the last batch that was trained on. If
@@ -91,7 +91,7 @@ class Journal:
             self._unread = [file for file in files if not self._is_mine(file)]
         except OSError as error:
             self._known, self._writable = {}, False
-            log.warning("The rollout journal is not used in step %d, because its files can't be used: %s", step, error)
+            log.warning("Step %d does not use the rollout journal, because its files can't be read or removed: %s", step, error)
 
     def samples(self, uids: Sequence[int]) -> list[list[Sample]] | None:
         """Return the samples of each prompt as they were added, or None if any prompt is missing."""
@@ -161,7 +161,8 @@ class Journal:
         if not self._fits(records.from_payload(first)[0]):
             if self._is_mine(file):
                 log.info(
-                    "%s does not fit the run's present state. It is removed with the files of later steps.", file.path
+                    "%s does not fit the run's current state. The run removes it and the files of later steps.",
+                    file.path,
                 )
             self._drop(other for other in self._files() if other.rank == file.rank and other.step >= file.step)
             return {}

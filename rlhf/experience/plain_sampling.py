@@ -1,4 +1,4 @@
-"""Fills each batch with the groups of the next prompts, whatever their rewards."""
+"""Fills each batch with the groups of the next prompts, without selection by reward."""
 
 import logging
 from collections.abc import Sequence

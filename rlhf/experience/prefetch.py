@@ -39,14 +39,14 @@ class Prefetch:
     def begin(self, step: int, size: int | None = None) -> None:
         """Draw `size` prompts (see `PromptShare.next`) and start the generation for `step`. Collective.
 
-        The present policy, after `step` - 2 steps, draws the samples.
+        The current policy, after `step` - 2 steps, draws the samples.
         """
         self._before, drawn = self.prompts.position, self.prompts.next(size)
         self.generation.sampler.begin(self.generation.requests(drawn), version=step - 2, step=step)
         self._begun = step, drawn
 
     def pop(self, stats: RolloutStats) -> list[Group] | None:
-        """Return this rank's scored groups for the present step, or None if no rank has groups. Collective."""
+        """Return this rank's scored groups for the current step, or None if no rank has groups. Collective."""
         self._score()
         scored, self._scored, self._before = self._scored, None, None
         # After a load with another number of ranks, some ranks may have no groups.

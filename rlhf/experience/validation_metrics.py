@@ -123,7 +123,7 @@ def _draws(n: int, k: int) -> np.ndarray:
     return np.random.RandomState(SEED).choice(n, size=(DRAWS, k), replace=True)
 
 
-# Many variables and prompts have the same few zeros and ones.
+# Cached, because many variables and prompts have the same few zeros and ones.
 @lru_cache(maxsize=4096)
 def _best_and_worst(values: tuple[float, ...], k: int) -> tuple[float, float]:
     """Return the means over the draws of the largest and of the smallest value."""

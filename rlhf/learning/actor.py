@@ -61,8 +61,8 @@ class Actor(Policy):
 
         Args:
             batch: this rank's samples, with `old_log_probs` if `rlhf.config.derived.needs_old_log_probs`.
-            balance: how the samples of all ranks are split over mini-batches.
-            shuffle: draws the mini-batches of later epochs; None keeps them.
+            balance: the split of all ranks' samples over mini-batches.
+            shuffle: draws new mini-batches for each later epoch; None reuses those of the first.
         """
         rejected: Figures = {}
         sampled = all_sum(masked(batch.rollout_log_probs, batch.response_mask).double().sum()).item()
@@ -121,7 +121,7 @@ class Actor(Policy):
     def _with_chosen(self, step: int, batch: ActorBatch, plan: list[list[int]]) -> ActorBatch:
         """Return the batch with `chosen` set for a mini-batch, if the policy loss needs it. Collective.
 
-        `plan` lists the mini-batch's rows by micro-batch. The choice depends on the present policy, so it costs one
+        `plan` lists the mini-batch's rows by micro-batch. The choice depends on the current policy, so it costs one
         more forward pass.
         """
         if self._choice.kind == "none":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 LINEAR = 24576
 EXTRA = 2
-"""Micro-batches to try beyond the fewest, because more micro-batches may be balanced better."""
+"""Micro-batches to try beyond the minimum, because more micro-batches may balance better."""
 
 Placed = tuple[int, int]
 """Length of a sample in tokens, and its row."""
@@ -173,7 +173,7 @@ class _Waiting:
         return self.samples[-1][0] if self.samples else 0
 
     def take(self, target: int) -> list[Placed]:
-        """Remove and return a micro-batch of up to `target` cost: the longest samples that fit, to leave short ones."""
+        """Remove and return a micro-batch of up to `target` cost. Longest samples first: short ones fit in later."""
         taken: list[Placed] = []
         spent, room = 0, max(self._budget, self.longest)
         while at := bisect_left(self.samples, (min(room, _length(target - spent)) + 1,)):

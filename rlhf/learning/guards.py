@@ -44,9 +44,9 @@ class Guards:
     same later prompts. A roll-back changes the trajectory only by these prompts, whichever checkpoint was loaded: the
     checkpoint restores the reward average, and the metrics of a step count only the events up to that step.
 
-    Roll-backs cannot go on forever. Only an accepted step after all rolled-back steps clears the row of events, so each
-    step of the run causes at most `max_events` roll-backs, even if repeated steps are accepted. A crash may shorten the
-    row, and the supervisor limits the restarts after crashes.
+    The number of roll-backs is bounded. Only an accepted step after all rolled-back steps resets the count of
+    rejections in a row, so each step causes at most `max_events` roll-backs, even if repeated steps are accepted. A
+    crash may lower the count, but the supervisor limits the restarts after crashes.
 
     Args:
         config: the bounds, and the action beyond them.
@@ -57,7 +57,7 @@ class Guards:
         self._config, self._quiet = config, quiet
         self._step, self._reward = 0, 0.0
         self.rejected: Event | None = None
-        """Why the present batch is rejected; None if it is not."""
+        """The event that rejected the current batch; None if it is not rejected."""
         self._average: float | None = None
         self._skips = 0
         # Rejected step -> number of its roll-backs, and position in the stream from which the step draws prompts.
@@ -82,7 +82,7 @@ class Guards:
             self.rejected = Event(step, "reward", "drop", drop, self._config.max_reward_drop)
 
     def allows(self, who: str, **figures: float) -> bool:
-        """Return whether the update may go on with the metrics of a mini-batch. Otherwise reject the whole batch.
+        """Return whether the batch is still accepted. Reject it if a metric of the mini-batch is out of bounds.
 
         Args:
             who: `actor` or `critic`.
@@ -158,7 +158,7 @@ class Guards:
         return self._rollbacks[step][1] if step in self._rollbacks else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that later decisions depend on, as JSON values."""
+        """Return the state on which later decisions depend, as JSON values."""
         return {
             "reward_average": self._average,
             "skips": self._skips,

@@ -1,7 +1,7 @@
 """Balances a step's samples over the ranks that train on them, and sends per-token values back.
 
 A rank's *rollout batch* has the samples that it generated and scored, in whole groups. Its *training batch* has the
-samples of its model passes and updates, balanced so that all ranks compute about equally long in each mini-batch.
+samples of its model passes and updates, balanced so that all ranks finish each mini-batch at about the same time.
 """
 
 from collections.abc import Sequence

@@ -34,7 +34,7 @@ class TokenChoice:
 
         Args:
             mask: [N, R], 1 on the tokens of the mini-batch that the loss counts.
-            log_probs: [N, R], by the present policy.
+            log_probs: [N, R], by the current policy.
         """
         config = self._config.policy_loss
         values, tokens = covariances(log_probs, batch.advantages, mask, RANKS)

@@ -38,9 +38,9 @@ class MicroBatchLoss:
     loss: Tensor
     """Has gradients."""
     sums: dict[str, Tensor]
-    """Metrics that are summed over micro-batches and ranks, among them all metrics that the guards check."""
+    """Metrics that are summed over micro-batches and ranks, including all metrics that the guards check."""
     largest: dict[str, Tensor]
-    """Metrics whose maximum over micro-batches and ranks is taken."""
+    """Metrics that are reduced to their maximum over micro-batches and ranks."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,18 @@ def update(
 ) -> Figures:
     """Take the optimizer steps of a training step, and return the means of their metrics (`lr`: the last). Collective.
 
-    The loss of a mini-batch is its aggregate over all ranks: the same number and gradient whatever the split into
-    micro-batches and ranks (up to rounding). A mini-batch without a token that counts has a gradient of 0 and is an
-    optimizer step all the same, in which weights decay and momentum goes on: the schedule counts the step, and verl and
-    TRL take it. `empty_mini_batches` is the share of such steps. If `guards` reject a mini-batch, the update ends: its
-    gradient is dropped, and the optimizer steps before it stay.
+    The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
+    loss nor gradient (up to rounding). If no token of a mini-batch counts, the gradient is 0 and the optimizer still
+    steps, as in verl and TRL: weights decay, momentum continues, and the schedule counts the step. `empty_mini_batches`
+    is the share of such steps. If `guards` reject a mini-batch, the update drops its gradient and ends; earlier
+    optimizer steps stay.
 
     Args:
         batch: this rank's samples.
-        balance: how the samples of all ranks are split over mini-batches.
+        balance: the split of all ranks' samples over mini-batches.
         micro_batch_loss: computes loss and metrics of a micro-batch, divided by the denominators of its mini-batch.
         who: `actor` or `critic`.
-        shuffle: draws other mini-batches for each epoch after the first; None keeps them.
+        shuffle: draws new mini-batches for each later epoch; None reuses those of the first.
         hooks: called before and after each optimizer step.
     """
     if guards.rejected is not None:
@@ -136,7 +136,7 @@ def mini_batch_plans(balance: SampleBalance, budget: int, *, padded: bool) -> li
 
 
 def _finish(backend: TrainingBackend, steps: list[Figures]) -> Figures:
-    """End the update in the backend, whose schedule may count updates. Return the mean metrics of the steps."""
+    """Call the backend's `end_update`, because its schedule may count updates. Return the steps' mean metrics."""
     backend.end_update()
     return _means(steps)
 

@@ -127,7 +127,11 @@ def _check_same_files(
     differing = [rank for rank in others if seen[rank] is not None]
     if differing and coordinator.is_leader:
         log.warning(
-            "Ranks %s see other files in %s than rank %d, and use rank %d's.", differing, source, reader, reader
+            "Ranks %s see different files in %s than rank %d; all ranks use the files of rank %d.",
+            differing,
+            source,
+            reader,
+            reader,
         )
 
 

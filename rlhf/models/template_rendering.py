@@ -22,9 +22,9 @@ _STDERR_CHARS = 2000
 
 
 def rendering_problem(template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str | None:
-    """Return None if the template renders the messages; otherwise the reason and a remedy, as the end of a sentence.
+    """Return None if the template renders the messages; otherwise the end of a sentence with the reason and a remedy.
 
-    The sentence begins with "the chat template". The remedy is other than another template.
+    The caller begins the sentence with "the chat template", and adds the second remedy: another template.
     """
     request = json.dumps([template, [dict(message) for message in messages], dict(variables)])
     try:

@@ -30,7 +30,7 @@ Load = Callable[[Mapping[str, Tensor] | None], PreTrainedModel]
 
 
 class ReaderFailed(Exception):
-    """The rank that reads for all ranks failed; that rank raises the cause."""
+    """The rank that reads for all ranks failed, and raises the cause itself."""
 
 
 class PendingModel:

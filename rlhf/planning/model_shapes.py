@@ -159,7 +159,7 @@ def is_head(name: str) -> bool:
 def with_experts_fused(weights: Shapes) -> Shapes:
     """Return `weights` with a layer's experts of one shape stacked to [experts, rows of all, columns].
 
-    So transformers loads the experts that files store one by one.
+    transformers does the same when it loads files that store each expert separately.
     """
     kept: dict[str, tuple[int, ...]] = {}
     stacks: dict[tuple[str, tuple[int, ...]], list[str]] = {}
@@ -182,7 +182,7 @@ def shapes_from_files(path: str, revision: str | None = None) -> ModelShapes | N
     weights = {} if folder is None else with_experts_fused(tensor_shapes(folder))
     if config is None or not weights:
         return None
-    # Older files of GPT-2 contain masks, which are no weights.
+    # Older files of GPT-2 contain masks, which are not weights.
     weights = {name: shape for name, shape in weights.items() if shape[:2] != (1, 1) or len(shape) != 4}
     found = ModelShapes(weights, config)
     if config.get("tie_word_embeddings") and found.has_own_head:

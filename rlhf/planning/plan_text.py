@@ -92,7 +92,7 @@ def cache_problem(rollout: RolloutConfig, plan: Plan) -> str:
 def _verdict(rollout: RolloutConfig, plan: Plan, found: Sequence[Remedy]) -> Iterator[str]:
     memory, peak = plan.target.memory, plan.peak.total
     if memory is None:
-        yield "The memory of this machine's devices is unknown. Give it, for example --device-memory 80GB."
+        yield "The memory of this machine's devices is unknown. Set it, for example with --device-memory 80GB."
     elif not plan.fits:
         if peak > memory:
             yield f"The run does not fit: {plan.peak.name} needs {gib(peak - memory)} more than a rank has."

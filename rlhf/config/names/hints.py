@@ -18,8 +18,8 @@ def recipe_hint() -> str:
 def hint(key: str) -> str:
     """Return the hint for a wrong dotted key; empty if nothing is similar.
 
-    The first that exists of: a sentence about a setting that an older release had, the remark on another trainer's
-    name, the nearest setting or group.
+    Return the first of these that exists: a sentence about a setting that an older release had, the remark on another
+    trainer's name, the nearest setting or group.
     """
     found = release_hint(key) or remark(key)
     return f" {found}" if found else did_you_mean(nearest_setting(key))
@@ -34,8 +34,8 @@ def remark(key: str) -> str | None:
 def nearest_setting(key: str) -> str | None:
     """Return the setting (or group) that a wrong dotted key most likely means; None if nothing is similar.
 
-    The first that exists of: an older release's name, another trainer's name, the same name in another section, a
-    similar name.
+    Return the first of these that exists: an older release's name, another trainer's name, the same name in another
+    section, a similar name.
     """
     if (present := migrated_name(key)) in SETTINGS:
         return present

@@ -51,8 +51,8 @@ class ActorConfig:
     """Tokens per forward and backward pass on one rank; a longer sample gets a pass of its own. Affects memory and
     speed, not the gradient (up to rounding)."""
     use_remove_padding: bool | None = setting(None, resume="harmless")
-    """Pack the sequences of a micro-batch into one row without padding, also for the reference. null packs if a probe
-    of the model finds that sequences stay independent; true stops the run if not."""
+    """Pack the sequences of a micro-batch into one row without padding, also for the reference. null packs unless a
+    test of the model finds that packed sequences affect each other; true then ends the run; false pads."""
     ppo_epochs: int = setting(1, ge=1)
     """Optimizer passes over each batch."""
     shuffle: bool = setting(False)

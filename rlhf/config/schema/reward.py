@@ -14,7 +14,7 @@ VERIFIERS = ("reasoning_gym", "math_verify", "exact_match")
 @dataclass
 class OverlongBufferConfig:
     enable: bool = setting(False)
-    """Penalize responses close to the length limit (DAPO's soft over-long punishment)."""
+    """Penalize responses close to the length limit (DAPO's soft over-long penalty)."""
     len: int = setting(64, ge=1)
     """Tokens before `data.max_response_length` over which the penalty grows."""
     penalty_factor: float = setting(1.0, gt=0)

@@ -57,8 +57,8 @@ class TrainerConfig:
     allow_config_change: bool = setting(False, resume="harmless")
     """Resume even if settings that change the trajectory differ from the checkpoint's."""
     overwrite: bool = setting(False, resume="start")
-    """Move the content of the run directory to trash, delete it and start a new run, each time the command is given;
-    not at restarts by the launcher."""
+    """Delete the content of the run directory and start a new run, each time the command is given. Restarts by the
+    supervisor or torchrun delete nothing."""
     logger: list[str] = setting([], resume="harmless")
     """Trackers besides the console and metrics.jsonl: `wandb`, `tensorboard`."""
     max_restarts: int = setting(10, ge=0, resume="harmless")
