@@ -113,7 +113,7 @@ def write_small(path: Path, content: bytes) -> None:
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Make `folder` a directory of just these small files, which nobody needs after a crash. Other files that cannot be
+    """Write small files, which nobody needs after a crash, and remove all other files of `folder`. Files that cannot be
     removed (open in a dying process over NFS) stay."""
     if folder.exists():
         remove_dir(folder, ignore_errors=True)
@@ -319,7 +319,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add the file name, and with it the rank that failed, to an OSError of write or fsync, which has none."""
+    """Add the file name to an OSError of write or fsync, which lacks it. The name also shows the rank that failed."""
     try:
         yield
     except OSError as error:

@@ -175,7 +175,7 @@ def read_regular(path: Path, limit: int) -> bytes:
         with _regular(path, str(path)) as descriptor:
             size = os.fstat(descriptor).st_size
             if size > limit:
-                raise DamagedCheckpoint(f"{path} has {size} bytes, more than any such file ({limit})")
+                raise DamagedCheckpoint(f"{path} has {size} bytes; such a file has at most {limit}")
             content = bytearray(size)
             fill(descriptor, [memoryview(content)] if content else [], 0, str(path))
             return bytes(content)

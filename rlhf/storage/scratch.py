@@ -16,7 +16,7 @@ from rlhf.storage.files import make_private_dir, remove_dir, remove_file
 
 SHARED_MEMORY = Path("/dev/shm")
 LONGEST = 50
-"""Upper limit of characters of the parent folder's path: a UNIX socket's path has at most 107, and vLLM adds 36."""
+"""Maximum length of the parent folder's path: a UNIX socket's path has at most 107, and vLLM adds 36."""
 _NAME = re.compile(r"rlhf\.[0-9a-f]{12}")
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Scratch:
                 self._lock = lock_folder(self.folder)
             except OSError as error:
                 remove_dir(self.folder, ignore_errors=True)
-                raise OSError(f"No folder in {where} can be locked ({error}); set TMPDIR to another place.") from error
+                raise OSError(f"No folder in {where} can be locked ({error}); set TMPDIR to another folder.") from error
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ def sweep(where: Path) -> None:
     for folder in where.glob("rlhf.*"):
         if not _NAME.fullmatch(folder.name) or not _is_ours(folder):
             continue
-        with suppress(OSError):  # leftovers stop nobody
+        with suppress(OSError):  # leftovers do no harm
             lock = lock_folder(folder)
             if lock is not None:
                 _remove(folder)

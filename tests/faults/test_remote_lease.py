@@ -245,7 +245,7 @@ def test_copies_end_when_another_machine_has_taken_over(tmp_path, leases, caplog
     remote_store(config).write(LEASE, [thief._text()])
     save(config, 4)
     copies.published(step_dir(config.run_dir, 4))
-    eventually(lambda: "No more checkpoints are copied there" in caplog.text)
+    eventually(lambda: "copies no more checkpoints there" in caplog.text)
     assert copies.finish(DEADLINE_S) == [4]
     assert complete_steps(config) == [2]
     thief.confirm()

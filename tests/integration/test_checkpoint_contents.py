@@ -167,7 +167,7 @@ def test_a_run_that_began_with_a_part_restarts_from_its_own_saves_with_all(tmp_p
         own = whole_state(backend)
         assert resume(config, backend) == 3
         assert equal_bits(whole_state(backend), own | {"model": saved[1]["model"]})
-    assert "continues without its optimizer and extra, as checkpoint.load_contents says" in caplog.text
+    assert "continues without its optimizer and extra, as set by checkpoint.load_contents" in caplog.text
     caplog.clear()
     make_checkpointer(config, trained, 4).save(4)
     backend = make_backend(2, train_steps=1)

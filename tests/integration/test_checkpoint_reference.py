@@ -246,7 +246,7 @@ def test_where_links_cannot_be_made_the_bytes_are_written(config, monkeypatch, c
     assert not set(inodes(config, 2).values()) & set(inodes(config, 4).values())
     assert weights(config, 2).read_bytes() == weights(config, 4).read_bytes()
     [line] = [record.getMessage() for record in caplog.records if "ref/model" in record.getMessage()]
-    assert f"is written instead: [Errno {getattr(errno, code)}]" in line
+    assert f"the save writes it again: [Errno {getattr(errno, code)}]" in line
     # It is tried again at the next occasion.
     train(0, config, 8)
     assert verify(step_dir(config.run_dir, 8)).linked == {FOLDER: "global_step_6"}

@@ -116,7 +116,7 @@ def test_the_type_of_a_source_is_kept_beside_the_float32_that_is_trained(tmp_pat
 def test_mistakes_are_one_line_and_write_nothing(saved, tmp_path, capsys):
     target = tmp_path / "targets" / "global_step_3"
     line = told(capsys, saved, tmp_path / "targets")
-    start = f"error: {tmp_path}/targets must be named global_step_N, for the step N that a run begins after:"
+    start = f"error: {tmp_path}/targets must be named global_step_N, where N is the step after which a run begins:"
     assert line.startswith(start)
     assert line.endswith(f"give {tmp_path}/targets/global_step_3, or another step.\n")
     assert "does not exist" in told(capsys, tmp_path / "nothing", target)

@@ -171,7 +171,7 @@ def test_a_checkpoint_whose_figure_cannot_be_known_is_not_removed_by_a_ranking(t
     if harm == "unreadable":  # a link to itself: the system's error is none of those that mean damage
         manifest.symlink_to(manifest)
     assert retired(tmp_path, rules(1, keep_best=1), 8, deleter) == [2, 6]
-    assert "global_step_4 is kept: it may be among the best, but" in caplog.text
+    assert "global_step_4 is kept, because it may be among the best" in caplog.text
     # Without a ranking it is an old checkpoint like any other.
     assert retired(tmp_path, rules(1), 8, deleter) == [4]
 

@@ -27,7 +27,7 @@ from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.scratch import lock_folder
 
 INCOMPLETE = ".incomplete-"
-"""Prefix of a folder that is being written, of a killed writer's, and of a replaced one that is being removed."""
+"""Prefix of a folder that is being written, that a killed process left, or that was replaced and is being removed."""
 REPLACED = ".replaced-"
 """Prefix of a replaced folder where the file system cannot exchange two names in one step."""
 
@@ -36,7 +36,7 @@ REPLACED = ".replaced-"
 def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Path] = ()) -> Iterator[Path]:
     """Yield an empty folder that becomes `target`, durably, when the block ends.
 
-    Removes the folder when the block raises, and first what a killed process left. `overwrite` replaces an earlier
+    First removes leftovers of killed processes. Removes the folder if the block raises. `overwrite` replaces an earlier
     `target`. Raises UserError before anything is written when `target` exists, is in a checkpoint, would replace one of
     the `sources`, or is being written by another process.
     """
@@ -116,14 +116,14 @@ def step_named(target: Path, source: Path) -> int:
         found = re.search(r"(?:step|iter|checkpoint)[-_]0*(\d+)(/[^/]*)?$", str(source.absolute()))
         known = found[1] if found else 0
         raise UserError(
-            f"{target} must be named global_step_N, for the step N that a run begins after: give "
+            f"{target} must be named global_step_N, where N is the step after which a run begins: give "
             f"{target / f'global_step_{known}'}, or another step."
         )
     return step
 
 
 def remove_leftovers(target: Path) -> bool:
-    """Remove what killed processes left beside `target`; return whether no other process is writing it."""
+    """Remove leftovers of killed processes beside `target`; return False if another process is writing `target`."""
     name = re.compile(rf"({re.escape(INCOMPLETE)}|{re.escape(REPLACED)}){re.escape(target.name)}-[0-9a-f]{{12}}")
     for leftover in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
         try:

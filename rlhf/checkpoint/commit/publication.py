@@ -39,11 +39,11 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def publish(run_dir: Path, temporary: Path, step: int, manifest: Manifest | None, coordinator: Coordinator) -> Path:
-    """Commit `temporary`, which has this name in every storage domain, as the checkpoint of `step`. Collective.
+    """Commit the directory `temporary` of every storage domain as the checkpoint of `step`. Collective.
 
-    Only domain leaders need `manifest`. Raises SaveFailed on every rank if a file is missing, a disk fails, or the step
-    is already published (nothing overwrites a published checkpoint). Raises LostPeer if a rank is lost after the
-    renames.
+    `temporary` has the same name in all domains. Only domain leaders need `manifest`. Raises SaveFailed on every rank
+    if a file is missing, a disk fails, or the step is already published (nothing overwrites a published checkpoint).
+    Raises LostPeer if a rank is lost after the renames.
     """
     renamed: list[Path] = []
 
@@ -73,7 +73,7 @@ def abort_save(
     failed = SaveFailed(message, unfixable=is_unfixable(error) or isinstance(error, UserError))
     lost = isinstance(error, LostPeer)
     if not coordinator.leads_domain or (lost and len(coordinator.domain_leaders) > 1):
-        # A lost domain may have published its files. The next start completes this part or removes it.
+        # The lost domain may have published its part. The next start completes or removes this domain's part.
         return failed
     for path in (temporary, *(() if lost else renamed)):
         try:
@@ -86,10 +86,10 @@ def abort_save(
 
 
 def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
-    """Complete checkpoints that a kill left renamed in some storage domains and only sealed in the others.
+    """Complete commits that a kill interrupted after some storage domains had renamed their directories.
 
-    If one domain has published a checkpoint, all domains have sealed it. Collective; call this only while no save is
-    in flight.
+    The other domains have sealed theirs: a domain renames only after all domains have sealed. Collective; call this
+    only while no save is in flight.
     """
     if not any(coordinator.on_domain_leaders(lambda: _sealed(run_dir))):
         return
@@ -115,7 +115,7 @@ def _seal(temporary: Path, manifest: Manifest, coordinator: Coordinator) -> None
     for name, entry in manifest.files.items():
         if coordinator.domain in entry.get(DOMAINS, [coordinator.domain]) and not (temporary / name).is_file():
             raise FileNotFoundError(
-                f"rank {coordinator.rank} does not see {name}, which was written. Set trainer.default_local_dir to a "
+                f"rank {coordinator.rank} cannot find {name} after it was written. Set trainer.default_local_dir to a "
                 "folder on a file system that shows new files on all nodes."
             )
     announce("commit.manifest")

@@ -57,7 +57,7 @@ def figures_of(
 
 
 def ranking_metric(metrics: Iterable[Mapping[str, float] | None], settings: CheckpointConfig) -> str:
-    """Return `settings.best_metric`; if null, the headline metric of the checkpoints, whose metrics are `metrics`."""
+    """Return `settings.best_metric`. If it is null, return the headline metric of checkpoints with these `metrics`."""
     if settings.best_metric is not None:
         return settings.best_metric
     # Use one metric for all checkpoints: values of different metrics cannot be compared.
@@ -71,11 +71,11 @@ def victims(
     coordinator: Coordinator,
     new_metrics: Mapping[str, float] | None = None,
 ) -> list[Path]:
-    """Return the checkpoints that may go once `newest_step` is published, oldest first. Collective.
+    """Return the checkpoints that no rule keeps once `newest_step` is published, oldest first. Collective.
 
-    Never returns `newest_step`. A step that one storage domain keeps stays in all domains, so that it stays complete.
-    `new_metrics` are the metrics of `newest_step` before it is published. A checkpoint later than `newest_step` exists
-    only if it could neither be read nor set aside. It does not count as a newest or best one, and is not returned.
+    Never returns `newest_step`. If one storage domain keeps a step, all domains keep it, so that the checkpoint stays
+    complete. `new_metrics` are the metrics of `newest_step` before its publication. A checkpoint later than
+    `newest_step` is damaged and could not be set aside. It counts neither as newest nor as best, and is not returned.
     Raises OSError on every rank if a disk cannot be read.
     """
     by_domain = coordinator.on_domain_leaders(lambda: _removable(run_dir, settings, newest_step, new_metrics))
@@ -102,7 +102,7 @@ def _stored_metrics(path: Path, settings: CheckpointConfig) -> Mapping[str, floa
         version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         return _metrics(path, version)
     except (DamagedCheckpoint, OSError) as error:
-        log.warning("%s is kept: it may be among the best, but %s", path, error)
+        log.warning("%s is kept, because it may be among the best. Its metrics cannot be read: %s", path, error)
         return None
 
 
@@ -114,7 +114,7 @@ def _metrics(path: Path, version: tuple[int, ...]) -> dict[str, float]:
 
 
 def retire(run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter, coordinator: Coordinator) -> None:
-    """Remove what no rule keeps, the same steps in every storage domain, once `step` is published. Collective.
+    """Remove the checkpoints that no rule keeps, the same in all storage domains. Call after a publication. Collective.
 
     Never raises for a disk error: an old checkpoint that cannot be removed costs disk space, not the run.
     """

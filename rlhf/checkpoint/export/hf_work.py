@@ -20,9 +20,9 @@ FILES_AT_A_TIME = 32
 
 
 def hf_work(source: TensorSource, where: Path, options: HfOptions) -> "Computed | Copied":
-    """Return the work that makes a folder of an open checkpoint, which errors call `where`; raise like
-    `plan_hf_folder`. Copies unchanged weights of native checkpoints without torch, whose import takes longer than to
-    copy a GB."""
+    """Return a plan that writes a folder from an open checkpoint; raise like `plan_hf_folder`. Errors name the
+    checkpoint `where`. `Copied` copies unchanged native weights without torch: importing torch takes longer than
+    copying a GB."""
     if isinstance(source, NativeCheckpoint) and not source.adapted:
         plan = plan_as_stored(source.weights.tensors, source.model_files, options)
         if plan is not None:

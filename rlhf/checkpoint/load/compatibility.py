@@ -38,7 +38,7 @@ def check_compatible(
         raise UserError(
             f"checkpoint.load_contents (or, as it is null, checkpoint.contents)={load_contents} asks for "
             f"{', '.join(missing)}, but {path} holds {', '.join(manifest.contents)}. Set checkpoint.load_contents to a "
-            "subset of that."
+            "subset of these parts."
         )
     if manifest.imported:
         return frozenset()
@@ -77,7 +77,7 @@ def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerp
 
 def same_bits_problems(manifest: Manifest, identity: Identity, world_size: int) -> list[str]:
     """Return one line per difference from the run that saved the checkpoint that may give other bits with the same
-    settings. Empty for an imported checkpoint, from which nobody expects the same bits."""
+    settings. Empty for an imported checkpoint, which no run of this trainer saved."""
     if manifest.imported:
         return []
     lines = []

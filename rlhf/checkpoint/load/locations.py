@@ -78,8 +78,8 @@ def locate_files(path: Path, coordinator: Coordinator) -> FileLocations:
 
 
 def _locate_over_domains(path: Path, coordinator: Coordinator) -> FileLocations:
-    """Locate files across domains. If manifests differ, use the manifest whose domains together have the most files: a
-    disk may have a folder of the same name that an earlier run left."""
+    """Locate files across domains. If manifests differ, use the manifest whose domains together have the most files:
+    an earlier run may have left a checkpoint of the same step on a disk."""
     domains = coordinator.domain_leaders
     parts = dict(zip(domains, coordinator.on_domain_leaders(lambda: _read_domain_files(path)), strict=True))
     found: dict[str, dict[int, int]] = {}

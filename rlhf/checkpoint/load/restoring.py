@@ -64,9 +64,9 @@ def load_state(
     coordinator: Coordinator,
     changed: Collection[str] = (),
 ) -> LoadResult:
-    """Restore `state` and this rank's generators from a checkpoint, in place, so that it can be repeated. Collective.
+    """Restore `state` and this rank's generators from a checkpoint, in place. Repeating it is safe. Collective.
 
-    Ranks first fetch the files that they read and only another node's disk has. Raises DamagedCheckpoint on every rank
+    Ranks first fetch the files that they need from other nodes' disks. Raises DamagedCheckpoint on every rank
     unless each byte of the checkpoint matches its hash; by then tensors may be overwritten, but nothing else. A part
     that the stored driver state lacks starts afresh, with a warning. The settings `changed` since the save discard
     obsolete state: generators of another seed, and samples carried over to later steps.
@@ -171,7 +171,7 @@ class _Loading:
     def verify_rest(self, numbers: BlockNumbers, verified: bytes) -> _Outcome:
         """Verify this rank's share of the files that no rank read, given the blocks that ranks have verified. A damaged
         model in `hf_model` is damage, even if the run itself does not read it."""
-        # One domain that has a file verifies it, or the driver's domain if the file is gone.
+        # The first domain that has a file verifies the file. The driver's domain reports files that are gone.
         domain = self._coordinator.domain
         names = [name for name in self._manifest.files if self._located.source_domain(name) == domain]
         with self._timing(REST):
@@ -243,7 +243,7 @@ class _Loading:
             raise UserError(f"{what} in {self._path} do not fit the architecture of {setting}: {shown}.")
         if (rounded := reader.converted_dtypes(shards)) and self._rank == 0:
             log.warning(
-                "%s in %s were rounded to %s (checkpoint.hf_dtype): the run continues from other weights than it had.",
+                "%s in %s were rounded to %s (checkpoint.hf_dtype): the run continues from the rounded weights.",
                 what.capitalize(),
                 self._path,
                 " and ".join(sorted(set(rounded.values()))),

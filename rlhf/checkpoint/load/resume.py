@@ -38,7 +38,7 @@ def restore(
 ) -> LoadResult | None:
     """Restore `state` and this rank's generators from the newest intact checkpoint of the run `identity`. Collective.
 
-    Verifies every byte, most of them while loading. When any rank finds damage, all ranks set the checkpoint aside and
+    Verifies every byte, most bytes while loading. When any rank finds damage, all ranks set the checkpoint aside and
     try the next older checkpoint. `source` is the checkpoint that the run starts from
     (`trainer.resume_from_path`). It is tried last, and `checkpoint.load_contents` applies only to `source`.
 
@@ -70,7 +70,7 @@ def restore(
         if located.manifest.imported and coordinator.is_leader:
             log.warning("%s", _describe_start(located, state, wanted))
         elif left_out and coordinator.is_leader:
-            why = "as checkpoint.load_contents says" if begins else "which were not saved: a crash changes this run"
+            why = "as set by checkpoint.load_contents" if begins else "which were not saved: a crash changes this run"
             log.warning("%s: the run continues without its %s, %s.", located.path, " and ".join(left_out), why)
         return load_state(located, state, wanted, trainer.seed, coordinator, changed)
 
@@ -174,7 +174,7 @@ def _check_steps_left(located: FileLocations, state: RunState) -> None:
         raise UserError(
             f"trainer.resume_from_path={located.path} is at step {step}, and nothing is left to train from there: the "
             f"run has {state.driver.total_steps} steps in all. Raise trainer.total_training_steps (or "
-            "trainer.total_epochs), or import it as global_step_0."
+            "trainer.total_epochs), or import the checkpoint as global_step_0."
         )
 
 

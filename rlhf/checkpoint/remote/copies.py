@@ -89,7 +89,7 @@ class RemoteCopies:
             return found
 
     def cancel_copy(self) -> None:
-        """Stop the copy in progress if its pin is all that keeps the files of a removed checkpoint on the disk.
+        """Stop the copy in progress if only its pin keeps the files of a removed checkpoint on the disk.
 
         A save that lacks disk space calls this.
         """
@@ -135,9 +135,9 @@ class RemoteCopies:
         except Stopped:
             pass
         except UserError as error:
-            log.error("%s No more checkpoints are copied there; training goes on.", error)
+            log.error("%s The run copies no more checkpoints there; training goes on.", error)
         except Exception:
-            log.exception("No more checkpoints are copied to checkpoint.remote; training goes on.")
+            log.exception("The run copies no more checkpoints to checkpoint.remote; training goes on.")
         finally:
             if self._lease is not None:
                 self._lease.release()
@@ -163,8 +163,8 @@ class RemoteCopies:
                 self._retries.call(f"removing step {step}", partial(store.remove, step))
         if others:
             log.warning(
-                "%s holds %d checkpoints of other runs or versions; they are neither used nor removed, except for one "
-                "of the same step.",
+                "%s holds %d checkpoints of other runs or versions. The run ignores them, but replaces a checkpoint of "
+                "the same step.",
                 store.url,
                 others,
             )

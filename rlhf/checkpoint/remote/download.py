@@ -111,7 +111,7 @@ def _reach(url: str, copy: Copy, *, leads: bool) -> RemoteStore | None:
         store = retries.call("opening", partial(RemoteStore, url), final=(Exception,))
         found = retries.call("reading a manifest", partial(store.read, object_name(copy.step, MANIFEST)))
     except Exception as error:
-        log.warning("%s cannot be read from here (%s); other ranks fetch what is there.", url, one_line(error))
+        log.warning("This rank cannot read %s (%s); other ranks download the files.", url, one_line(error))
         return None
     return store if found is not None and hash_of(found) == copy.manifest_hash else None
 
@@ -124,7 +124,7 @@ def unreadable_message(url: str, text: str) -> str:
 
 
 def _disk_error_message(url: str, text: str) -> str:
-    return f"A checkpoint from {url} cannot be written: {text}. Fix it and start again."
+    return f"A checkpoint from {url} cannot be written to the disk: {text}. Fix the disk error and start again."
 
 
 def _fault(error: BaseException) -> Fault:

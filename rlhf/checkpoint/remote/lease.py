@@ -2,8 +2,8 @@
 
 The holder rewrites the object `lease.json` every RENEW_S seconds. Other machines watch it: a lease that changes belongs
 to a living run, a lease unchanged for EXPIRY_S seconds has expired. So no machine compares its clock with another's. If
-two machines take over an expired lease at the same time, the last to write has it. The other machine notices after
-SETTLE_S seconds or, if the write was slower, at its next check.
+two machines take over an expired lease at the same time, the last writer gets the lease. The other machine notices
+after SETTLE_S seconds or, if the write was slower, at its next check.
 """
 
 import json
@@ -163,8 +163,8 @@ _leases: list[Lease] = []
 
 
 def acquire_lease(store: RemoteStore, run_dir: Path) -> None:
-    """Acquire the lease for this process, until `release_leases`. A silent remote is only a warning, since the copies
-    behind the training acquire the lease again."""
+    """Acquire the lease for this process, until `release_leases`. If the remote does not answer, only log a warning:
+    `RemoteCopies` acquires the lease again."""
     lease = Lease(store, run_dir, Retries(store.url, stalled_s=STALLED_S, give_up_s=STALLED_S))
     try:
         lease.acquire()
@@ -204,6 +204,6 @@ def _name(holder: dict[str, Any]) -> str:
 def _in_use(store: RemoteStore, seen: bytes | None) -> str:
     return (
         f"checkpoint.remote: {store.url} is in use by {_name(_parsed(seen))}; two runs would write over each other's "
-        "copies. Stop that one, or set another trainer.experiment_name or checkpoint.remote. A dead machine's "
+        "copies. Stop that run, or set another trainer.experiment_name or checkpoint.remote. A dead machine's "
         f"lease expires {EXPIRY_S:g} s after its last renewal; you may also delete {LEASE}."
     )

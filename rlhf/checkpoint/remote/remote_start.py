@@ -65,8 +65,8 @@ def _check_separate(run_dir: Path, trainer: TrainerConfig, remote: str) -> None:
     target = (folder / trainer.project_name / trainer.experiment_name).resolve()
     if target == run_dir.resolve() or run_dir.resolve() in target.parents:
         raise UserError(
-            f"checkpoint.remote={remote}: the copies would lie in the run directory {run_dir} itself; "
-            "name a folder on another disk."
+            f"checkpoint.remote={remote}: this folder is in the run directory {run_dir}. "
+            "Set a folder outside the run directory, best on another disk."
         )
 
 

@@ -1,4 +1,4 @@
-"""Makes disk space before a save: removes early what retention would remove after it."""
+"""Frees disk space before a save: removes checkpoints that retention would remove after the save."""
 
 import errno
 import logging
@@ -57,7 +57,7 @@ def _is_short(run_dir: Path, needed: int, deleter: Deleter, timeout_s: float, ca
 
 
 def _older_than_the_newest_usable(run_dir: Path, victims: list[Path], coordinator: Coordinator) -> list[Path]:
-    """Return the `victims` that a crash before the next commit would not need. Collective."""
+    """Return the `victims` that no resume needs if the run crashes before the next commit. Collective."""
     newest = newest_usable(run_dir, coordinator) if victims else None
     return [] if newest is None else [path for path in victims if (step_of(path) or 0) < (step_of(newest) or 0)]
 
@@ -88,7 +88,7 @@ def _await_removal(
 
 
 def bytes_freed_by(paths: list[Path]) -> int:
-    """Return the bytes on disk freed by removing all of `paths` and their pins; a file with another name stays."""
+    """Return the bytes on disk freed by removing all of `paths` and their pins, without files that have other links."""
     names: Counter[tuple[int, int]] = Counter()
     freed = 0
     # A symlink to a checkpoint elsewhere frees nothing here.

@@ -78,17 +78,16 @@ def over_domains(by_domain: list[Entries], coordinator: Coordinator) -> Entries:
 
 
 def _is_complete(source: Path, folder: str, names: Collection[str], coordinator: Coordinator) -> bool:
-    """Return whether the domains' `names` are all files that the checkpoint `source` has in `folder`; on the leader."""
+    """Return whether `names`, the files of all domains, are all files of `source` in `folder`. For the leader only."""
     return len(coordinator.domain_leaders) == 1 or read_manifest(source).in_folder(folder).keys() == set(names)
 
 
 def _link_folder(root: Path, source: Path, folder: str) -> Entries | None:
     """Hard-link the files of `source`'s `folder`, as far as this domain has them, and return their manifest entries.
 
-    Returns None, logged and with nothing left behind, when that fails: another file system, no hard links, a missing
-    source, or another format, whose files may have another form. Published checkpoints may share a file because nobody
-    ever writes into one. The link count keeps the file while any checkpoint has it, so retention needs no knowledge of
-    links.
+    If linking fails, logs the reason, removes the links and returns None. Reasons are another file system, no hard
+    links, a missing source and another checkpoint format. Published checkpoints can share a file because no process
+    writes to it (promise 3). The file system keeps the file while any checkpoint links it, so retention ignores links.
     """
     try:
         manifest = read_manifest(source)
@@ -102,7 +101,7 @@ def _link_folder(root: Path, source: Path, folder: str) -> Entries | None:
             link(source / name, root / name)
         return here
     except (OSError, DamagedCheckpoint) as error:
-        log.warning("%s cannot be linked from %s and is written instead: %s", folder, source, error)
+        log.warning("%s cannot be hard-linked from %s; the save writes it again: %s", folder, source, error)
         _unlink_folder(root, folder)
         return None
 

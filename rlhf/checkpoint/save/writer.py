@@ -1,7 +1,7 @@
-"""Writes a snapshot as a checkpoint: every rank writes its files, and the leaders publish the whole.
+"""Writes a snapshot as a checkpoint: every rank writes its files, and the leaders publish the checkpoint.
 
-Where nodes have their own disks, the leader of each storage domain publishes on its disk, with one manifest for all.
-Needs only the snapshot, the directory and a coordinator, so it can run beside the training or in front of it.
+If nodes have their own disks, the leader of each storage domain publishes its part, with the same manifest. The writer
+needs only the snapshot, the directory and a coordinator, so it can run in a background thread.
 """
 
 import time
@@ -39,9 +39,9 @@ SLACK_BYTES, RANK_BYTES = 1 << 20, 2 << 10
 class SaveResult:
     """Describes a published checkpoint: its path, the bytes written, and the seconds from snapshot to commit.
 
-    The training waited `blocked_seconds`, of which `wait_seconds` for the save before. `by_part` has the bytes that all
-    ranks wrote and the seconds of the slowest rank: for each role's files, the reference's (`ref`), and all other files
-    (`other`).
+    The training waited `blocked_seconds`, including `wait_seconds` for the previous save. `by_part` has the bytes that
+    all ranks wrote and the seconds of the slowest rank: for each role's files, the reference's (`ref`), and all other
+    files (`other`).
     """
 
     path: Path
@@ -113,7 +113,7 @@ def _needed(snapshot: Snapshot, linked: Collection[str], coordinator: Coordinato
 
 
 def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot:
-    """Return `snapshot`, on other domains' leaders with the leader's small files that a resume reads on every rank."""
+    """Return `snapshot`. On other domains' leaders, add the leader's small files that a resume reads on every rank."""
     if len(coordinator.domain_leaders) == 1:
         return snapshot
     names = {CONFIG, DRIVER_STATE, *(f"{role}/{SCHEDULE}" for role in snapshot.roles)}
@@ -132,8 +132,8 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class Commit:
-    """The last files of a save, the indices by path and the manifest, and the bytes that the save wrote, by part
-    too."""
+    """The last files of a save: the manifest and the indices by path. `figures` are the bytes written, in total and by
+    part."""
 
     manifest: Manifest
     indices: dict[str, bytes]
@@ -164,7 +164,7 @@ def _write_files(root: Path, snapshot: Snapshot, linked: Collection[str], rank: 
 
 
 def _add_exported(ranks: list[RankFiles], exported: Exported, roles: list[str]) -> None:
-    """Count exported files as the leader's, in whose storage domain they are, and each rank's seconds as its own."""
+    """Add exported files to the leader's files, which are in the same storage domain, and seconds to each rank's."""
     ranks[0].files += exported.files
     for rank, seconds in zip(ranks, exported.seconds, strict=True):
         for folder, spent in seconds.items():

@@ -117,7 +117,7 @@ def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> 
         if not same:
             raise UserError(
                 f"the run in {path.parent} is finished at step {manifest.step}, and {setting}={name} holds other files "
-                f"than it started from. To run with these, {NEW_RUN}."
+                f"than the run started from. To run with these files, {NEW_RUN}."
             )
     exported = EXPORT_SETTINGS if "hf_model" in config.setting("checkpoint.contents") else ()
     return [str(change) for change in harmless if change.key not in (*MODEL_NAMES, *exported)]

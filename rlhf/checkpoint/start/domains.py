@@ -1,7 +1,7 @@
 """Finds storage domains at the start, without configuration: groups of ranks that see the same run directory.
 
-Nodes may share a file system, have their own disks, or both in one run (a driver on a machine without GPUs, say). Each
-domain has one leader, which creates, renames and deletes there.
+Nodes may share a file system, have their own disks, or mix both (for example, a driver on a machine without GPUs). The
+leader of a domain creates, renames and deletes files on the domain's disk.
 """
 
 import logging
@@ -17,8 +17,8 @@ from rlhf.storage.layout import TEMPORARY
 
 log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 0.25
-# A network file system may show another node's file late. A rank that sees no other rank looks again a few times; a
-# rank that sees a node that does not see it, for longer.
+# A network file system may show another node's file late. If ranks do not all see each other, they look again LOOKS
+# times. While one rank sees another that does not see it, all ranks look again, up to LOOKS_IN_DISAGREEMENT times.
 LOOKS, LOOKS_IN_DISAGREEMENT = 2, 120
 
 
@@ -45,10 +45,10 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
 
 
 def _poll_until_agreed(run_dir: Path, tokens: list[str], coordinator: Coordinator) -> list[frozenset[int]]:
-    """Return the ranks whose `tokens` each rank sees in its directory, once they agree."""
+    """Return, for each rank, the ranks whose `tokens` it sees, once all ranks agree."""
     seen: list[frozenset[int]] = []
     for look in range(LOOKS_IN_DISAGREEMENT):
-        # By name, which no cache can know, and not by a listing, which a cache may have.
+        # Look up each new name. A listing of the directory may come from a cache.
         seen = coordinator.everywhere(lambda: frozenset(r for r, n in enumerate(tokens) if (run_dir / n).exists()))
         if _agree(seen) and (look >= LOOKS or len(seen[0]) == coordinator.world_size):
             return seen

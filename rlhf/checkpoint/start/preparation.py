@@ -39,8 +39,8 @@ def prepare(
     """Prepare the run directory of each storage domain for the ranks. Collective; raises the same error on every rank.
 
     Requires every directory's run lock. Raises UserError for `trainer.resume_mode=disable` on a directory with
-    checkpoints, for checkpoints of a run with other settings, for a `trainer.resume_from_path` that is no checkpoint,
-    and for a `checkpoint.remote` that cannot be used.
+    checkpoints, for checkpoints of a run with other settings, for a `trainer.resume_from_path` that is not a
+    checkpoint, and for a `checkpoint.remote` that cannot be used.
     """
     if settings.remote is not None and len(coordinator.domain_leaders) > 1:
         raise UserError(
@@ -112,8 +112,8 @@ def finished_unprepared(
 
 
 def _launch(run_dir: Path, coordinator: Coordinator) -> list[str]:
-    """Return the torchrun processes of this launch, empty without torchrun: those of the ranks, and those of earlier
-    attempts that any disk lists together with one of them, since machines come and go."""
+    """Return the torchrun processes of this launch; empty without torchrun. They are the processes of the present
+    ranks, and processes of earlier attempts that a disk lists together with a present process: machines change."""
     agents = {agent for agent in coordinator.all_gather(torchrun_agent()) if agent is not None}
     if not agents:
         return []
@@ -181,5 +181,5 @@ def _fork(run_dir: Path, source: Path, coordinator: Coordinator) -> dict[str, An
     if not any(coordinator.on_domain_leaders(lambda: step_of(source) is not None and source.is_dir())):
         raise UserError(f"trainer.resume_from_path={source} is not a checkpoint: name a global_step_N directory.")
     coordinator.on_domain_leaders(lambda: directory.set_aside_for(run_dir, source))
-    # A new id: trackers would drop steps that they have already seen of the old trajectory.
+    # A new id: with the old id, trackers would drop steps that the old trajectory has logged.
     return coordinator.on_leader(lambda: {"resumed_from": str(source), "run_id": directory.new_run_id()})

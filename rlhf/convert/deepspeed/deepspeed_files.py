@@ -72,7 +72,7 @@ def check_supported(save: Path) -> None:
     }
     for pattern, what in found.items():
         if path := next(iter(sorted(save.glob(pattern))), None):
-            raise UserError(f"{save} has {what} ({path.name}), which is not supported. Save it without that split.")
+            raise UserError(f"{save} has {what} ({path.name}), which is not supported. Save without it.")
     for path in sorted(save.glob("*_states.pt")):
         if (match := RANK.fullmatch(path.name)) and int(match[2]):
             raise UserError(

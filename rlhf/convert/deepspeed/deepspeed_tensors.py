@@ -1,8 +1,8 @@
 """Assembles the tensors of a DeepSpeed save from the flat partitions of its ranks without reading them.
 
-In stages 1 and 2 one flat tensor has all parameters of a group in order, and each rank has an equal range of it. In
-stage 3 each parameter is cut into equal ranges, padded at the end, and each rank's flat tensors have its ranges in
-order. The moments have the layout of the weights.
+Stages 1 and 2 concatenate all parameters of a group to one flat tensor. Each rank has an equal range of this tensor.
+Stage 3 pads each parameter and cuts it into one equal range per rank. Each rank concatenates its ranges in the order of
+the parameters. The moments have the layout of the weights.
 """
 
 import math
@@ -46,8 +46,8 @@ class Assembled:
 
 
 def assemble(save: Path, states: Mapping[str, Any]) -> Assembled:
-    """Assemble the tensors of the save whose model states of rank 0 are `states`. Raises UserError for a rank's missing
-    file, DamagedCheckpoint for partitions that do not fit the parameters."""
+    """Assemble the tensors of `save`. `states` are rank 0's model states. Raises UserError for a rank's missing file,
+    and DamagedCheckpoint for partitions that do not fit the parameters."""
     if states.get("param_shapes") is None:
         return _stage_0(states)
     content = open_first(save, OPTIM_STATES)
@@ -225,7 +225,7 @@ def _check_steps(states: Sequence[Mapping[str, Any]]) -> None:
 def _unique_tensors(
     module: Mapping[str, StoredTensor], shared: Mapping[str, str]
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensors of a module, tensors at the same place in the file once."""
+    """Yield the tensors of a module. Of tensors that share bytes in the file, yield only the first."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     for name, tensor in module.items():
         place = tensor.byte, tensor.shape
