@@ -85,10 +85,10 @@ def balance(name: str, ranks: int, prompts: int, budget: int) -> Balance:
     planned, plain, micros, least = 0, 0, 0, 0.0
     for mini_batch in range(MINI_BATCHES):
         mine = lengths[mini_batch * prompts * SAMPLES : (mini_batch + 1) * prompts * SAMPLES]
-        held = [[length for part in plan.lengths for length in part[rank]] for rank in range(ranks)]
+        own = [[length for part in plan.lengths for length in part[rank]] for rank in range(ranks)]
         micro_batches = plan.micro_batches(budget, mini_batch=mini_batch)
         planned += lockstep_cost(
-            [[sum(cost(held[rank][row]) for row in rows) for rows in of] for rank, of in enumerate(micro_batches)]
+            [[sum(cost(own[rank][row]) for row in rows) for rows in of] for rank, of in enumerate(micro_batches)]
         )
         micros += len(micro_batches[0])
         size = max(len(mine) // ranks, 1)

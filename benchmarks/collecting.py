@@ -206,8 +206,8 @@ def table(samples: int, length: int, repeats: int) -> str:
     """Return a table of medians over `repeats` runs."""
     runs = [measure(samples, length) for _ in range(repeats)]
 
-    def row(name: str, told: Callable[[Figures], str]) -> str:
-        return f"| {name} | {' | '.join(told(_median([run[rank] for run in runs])) for rank in range(RANKS))} |"
+    def row(name: str, value: Callable[[Figures], str]) -> str:
+        return f"| {name} | {' | '.join(value(_median([run[rank] for run in runs])) for rank in range(RANKS))} |"
 
     def seconds(phase: str) -> Callable[[Figures], str]:
         return lambda figures: f"{figures[phase]:.2f} s ({figures[phase + CPU]:.2f} CPU)"

@@ -152,8 +152,8 @@ def train(folder: Path, policy: Path, name: str, seed: int, arguments: argparse.
     with (folder / f"{label}.log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
     if code:
-        said = "\n".join((folder / f"{label}.log").read_text(errors="replace").splitlines()[-20:])
-        raise RuntimeError(f"{label} has ended with exit code {code}:\n{said}")
+        tail = "\n".join((folder / f"{label}.log").read_text(errors="replace").splitlines()[-20:])
+        raise RuntimeError(f"{label} has ended with exit code {code}:\n{tail}")
     lines = (folder / "rlhf" / label / "metrics.jsonl").read_text().splitlines()
     return Run.of([json.loads(line) for line in lines])
 

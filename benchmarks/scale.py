@@ -86,16 +86,16 @@ def shards_of(shapes: dict[str, tuple[int, ...]], rank: int, world_size: int) ->
 
 def written_by(components: dict[str, Shards], rank: int) -> RankFiles:
     """Return a rank's message to the leader after it has written its files."""
-    told = RankFiles()
+    rank_files = RankFiles()
     for folder, shards in components.items():
         flat, share = lay_out(rank_file(rank), shards)
-        told.indices[folder] = share
+        rank_files.indices[folder] = share
         if flat:
             size = share.first_byte + sum(tensor.nbytes for tensor in flat.values())
             digests = "0" * HASH_DIGITS * -(-size // BLOCK)
-            told.files.append(WrittenFile(f"{folder}/{rank_file(rank)}", size, digests))
-        told.seconds["actor"] += 0.1
-    return told
+            rank_files.files.append(WrittenFile(f"{folder}/{rank_file(rank)}", size, digests))
+        rank_files.seconds["actor"] += 0.1
+    return rank_files
 
 
 def timed(action: Callable[[], T], times: int = 1) -> tuple[T, float]:
@@ -103,16 +103,16 @@ def timed(action: Callable[[], T], times: int = 1) -> tuple[T, float]:
 
     A busy machine, or garbage collection over all simulated ranks, can double milliseconds.
     """
-    taken = []
+    seconds = []
     gc.disable()
     try:
         for _ in range(times):
             started = time.process_time()
             result = action()
-            taken.append(time.process_time() - started)
+            seconds.append(time.process_time() - started)
     finally:
         gc.enable()
-    return result, min(taken)
+    return result, min(seconds)
 
 
 def save_figures(shapes: dict[str, tuple[int, ...]], world_size: int, folder: Path) -> tuple[Manifest, Figures]:

@@ -45,7 +45,7 @@ class Scheduled:
         per_count = 1 if self._interval == "optimizer_step" else training.updates_per_step
         total = training.total_optimizer_steps // per_count
         self.scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(optim, step, total))
-        self._taken = dict.fromkeys(("optimizer_step", "training_step"), 0)
+        self._steps = dict.fromkeys(("optimizer_step", "training_step"), 0)
         # Whether an optimizer step was taken since the last counted training step.
         self._moved = False
 
@@ -60,7 +60,7 @@ class Scheduled:
         self._count("optimizer_step")
 
     def _count(self, step: str) -> None:
-        self._taken[step] += 1
+        self._steps[step] += 1
         if step == self._interval:
             self.scheduler.step()
 
@@ -69,14 +69,14 @@ class Scheduled:
         state = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
         # Save one rate: all groups have the same, and a resume may change the number of groups.
         schedule = {k: v[:1] if k in ("base_lrs", "_last_lr") else v for k, v in state.items()}
-        return {"lr_scheduler": schedule, "steps_taken": dict(self._taken)}
+        return {"lr_scheduler": schedule, "steps_taken": dict(self._steps)}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """See `TrainState.load_extra_state`. Load only the schedule's position; the settings define rates and shape."""
         scheduler = self.scheduler
         rates = scheduler.base_lrs
-        self._taken, self._moved = dict(state["steps_taken"]), False
-        position = self._taken[self._interval]
+        self._steps, self._moved = dict(state["steps_taken"]), False
+        position = self._steps[self._interval]
         place = {"last_epoch": position, "_step_count": position + 1}
         scheduler.load_state_dict({**state["lr_scheduler"], **place, "base_lrs": rates, "lr_lambdas": [None]})
         factor = scheduler.lr_lambdas[0](scheduler.last_epoch)

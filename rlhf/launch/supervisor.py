@@ -57,14 +57,14 @@ def supervise(config: Config, check: Callable[[], None], banner: str = "", callb
 
 
 def _supervise(config: Config, check: Callable[[], None], output: RunOutput, callbacks: Callbacks) -> int:
-    expected, alone = not _seems_finished(config), Coordinator(Transport())
+    expected, single_process = not _seems_finished(config), Coordinator(Transport())
     needs = RankNeeds.of(config.trainer, config.data, config.backend, config.rollout)
     with (
         RankOutput(output) as of_ranks,
         LocalStarter(config.trainer, config.run_dir, needs, of_ranks, expected=expected) as starter,
     ):
         with _usable(config.run_dir):
-            reject_another_run(config, alone)
+            reject_another_run(config, single_process)
         check()
 
         def train() -> int:
@@ -76,7 +76,7 @@ def _supervise(config: Config, check: Callable[[], None], output: RunOutput, cal
 
         try:
             with _usable(config.run_dir):
-                return run_lifecycle(config, alone, output, train, starter.check_devices)
+                return run_lifecycle(config, single_process, output, train, starter.check_devices)
         except Unsaved as error:
             log.error("%s", error)
             return EXIT_REQUEUE

@@ -152,7 +152,7 @@ def _in_lockstep(
         longest = max(rank.longest for rank in waiting)
         target = max(cost(longest), -(-max(rank.cost for rank in waiting) // to_come))
         for rank, micros in zip(waiting, plan, strict=True):
-            micros.append(rank.take(target))
+            micros.append(rank.pop_micro_batch(target))
     # A rank with samples left over uses its fewest micro-batches instead, costliest first.
     plan = [
         sorted(fewest, key=_cost, reverse=True) if rank.samples else micros
@@ -172,16 +172,16 @@ class _Waiting:
     def longest(self) -> int:
         return self.samples[-1][0] if self.samples else 0
 
-    def take(self, target: int) -> list[Placed]:
+    def pop_micro_batch(self, target: int) -> list[Placed]:
         """Remove and return a micro-batch of up to `target` cost. Longest samples first: short ones fit in later."""
-        taken: list[Placed] = []
+        micro_batch: list[Placed] = []
         spent, room = 0, max(self._budget, self.longest)
         while at := bisect_left(self.samples, (min(room, _length(target - spent)) + 1,)):
             sample = self.samples.pop(at - 1)
-            taken.append(sample)
+            micro_batch.append(sample)
             spent, room = spent + cost(sample[0]), room - sample[0]
         self.cost -= spent
-        return taken
+        return micro_batch
 
 
 def _fewest(samples: list[Placed], budget: int) -> list[list[Placed]]:

@@ -103,9 +103,9 @@ def _new_folder() -> str:
     """Create an empty folder, locked as long as the process lives; remove the folders of dead processes."""
     for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # the folder's process lives, or another user owns the folder
-            held = _lock(old)
+            lock = _lock(old)
             remove_dir(old, ignore_errors=True)
-            os.close(held)
+            os.close(lock)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         with contextlib.suppress(OSError):  # another process just removed the folder, because it was not locked yet

@@ -83,5 +83,5 @@ class FailurePolicy:
     def pop_timeouts(self) -> list[Timeouts]:
         """Return the samples that timed out since the last call: one entry, or none."""
         with self._lock:
-            taken, self._timeouts = self._timeouts, []
-        return merge_timeouts(taken)
+            timeouts, self._timeouts = self._timeouts, []
+        return merge_timeouts(timeouts)

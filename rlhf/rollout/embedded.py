@@ -80,8 +80,8 @@ class EmbeddedEngine:
             raise ValueError(f"{len(missing)} weights of the rollout model were not updated: {', '.join(missing[:5])}")
         model = self.model
         here = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-        held = read_digests({name: digest(here[name], here[name].dtype) for name in sent})
-        self._check.check(read_digests(sent), [held], f"step {version}")
+        received = read_digests({name: digest(here[name], here[name].dtype) for name in sent})
+        self._check.check(read_digests(sent), [received], f"step {version}")
         self.version = version
 
     @torch.inference_mode()

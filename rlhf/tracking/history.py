@@ -12,7 +12,7 @@ from rlhf.storage.history_file import DamagedHistory, HistoryMark, end_of_step, 
 
 Record = dict[str, Any]
 """`{"step": n, "reward/mean": 0.5, ...}`: an int, then floats or ints by metric name."""
-OF_THE_MACHINE = ("perf/", "timing_s/")
+MACHINE_METRICS = ("perf/", "timing_s/")
 """Prefixes of metrics that depend on the clock or the machine. All other metrics are bit-identical in equal runs."""
 
 

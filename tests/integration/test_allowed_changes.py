@@ -28,7 +28,7 @@ from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.ranks.status import StatusWriter
 from rlhf.ranks.stop import STOP_SIGNALS
 from rlhf.reward.scores import RewardError
-from rlhf.tracking.history import OF_THE_MACHINE
+from rlhf.tracking.history import MACHINE_METRICS
 from tests.support.checkpoints import world_of_one
 from tests.support.launching import TINY_POLICY, question
 from tests.support.sections import prepare
@@ -408,7 +408,7 @@ def figures(run_dir: Path) -> dict[str, Any]:
     driver = json.loads((checkpoint / "driver_state.json").read_text())
     hashes = {n: entry["xxh3_128"] for n, entry in read_manifest(checkpoint).files.items() if n.endswith("tensors")}
     return {
-        "metrics": {name: value for name, value in record.items() if not name.startswith(OF_THE_MACHINE)},
+        "metrics": {name: value for name, value in record.items() if not name.startswith(MACHINE_METRICS)},
         "weights": {name: hash_ for name, hash_ in hashes.items() if "/model/" in name},
         "kl_coef": driver["kl_control"]["kl_coef"],  # of the next step
         "entropy": driver.get("entropy_control"),

@@ -13,7 +13,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
-from rlhf.tracking.history import OF_THE_MACHINE
+from rlhf.tracking.history import MACHINE_METRICS
 from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.numeric_ranks import run_ranks
 from tests.support.plain_collect import (
@@ -166,7 +166,7 @@ def test_every_step_is_that_of_the_plain_way(ranks, plain, name, world_size):
                 expected["metrics"], rel=0, abs=FLOAT32 * HIGHEST
             )
             rest = told.keys() - expected["metrics"].keys()
-            rest = {key for key in rest if not key.startswith(OF_THE_MACHINE)}
+            rest = {key for key in rest if not key.startswith(MACHINE_METRICS)}
             lengths = {"response_length", "response_length_terminated", "prompt_length"}
             assert {key.split("/")[0] for key in rest} == {"reward"} | lengths
             assert rest & {"reward/overlong", "sampling/reward_mean"} == set()

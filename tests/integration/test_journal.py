@@ -19,7 +19,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardItem, Score
 from rlhf.rollout import Request, Sample, Weights
-from rlhf.tracking.history import OF_THE_MACHINE
+from rlhf.tracking.history import MACHINE_METRICS
 from tests.support.launching import flip_a_byte
 from tests.support.numeric_ranks import run_ranks
 from tests.support.plain_collect import BATCH, FILTERED, OVERLONG, UNFILTERED, N, Sums, build, new_driver
@@ -104,7 +104,7 @@ def walk(rank: Rank, last: int = STEPS) -> list[dict[str, Any]]:
         records.append(
             {
                 "batch": {f.name: getattr(collected.batch, f.name) for f in fields(RolloutBatch)},
-                "metrics": {name: value for name, value in metrics.items() if not name.startswith(OF_THE_MACHINE)},
+                "metrics": {name: value for name, value in metrics.items() if not name.startswith(MACHINE_METRICS)},
                 "perf": {name: value for name, value in metrics.items() if name.startswith("perf/journal")},
                 "tokens": collected.tokens.total,
                 "generated": engine.generated,

@@ -12,7 +12,7 @@ from rlhf.experience.collector import Collector
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.tracking.history import OF_THE_MACHINE
+from rlhf.tracking.history import MACHINE_METRICS
 from tests.support.checkpoints import equal_bits
 from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.numeric_ranks import run_ranks
@@ -57,7 +57,7 @@ def walk(rank: Rank, last: int) -> list[dict[str, Any]]:
             {
                 "batch": {f.name: getattr(collected.batch, f.name) for f in fields(RolloutBatch)},
                 "metrics": {
-                    name: value for name, value in collected.metrics.items() if not name.startswith(OF_THE_MACHINE)
+                    name: value for name, value in collected.metrics.items() if not name.startswith(MACHINE_METRICS)
                 },
             }
         )

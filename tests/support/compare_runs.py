@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, SAMPLES, scan
-from rlhf.tracking.history import OF_THE_MACHINE
+from rlhf.tracking.history import MACHINE_METRICS
 
 # Fields of a run that are not part of its trajectory. The history is compared separately, without clock metrics.
 OF_THE_RUN = ("run_id", "wall_seconds", "history")
@@ -19,7 +19,7 @@ def driver_state(checkpoint: Path) -> dict:
 def history(run_dir: Path) -> list[dict]:
     """Return the metric history without metrics of the clock."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in record.items() if not key.startswith(OF_THE_MACHINE)} for record in records]
+    return [{key: value for key, value in record.items() if not key.startswith(MACHINE_METRICS)} for record in records]
 
 
 def differences(left: Path, right: Path, *, samples: bool = True) -> list[str]:

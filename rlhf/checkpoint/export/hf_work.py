@@ -75,9 +75,9 @@ class Copied:
         for piece in source.weights.find({name: whole for name, whole in wholes.items() if whole.numel}, 0, 1):
             (path, first), (kind, shape) = target[piece.name], tensors[piece.name]
             width, name = ITEM_BYTES[kind], f"{source.folder}/{piece.file}"
-            length, (held, placed) = contiguous_runs(
+            length, (starts, placed) = contiguous_runs(
                 *(layout_of(piece.box, b, shape) for b in (piece.shard, wholes[piece.name]))
             )
-            for start, place in zip((piece.position + held * width).tolist(), placed.tolist(), strict=True):
+            for start, place in zip((piece.position + starts * width).tolist(), placed.tolist(), strict=True):
                 found.append(RangeCopy(name, start, start + length * width, path, first + place * width))
         return found

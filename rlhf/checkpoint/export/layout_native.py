@@ -126,15 +126,15 @@ class NativeCheckpoint:
 
     def _trained_so_far(self, role: str) -> TrainedSoFar:
         schedule: dict[str, Any] | None = None
-        taken: dict[str, Any] = {}
+        steps: dict[str, Any] = {}
         if (name := f"{role}/{SCHEDULE}") in self.manifest.files:
             document = self.files.document(name)
             if isinstance(document, dict):
-                schedule, taken = document.get("lr_scheduler"), document.get("steps_taken") or {}
+                schedule, steps = document.get("lr_scheduler"), document.get("steps_taken") or {}
         if schedule is None:
             self._absent.append("the learning rate schedule: checkpoint.contents had no extra")
         state = parse_driver_state(self.files.content(DRIVER_STATE), DRIVER_STATE)
-        return TrainedSoFar(state["step"], taken.get("optimizer_step"), schedule)
+        return TrainedSoFar(state["step"], steps.get("optimizer_step"), schedule)
 
     @property
     def model_files(self) -> Path:

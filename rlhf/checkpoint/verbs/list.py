@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _document(found: FoundRun) -> dict[str, Any]:
-    rules = None if found.alone else found.rules()
+    rules = None if found.single_checkpoint else found.rules()
     rows: list[dict[str, Any]] = []
     for checkpoint in found.checkpoints:
         row: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
@@ -48,7 +48,7 @@ def _document(found: FoundRun) -> dict[str, Any]:
         if isinstance(manifest, Unreadable):
             row |= {"state": manifest.state, "problem": manifest}
         else:
-            if rules is None and not found.alone:
+            if rules is None and not found.single_checkpoint:
                 rules = rules_of_save(checkpoint, manifest)
             row |= {"state": "committed"} | facts_of(manifest)
         rows.append(row)

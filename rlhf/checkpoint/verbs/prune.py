@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     for found in runs:
         assert isinstance(found, LocalRun)
         try:
-            if found.alone:
+            if found.single_checkpoint:
                 raise UserError(f"{found.name} is one checkpoint. Give its run directory.")
             document = _pruned(found, _rules(found, given), arguments)
         except (UserError, OSError) as error:

@@ -58,10 +58,10 @@ def plan_pruning(
     newest = next((step_of(path) for path in scan(run_dir) if _is_whole(path, verify)), None)
     if newest is None:
         return PruningPlan(run_dir, rules, None)  # promise 10
-    alone = Coordinator(Transport())
+    single_process = Coordinator(Transport())
     aside = [path for reason in ASIDE for path in set_aside_dirs(run_dir, reason)] if set_aside else []
     # Promise 9.
-    return PruningPlan(run_dir, rules, newest, victims(run_dir, rules, newest, alone), aside, leftovers)
+    return PruningPlan(run_dir, rules, newest, victims(run_dir, rules, newest, single_process), aside, leftovers)
 
 
 @contextmanager

@@ -49,9 +49,12 @@ class RemoteCheckpoint:
 
 
 class RemoteRun:
-    def __init__(self, store: RemoteStore, steps: Sequence[int], retries: Retries, *, alone: bool = False) -> None:
-        self.alone, self._checkpoints = alone, [RemoteCheckpoint(store, step, retries) for step in steps]
-        self.name = self._checkpoints[0].name if alone else store.url
+    def __init__(
+        self, store: RemoteStore, steps: Sequence[int], retries: Retries, *, single_checkpoint: bool = False
+    ) -> None:
+        self.single_checkpoint = single_checkpoint
+        self._checkpoints = [RemoteCheckpoint(store, step, retries) for step in steps]
+        self.name = self._checkpoints[0].name if single_checkpoint else store.url
 
     @property
     def checkpoints(self) -> Sequence[RemoteCheckpoint]:
@@ -78,7 +81,7 @@ def find_remote_runs(url: str) -> tuple[list[FoundRun], list[str]]:
         store = _open(parent, retries)
         if step not in _list(store, store.steps, retries):
             raise UserError(f"{url} does not exist.")
-        return [RemoteRun(store, [step], retries, alone=True)], []
+        return [RemoteRun(store, [step], retries, single_checkpoint=True)], []
 
     def look(folder: str) -> tuple[FoundRun | None, list[str]]:
         store = _open(folder, retries)

@@ -46,10 +46,10 @@ class FoundCheckpoint(Protocol):
 
 
 class FoundRun(Protocol):
-    """One run's checkpoints, local or remote; `alone` is a checkpoint named by itself."""
+    """One run's checkpoints, local or remote; with `single_checkpoint`, one checkpoint only."""
 
     name: str
-    alone: bool
+    single_checkpoint: bool
 
     @property
     def checkpoints(self) -> Sequence[FoundCheckpoint]:
@@ -85,7 +85,7 @@ class LocalCheckpoint:
 
 class LocalRun:
     def __init__(self, path: Path, checkpoints: Sequence[Path]) -> None:
-        self.path, self.name, self.alone = path, str(path), list(checkpoints) == [path]
+        self.path, self.name, self.single_checkpoint = path, str(path), list(checkpoints) == [path]
         self._checkpoints = [LocalCheckpoint(checkpoint) for checkpoint in checkpoints]
 
     @property

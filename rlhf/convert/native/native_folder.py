@@ -114,8 +114,8 @@ def _write_role(
     if (position := _position(source)) is not None:
         # A load uses only these fields: rates and shape are the run's own settings.
         schedule = {"last_epoch": position, "_step_count": position + 1}
-        taken = {"optimizer_step": position, "training_step": done.manifest.step}
-        files.append(write_json(root, f"{role}/{SCHEDULE}", {"lr_scheduler": schedule, "steps_taken": taken}))
+        steps = {"optimizer_step": position, "training_step": done.manifest.step}
+        files.append(write_json(root, f"{role}/{SCHEDULE}", {"lr_scheduler": schedule, "steps_taken": steps}))
         have += [] if "extra" in have else ["extra"]
         done.converted.append(f"{role}: place in the learning rate schedule, after {position} optimizer steps")
     done.absent += [f"{role}: {line}" for line in source.contents.absent]

@@ -26,13 +26,13 @@ class Admission:
         """
         try:
             problem = server_problem(await client.version())
-        except SecretRejected as refused:
+        except SecretRejected as rejected:
             if ours:  # another process answers at the port, so ours will exit
                 raise
             raise UserError(
                 f"The rollout server {url} expects another secret than this run's ({self._secret.place}). Start the "
                 f"server with this run's secret in {VARIABLE}, or the trainer with the server's secret."
-            ) from refused
+            ) from rejected
         if problem:
             raise UserError(f"The rollout server {url} cannot be used: {problem}.")
         await client.tokens()

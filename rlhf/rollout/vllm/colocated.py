@@ -146,11 +146,11 @@ class VllmEngine:
         model = self._model()
         if self._check_weights is None:
             self._check_weights = weight_check(model, exact=self._llm.model_config.quantization is None)
-        held = [model_digests(model, self.dtype)]
+        received = [model_digests(model, self.dtype)]
         if len(self._group) > 1:
-            ranks = self._coordinator.all_gather(held[0])
-            held = [ranks[rank] for rank in self._group]
-        self._check_weights.check(read_digests(self._sent), held, f"step {version}")
+            ranks = self._coordinator.all_gather(received[0])
+            received = [ranks[rank] for rank in self._group]
+        self._check_weights.check(read_digests(self._sent), received, f"step {version}")
 
     def _load_all(self, weights: Weights) -> None:
         stream = iter(weights())

@@ -55,11 +55,11 @@ def model_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
                 found[name] = digest(_without_replicas(module, parameter), dtype)
             if packed is not None and not (name in found and torch.equal(found[name], packed)):
                 found[name] = packed  # the layer computes with the packed copy
-        for held in FACTORS.values():
+        for factor in FACTORS.values():
             # vLLM serves one adapter at a time; fused layers have a slice per factor.
-            slices = [stacked[0] for stacked in getattr(module, f"{held}_stacked", ())]
+            slices = [stacked[0] for stacked in getattr(module, f"{factor}_stacked", ())]
             if slices:
-                found[f"{path}.{held}"] = torch.stack([digest(part, dtype) for part in slices]).sum(0)
+                found[f"{path}.{factor}"] = torch.stack([digest(part, dtype) for part in slices]).sum(0)
     return read_digests(found)
 
 

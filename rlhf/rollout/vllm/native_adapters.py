@@ -94,8 +94,8 @@ class AdapterVllmEngine(VllmEngine):
         manager.activate_adapter(self._number)
 
     def _digest_name(self, name: str) -> str:
-        for end, held in FACTORS.items():
-            name = name.replace(f".{end}.weight", f".{held}")
+        for end, factor in FACTORS.items():
+            name = name.replace(f".{end}.weight", f".{factor}")
         return name
 
     def _digest(self, name: str, tensor: Tensor) -> Tensor:

@@ -79,9 +79,9 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         sent = {name: (first, second) for name, (first, second) in self._sent["digests"].items()}
         self._check.check(sent, self._gather_digests(model_digests(self.model, dtype)), self._sent["label"])
 
-    def _gather_digests(self, held: dict[str, Digest]) -> list[dict[str, Digest]]:
+    def _gather_digests(self, digests: dict[str, Digest]) -> list[dict[str, Digest]]:
         group = get_tp_group()
-        ranks = [held] * group.world_size
+        ranks = [digests] * group.world_size
         if group.world_size > 1:
-            dist.all_gather_object(ranks, held, group=group.cpu_group)
+            dist.all_gather_object(ranks, digests, group=group.cpu_group)
         return ranks
