@@ -91,10 +91,10 @@ class DisturbedRun:
                 code = self._disturb(started)
             except Stuck as stuck:
                 self._kill_all(psutil.Process(started.pid))
-                return [f"{stuck}:\n{self._told()}"]
+                return [f"{stuck}:\n{self._end_of_log()}"]
         self._note_figures()
         if code != EXIT_DONE:
-            return [f"a start ended with exit code {code}:\n{self._told()}"]
+            return [f"a start ended with exit code {code}:\n{self._end_of_log()}"]
         _, left = psutil.wait_procs(list(self._seen.values()), LATE_S)
         return [f"a process of the run is still there: {process}" for process in left]
 
@@ -172,7 +172,7 @@ class DisturbedRun:
             if (update := self._updates.first(at, following, before)) is not None:
                 self._figures.recoveries[kind].append(update - at)
 
-    def _told(self) -> str:
+    def _end_of_log(self) -> str:
         return self._log.read_text()[-3000:]
 
 

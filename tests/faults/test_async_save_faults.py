@@ -78,14 +78,14 @@ def test_a_failed_save_ends_the_attempt_steps_before_the_next_one(tmp_path):
 
 
 def fail_and_go_on(rank: int, config: Config) -> list:
-    run, told = Run(rank, config), []
+    run, saved = Run(rank, config), []
     for limit in (100_000, resource.RLIM_INFINITY):
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        told.append(run.checkpointer.save(run.step()))
-        told.append(run.checkpointer.finish())
-        told.append(run.checkpointer.failed)
-    return [value.path.name if hasattr(value, "path") else value for value in told]
+        saved.append(run.checkpointer.save(run.step()))
+        saved.append(run.checkpointer.finish())
+        saved.append(run.checkpointer.failed)
+    return [value.path.name if hasattr(value, "path") else value for value in saved]
 
 
 def test_on_save_error_continue_trains_on(tmp_path, config):
@@ -113,9 +113,9 @@ def die_while_writing(rank: int, config: Config) -> str:
 @pytest.mark.parametrize("on_save_error", ["stop", "continue"])
 def test_a_kill_during_the_write_leaves_the_checkpoint_before(tmp_path, config, on_save_error):
     config.checkpoint.on_save_error = on_save_error  # without its peer, a rank cannot go on
-    told, dead = on_ranks(tmp_path, 2, die_while_writing, config)
+    message, dead = on_ranks(tmp_path, 2, die_while_writing, config)
     assert dead == "died"
-    assert "The checkpoint of step 2" in told
+    assert "The checkpoint of step 2" in message
     prepare(config)  # a new start
     assert published(config) == [1]
     assert verify(step_dir(config.run_dir, 1)).step == 1
@@ -143,8 +143,8 @@ def stuck(rank: int, config: Config) -> str:
 
 
 def test_a_disk_that_does_not_answer_ends_the_attempt_within_the_deadline(config):
-    [told] = run_thread_ranks(1, stuck, config)
-    assert "The checkpoint of step 1 was not written within checkpoint.timeout_s=0.5" in told
+    [message] = run_thread_ranks(1, stuck, config)
+    assert "The checkpoint of step 1 was not written within checkpoint.timeout_s=0.5" in message
 
 
 def too_large(rank: int, config: Config) -> str:
@@ -161,6 +161,6 @@ def too_large(rank: int, config: Config) -> str:
 
 def test_no_memory_for_the_copy_names_the_setting(tmp_path, config):
     config.checkpoint.contents = ["model", "optimizer"]
-    [told] = on_ranks(tmp_path, 1, too_large, config)
-    assert "Set checkpoint.async_save=false" in told
-    assert "381.5 MiB on this rank" in told
+    [message] = on_ranks(tmp_path, 1, too_large, config)
+    assert "Set checkpoint.async_save=false" in message
+    assert "381.5 MiB on this rank" in message

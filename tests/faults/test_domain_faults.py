@@ -111,11 +111,11 @@ def lose_parts(tmp_path: Path, node: int, *steps: int) -> None:
 
 def resume_and_listen(rank: int, tmp_path: Path, nodes: list[int]) -> tuple[int | str, list[str]]:
     """The step that the ranks have come to, or why not; and what was said."""
-    said = messages()
+    logged = messages()
     try:
-        return resume(rank, tmp_path, nodes)[1]["driver"]["step"], said
+        return resume(rank, tmp_path, nodes)[1]["driver"]["step"], logged
     except UserError as error:
-        return str(error), said
+        return str(error), logged
 
 
 def test_a_lost_disk(tmp_path):
@@ -125,9 +125,9 @@ def test_a_lost_disk(tmp_path):
     lose_parts(tmp_path, 1, 2, 3)
     outcomes = run_thread_ranks(2, resume_and_listen, tmp_path, [0, 1])
     assert [outcome[0] for outcome in outcomes] == [1, 1]
-    [told, *_] = [text for text in outcomes[0][1] if "global_step_3" in text]
-    assert "is not complete: no node's disk has" in told
-    assert "actor/model/rank_00001.safetensors" in told
+    [message, *_] = [text for text in outcomes[0][1] if "global_step_3" in text]
+    assert "is not complete: no node's disk has" in message
+    assert "actor/model/rank_00001.safetensors" in message
     run_dir = on_node(tmp_path, 0).run_dir
     assert [path.name for path in set_aside_dirs(run_dir, "incomplete")] == [
         "global_step_2.incomplete-1",

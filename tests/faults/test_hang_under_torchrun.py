@@ -46,9 +46,9 @@ def test_each_hang_is_found_and_killed_and_torchrun_restarts_the_run(tmp_path, s
     assert len(list(tmp_path.glob("hung_*"))) == len(PLAN)
     run_dir = tmp_path / "rlhf" / "hung"
     log = (run_dir / RUN_LOG).read_text()
-    for said in (end.output, log):
-        stories = said.split("watchdog: error: Hang: ")[1:]
-        assert len(stories) == len(PLAN), said
+    for text in (end.output, log):
+        stories = text.split("watchdog: error: Hang: ")[1:]
+        assert len(stories) == len(PLAN), text
         for (_, _, rank, _), phase, story in zip(PLAN, PHASES, stories, strict=True):
             found = re.match(rf"rank {rank}: no progress for (\d+) s after {phase} ", story)
             assert found, story

@@ -37,7 +37,7 @@ def config(request, tmp_path) -> Config:
 def end(rank: int, config: Config, way: str, code: int, saved: list[int]) -> tuple[type, str, list[str]]:
     """Save the steps `saved`; then, with a disk that answers `code` on rank 1, save step 2 in vain and end at step
     3."""
-    said = messages()
+    logged = messages()
     run = Run(rank, config)
     checkpointer = run.checkpointer
 
@@ -57,27 +57,27 @@ def end(rank: int, config: Config, way: str, code: int, saved: list[int]) -> tup
                 checkpointer.leave(run.step(), {})
             checkpointer.maybe_save(run.step(), {}, last=True)
     except (Preempted, Unsaved, UserError, SaveFailed) as error:
-        return type(error), str(error), said
-    return type(None), "", said
+        return type(error), str(error), logged
+    return type(None), "", logged
 
 
 @pytest.mark.parametrize("saved", [[], [1]])
 def test_asked_to_stop_it_says_what_is_there(config, saved):
     # Promise 18.
-    for kind, message, said in run_thread_ranks(2, end, config, "leave", errno.EIO, saved):
+    for kind, message, logged in run_thread_ranks(2, end, config, "leave", errno.EIO, saved):
         assert kind is Unsaved
         assert message.startswith("Asked to stop: left without saving step 3. The checkpoint of step 3 in ")
         newest = f"continues from {config.run_dir / 'global_step_1'}." if saved else "starts the run again."
         assert message.endswith(f"The same command {newest}")
-        assert not any("step 3" in line and "goes on" in line for line in said)
+        assert not any("step 3" in line and "goes on" in line for line in logged)
     assert published(config) == saved
 
 
 def test_the_end_of_the_run_is_a_failure(config):
-    for rank, (kind, message, said) in enumerate(run_thread_ranks(2, end, config, "last", errno.EIO, [])):
+    for rank, (kind, message, logged) in enumerate(run_thread_ranks(2, end, config, "last", errno.EIO, [])):
         assert kind is SaveFailed
         assert "The checkpoint of step 3" in message
-        gone_on = [line for line in said if line.endswith("Training goes on (checkpoint.on_save_error=continue).")]
+        gone_on = [line for line in logged if line.endswith("Training goes on (checkpoint.on_save_error=continue).")]
         assert ["The checkpoint of step 2" in line for line in gone_on] == [True] * (rank == 0)
     assert published(config) == []
 

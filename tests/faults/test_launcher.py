@@ -63,7 +63,7 @@ def supervised(config, tmp_path):
     return lambda script, *modules: rank_scripts.supervised(config, tmp_path / "rank.py", RANK + script, modules)
 
 
-def said(caplog) -> list[str]:
+def logged(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("rlhf")]
 
 
@@ -74,10 +74,10 @@ def test_what_is_not_safe_to_fork_is_not_forked(config, supervised, tmp_path, ca
     code = supervised('assert os.getppid() == supervisor and os.environ["WORLD_SIZE"] == "2"', module)
     assert code == EXIT_DONE
     assert len(starts(config)) == 2
-    (told,) = said(caplog)
+    (line,) = logged(caplog)
     assert re.match(
-        f"The ranks start as new processes, without a launcher: the launcher must not fork them, because {reason}", told
-    ), told
+        f"The ranks start as new processes, without a launcher: the launcher must not fork them, because {reason}", line
+    ), line
 
 
 def test_what_ranks_import_starts_no_threads(config, supervised, monkeypatch):
@@ -108,7 +108,7 @@ assert os.getppid() == supervisor
         "late",
     )
     assert code == EXIT_DONE
-    assert "2 threads run in it" in said(caplog)[-1]
+    assert "2 threads run in it" in logged(caplog)[-1]
 
 
 def test_a_thread_that_ends_while_threads_are_counted_is_no_error():
@@ -235,7 +235,7 @@ if number == 1:
     assert len(starts(config)) == 4
     first, second = (int((config.run_dir / f"launcher_{number}").read_text()) for number in (1, 2))
     assert first != second
-    assert said(caplog) == [
+    assert logged(caplog) == [
         "Crash: the launcher: SIGKILL (often the kernel's out-of-memory killer), and its ranks died with it. "
         "Restart 1 of 10 in 0 s."
     ]
@@ -256,7 +256,7 @@ os.fork = limited
 """)
     config.trainer.max_failures_per_step = 1
     assert supervised("block()", "full") == EXIT_CRASHED
-    assert "rank 1: died with the launcher: exit code 1" in said(caplog)[-1]
+    assert "rank 1: died with the launcher: exit code 1" in logged(caplog)[-1]
     wait_until(lambda: not any(alive(pid) for _, pid in starts(config)), 30)
 
 
@@ -284,7 +284,7 @@ def test_a_request_to_stop_does_not_wait_for_imports(config, supervised, tmp_pat
     assert supervised("", "slow_import") == EXIT_REQUEUE
     assert time.monotonic() - begin < 60
     assert starts(config) == []
-    assert said(caplog) == ["SIGTERM while no rank was training. The same command starts the run again."]
+    assert logged(caplog) == ["SIGTERM while no rank was training. The same command starts the run again."]
 
 
 def test_imports_that_hang_are_left_to_the_ranks(config, supervised, tmp_path, caplog):
@@ -292,7 +292,7 @@ def test_imports_that_hang_are_left_to_the_ranks(config, supervised, tmp_path, c
     config.trainer.watchdog_first_timeout_s = 1.0
     config.trainer.watchdog = False  # the ranks may take longer than that
     assert supervised("assert os.getppid() == supervisor", "hanging") == EXIT_DONE
-    assert "its imports take more than 1 s" in said(caplog)[0]
+    assert "its imports take more than 1 s" in logged(caplog)[0]
 
 
 @pytest.mark.parametrize(

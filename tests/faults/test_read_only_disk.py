@@ -38,9 +38,9 @@ def saved(disk: Path, step: int) -> None:
 def test_a_finished_run_reports_under_our_supervisor(disk, capsys):
     saved(disk, 80)
     assert supervise(compose_config(command(disk), Library.find(None)), lambda: None) == EXIT_DONE
-    said = capsys.readouterr().err
-    assert "is finished at step 80. Nothing is written" in said
-    assert "87.5% after" in said
+    output = capsys.readouterr().err
+    assert "is finished at step 80. Nothing is written" in output
+    assert "87.5% after" in output
     with pytest.raises(UserError, match="Cannot read or write the run directory"):
         supervise(compose_config(command(disk, "trainer.overwrite=true"), Library.find(None)), lambda: None)
     with pytest.raises(UserError, match="Cannot read or write the run directory"):

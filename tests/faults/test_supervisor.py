@@ -218,9 +218,9 @@ block()
     assert code == EXIT_REQUEUE
     assert time.monotonic() - begin < 60
     assert not any(alive(pid) for _, pid in starts(config))
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("rlhf")]
-    assert said[-1] == "SIGTERM while no rank was training. The same command starts the run again."
-    assert len(said) == 1 + (not config.trainer.warm_start), said
+    logged = [record.getMessage() for record in caplog.records if record.name.startswith("rlhf")]
+    assert logged[-1] == "SIGTERM while no rank was training. The same command starts the run again."
+    assert len(logged) == 1 + (not config.trainer.warm_start), logged
 
 
 def test_ranks_that_left_without_saving_are_not_said_to_have_saved(config, supervised, caplog):

@@ -125,7 +125,7 @@ class Death:
 
     script: str
     code: int
-    said: str
+    message: str
     act: Callable[[Terminal], object] = lambda terminal: None
     shows: str = ""
     """What the screen shows before `act`."""
@@ -166,7 +166,7 @@ def test_each_death_leaves_lines_whole(config, start, columns, death):
     assert len(bars) == (death.before == STEPS), "one bar is left, or none of a run that came to no step"
     assert all(terminal.lines[i].startswith("step 3/9 ━") and len(terminal.lines[i]) < columns for i in bars)
     below = "".join(terminal.lines[bars[0] + 1 if bars else 0 :])
-    assert death.said.replace(" ", "") in below.replace(" ", ""), terminal.text
+    assert death.message.replace(" ", "") in below.replace(" ", ""), terminal.text
     assert not any(line.startswith("loading the weights") for line in terminal.lines)
     wait_until(lambda: not any(alive(pid) for _, pid in starts(config)), 60)
 
@@ -282,10 +282,10 @@ def test_the_first_second(tmp_path, columns, torch_import_s):
     terminal.process.sendintr()
     assert terminal.end() == EXIT_REQUEUE
     assert_in_order(terminal)
-    said = "SIGINT while no rank was training. The same command starts the run again."
+    expected = "SIGINT while no rank was training. The same command starts the run again."
     assert "".join(terminal.lines).count("SIGINT") == 1
     # A line may end with the space where it breaks, which the screen does not tell from an empty place.
-    assert "".join("".join(terminal.lines).split()).endswith("".join(said.split()))
+    assert "".join("".join(terminal.lines).split()).endswith("".join(expected.split()))
     assert not (tmp_path / "rlhf" / "first" / RUN_LOG).exists()
 
 

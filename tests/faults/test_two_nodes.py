@@ -61,8 +61,8 @@ def nodes(tmp_path) -> Iterator[list[Node]]:
             holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             holders.append(holder)
             assert holder.stdout is not None
-            if (said := holder.stdout.readline().strip()) != "ready":
-                warnings.warn(f"no mount namespaces here, nodes are folders: {said}", stacklevel=1)
+            if (answer := holder.stdout.readline().strip()) != "ready":
+                warnings.warn(f"no mount namespaces here, nodes are folders: {answer}", stacklevel=1)
                 break
         else:
             yield [_in_namespace(holder.pid, disk) for holder in holders]
@@ -96,12 +96,12 @@ def train_on(
         command = [sys.executable, *torchrun, "-m", "rlhf.train", *arguments]
         processes.append(node.start(command, environment or {}))
     try:
-        said = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+        outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    return [Ended(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+    return [Ended(process.returncode, text) for process, text in zip(processes, outputs, strict=True)]
 
 
 def merged(nodes: list[Node], folder: Path) -> Path:

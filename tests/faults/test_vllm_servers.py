@@ -112,7 +112,7 @@ class World:
     engine: ServerEngine
     servers: list[Behind]
     requests: list[Request]
-    said: list[str] = field(default_factory=list)
+    event_names: list[str] = field(default_factory=list)
 
     def everyone_serves(self) -> None:
         """Both are up, with weights that are new, and have answered since their last failure; figures begin again."""
@@ -159,7 +159,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             asking(every, SEEDED, 3) + asking(every[:4], GREEDY, 2),
         )
         assert sorted(path.name for path in logs.iterdir()) == ["secret", "server_0.log", "server_1.log"]
-        events.subscribe(world.said.append)
+        events.subscribe(world.event_names.append)
         for folder in scratches:  # or else all of the above would be empty
             assert [path for path in folder.iterdir() if path.is_socket()]
             assert list(SHARED_MEMORY.glob(f"{folder.name}.*"))
@@ -199,13 +199,13 @@ def test_undisturbed(world, undisturbed):
     assert [(s.uid, s.sample) for s in undisturbed] == [(r.uid, r.sample) for r in world.requests]
     assert {s.version for s in undisturbed} == {1}
     for places in siblings(world.requests):
-        said = {tuple(undisturbed[place].token_ids.tolist()) for place in places}
-        assert (len(said) > 1) == (world.requests[places[0]].params == SEEDED)
+        answers = {tuple(undisturbed[place].token_ids.tolist()) for place in places}
+        assert (len(answers) > 1) == (world.requests[places[0]].params == SEEDED)
     seeded = undisturbed[: 14 * 3]
     assert all(len(s) == len(s) == SEEDED.max_tokens for s in seeded)
     assert all(server.proxy.requests for server in world.servers)
-    assert [e for e in world.said if e == "rollout.begin"]
-    assert world.said[0] == "rollout.push"
+    assert [e for e in world.event_names if e == "rollout.begin"]
+    assert world.event_names[0] == "rollout.push"
 
 
 @pytest.mark.parametrize("does", ["drop", "babble"])
@@ -315,7 +315,7 @@ def test_one_is_killed_and_the_engine_of_one_stops_while_the_ranks_train(world, 
     killed, stopped = world.servers
     killed.proxy.arm(2, lambda: killed.signal(signal.SIGKILL))
     stopped.proxy.arm(4, stopped.stop_engine)
-    pushes = world.said.count("rollout.push")
+    pushes = world.event_names.count("rollout.push")
     with world.short_deadline():
         world.engine.begin(world.requests, seed=3, step=5)
         samples = world.engine.finish(8)
@@ -325,7 +325,7 @@ def test_one_is_killed_and_the_engine_of_one_stops_while_the_ranks_train(world, 
     versions = {s.version for s in samples}
     assert 8 in versions
     assert versions <= {1, 8}
-    assert world.said.count("rollout.push") > pushes
+    assert world.event_names.count("rollout.push") > pushes
     assert metrics["perf/server_failures"] >= 2
     assert metrics["perf/server_restarts"] >= 1
 

@@ -68,21 +68,21 @@ def test_sleep_wake_and_reload(level: int, tmp_path: Path) -> None:
         files_of_policy = PolicyFiles(files, tmp_path / "model", eos_token_ids(models[0], tokenizer), 128)
         engine = build_vllm_engine(config, files_of_policy, Coordinator(GlooTransport()), device, seed=1)
         try:
-            said = []
+            generated = []
             for version, model in enumerate([*models, models[0]]):
                 engine.update_weights(model.named_parameters, version)
                 samples = sampled(engine, requests, GREEDY, seed=1, step=1)
                 assert {sample.version for sample in samples} == {version}
                 assert worst_difference(model, samples, prompts) < 0.1
                 assert worst_difference(models[1 - version % 2], samples, prompts) > 0.1
-                said.append([sample.token_ids.tolist() for sample in samples])
+                generated.append([sample.token_ids.tolist() for sample in samples])
                 awake = torch.cuda.mem_get_info(device)[0]
                 engine.sleep()
                 freed = torch.cuda.mem_get_info(device)[0] - awake
                 assert freed > 0.2 * torch.cuda.mem_get_info(device)[1]
-            assert said[0] == said[2] != said[1]
+            assert generated[0] == generated[2] != generated[1]
             if level == 1:  # weights are kept, so that nothing has to be handed over
                 woken = sampled(engine, requests, GREEDY, seed=1, step=1)
-                assert [sample.token_ids.tolist() for sample in woken] == said[2]
+                assert [sample.token_ids.tolist() for sample in woken] == generated[2]
         finally:
             engine.close()

@@ -246,7 +246,7 @@ def test_another_configuration_is_told_from_a_harmless_one(saved):
 
 
 @pytest.mark.parametrize(
-    ("fingerprints", "said"),
+    ("fingerprints", "expected"),
     [
         ({"model.path": "0" * 32}, ["model.path={path} holds other files than when {checkpoint} was saved"]),
         ({}, ["model.path was in use when {checkpoint} was saved, and is not now"]),
@@ -260,7 +260,7 @@ def test_another_configuration_is_told_from_a_harmless_one(saved):
         ),
     ],
 )
-def test_the_setting_whose_files_differ_is_named(saved, caplog, fingerprints, said):
+def test_the_setting_whose_files_differ_is_named(saved, caplog, fingerprints, expected):
     config, _, _ = saved
     changed = make_config(config.run_dir.parents[1])
     changed.checkpoint.contents = list(CONTENTS)
@@ -268,12 +268,12 @@ def test_the_setting_whose_files_differ_is_named(saved, caplog, fingerprints, sa
         resume(changed, make_backend(2), None, fingerprints)
     changed.trainer.allow_config_change = True
     assert resume(changed, make_backend(2), None, fingerprints) == 3
-    for line in said:
+    for line in expected:
         line = line.format(path=changed.model.path, checkpoint=step_dir(config.run_dir, 3))
         assert line in str(caught.value)
         assert line in caplog.text
     both = str(caught.value).count("when ")
-    assert both == len(said)  # and no other setting
+    assert both == len(expected)  # and no other setting
 
 
 @pytest.mark.parametrize("tied", [False, True])

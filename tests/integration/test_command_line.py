@@ -137,22 +137,22 @@ WRONG_COMMANDS = [
 
 @pytest.mark.parametrize(("argv", "message"), WRONG_COMMANDS, ids=[" ".join(argv) for argv, _ in WRONG_COMMANDS])
 def test_wrong_commands(capsys, argv, message):
-    said = refusal(capsys, *argv)
-    assert said.startswith(message)
-    assert "\n" not in said
+    error = refusal(capsys, *argv)
+    assert error.startswith(message)
+    assert "\n" not in error
 
 
 def test_an_unknown_recipe_lists_the_known(capsys):
-    said = refusal(capsys, "recipes=ofline")
-    assert said.startswith("recipes=ofline: there is no such recipe. Did you mean offline? Choices: ")
-    assert all(name in said for name in RECIPES)
+    error = refusal(capsys, "recipes=ofline")
+    assert error.startswith("recipes=ofline: there is no such recipe. Did you mean offline? Choices: ")
+    assert all(name in error for name in RECIPES)
 
 
 def test_all_mistakes_of_a_command_at_once(capsys):
-    said = refusal(capsys, "model=tinny", "trainer.nproq=2", "recipes=ofline").splitlines()
-    assert [line.split("=")[0] for line in said] == ["model", "trainer.nproq", "recipes"]
-    said = refusal(capsys, "trainer.nproc=abc", "actor.optim.lr=x").splitlines()
-    assert [line.split("=")[0] for line in said] == ["trainer.nproc", "actor.optim.lr"]
+    error = refusal(capsys, "model=tinny", "trainer.nproq=2", "recipes=ofline").splitlines()
+    assert [line.split("=")[0] for line in error] == ["model", "trainer.nproq", "recipes"]
+    error = refusal(capsys, "trainer.nproc=abc", "actor.optim.lr=x").splitlines()
+    assert [line.split("=")[0] for line in error] == ["trainer.nproc", "actor.optim.lr"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -168,8 +168,8 @@ def test_an_early_request_to_stop_ends_the_command_in_one_line(tmp_path, number)
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(number)
-    said = f"{number.name} while no rank was training. The same command starts the run again.\n"
-    assert process.communicate()[1].decode() == said
+    expected = f"{number.name} while no rank was training. The same command starts the run again.\n"
+    assert process.communicate()[1].decode() == expected
     assert process.returncode == EXIT_REQUEUE
 
 
@@ -217,7 +217,7 @@ def test_cfg_job_has_the_help_of_every_setting(capsys):
     train.main(["--cfg", "job"])
     text = " ".join(line.strip().lstrip("# ") for line in capsys.readouterr().out.splitlines())
     assert help_texts().keys() == SETTINGS.keys()
-    assert [key for key, said in help_texts().items() if said not in text] == []
+    assert [key for key, help_text in help_texts().items() if help_text not in text] == []
 
 
 def test_version_and_info(capsys):

@@ -160,8 +160,8 @@ def test_a_file_may_choose_entries_as_the_command_does(user_dir, capsys):
     assert compose("recipes=more", config_dir=user_dir).algorithm.filter_groups.enable
     twice = user_dir / "recipes" / "twice.yaml"
     twice.write_text(P + "defaults:\n  - override /algorithm: grpo\nalgorithm: ppo\n")
-    said = refusal(capsys, "--config-dir", str(user_dir), "recipes=twice")
-    assert said == f"{twice}: algorithm is selected twice, by `algorithm:` and by `override /algorithm:`; remove one."
+    error = refusal(capsys, "--config-dir", str(user_dir), "recipes=twice")
+    assert error == f"{twice}: algorithm is selected twice, by `algorithm:` and by `override /algorithm:`; remove one."
 
 
 BROKEN_FILES = {
@@ -214,30 +214,30 @@ BROKEN_FILES = {
 def test_broken_recipes(capsys, user_dir, text, message):
     file = user_dir / "recipes" / "mine.yaml"
     file.write_text(text)
-    said = refusal(capsys, "--config-dir", str(user_dir), "recipes=mine")
-    assert said.startswith(message.format(file=file))
-    assert "\n" not in said
+    error = refusal(capsys, "--config-dir", str(user_dir), "recipes=mine")
+    assert error.startswith(message.format(file=file))
+    assert "\n" not in error
 
 
 def test_a_name_that_is_taken_is_refused(capsys, user_dir):
     file = user_dir / "recipes" / "offline.yaml"
     file.write_text(P)
-    said = refusal(capsys, "--config-dir", str(user_dir), "recipes=offline")
-    assert said.startswith(f"{file}: recipes=offline already means {RECIPES['offline']}")
+    error = refusal(capsys, "--config-dir", str(user_dir), "recipes=offline")
+    assert error.startswith(f"{file}: recipes=offline already means {RECIPES['offline']}")
 
 
 def test_a_recipe_in_another_place_is_found(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(GLOBAL_PACKAGE)
     for argv in (["recipes=mine"], ["--config-dir", ".", "recipes=mine"]):
-        said = refusal(capsys, *argv)
+        error = refusal(capsys, *argv)
         assert (
-            f"There is {tmp_path}/mine.yaml: move it into {tmp_path}/recipes, and add --config-dir {tmp_path}." in said
+            f"There is {tmp_path}/mine.yaml: move it into {tmp_path}/recipes, and add --config-dir {tmp_path}." in error
         )
     (tmp_path / "recipes").mkdir()
     (tmp_path / "mine.yaml").rename(tmp_path / "recipes" / "mine.yaml")
-    said = refusal(capsys, "recipes=mine")
-    assert f"There is one in {tmp_path}/recipes: add --config-dir {tmp_path}." in said
+    error = refusal(capsys, "recipes=mine")
+    assert f"There is one in {tmp_path}/recipes: add --config-dir {tmp_path}." in error
 
 
 def test_compose_config_raises_user_errors_only():

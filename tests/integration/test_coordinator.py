@@ -172,9 +172,9 @@ def lose_rank_1(rank: int, how: str) -> tuple[list[Any], float]:
 
 @pytest.mark.parametrize("how", ["dies", "does not answer"])
 def test_a_lost_rank(start: Start, how):
-    (told, seconds), other = start(2, lose_rank_1, how)
-    assert set(told) == {"a rank is gone, or did not answer in time"}
-    assert len(told) == (6 if how == "dies" else 1)
+    (messages, seconds), other = start(2, lose_rank_1, how)
+    assert set(messages) == {"a rank is gone, or did not answer in time"}
+    assert len(messages) == (6 if how == "dies" else 1)
     if how == "dies":
         assert other == "died"
         assert seconds < 50
@@ -224,7 +224,7 @@ def own_things(rank: int, settings: dict[str, int]) -> tuple[Any, ...]:
     coordinator, heard = make_coordinator(), list[str]()
     settings["rank"] = rank
     subscribe(heard.append)
-    said = messages()
+    logged = messages()
     with replaced(time, "asctime", lambda: f"replaced by {rank}") if rank == 1 else replaced(events, "nothing", fail):
         coordinator.all_gather(None)
 
@@ -238,7 +238,7 @@ def own_things(rank: int, settings: dict[str, int]) -> tuple[Any, ...]:
         events.announce(f"in front {this_rank()}")
         clock = time.asctime()
         coordinator.all_gather(None)
-    return settings, heard, said, clock.startswith("replaced by")
+    return settings, heard, logged, clock.startswith("replaced by")
 
 
 def test_threads_hear_and_replace_what_is_their_own(monkeypatch):

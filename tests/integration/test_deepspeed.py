@@ -115,36 +115,36 @@ def one_update(case: str, kind: str) -> dict[str, Any]:
 def life_of_two_engines(kind: str, folder: Path, whole: bool) -> dict[str, Any]:
     """The first one trains, saves and trains on; the other one resumes from that, is disturbed, and trains on."""
     through, other = make_engine(kind, seed=1), make_engine(kind, seed=2)
-    said: dict[str, Any] = {"spread": spread(through), "whole_tensors": whole_tensors(other)}
+    results: dict[str, Any] = {"spread": spread(through), "whole_tensors": whole_tensors(other)}
     throw_away(other)
     config = config_of(folder, kind)
-    said["first_steps"] = train(through, 0)
-    said["first"] = state_of(through)
-    said["first_steps"] += train(through, 1)
+    results["first_steps"] = train(through, 0)
+    results["first"] = state_of(through)
+    results["first_steps"] += train(through, 1)
     saver = make_checkpointer(config, through, 2)
     saver.save(2)
-    said["saved"] = look_at(through)
+    results["saved"] = look_at(through)
     train(other, 7)  # so that it is never at the position of what it loads
-    said["kernels"] = kernels_of_step(other, 8)
+    results["kernels"] = kernels_of_step(other, 8)
     saver.finish()
-    said["loaded"] = {"+".join(items): load_only(items, other, config) for items in loaded(kind, whole)}
+    results["loaded"] = {"+".join(items): load_only(items, other, config) for items in loaded(kind, whole)}
 
-    said["saved_parts"] = {
+    results["saved_parts"] = {
         "+".join(items): save_only(items, through, other, config_of(folder / "+".join(items), kind))
         for items in saved(kind, whole)
     }
 
     config.trainer.resume_mode, config.checkpoint.load_contents = "auto", None
     assert resume(config, other) == 2
-    said["resumed"] = look_at(other)
-    said["skipped"] = [skipped_step(other, bad) for bad in (math.nan, math.inf)]
+    results["resumed"] = look_at(other)
+    results["skipped"] = [skipped_step(other, bad) for bad in (math.nan, math.inf)]
     throw_away(other)
-    said["ends"] = []
+    results["ends"] = []
     for backend in (through, other):
         figures = train(backend, 2)
         throw_away(other)
-        said["ends"].append({"figures": figures + train(backend, 3), **look_at(backend)})
-    return said
+        results["ends"].append({"figures": figures + train(backend, 3), **look_at(backend)})
+    return results
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -201,9 +201,9 @@ def skipped_step(backend: TrainingBackend, bad: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_a_norm_that_is_not_finite_moves_nothing(found, kind):
-    said = {"finite": False, "lr": found[kind]["ends"][0]["figures"][0]["lr"]}
+    skipped = {"finite": False, "lr": found[kind]["ends"][0]["figures"][0]["lr"]}
     for step in found[kind]["skipped"]:
-        assert equal_bits(step, said | found[kind]["resumed"])
+        assert equal_bits(step, skipped | found[kind]["resumed"])
 
 
 def load_only(items: list[str], backend: TrainingBackend, config: Config) -> dict[str, Any]:

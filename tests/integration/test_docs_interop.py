@@ -36,10 +36,10 @@ def test_a_run_is_started_from_a_checkpoint_of_another_system(here, sums, capsys
     shutil.copytree(trl, verl / "actor" / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
     torch.save(model.state_dict(), verl / "actor" / "model_world_size_1_rank_0.pt")
     of_verl, of_trl = commands_of(heading)
-    said = run(capsys, of_verl)
-    assert "from a checkpoint of layout fsdp" in said
+    printed = run(capsys, of_verl)
+    assert "from a checkpoint of layout fsdp" in printed
     (training,) = training_of(heading)
-    assert f"python -m rlhf.train {' '.join(training[:3]).replace('start/', f'{here}/start/')}\n" in said
+    assert f"python -m rlhf.train {' '.join(training[:3]).replace('start/', f'{here}/start/')}\n" in printed
     assert json.loads(run(capsys, of_trl))["layout"] == "trainer"
     short = ("data.max_prompt_length=40", "data.max_response_length=10", "trainer.total_training_steps=101")
     begun = [argument.replace("start/", f"{here}/start/") for argument in training]
@@ -70,7 +70,7 @@ def test_checkpoints_are_compared(here, capsys):
     (here / "checkpoints" / "rlhf").mkdir(parents=True)
     config.run_dir.rename(here / "checkpoints" / "rlhf" / "offline")
     assert main(settings) == EXIT_CRASHED
-    said = capsys.readouterr().out
-    assert "driver state: 1 value differs\n  step: 60 | 80\n" in said
-    assert "actor's weights: 9 of 12 tensors differ" in said
-    assert "and 6 more (--largest 0 shows all)" in said
+    output = capsys.readouterr().out
+    assert "driver state: 1 value differs\n  step: 60 | 80\n" in output
+    assert "actor's weights: 9 of 12 tensors differ" in output
+    assert "and 6 more (--largest 0 shows all)" in output

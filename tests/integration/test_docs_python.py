@@ -42,10 +42,10 @@ def test_the_script_of_the_page(folder):
         outputs.append(run.stdout)
     history = folder / "checkpoints/rlhf/tuned/metrics.jsonl"
     records = [json.loads(line) for line in history.read_text().splitlines()]
-    told = [f"step {record['step']}: reward {record.get('reward/mean')}" for record in records]
+    expected = [f"step {record['step']}: reward {record.get('reward/mean')}" for record in records]
     end = f"steps: 4 checkpoint: {folder}/checkpoints/rlhf/tuned/global_step_4"
     assert [record["step"] for record in records][-4:] == [1, 2, 3, 4]
-    assert outputs[0].splitlines() == [*told, end]
+    assert outputs[0].splitlines() == [*expected, end]
     assert outputs[1].splitlines() == [end]
 
 

@@ -154,18 +154,18 @@ def test_every_step_is_that_of_the_plain_way(ranks, plain, name, world_size):
                 # Of passes in float64, kept in float32.
                 assert row == pytest.approx(log_probs, rel=FLOAT32, abs=TOLERANCE)
         for part in parts:
-            told = part["metrics"]
-            seconds = {key: told.pop(key) for key in ("timing_s/gen", "timing_s/reward")}
-            assert told.pop("timing_s/update_weights") >= 0
+            metrics = part["metrics"]
+            seconds = {key: metrics.pop(key) for key in ("timing_s/gen", "timing_s/reward")}
+            assert metrics.pop("timing_s/update_weights") >= 0
             if len(parts) > 1:
-                assert told.pop("perf/slowest_rank_ratio", 1.0) >= 1.0
-                assert told.pop("perf/slowest_rank", 0) in range(len(parts))
-            assert (min(seconds.values()) > 0) == (told.get("sampling/gen_batches") != 0)
+                assert metrics.pop("perf/slowest_rank_ratio", 1.0) >= 1.0
+                assert metrics.pop("perf/slowest_rank", 0) in range(len(parts))
+            assert (min(seconds.values()) > 0) == (metrics.get("sampling/gen_batches") != 0)
             assert part["tokens"] == expected["tokens"]
-            assert {k: told[k] for k in expected["metrics"]} == pytest.approx(
+            assert {k: metrics[k] for k in expected["metrics"]} == pytest.approx(
                 expected["metrics"], rel=0, abs=FLOAT32 * HIGHEST
             )
-            rest = told.keys() - expected["metrics"].keys()
+            rest = metrics.keys() - expected["metrics"].keys()
             rest = {key for key in rest if not key.startswith(MACHINE_METRICS)}
             lengths = {"response_length", "response_length_terminated", "prompt_length"}
             assert {key.split("/")[0] for key in rest} == {"reward"} | lengths

@@ -77,9 +77,9 @@ from rlhf.train import main
 answers = {}
 for folder, settings in json.load(sys.stdin).items():
     os.chdir(folder)
-    with contextlib.redirect_stderr(said := io.StringIO()):
+    with contextlib.redirect_stderr(output := io.StringIO()):
         code = main(settings)
-    answers[folder] = [code, said.getvalue(), os.path.exists("checkpoints")]
+    answers[folder] = [code, output.getvalue(), os.path.exists("checkpoints")]
 assert "torch" not in sys.modules
 print(json.dumps(answers))
 """
@@ -114,6 +114,6 @@ def answers(tmp_path_factory) -> dict[str, tuple[int, str, bool]]:
 
 @pytest.mark.parametrize("mistake", EARLY)
 def test_mistakes_in_files_are_told_before_torch_is_imported(answers, mistake):
-    code, said, made = answers[mistake]
-    assert (code, made) == (EXIT_USER_ERROR, False), said
-    assert EARLY[mistake][2] in said
+    code, output, made = answers[mistake]
+    assert (code, made) == (EXIT_USER_ERROR, False), output
+    assert EARLY[mistake][2] in output

@@ -221,13 +221,13 @@ def test_requests_that_are_sampled_otherwise_share_no_batch(tokenizer: PreTraine
 
 
 def test_finished_samples_are_counted(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(events, "_followers", [lambda *report: told.append(report)])
+    reports: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(events, "_followers", [lambda *report: reports.append(report)])
     engine = EmbeddedEngine(make_model(FAMILIES["llama"]), tokenizer, 6)
     samples = sampled(engine, prompts(4), SamplingParams(max_tokens=12), 3, seed=3, step=4)
-    assert told[-1] == (events.GENERATING, 12, 12)
-    assert len(told) <= len({len(sample) for sample in samples}) * 2, "told of samples, not of tokens"
-    assert [done for _, done, _ in told] == sorted({done for _, done, _ in told})
+    assert reports[-1] == (events.GENERATING, 12, 12)
+    assert len(reports) <= len({len(sample) for sample in samples}) * 2, "told of samples, not of tokens"
+    assert [done for _, done, _ in reports] == sorted({done for _, done, _ in reports})
 
 
 @pytest.mark.parametrize(("family", "max_tokens"), [("llama", 100), ("gemma3_window_5", 30)])
@@ -374,27 +374,27 @@ def test_weights_that_the_engine_does_not_hold_after_a_hand_over_are_named(
     engine.update_weights(policy.named_parameters, 1)
     targets, norm = engine.model.state_dict(keep_vars=True), engine.model.model.norm.weight
 
-    def told(held: dict[str, torch.Tensor], damaged: int = 0) -> str:
-        """With the weights going to `held` instead of to the engine's own, and bits flipped after the last one."""
+    def mismatch(replaced: dict[str, torch.Tensor], damaged: int = 0) -> str:
+        """With the weights going to `replaced` instead of to the engine's own, and bits flipped after the last one."""
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             yield from other.named_parameters()
             norm.view(torch.int16)[0] ^= damaged
 
         with monkeypatch.context() as patched:
-            patched.setattr(engine.model, "state_dict", lambda keep_vars: targets | held)
+            patched.setattr(engine.model, "state_dict", lambda keep_vars: targets | replaced)
             with pytest.raises(WeightsMismatch) as error:
                 engine.update_weights(weights, 2)
         return str(error.value)
 
     copies = {id(tensor): tensor.clone() for tensor in targets.values()}
     moved = [name for name, weight in policy.named_parameters() if not torch.equal(weight, other.get_parameter(name))]
-    everything = told({name: copies[id(tensor)] for name, tensor in targets.items()})
+    everything = mismatch({name: copies[id(tensor)] for name, tensor in targets.items()})
     assert f"Changed in training, but the engine still has the old values: {len(moved)} ({moved[0]}, " in everything
     assert "Neither" not in everything
     name = "model.layers.0.mlp.down_proj.weight"
-    assert told({name: copies[id(targets[name])]}).endswith(f"the engine still has the old values: 1 ({name}).")
-    assert told({}, 1).endswith("Neither the old values nor the values sent: 1 (model.norm.weight).")
+    assert mismatch({name: copies[id(targets[name])]}).endswith(f"the engine still has the old values: 1 ({name}).")
+    assert mismatch({}, 1).endswith("Neither the old values nor the values sent: 1 (model.norm.weight).")
     assert engine.version == 1
     engine.update_weights(other.named_parameters, 2)
     assert engine.version == 2

@@ -81,29 +81,29 @@ def handed_over(backend: TrainingBackend, model: Path) -> bool:
 def lives(rank: int, model: Path) -> dict[str, dict[str, Any]]:
     """In each engine: untrained and saved; trained, saved, resumed and trained on; opened in the next engine."""
     torch.use_deterministic_algorithms(True)
-    said: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
         backend = engine_of(kind, model, model.parent / f"scratch{rank}")
         config = config_of(model, kind)
         save_steps(config, backend, 1)
         train(backend, 0)
-        said[kind] = {"engine holds": handed_over(backend, model)}
+        results[kind] = {"engine holds": handed_over(backend, model)}
         save_steps(config, backend, 2)
         saved = state_of(backend)
         train(backend, 1)
         other = engine_of(kind, model, model.parent / f"scratch{rank}")
         assert resume(config, other) == 2
         train(other, 1)
-        said[kind]["resumed"] = equal_bits(state_of(other), state_of(backend))
+        results[kind]["resumed"] = equal_bits(state_of(other), state_of(backend))
         follower = engine_of(KINDS[KINDS.index(kind) - 1], model, model.parent / f"scratch{rank}")
         assert resume(config, follower) == 2
         moved = state_of(follower)
-        said[kind]["resharded"] = all(equal_bits(moved[part], saved[part]) for part in ("model", "optimizer"))
+        results[kind]["resharded"] = all(equal_bits(moved[part], saved[part]) for part in ("model", "optimizer"))
         begin_at(config, config.run_dir / "global_step_2", ["hf_model"])
         train(follower, 3)
         resume(config, follower)
-        said[kind]["from files"] = equal_bits(gathered(follower.model_shards()), saved["model"])
-    return said
+        results[kind]["from files"] = equal_bits(gathered(follower.model_shards()), saved["model"])
+    return results
 
 
 @pytest.fixture(scope="module")

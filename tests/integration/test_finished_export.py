@@ -74,7 +74,7 @@ def again(folder: Path, *more: str) -> int:
 
 
 @pytest.fixture
-def said(caplog) -> Iterator[pytest.LogCaptureFixture]:
+def log(caplog) -> Iterator[pytest.LogCaptureFixture]:
     """What is logged; `configure_logging` takes the root's handlers away."""
     logger = logging.getLogger("rlhf")
     logger.addHandler(caplog.handler)
@@ -87,15 +87,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in files_of(folder)}
 
 
-def test_finished_run_writes_what_it_is_asked_for_once(tmp_path, said):
+def test_finished_run_writes_what_it_is_asked_for_once(tmp_path, log):
     role = TinyRole()
     config = finished(tmp_path, role=role)
     checkpoint = step_dir(config.run_dir, STEPS)
     before = contents(checkpoint)
     folder = config.run_dir / "huggingface" / "actor"
     assert again(tmp_path, ASKED) == EXIT_DONE
-    assert f"The model for other tools, as of global_step_{STEPS}, was written to {folder.parent}." in said.text
-    assert "changed setting has no effect" not in said.text
+    assert f"The model for other tools, as of global_step_{STEPS}, was written to {folder.parent}." in log.text
+    assert "changed setting has no effect" not in log.text
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert equal_bits({name: p.detach() for name, p in model.named_parameters()}, role.weights)
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(TINY_POLICY).chat_template
@@ -103,7 +103,7 @@ def test_finished_run_writes_what_it_is_asked_for_once(tmp_path, said):
     # Again: it is there.
     inode = (folder / "model.safetensors").stat().st_ino
     assert again(tmp_path, ASKED) == EXIT_DONE
-    assert said.messages.count(f"The model for other tools is in {folder.parent}.") == 1
+    assert log.messages.count(f"The model for other tools is in {folder.parent}.") == 1
     assert (folder / "model.safetensors").stat().st_ino == inode
     # In another type it takes the other's place.
     asking = replace(config.checkpoint, contents=["model", "hf_model"], hf_dtype="bfloat16")
@@ -118,10 +118,10 @@ def test_finished_run_writes_what_it_is_asked_for_once(tmp_path, said):
     assert (folder.parent / "checkpoint.json").is_file()
 
 
-def test_checkpoint_that_has_the_export_is_named(tmp_path, said):
+def test_checkpoint_that_has_the_export_is_named(tmp_path, log):
     config = finished(tmp_path, ASKED)
     export_finished(config.run_dir, config.checkpoint, STEPS)
-    assert f"The model for other tools is in {step_dir(config.run_dir, STEPS)}/actor/huggingface." in said.text
+    assert f"The model for other tools is in {step_dir(config.run_dir, STEPS)}/actor/huggingface." in log.text
     assert not (config.run_dir / "huggingface").exists()
     config.checkpoint.hf_dtype = "float16"
     export_finished(config.run_dir, config.checkpoint, STEPS)
@@ -166,32 +166,32 @@ def test_export_that_is_killed_leaves_nothing_half_and_is_made_again(tmp_path, e
     assert load_file(target / "actor/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_finished_run_on_a_disk_that_is_read_only_says_how_to_export_it(tmp_path, said):
+def test_finished_run_on_a_disk_that_is_read_only_says_how_to_export_it(tmp_path, log):
     with small_disk(tmp_path / "disk", 16) as disk:
         config = finished(disk)
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         assert again(disk, ASKED) == EXIT_DONE
-        assert "Nothing is written" in said.text
-        assert f"python -m rlhf.checkpoint export {config.run_dir} TARGET" in said.text
+        assert "Nothing is written" in log.text
+        assert f"python -m rlhf.checkpoint export {config.run_dir} TARGET" in log.text
         assert again(disk, UNASKED) == EXIT_DONE
-        assert said.text.count("TARGET") == 1
+        assert log.text.count("TARGET") == 1
 
 
-def test_nothing_is_explained_on_such_a_disk_where_the_model_is_there(tmp_path, said):
+def test_nothing_is_explained_on_such_a_disk_where_the_model_is_there(tmp_path, log):
     config = finished(tmp_path, ASKED)
     explain_no_export(config.run_dir, config.checkpoint, STEPS)
-    assert f"The model for other tools is in {step_dir(config.run_dir, STEPS)}/actor/huggingface." in said.text
-    assert "TARGET" not in said.text
+    assert f"The model for other tools is in {step_dir(config.run_dir, STEPS)}/actor/huggingface." in log.text
+    assert "TARGET" not in log.text
     explain_no_export(config.run_dir, replace(config.checkpoint, hf_dtype="bfloat16"), STEPS)
-    assert "TARGET" in said.text
+    assert "TARGET" in log.text
 
 
-def test_part_on_another_disk_is_told_with_the_verb_for_it(tmp_path, said):
+def test_part_on_another_disk_is_told_with_the_verb_for_it(tmp_path, log):
     config = finished(tmp_path)
     (step_dir(config.run_dir, STEPS) / "actor/model/rank_00000.safetensors").unlink()
     export_finished(config.run_dir, replace(config.checkpoint, contents=["hf_model"]), STEPS)
-    assert "actor/model/rank_00000.safetensors and others are on other nodes' disks" in said.text
-    assert "python -m rlhf.checkpoint merge --local_dir PARTS... --target_dir TARGET" in said.text
+    assert "actor/model/rank_00000.safetensors and others are on other nodes' disks" in log.text
+    assert "python -m rlhf.checkpoint merge --local_dir PARTS... --target_dir TARGET" in log.text
     assert not (config.run_dir / "huggingface").exists()
 
 

@@ -72,24 +72,24 @@ def exactly(name: str) -> dict[str, Any]:
 
 def of_all_or_adapters(folder: str, trained: str) -> dict[str, Any]:
     kinds = [kind + trained for kind in KINDS]
-    said: dict[str, Any] = {"exactly": {kind: exactly(name) for kind, name in zip(KINDS, kinds, strict=True)}}
+    results: dict[str, Any] = {"exactly": {kind: exactly(name) for kind, name in zip(KINDS, kinds, strict=True)}}
     for kind, name in zip(KINDS, kinds, strict=True):
         backend = either_engine(name, seed=1)
         train(backend, 0, 1)
-        said[kind] = {"written": save(backend, config_of(folder, name, name))}
-        said[kind]["state"] = seen(backend)
-        said[kind]["copies"] = {name: shard.local.clone() for name, shard in backend.model_shards().items()}
+        results[kind] = {"written": save(backend, config_of(folder, name, name))}
+        results[kind]["state"] = seen(backend)
+        results[kind]["copies"] = {name: shard.local.clone() for name, shard in backend.model_shards().items()}
         train(backend, 2)
-        said[kind]["end"] = state_of(backend)
+        results[kind]["end"] = state_of(backend)
     other = either_engine(kinds[1], seed=2)
     assert resume(config_of(folder, kinds[1], kinds[1]), other) == 2
     train(other, 2)
-    said["resumed"] = state_of(other)
-    said["opened"] = {
+    results["resumed"] = state_of(other)
+    results["opened"] = {
         kind: opened(config_of(folder, kind + trained), reader)
         for kind, reader in zip(KINDS, reversed(kinds), strict=True)
     }
-    return said
+    return results
 
 
 @pytest.fixture(scope="module")

@@ -121,8 +121,8 @@ def test_verls_of_a_run_with_a_critic(ppo):
 def test_a_run_with_a_critic_begins_there(ppo, tmp_path, sums):
     target, _, _ = ppo
     folder = target / "actor" / "huggingface"
-    said = train_on(target, folder, tmp_path, sums, 1, "algorithm=ppo", f"critic.path={target}/critic/huggingface")
-    assert "with actor's weights, actor's moments, actor's schedule, critic's weights, critic's moments" in said
+    output = train_on(target, folder, tmp_path, sums, 1, "algorithm=ppo", f"critic.path={target}/critic/huggingface")
+    assert "with actor's weights, actor's moments, actor's schedule, critic's weights, critic's moments" in output
 
 
 def test_verls(models, tmp_path, sums):
@@ -140,8 +140,8 @@ def test_verls(models, tmp_path, sums):
         assert equal_bits(weights, tensors)
         assert equal_bits(moments, of_parameters(state))
     target = tmp_path / "llama/fsdp2" / "global_step_2"
-    said = train_on(target, target / "actor" / "huggingface", tmp_path, sums)
-    assert f"was imported from {tmp_path}/verl_0/global_step_2 (fsdp). A new run begins there, after step 2" in said
+    output = train_on(target, target / "actor" / "huggingface", tmp_path, sums)
+    assert f"was imported from {tmp_path}/verl_0/global_step_2 (fsdp). A new run begins there, after step 2" in output
 
 
 @NEEDS_DEEPSPEED
@@ -164,8 +164,8 @@ def test_deepspeeds(tmp_path, sums):
             expected = theirs[name].float() if name in theirs else torch.zeros_like(tensor)
             assert equal_bits(tensor, expected), name
         assert any(name not in theirs for name in moments) == ("frozen" in kind)
-        said = train_on(target, model, tmp_path / kind, sums, 2, "backend=deepspeed", "backend.zero_stage=2")
-        assert "with actor's weights, actor's moments, actor's schedule" in said
+        output = train_on(target, model, tmp_path / kind, sums, 2, "backend=deepspeed", "backend.zero_stage=2")
+        assert "with actor's weights, actor's moments, actor's schedule" in output
 
 
 def trained_once(folder: Path) -> tuple[PreTrainedModel, torch.optim.Optimizer]:

@@ -46,9 +46,9 @@ def diff(capsys, *arguments: object) -> tuple[int, str]:
 
 def test_a_copy_is_equal(checkpoints, tmp_path, capsys):
     copy = shutil.copytree(checkpoints[0], tmp_path / "copy" / "global_step_3")
-    code, said = diff(capsys, checkpoints[0], copy)
+    code, output = diff(capsys, checkpoints[0], copy)
     assert code == EXIT_DONE
-    assert said.splitlines() == [
+    assert output.splitlines() == [
         "config: equal",
         "driver state: equal",
         "actor's progress: equal",
@@ -60,9 +60,9 @@ def test_a_copy_is_equal(checkpoints, tmp_path, capsys):
 def test_settings_state_weights_and_moments_are_told_by_name(checkpoints, capsys, monkeypatch):
     monkeypatch.setattr(differences, "RANGE_BYTES", 400)
     a, b = checkpoints
-    code, said = diff(capsys, a, b, "--json")
+    code, output = diff(capsys, a, b, "--json")
     assert code == EXIT_CRASHED
-    found = json.loads(said)
+    found = json.loads(output)
     assert found["equal"] is False
     assert found["values"]["config"] == [{"key": "actor.optim.lr", "a": 1e-06, "b": 0.25}]
     assert {"key": "step", "a": 3, "b": 4} in found["values"]["driver state"]
@@ -81,26 +81,26 @@ def test_settings_state_weights_and_moments_are_told_by_name(checkpoints, capsys
 
 
 def test_the_largest_differences_come_first_and_the_rest_is_counted(checkpoints, capsys):
-    code, said = diff(capsys, *checkpoints, "--only", "weights", "--largest", 2)
+    code, output = diff(capsys, *checkpoints, "--only", "weights", "--largest", 2)
     assert code == EXIT_CRASHED
-    first, *shown, more = said.splitlines()
+    first, *shown, more = output.splitlines()
     assert first == "actor's weights: 12 of 12 tensors differ"
     assert len(shown) == 2
     assert more == "  and 10 more (--largest 0 shows all)"
-    code, said = diff(capsys, *checkpoints, "--only", "weights", "--largest", 0)
-    sizes = [float(line.rpartition(" ")[2]) for line in said.splitlines()[1:]]
+    code, output = diff(capsys, *checkpoints, "--only", "weights", "--largest", 0)
+    sizes = [float(line.rpartition(" ")[2]) for line in output.splitlines()[1:]]
     assert len(sizes) == 12
     assert sizes == sorted(sizes, reverse=True)
-    assert shown == said.splitlines()[1:3]
+    assert shown == output.splitlines()[1:3]
 
 
 def test_layouts_may_differ(checkpoints, capsys):
-    code, said = diff(capsys, checkpoints[0], checkpoints[0] / "actor" / "huggingface", "--only", "weights")
-    assert (code, said) == (EXIT_DONE, "actor's weights: equal, 12 tensors\n")
-    code, said = diff(capsys, checkpoints[0], checkpoints[0] / "actor" / "huggingface")
+    code, output = diff(capsys, checkpoints[0], checkpoints[0] / "actor" / "huggingface", "--only", "weights")
+    assert (code, output) == (EXIT_DONE, "actor's weights: equal, 12 tensors\n")
+    code, output = diff(capsys, checkpoints[0], checkpoints[0] / "actor" / "huggingface")
     assert code == EXIT_CRASHED
-    assert "actor's moments: 36 of 36 tensors differ" in said
-    assert "only in A, float32 [" in said
+    assert "actor's moments: 36 of 36 tensors differ" in output
+    assert "only in A, float32 [" in output
 
 
 def test_what_is_missing_of_another_form_or_not_a_number_is_named_first(checkpoints, tmp_path, capsys):
@@ -113,9 +113,9 @@ def test_what_is_missing_of_another_form_or_not_a_number_is_named_first(checkpoi
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:5].clone()
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, copy / "model.safetensors")
-    code, said = diff(capsys, source, copy, "--only", "weights")
+    code, output = diff(capsys, source, copy, "--only", "weights")
     assert code == EXIT_CRASHED
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert lines[0] == "actor's weights: 5 of 13 tensors differ"
     assert lines[1] == "  extra: only in B, (none) | float32 [2]"
     assert lines[2].startswith("  model.embed_tokens.weight: shape, float32 [515, 12] | float32 [5, 12]")
@@ -123,8 +123,8 @@ def test_what_is_missing_of_another_form_or_not_a_number_is_named_first(checkpoi
     assert lines[4].startswith("  model.norm.weight: values, float32 [12], norm 3.38")
     assert lines[4].endswith("| nan, largest difference nan")
     assert lines[5].startswith("  lm_head.weight: dtype, float32 [515, 12] | bfloat16 [515, 12], norm ")
-    _, said = diff(capsys, source, copy, "--only", "weights", "--json")
-    assert '"largest": "nan"' in said
+    _, output = diff(capsys, source, copy, "--only", "weights", "--json")
+    assert '"largest": "nan"' in output
 
 
 def test_a_sign_of_zero_is_a_difference(checkpoints, tmp_path, capsys):
@@ -134,21 +134,21 @@ def test_a_sign_of_zero_is_a_difference(checkpoints, tmp_path, capsys):
         tensors["model.norm.weight"][0] = zero
         shutil.copytree(source, tmp_path / name)
         save_file(tensors, tmp_path / name / "model.safetensors")
-    code, said = diff(capsys, tmp_path / "a", tmp_path / "b", "--only", "weights")
+    code, output = diff(capsys, tmp_path / "a", tmp_path / "b", "--only", "weights")
     assert code == EXIT_CRASHED
-    assert "model.norm.weight: values" in said
-    assert "largest difference 0" in said
+    assert "model.norm.weight: values" in output
+    assert "largest difference 0" in output
 
 
 def test_a_critic_that_only_one_has_is_missing(checkpoints, tmp_path, capsys):
     with world_of_one(tmp_path):
         config = make_config(tmp_path)
         make_checkpointer(config, {"actor": make_backend(1, train_steps=3), "critic": make_backend(2)}, 3).save(3)
-    code, said = diff(capsys, checkpoints[0], step_dir(config.run_dir, 3), "--only", "weights", "--largest", 1)
+    code, output = diff(capsys, checkpoints[0], step_dir(config.run_dir, 3), "--only", "weights", "--largest", 1)
     assert code == EXIT_CRASHED
-    assert "actor's weights: equal, 12 tensors" in said
-    assert "critic's weights: 12 of 12 tensors differ" in said
-    assert "only in B" in said
+    assert "actor's weights: equal, 12 tensors" in output
+    assert "critic's weights: 12 of 12 tensors differ" in output
+    assert "only in B" in output
 
 
 def test_mistakes_and_damage_are_one_line(checkpoints, tmp_path, capsys):

@@ -222,9 +222,9 @@ class Evil:
 def test_a_file_that_wants_to_run_code_is_refused_by_the_command(copy, tmp_path, capsys):
     torch.save({"model.norm.weight": Evil(tmp_path / "ran")}, copy / "model_world_size_4_rank_1.pt")
     assert main(["merge", "--local_dir", str(copy), "--target_dir", str(tmp_path / "merged")]) == 2
-    said = capsys.readouterr().err
-    says(said, "model_world_size_4_rank_1.pt", "posix.system")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    says(output, "model_world_size_4_rank_1.pt", "posix.system")
+    assert output.count("\n") == 1
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "merged").exists()
 
@@ -289,7 +289,7 @@ def test_a_flipped_bit_is_refused_by_the_commands(saved, tmp_path, capsys):
     path.write_bytes(content.replace(values, values[:-1] + bytes([values[-1] ^ 1])))
     for verb in (["merge", "--local_dir", str(copy), "--target_dir"], ["import", str(copy)]):
         assert main([*verb, str(tmp_path / "new" / "global_step_2")]) == 1
-        said = capsys.readouterr().err
-        says(said, "rank_3.pt", "is damaged")
-        assert said.count("\n") == 1
+        output = capsys.readouterr().err
+        says(output, "rank_3.pt", "is damaged")
+        assert output.count("\n") == 1
         assert not list((tmp_path / "new").iterdir())

@@ -44,7 +44,7 @@ def saved(tmp_path_factory, trained) -> Path:
     return step_dir(config.run_dir, 3)
 
 
-def told(capsys, *arguments: object) -> str:
+def error_line(capsys, *arguments: object) -> str:
     """The one line of an error."""
     code = main(["import", *map(str, arguments)])
     line = capsys.readouterr().err
@@ -56,9 +56,9 @@ def told(capsys, *arguments: object) -> str:
 def test_it_says_what_comes_along_what_does_not_and_how_to_begin(saved, tmp_path, capsys):
     target = tmp_path / "imported" / "global_step_3"
     assert main(["import", str(saved), str(target)]) == EXIT_DONE
-    said = capsys.readouterr().out
-    assert f"{target}: " in said
-    assert "from a checkpoint of layout native" in said
+    output = capsys.readouterr().out
+    assert f"{target}: " in output
+    assert "from a checkpoint of layout native" in output
     for line in (
         "actor: weights, 12 tensors",
         "actor: AdamW's moments and step counts",
@@ -66,11 +66,11 @@ def test_it_says_what_comes_along_what_does_not_and_how_to_begin(saved, tmp_path
         "the random number generators, which are seeded from trainer.seed",
         "the position in the training prompts, which start at the first prompt",
     ):
-        assert f"\n  {line}\n" in said
+        assert f"\n  {line}\n" in output
     anew = "It does not continue the old run bit for bit. These start anew:"
-    assert said.index("A new run continues with:") < said.index(anew)
+    assert output.index("A new run continues with:") < output.index(anew)
     begin = f"trainer.resume_mode=resume_path trainer.resume_from_path={target}"
-    assert f"python -m rlhf.train model.path={target}/actor/huggingface {begin}\n" in said
+    assert f"python -m rlhf.train model.path={target}/actor/huggingface {begin}\n" in output
     assert main(["inspect", str(target)]) == EXIT_DONE
     assert f"imported from    {saved} (native)\n" in capsys.readouterr().out
 
@@ -115,25 +115,25 @@ def test_the_type_of_a_source_is_kept_beside_the_float32_that_is_trained(tmp_pat
 
 def test_mistakes_are_one_line_and_write_nothing(saved, tmp_path, capsys):
     target = tmp_path / "targets" / "global_step_3"
-    line = told(capsys, saved, tmp_path / "targets")
+    line = error_line(capsys, saved, tmp_path / "targets")
     start = f"error: {tmp_path}/targets must be named global_step_N, where N is the step after which a run begins:"
     assert line.startswith(start)
     assert line.endswith(f"give {tmp_path}/targets/global_step_3, or another step.\n")
-    assert "does not exist" in told(capsys, tmp_path / "nothing", target)
-    assert "no DeepSpeed save" in told(capsys, saved, target, "--backend", "deepspeed")
+    assert "does not exist" in error_line(capsys, tmp_path / "nothing", target)
+    assert "no DeepSpeed save" in error_line(capsys, saved, target, "--backend", "deepspeed")
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(TINY_POLICY / "model.safetensors", bare)
-    assert "--hf_model_path" in told(capsys, bare, target)
+    assert "--hf_model_path" in error_line(capsys, bare, target)
     other = saved / "actor" / "huggingface"
-    assert f"that config.json of {other} " in told(capsys, bare, target, "--hf_model_path", other)
+    assert f"that config.json of {other} " in error_line(capsys, bare, target, "--hf_model_path", other)
     assert not target.parent.exists()
     assert main(["import", str(bare), str(target), "--hf_model_path", str(TINY_POLICY)]) == EXIT_DONE
     capsys.readouterr()
-    assert "--overwrite" in told(capsys, bare, target, "--hf_model_path", TINY_POLICY)
+    assert "--overwrite" in error_line(capsys, bare, target, "--hf_model_path", TINY_POLICY)
     within = target / "global_step_1"
-    assert "is in the checkpoint" in told(capsys, bare, within, "--hf_model_path", TINY_POLICY)
-    assert f"{saved} contains the source" in told(capsys, saved, saved, "--overwrite")
+    assert "is in the checkpoint" in error_line(capsys, bare, within, "--hf_model_path", TINY_POLICY)
+    assert f"{saved} contains the source" in error_line(capsys, saved, saved, "--overwrite")
 
 
 def test_damage_is_one_line_and_leaves_no_target(saved, tmp_path, capsys):

@@ -73,37 +73,37 @@ def found(tmp_path_factory, request) -> dict[str, Any]:
 
 def work(rank: int, folder: str, float32: list[str], bfloat16: list[str]) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True)
-    said = {kind: one_run(kind, Path(folder, kind)) for kind in float32 + bfloat16}
+    results = {kind: one_run(kind, Path(folder, kind)) for kind in float32 + bfloat16}
     for kind in float32 + bfloat16:
         reader = adapted_engine(kind, seed=9)
-        said[kind]["opened"] = {}
+        results[kind]["opened"] = {}
         for writer in float32 if kind in float32 else bfloat16:
             config = config_of(Path(folder, writer), kind)
             assert resume(config, reader) == STEPS
-            said[kind]["opened"][writer] = {"state": state_of(reader), "loss": loss_of(reader, STEPS)}
-    said["dora"] = {kind: look_at(trained(kind, DORA), DORA) for kind in ("fsdp2", "zero2")}
-    said["recomputed"] = {kind: weights_of(trained(kind, recompute=True)) for kind in ("fsdp2", "zero3")}
+            results[kind]["opened"][writer] = {"state": state_of(reader), "loss": loss_of(reader, STEPS)}
+    results["dora"] = {kind: look_at(trained(kind, DORA), DORA) for kind in ("fsdp2", "zero2")}
+    results["recomputed"] = {kind: weights_of(trained(kind, recompute=True)) for kind in ("fsdp2", "zero3")}
     with engines_in_float64():
-        said["in_float64"] = {kind: weights_of(trained(kind)) for kind in float32}
-    said["dropped"] = dropped()
-    said["kept_silently"] = {kind: kept_silently(kind) for kind in ("fsdp2", "zero3")}
-    return said
+        results["in_float64"] = {kind: weights_of(trained(kind)) for kind in float32}
+    results["dropped"] = dropped()
+    results["kept_silently"] = {kind: kept_silently(kind) for kind in ("fsdp2", "zero3")}
+    return results
 
 
 def one_run(kind: str, folder: Path) -> dict[str, Any]:
     """An engine with adapters, trained and saved."""
     backend = adapted_engine(kind)
-    said: dict[str, Any] = {"new": look_at(backend), "base": gathered(backend.base_shards())}
+    results: dict[str, Any] = {"new": look_at(backend), "base": gathered(backend.base_shards())}
     train(backend, *range(STEPS))
-    said |= {"trained": look_at(backend), "base_after": gathered(backend.base_shards()), "state": state_of(backend)}
+    results |= {"trained": look_at(backend), "base_after": gathered(backend.base_shards()), "state": state_of(backend)}
     merged = torch.tensor(sum(shard.local.nbytes for shard in backend.merged_shards().values()))
     dist.all_reduce(merged, dist.ReduceOp.MAX)
-    said["merged_bytes"] = backend.merged_bytes(), int(merged)
+    results["merged_bytes"] = backend.merged_bytes(), int(merged)
     checkpointer = make_checkpointer(config_of(folder, kind), backend, STEPS)
     checkpointer.save(STEPS)
     checkpointer.finish()
-    said["loss"] = loss_of(backend, STEPS)
-    return said
+    results["loss"] = loss_of(backend, STEPS)
+    return results
 
 
 def config_of(folder: Path, kind: str) -> Config:
@@ -128,28 +128,28 @@ def look_at(backend: TrainingBackend, lora: LoraConfig = LORA) -> dict[str, Any]
     values."""
     weights, ids = weights_of(backend), tokens(7)
     alone = with_plain_peft(weights, lora)
-    said = {"weights": weights, "logits": logits_of(backend, ids), "peft": alone(input_ids=ids).logits}
+    results = {"weights": weights, "logits": logits_of(backend, ids), "peft": alone(input_ids=ids).logits}
     with without_adapters(backend.module):
-        said["disabled"] = logits_of(backend, ids)
-    said["enabled_again"] = logits_of(backend, ids)
-    said["sent"] = {name: tensor.clone() for name, tensor in backend.full_tensors()}
-    said["sent_half"] = {name: tensor.clone() for name, tensor in backend.full_tensors(torch.bfloat16)}
-    said["peft_merged"] = dict(alone.merge_and_unload().named_parameters())
-    said["still"] = logits_of(backend, ids)
-    return said
+        results["disabled"] = logits_of(backend, ids)
+    results["enabled_again"] = logits_of(backend, ids)
+    results["sent"] = {name: tensor.clone() for name, tensor in backend.full_tensors()}
+    results["sent_half"] = {name: tensor.clone() for name, tensor in backend.full_tensors(torch.bfloat16)}
+    results["peft_merged"] = dict(alone.merge_and_unload().named_parameters())
+    results["still"] = logits_of(backend, ids)
+    return results
 
 
 def dropped() -> list[Tensor]:
     """With dropout: two log-prob passes, and the weights after the same steps from the same generator, twice."""
-    said = []
+    outputs = []
     for _ in range(2):
         backend = adapted_engine("fsdp2", lora=LoraConfig(enabled=True, rank=4, dropout=0.5))
         torch.manual_seed(5)
         train(backend, 0, 1)
-        said.append(torch.cat([tensor.flatten() for tensor in weights_of(backend).values()]))
+        outputs.append(torch.cat([tensor.flatten() for tensor in weights_of(backend).values()]))
         with torch.no_grad():
-            said += [logits_of(backend, tokens(7)) for _ in range(2)]
-    return said
+            outputs += [logits_of(backend, tokens(7)) for _ in range(2)]
+    return outputs
 
 
 def kept_silently(kind: str) -> str:
@@ -211,8 +211,8 @@ def test_a_base_in_bfloat16_is_merged_in_float32(found, half):
 
 
 def test_memory_of_a_merge_is_known_before(found, kind):
-    told, taken = found[kind]["merged_bytes"]
-    assert told == taken > 0
+    estimated, measured = found[kind]["merged_bytes"]
+    assert estimated == measured > 0
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
@@ -220,8 +220,8 @@ def test_an_engine_that_keeps_the_weights_of_old_adapters_is_found(found, engine
     names = found["fsdp2"]["new"]["weights"]
     adapted = sum(name.endswith("lora_A.weight") for name in names)
     # The base has not changed, and is held.
-    told = f"(step 1). Changed in training, but the engine still has the old values: {adapted} ("
-    assert told in found["kept_silently"][engine]
+    expected = f"(step 1). Changed in training, but the engine still has the old values: {adapted} ("
+    assert expected in found["kept_silently"][engine]
     assert "Neither" not in found["kept_silently"][engine]
 
 

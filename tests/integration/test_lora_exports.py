@@ -40,7 +40,7 @@ def config_of(folder: Path, kind: str, form: str) -> Config:
 
 def work(rank: int, folder: Path) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True)
-    said: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     known = {"model.path": fingerprint(folder / "base")}
     for kind, lora in SAVES.items():
         backend = adapted_engine(kind if kind in ENGINES else "fsdp2", lora=lora, base=folder / "base")
@@ -51,8 +51,8 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
             checkpointer.finish()
         with torch.no_grad():
             logits = logits_of(backend, tokens(7))
-        said[kind] = {"sent": {name: tensor.clone() for name, tensor in backend.full_tensors()}, "logits": logits}
-    return said
+        results[kind] = {"sent": {name: tensor.clone() for name, tensor in backend.full_tensors()}, "logits": logits}
+    return results
 
 
 @pytest.fixture(scope="module")

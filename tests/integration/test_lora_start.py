@@ -181,6 +181,6 @@ def test_a_module_that_is_not_there_ends_the_start(tmp_path):
     wrong = "model.lora.target_modules=[q_proj,downproj] model.trust_remote_code=true"
     ended = train_forked([*SMALL, f"trainer.default_local_dir={tmp_path}", *wrong.split()])
     assert ended.code == EXIT_USER_ERROR, ended.output
-    said = "model.lora.target_modules=['q_proj', 'downproj']: llama has no module called 'downproj'."
-    assert f"{said} Did you mean down_proj? Its linear layers are down_proj, gate_proj," in ended.output
+    expected = "model.lora.target_modules=['q_proj', 'downproj']: llama has no module called 'downproj'."
+    assert f"{expected} Did you mean down_proj? Its linear layers are down_proj, gate_proj," in ended.output
     assert ended.output.count("downproj'.") == 1

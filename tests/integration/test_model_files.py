@@ -261,33 +261,33 @@ def mistakes(rank: int, folder: Path) -> dict[str, str]:
     """What each mistake is told as on this rank."""
     coordinator = Coordinator(GlooTransport())
     os.chdir(folder / (SEES if rank else BLIND))
-    told = {}
+    errors = {}
 
-    def told_as(name: str, action: Callable[[], Any]) -> None:
+    def record_error(name: str, action: Callable[[], Any]) -> None:
         try:
             action()
-            told[name] = "nothing"
+            errors[name] = "nothing"
         except UserError as error:
-            told[name] = str(error)
+            errors[name] = str(error)
 
     def run(path: str, mode: str, damage: Callable[[], Any] = lambda: None) -> None:
-        files = find(path, mode, coordinator, folder / f"e{rank}" / f"{len(told)}")
+        files = find(path, mode, coordinator, folder / f"e{rank}" / f"{len(errors)}")
         loaded = load(files, POLICY, coordinator)
         model = Fsdp2Model(loaded.model, BackendConfig(), CPU)
         coordinator.on_leader(damage)
         loaded.fill(model.model_shards())
 
-    told_as("blind", lambda: run("one/tied", "shard"))
-    told_as("nowhere", lambda: run("no/where", "auto"))
-    told_as("truncated", lambda: run("one/truncated", "auto"))
-    told_as("lacking", lambda: run("one/lacking", "auto"))
-    told_as("lacking, own", lambda: run("all/lacking", "auto"))
+    record_error("blind", lambda: run("one/tied", "shard"))
+    record_error("nowhere", lambda: run("no/where", "auto"))
+    record_error("truncated", lambda: run("one/truncated", "auto"))
+    record_error("lacking", lambda: run("one/lacking", "auto"))
+    record_error("lacking, own", lambda: run("all/lacking", "auto"))
     for place in ("one", "all"):
         coordinator.on_leader(lambda: causal_lm("llama", folder / "store" / "going"))
         file = folder / "store" / "going" / "model.safetensors"
         # Gone after the headers were read, as when someone replaces the folder.
-        told_as(f"going, {place}", partial(run, f"{place}/going", "auto", partial(os.truncate, file, 5000)))
-    return told
+        record_error(f"going, {place}", partial(run, f"{place}/going", "auto", partial(os.truncate, file, 5000)))
+    return errors
 
 
 def test_mistakes_are_told_on_every_rank(nodes):
@@ -300,18 +300,18 @@ def test_mistakes_are_told_on_every_rank(nodes):
     save_file(tensors, store / "lacking" / "model.safetensors", {"format": "pt"})
     found = run_ranks(2, mistakes, nodes, deadline_s=120, join=nodes / "join-mistakes")
     assert found[0] == found[1]
-    told = found[0]
+    errors = found[0]
     # Rank 1 is the first that sees it.
-    assert told["blind"].startswith(
+    assert errors["blind"].startswith(
         f"model.loading=shard: rank 0 (on {socket.gethostname()}) does not see model.path=one/tied."
     )
-    assert "set model.loading=auto" in told["blind"]
-    assert told["nowhere"].startswith("model.path=no/where is")
+    assert "set model.loading=auto" in errors["blind"]
+    assert errors["nowhere"].startswith("model.path=no/where is")
     for name in ("truncated", "going, one", "going, all"):
-        assert told[name].startswith("model.path=")
-        assert "can't be loaded from safetensors" in told[name]
+        assert errors[name].startswith("model.path=")
+        assert "can't be loaded from safetensors" in errors[name]
     for name in ("lacking", "lacking, own"):
-        assert "1 weights that its config.json needs are missing" in told[name]
+        assert "1 weights that its config.json needs are missing" in errors[name]
 
 
 @pytest.mark.slow

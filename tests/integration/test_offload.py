@@ -140,12 +140,12 @@ def one_life(kind: str, offload: TrainedFsdpConfig, folder: Path) -> dict[str, A
     average.maybe_update(backend, 1)
     left.append({"reference": sum(t.untyped_storage().nbytes() for t in frozen._local_weights())})
     seen.append({name: tensor.clone() for name, tensor in frozen.full_tensors()})
-    said = ""
+    message = ""
     try:
         backend.module(input_ids=tokens(0), use_cache=False)
     except RuntimeError as error:
-        said = str(error)
-    return {"seen": seen, "left": left, "said": said}
+        message = str(error)
+    return {"seen": seen, "left": left, "message": message}
 
 
 def lives(rank: int, kinds: tuple[str, ...], settings: list[TrainedFsdpConfig], folder: str) -> dict[str, Any]:
@@ -165,9 +165,9 @@ def test_the_same_bits_and_nothing_left_on_the_device(ranks, kinds, tmp_path):
     for found in run_ranks(ranks, lives, kinds, settings, str(tmp_path), deadline_s=DEADLINE_S, join=tmp_path / "join"):
         for plain, both in found.values():
             assert equal_bits(both["seen"], plain["seen"])
-            assert plain["said"] == ""
+            assert plain["message"] == ""
             assert (
-                both["said"]
+                both["message"]
                 == "fsdp_config.param_offload=true: the model was called while its weights are on the host."
             )
             whole = plain["left"][0]

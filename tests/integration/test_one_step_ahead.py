@@ -155,8 +155,8 @@ def test_dynamic_sampling_trains_on_no_prompt_twice_and_carries_what_is_too_much
     trained = [tuple(prompt) for step in range(1, STEPS + 1) for prompt in prompts_of(parts, step)]
     assert len(set(trained)) == len(trained) == STEPS * BATCH
     for step in parts[0]:
-        told = step["metrics"]
-        assert told["sampling/groups_generated"] == told["sampling/gen_batches"] * SETTINGS[name]["drawn"]
+        metrics = step["metrics"]
+        assert metrics["sampling/groups_generated"] == metrics["sampling/gen_batches"] * SETTINGS[name]["drawn"]
     ages = [step["metrics"]["sampling/staleness_max"] for step in parts[0]]
     assert ages[0] == 0
     assert max(ages) >= 1
@@ -292,8 +292,8 @@ def test_samples_that_are_made_anew_say_so():
     records = walk(rank, 2)
     rank.engine.loses = False
     checkpoint = saved(rank)
-    told = [(r["metrics"]["sampling/staleness_mean"], r["metrics"]["sampling/staleness_max"]) for r in records]
-    assert told == [(0, 0), (0.5, 1)]
+    staleness = [(r["metrics"]["sampling/staleness_mean"], r["metrics"]["sampling/staleness_max"]) for r in records]
+    assert staleness == [(0, 0), (0.5, 1)]
     # What is saved after step 2 was finished then, and half of it is by the policy after that step.
     [third] = walk(resumed(checkpoint, filter_groups=UNFILTERED), 3)
     assert (third["metrics"]["sampling/staleness_mean"], third["metrics"]["sampling/staleness_max"]) == (0.5, 1)

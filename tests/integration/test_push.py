@@ -209,7 +209,7 @@ def test_mistakes_and_damage_are_one_line(config, server, command, tmp_path, mon
     link = tmp_path / "linked/config.json"
     link.parent.mkdir()
     link.symlink_to("/etc/hostname")
-    for path, repository, said in (
+    for path, repository, message in (
         (tmp_path / "nothing", REPOSITORY, "does not exist"),
         (tmp_path, REPOSITORY, "has no checkpoint"),
         (link.parent, REPOSITORY, "leads out of the folder"),
@@ -218,7 +218,7 @@ def test_mistakes_and_damage_are_one_line(config, server, command, tmp_path, mon
     ):
         code, out, err = command("push", path, repository)
         assert (code, out, len(err.splitlines())) == (2, "", 1)
-        assert said in err
+        assert message in err
     assert server.repositories == {}
     harmed = tmp_path / "global_step_4"
     shutil.copytree(step_dir(config.run_dir, 4), harmed)

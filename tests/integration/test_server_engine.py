@@ -15,7 +15,7 @@ from tests.support.numeric_ranks import run_ranks
 from tests.support.tiny_models import TINY_POLICY
 
 
-def told(folder: Path) -> str:
+def start_error(folder: Path) -> str:
     """What this rank learns of servers that do not come up."""
     servers = ServersConfig(urls=["http://127.0.0.1:9"], start_timeout_s=0.1, max_failures=0)
     config = RolloutConfig(name="vllm_server", servers=servers)
@@ -34,7 +34,7 @@ def told(folder: Path) -> str:
 
 
 def test_servers_that_do_not_come_up_are_an_error_on_every_rank(tmp_path):
-    first, second = run_ranks(2, partial(told, tmp_path))
+    first, second = run_ranks(2, partial(start_error, tmp_path))
     assert first == second
     assert "http://127.0.0.1:9: dead; did not get ready in time" in first
     assert "rollout.servers.max_failures=0" in first

@@ -42,16 +42,16 @@ def test_a_failed_run_is_reported_and_made_up_for(tmp_path):
     first, second = (project / f"offline-trainer.seed-{seed}" for seed in (1, 2))
     project.mkdir(parents=True)
     first.write_text("in the way")
-    code, said = sweep(tmp_path)
-    assert code == EXIT_USER_ERROR, said
-    assert f"Failed with exit code 2: trainer.seed=1, in {first}" in said
-    assert "1 of 2 runs are done." in said
+    code, output = sweep(tmp_path)
+    assert code == EXIT_USER_ERROR, output
+    assert f"Failed with exit code 2: trainer.seed=1, in {first}" in output
+    assert "1 of 2 runs are done." in output
     before = (second / "global_step_1" / "manifest.json").read_bytes()
 
     first.unlink()
-    code, said = sweep(tmp_path)
-    assert code == EXIT_DONE, said
-    assert f"The run in {second} is finished at step 1." in said
+    code, output = sweep(tmp_path)
+    assert code == EXIT_DONE, output
+    assert f"The run in {second} is finished at step 1." in output
     assert (first / "global_step_1" / "manifest.json").is_file()
     assert (second / "global_step_1" / "manifest.json").read_bytes() == before
 
@@ -69,14 +69,14 @@ def test_sigterm_between_two_runs_stops_the_sweep(tmp_path):
         text=True,
     )
     assert process.stderr is not None
-    said = ""
-    while "Run 2 of 2: " not in said:
+    output = ""
+    while "Run 2 of 2: " not in output:
         line = process.stderr.readline()
-        assert line, said
-        said += line
-    assert "not a valid chat template" in said
+        assert line, output
+        output += line
+    assert "not a valid chat template" in output
     process.send_signal(signal.SIGTERM)
-    said = process.stderr.read()
+    output = process.stderr.read()
     assert process.wait() == EXIT_REQUEUE
-    assert said.endswith("SIGTERM while no rank was training. The same command starts the run again.\n")
-    assert "runs are done" not in said
+    assert output.endswith("SIGTERM while no rank was training. The same command starts the run again.\n")
+    assert "runs are done" not in output

@@ -211,12 +211,12 @@ def test_samples_are_a_function_of_their_coordinates(pair: Pair):
 
 
 def test_finished_samples_are_counted(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(events, "_followers", [lambda *report: told.append(report)])
+    reports: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(events, "_followers", [lambda *report: reports.append(report)])
     sampled(pair.vllm, pair.requests, RANDOM, 3, seed=1, step=2)
     total = 3 * len(pair.requests)
-    assert told[-1] == (events.GENERATING, total, total)
-    assert [done for _, done, _ in told] == sorted({done for _, done, _ in told})
+    assert reports[-1] == (events.GENERATING, total, total)
+    assert [done for _, done, _ in reports] == sorted({done for _, done, _ in reports})
 
 
 def test_nothing_of_earlier_calls_matters_to_the_bit(pair: Pair):
@@ -315,7 +315,7 @@ def flipped(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loaded", "told"),
+    ("loaded", "message"),
     [
         (lambda old, name, weight: None, KEPT + "[0-9]{2} "),
         (lambda old, name, weight: None if name == DOWN else weight, rf"{KEPT}1 \({DOWN}\)\.$"),
@@ -325,7 +325,7 @@ def flipped(weight: torch.Tensor) -> torch.Tensor:
     ids=["nothing", "one not", "part of a fused one not", "a bit"],
 )
 def test_weights_that_vllm_does_not_hold_after_a_hand_over_are_named(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, loaded: Any, told: str
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, loaded: Any, message: str
 ):
     old, trained = dict(pair.model.named_parameters()), shaken(copy.deepcopy(pair.model), 0.4)
     model = pair.vllm._model()
@@ -339,7 +339,7 @@ def test_weights_that_vllm_does_not_hold_after_a_hand_over_are_named(
     pair.vllm.update_weights(pair.model.named_parameters, 3)
     with monkeypatch.context() as patched:
         patched.setattr(type(model), "load_weights", lies)
-        with pytest.raises(WeightsMismatch, match=told):
+        with pytest.raises(WeightsMismatch, match=message):
             pair.vllm.update_weights(trained.named_parameters, 4)
     pair.vllm.update_weights(trained.named_parameters, 4)
     pair.vllm.update_weights(pair.model.named_parameters, 3)
@@ -382,8 +382,8 @@ def test_structure_arguments_of_vllm_and_weights_that_do_not_fit(rank: None):
         build(model, tokenizer, engine_kwargs=EngineKwargsConfig({"quantization": "none such"}))
     engine = build(model, tokenizer, structured_outputs={"choice": ["12", "345"]}, engine_kwargs=settings)
     engine.update_weights(model.named_parameters, 2)
-    said = sampled(engine, requests(tokenizer, 6), RANDOM, 3, seed=1, step=1)
-    texts = {tokenizer.decode(s.token_ids.tolist(), skip_special_tokens=True) for s in said}
+    samples = sampled(engine, requests(tokenizer, 6), RANDOM, 3, seed=1, step=1)
+    texts = {tokenizer.decode(s.token_ids.tolist(), skip_special_tokens=True) for s in samples}
     assert texts == {"12", "345"}
     assert engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens == 333
 
@@ -422,10 +422,10 @@ def experts_beside_the_embedded_engine() -> list[tuple[Any, Any, float]]:
         engine.update_weights(model.named_parameters, version)
         assert engine._check_weights._computed == set()
         plain = build_embedded_engine(model, tokenizer, RolloutConfig())
-        said, expected = (sampled(e, requests(tokenizer), GREEDY, 2, seed=1, step=1) for e in (engine, plain))
-        pairs = zip(said, expected, strict=True)
+        sampled_tokens, expected = (sampled(e, requests(tokenizer), GREEDY, 2, seed=1, step=1) for e in (engine, plain))
+        pairs = zip(sampled_tokens, expected, strict=True)
         apart = max(float((torch.tensor(a.log_probs) - torch.tensor(b.log_probs)).abs().max()) for a, b in pairs)
-        found.append(([s.token_ids.tolist() for s in said], [s.token_ids.tolist() for s in expected], apart))
+        found.append(([s.token_ids.tolist() for s in sampled_tokens], [s.token_ids.tolist() for s in expected], apart))
         shaken(model, 0.4)
     engine.close()
     return found
@@ -436,8 +436,8 @@ def test_experts_are_handed_over_one_by_one():
     process of its own: in one that has had a dense model vLLM takes none with experts."""
     (found,) = run_ranks(1, experts_beside_the_embedded_engine)
     assert found[0] != found[1]
-    for said, expected, apart in found:
-        assert said == expected
+    for tokens, expected, apart in found:
+        assert tokens == expected
         assert apart < 1e-4
 
 

@@ -299,7 +299,7 @@ def flipped(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("arriving", "told"),
+    ("arriving", "message"),
     [
         # Of each layer the weights that vLLM has: qkv_proj, o_proj, gate_up_proj and down_proj. The base is held.
         (lambda old, name, weight: None, "the engine still has the old values: {} ("),
@@ -312,7 +312,7 @@ def flipped(weight: torch.Tensor) -> torch.Tensor:
     ids=["nothing", "one not", "a bit"],
 )
 def test_a_server_that_does_not_hold_what_it_was_sent_serves_nothing(
-    server: Server, monkeypatch: pytest.MonkeyPatch, arriving: Any, told: str
+    server: Server, monkeypatch: pytest.MonkeyPatch, arriving: Any, message: str
 ):
     """Of a policy with adapters, merged. What it takes over is something else than what the digests are of."""
     server.wait()
@@ -333,7 +333,7 @@ def test_a_server_that_does_not_hold_what_it_was_sent_serves_nothing(
             reason = str(weight_push.send([url], adapted.backend.full_tensors(), "new")[url])
         assert "/finish_weight_update failed with HTTP 500" in reason
         assert "The rollout engine does not have the weights that the trainer sent (new)." in reason
-        assert told.format(4 * adapted.layers) in reason
+        assert message.format(4 * adapted.layers) in reason
         asked = server.request("/inference/v1/generate", b'{"token_ids": [5], "sampling_params": {"max_tokens": 1}}')
         with pytest.raises(TimeoutError):
             urllib.request.urlopen(asked, timeout=0.5)

@@ -33,27 +33,27 @@ def train_forked(
     folder: Path = ROOT,
 ) -> Ended:
     """Run `launching.train` in `folder`, seven CPU seconds cheaper, for tests that do not test process starts."""
-    with tempfile.NamedTemporaryFile("r") as said:
+    with tempfile.NamedTemporaryFile("r") as log:
         variables = {**os.environ, **(environment or {})}
-        process = forkserver.Process(target=_supervisor, args=(list(arguments), variables, folder, said.name))
+        process = forkserver.Process(target=_supervisor, args=(list(arguments), variables, folder, log.name))
         process.start()
         process.join(deadline_s)
         code = process.exitcode
         if code is None:
             process.kill()
             process.join()
-        output = said.read()
+        output = log.read()
     assert code is not None, f"the run hangs:\n{output}"
     return Ended(code, output)
 
 
-def _supervisor(arguments: list[str], environment: dict[str, str], folder: Path, said: str) -> NoReturn:
+def _supervisor(arguments: list[str], environment: dict[str, str], folder: Path, log: str) -> NoReturn:
     exit_on_stop_signal()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     _redirect(0, os.open(os.devnull, os.O_RDONLY))
-    fd = os.open(said, os.O_WRONLY | os.O_APPEND)
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND)
     _redirect(1, fd)
     _redirect(2, fd)
     launcher_process.start_launcher = _Starts(launcher_process.start_launcher)

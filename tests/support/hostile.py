@@ -49,12 +49,12 @@ def intact_run(folder: Path) -> Path:
 
 def look(verb: str, path: Path | str, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
     """Return exit code and output of a verb, and check that the output is printable or, with --json, JSON."""
-    code, said = _looked(verb, str(path), capsys, *options)
+    code, output = _looked(verb, str(path), capsys, *options)
     again, document = _looked(verb, str(path), capsys, *options, "--json")
     assert again == code
     if code != 2:
         assert json.loads(document).keys() <= {"runs", "checkpoints", "unreadable", "removed"}
-    return code, said
+    return code, output
 
 
 def _looked(verb: str, path: str, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:

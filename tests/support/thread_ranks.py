@@ -191,12 +191,12 @@ def subscribe(listener: Listener) -> None:
 
 def messages(level: int = logging.INFO) -> list[str]:
     """Collect this rank's log messages from now on until the rank ends."""
-    mine, said = this_rank(), list[str]()
+    mine, logged = this_rank(), list[str]()
     handler = logging.Handler(level)
     handler.addFilter(lambda record: this_rank() == mine)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("rlhf").addHandler(handler)
-    return said
+    return logged
 
 
 @contextmanager

@@ -293,11 +293,11 @@ def test_what_an_estimator_returns_is_checked(estimators, name, message):
 def test_an_estimator_that_raises_is_told_with_one_traceback(estimators):
     with pytest.raises(UserError) as caught:
         load_estimator(f"{estimators}:raises")(OUTCOME, Config().algorithm)
-    said = str(caught.value)
-    assert said.startswith(f"algorithm.adv_estimator={estimators}:raises raised an error, which ends the run.")
-    assert said.count("Traceback") == said.count("nothing_of_the_kind'") == 1
-    assert "inputs.mask.nothing_of_the_kind" in said
-    assert "rlhf/algorithms/user.py" not in said
+    message = str(caught.value)
+    assert message.startswith(f"algorithm.adv_estimator={estimators}:raises raised an error, which ends the run.")
+    assert message.count("Traceback") == message.count("nothing_of_the_kind'") == 1
+    assert "inputs.mask.nothing_of_the_kind" in message
+    assert "rlhf/algorithms/user.py" not in message
     # What another attempt may get over is one for the supervisor.
     with pytest.raises(torch.OutOfMemoryError):
         load_estimator(f"{estimators}:out_of_memory")(OUTCOME, Config().algorithm)

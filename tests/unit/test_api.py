@@ -47,7 +47,7 @@ def test_a_function_of_a_file_is_named_by_it():
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         (lambda text: 0.0, "a lambda"),
         (Scores().of, "not a plain function"),
@@ -57,8 +57,8 @@ def test_a_function_of_a_file_is_named_by_it():
     ],
     ids=["lambda", "bound method", "callable object", "method", "builtin"],
 )
-def test_what_reward_processes_cannot_find_is_refused(function, said):
-    with pytest.raises(UserError, match=said):
+def test_what_reward_processes_cannot_find_is_refused(function, message):
+    with pytest.raises(UserError, match=message):
         rlhf.train([], reward=function)
 
 
@@ -75,7 +75,7 @@ def test_a_string_of_overrides_is_rejected():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"overrides": {"rollout.n": 4}}, "not a list of strings"),
         ({"overrides": None}, "not a list of strings"),
@@ -86,10 +86,10 @@ def test_a_string_of_overrides_is_rejected():
         ({"callbacks": ["print"]}, "Give callbacks=[FUNCTION]"),
     ],
 )
-def test_arguments_of_another_kind_are_refused(arguments, said):
+def test_arguments_of_another_kind_are_refused(arguments, message):
     with pytest.raises(UserError) as refusal:
         rlhf.train.train(**{"overrides": ["trainer.nproq=1"], **arguments})
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_the_module_and_the_function_are_one_name():
@@ -101,9 +101,9 @@ def test_the_module_and_the_function_are_one_name():
 def test_a_secret_is_in_no_message(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hush-hush-hush")
     assert rlhf.train.main(["model.path=hush-hush-hush", "trainer.nproq=hush-hush-hush"]) == EXIT_USER_ERROR
-    said = capsys.readouterr().err
-    assert "REDACTED" in said
-    assert "hush" not in said
+    output = capsys.readouterr().err
+    assert "REDACTED" in output
+    assert "hush" not in output
 
 
 def test_a_call_under_torchrun_is_rejected(monkeypatch):

@@ -113,7 +113,9 @@ def test_the_recipes_of_a_command():
 def test_adapters_and_their_learning_rate(config):
     assert "lora" not in rows(config)
     config.model.lora.enabled = True
-    said = "rank 32 on all-linear, base weights frozen"
-    assert rows(config)["lora"] == f"{said}; actor.optim.lr=1e-06 is the default for training all weights, try 1e-05"
+    expected = "rank 32 on all-linear, base weights frozen"
+    assert (
+        rows(config)["lora"] == f"{expected}; actor.optim.lr=1e-06 is the default for training all weights, try 1e-05"
+    )
     config.actor.optim.lr, config.model.lora.target_modules = 2e-5, ["q_proj", "v_proj"]
-    assert rows(config)["lora"] == said.replace("all-linear", "q_proj, v_proj")
+    assert rows(config)["lora"] == expected.replace("all-linear", "q_proj, v_proj")

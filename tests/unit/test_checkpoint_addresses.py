@@ -185,12 +185,12 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.items(), ids=lambda damage: damage[0])
 def test_damage_in_a_remote_folder_is_found(remote, damage, command):
-    name, change, said = damage[1]
+    name, change, message = damage[1]
     fs, root = fsspec.core.url_to_fs(remote)
     harm(remote, name, change or (lambda raw: fs.cat_file(f"{root}/global_step_2/manifest.json")))
     code, out, _ = command("verify", remote)
     assert code == 1
-    assert said in out.splitlines()[0]
+    assert message in out.splitlines()[0]
     assert out.splitlines()[1].startswith(f"{remote}/global_step_2: intact")
 
 
@@ -202,14 +202,14 @@ def test_what_is_not_there(remote, command):
     fs.rm_file(f"{root}/global_step_4/manifest.json")
     code, out, _ = command("list", remote)
     assert (code, "never committed, or its copy is in progress" in out) == (1, True)
-    for address, said in (
+    for address, message in (
         (f"{remote}/global_step_7", "does not exist"),
         (f"{remote}/nothing", "has no checkpoint"),
         ("nowhere://x", "cannot be read"),
     ):
         code, out, err = command("verify", address)
         assert (code, out, len(err.splitlines())) == (2, "", 1)
-        assert said in err
+        assert message in err
 
 
 def test_a_network_that_fails(tmp_path, command, monkeypatch):

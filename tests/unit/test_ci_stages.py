@@ -157,8 +157,8 @@ def test_nothing_is_left_behind_when_nobody_reads_any_more(tmp_path):
 def test_a_file_with_tests_of_a_stage_names_their_marker():
     """A stage of .ci/run gives pytest no others."""
     tests = ROOT / "tests"
-    said = [path for path in tests.rglob("*.py") if re.search(r"mark\.(slow|vllm|peers)\b", path.read_text())]
-    assert {path for path in said if not path.name.startswith("test_")} == set()
+    marked = [path for path in tests.rglob("*.py") if re.search(r"mark\.(slow|vllm|peers)\b", path.read_text())]
+    assert {path for path in marked if not path.name.startswith("test_")} == set()
     function = re.search(r"^files_with\(\) .*", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert function is not None
     found = set()
@@ -166,4 +166,4 @@ def test_a_file_with_tests_of_a_stage_names_their_marker():
         script = f"{function[0]}\nfiles_with {marker}"
         listed = subprocess.run(["bash", "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
         found.update(ROOT / line for line in listed.stdout.splitlines())
-    assert found == set(said)
+    assert found == set(marked)

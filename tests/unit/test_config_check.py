@@ -63,7 +63,7 @@ def test_our_own_folder_and_a_name_of_the_hub_pass():
 
 
 @pytest.mark.parametrize(
-    ("entries", "said"),
+    ("entries", "expected"),
     [
         ({"model_type": "vit"}, "model_type vit has no class that generates text from text (a causal LM) in the"),
         (
@@ -77,11 +77,11 @@ def test_our_own_folder_and_a_name_of_the_hub_pass():
         ),
     ],
 )
-def test_architectures_that_cannot_be_the_policy(folder, entries, said):
+def test_architectures_that_cannot_be_the_policy(folder, entries, expected):
     name = changed(folder, **entries)
-    told = policy_refusal(name)
-    assert told.startswith(f"model.path={name}: ")
-    assert said in told
+    message = policy_refusal(name)
+    assert message.startswith(f"model.path={name}: ")
+    assert expected in message
 
 
 def test_trusted_code_is_left_to_itself(folder):

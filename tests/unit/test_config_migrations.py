@@ -113,7 +113,7 @@ def test_an_unknown_key_is_of_another_version(table):
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("typed", "message"),
     [
         ("actor.optim.learning_rate=1", "Release 1.0.0 renamed it. Did you mean actor.optim.lr?"),
         ("actor.lr=1", "Release 1.0.0 renamed it. Did you mean actor.optim.lr?"),
@@ -121,10 +121,10 @@ def test_an_unknown_key_is_of_another_version(table):
         ("actor.lr", "write actor.optim.lr=VALUE"),
     ],
 )
-def test_what_a_user_types_gets_a_hint(table, typed, said):
+def test_what_a_user_types_gets_a_hint(table, typed, message):
     with pytest.raises(UserError) as caught:
         compose("recipes=null", typed)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_an_old_name_in_a_recipe_gets_a_hint(table, tmp_path):

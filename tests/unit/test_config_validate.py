@@ -107,7 +107,7 @@ def test_accepted(changes):
 
 
 @pytest.mark.parametrize(
-    ("load", "action", "said"),
+    ("load", "action", "message"),
     [
         (["hf_model"], "skip", ""),
         (["model", "optimizer", "extra"], "rollback", ""),
@@ -116,14 +116,14 @@ def test_accepted(changes):
         (["model", "modle"], "skip", "checkpoint.load_contents=['model', 'modle']: 'modle'"),
     ],
 )
-def test_a_run_may_begin_with_a_part_also_of_what_it_does_not_save(tmp_path, load, action, said):
+def test_a_run_may_begin_with_a_part_also_of_what_it_does_not_save(tmp_path, load, action, message):
     source = tmp_path / "global_step_3"
     source.mkdir()
     (source / "manifest.json").touch()
     begins = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(source)}
     config = make(**begins, checkpoint__load_contents=load, guards__action=action)
-    if said:
-        assert said in "\n".join(problems(config))
+    if message:
+        assert message in "\n".join(problems(config))
     else:
         validate(config, {})
 

@@ -57,7 +57,7 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         (
             "a.json",
@@ -114,10 +114,10 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
         ),
     ],
 )
-def test_mistakes_name_their_place_before_anything_is_loaded(tmp_path, name, text, said):
+def test_mistakes_name_their_place_before_anything_is_loaded(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)
-    assert refusal(path).startswith(said)
+    assert refusal(path).startswith(message)
 
 
 @pytest.mark.parametrize(("start", "name"), [(b"PAR1\xff", ".parquet"), (b"\x1f\x8b\xff", ".gz")])
@@ -127,19 +127,19 @@ def test_a_file_under_another_forms_name(tmp_path, start, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("https://example.com/a.jsonl", "URLs are not supported. Download the file, and set its local path."),
         ("s3://bucket/a.parquet", "URLs are not supported."),
         ("{folder}/a.jsonl.gz", "a.jsonl.gz is compressed. Unpack it."),
     ],
 )
-def test_files_that_are_not_read_where_they_lie(tmp_path, name, said):
+def test_files_that_are_not_read_where_they_lie(tmp_path, name, message):
     (tmp_path / "a.jsonl.gz").touch()
     files = name.format(folder=tmp_path)
     with pytest.raises(UserError) as refused:
         check_sources(DataConfig(train_files=files), EXACT, 1)
-    assert str(refused.value).startswith(f"data.train_files={files}: {said}")
+    assert str(refused.value).startswith(f"data.train_files={files}: {message}")
 
 
 def test_rows_that_no_run_reads_are_not_looked_at(tmp_path):

@@ -78,7 +78,7 @@ def test_tokenizer_without_chat_template():
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         (
             "{% if messages[0]['content'] == 'b' %}{{ raise_exception('not b') }}{% endif %}x",
@@ -91,8 +91,8 @@ def test_tokenizer_without_chat_template():
         ),
     ],
 )
-def test_a_template_that_fails_on_a_chat_names_the_row(template, said):
-    with pytest.raises(UserError, match=said):
+def test_a_template_that_fails_on_a_chat_names_the_row(template, message):
+    with pytest.raises(UserError, match=message):
         prompt_set(letter_tokenizer(template), "a", "b")
 
 

@@ -149,13 +149,13 @@ def test_columns_that_a_function_reads_are_in_the_prompt(tmp_path, tokenizer, ki
 def test_a_column_that_a_function_needs_is_missed_in_each_row(tmp_path, tokenizer):
     (tmp_path / "rewards.py").write_text(REWARDS)
     config = config_of(jsonl(tmp_path / "t.jsonl", PLAIN | {"levels": 1}), function=f"{tmp_path}/rewards.py:named")
-    said = (
+    expected = (
         "t.jsonl line 1: reward.functions=",
         "named takes level",
         "it has prompt, answer, levels",
         "Did you mean levels?",
     )
-    fails(config, tokenizer, *said)
+    fails(config, tokenizer, *expected)
     config.reward.kwargs = {"level": 1}
     assert build_train_set(*sections(config), tokenizer)[0].columns == {"prompt": "2 + 2"}
     config = config_of(

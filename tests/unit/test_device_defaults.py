@@ -101,9 +101,9 @@ def test_the_banner_says_what_was_chosen_and_why(monkeypatch):
     assert shown(NO_GPU).endswith("cpu (no GPU here), 1 rank, backend fsdp2, rollout embedded")
     all_of_it = "cuda (4 GPUs here), 4 ranks, bfloat16 and TF32, backend fsdp2, rollout vllm in bfloat16"
     assert shown(GPUS).endswith(all_of_it)
-    told = shown(Machine(1, "vLLM is not installed."), "backend.autocast=none", "trainer.tf32=false")
-    assert "cuda (1 GPU here), 1 rank, float32, " in told
-    assert told.endswith("rollout embedded in bfloat16 (vLLM is not installed.)")
+    defaults = shown(Machine(1, "vLLM is not installed."), "backend.autocast=none", "trainer.tf32=false")
+    assert "cuda (1 GPU here), 1 rank, float32, " in defaults
+    assert defaults.endswith("rollout embedded in bfloat16 (vLLM is not installed.)")
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,12 @@ def test_it_does_what_its_remark_says(run_dir, tmp_path, monkeypatch, command, c
     arguments = shlex.split(command.replace("s3://bucket/", f"file://{tmp_path}/"), comments=True)
     rules = ["--max-to-keep", "2"] if arguments[0] == "prune" and "--max-to-keep" not in arguments else []
     assert main([*arguments, *rules]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     left = [60, 80] if "--yes" in arguments else [20, 40, 60, 80]
     assert steps(RUN) == left
     assert (RUN / "global_step_10.damaged-1").is_dir() == ("--set-aside" not in arguments)
     shown = {"list": "committed", "inspect": "driver state", "verify": "intact", "prune": "global_step_20"}
-    assert shown[arguments[0]] in said
+    assert shown[arguments[0]] in output
 
 
 def test_every_verb_that_loads_no_torch_is_there():

@@ -29,8 +29,8 @@ def test_a_command_prints_what_is_shown(block, tmp_path, capsys):
     words = shlex.split(command.removeprefix("$ python -m rlhf.plan"))
     assert NAMED in words
     code = main([f"model.path={tmp_path}" if word == NAMED else word for word in words])
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     if last:
-        said = "".join(said.splitlines(keepends=True)[-int(last) :])
-    assert said == output
+        printed = "".join(printed.splitlines(keepends=True)[-int(last) :])
+    assert printed == output
     assert code == (1 if "The run does not fit" in output else 0)

@@ -144,9 +144,9 @@ def generate(rank: int) -> tuple[bool, list[int]]:
 
 def test_requests_go_to_the_leader_and_samples_to_their_rank():
     """They were pickled, and the requests of all ranks went to every rank."""
-    told = run_thread_ranks(4, generate)
+    received = run_thread_ranks(4, generate)
     sizes = [len(requests_of(rank)) for rank in range(4)]
-    assert told == [(True, sizes), (True, []), (True, []), (True, [])]
+    assert received == [(True, sizes), (True, []), (True, []), (True, [])]
 
 
 def exchange_in_group(rank: int, size: int) -> list[int]:

@@ -31,13 +31,13 @@ def test_a_whole_folder_and_a_name_of_the_hub_pass(folder):
 def test_what_a_folder_lacks_is_named(folder):
     for name in ("tokenizer.json", "model.safetensors"):
         (folder / name).unlink()
-    said = refused(check_folder, "model.path", str(folder))
-    assert said.startswith(
+    message = refused(check_folder, "model.path", str(folder))
+    assert message.startswith(
         f"model.path={folder}: the folder has no weights (*.safetensors) and no tokenizer (tokenizer"
     )
-    said = refused(lambda: check_folder("critic.path", str(folder), tokenizer=False))
+    message = refused(lambda: check_folder("critic.path", str(folder), tokenizer=False))
     assert (
-        said
+        message
         == f"critic.path={folder}: the folder has no weights (*.safetensors). Add the files, or set another folder."
     )
     check_folder("critic.path", str(folder), tokenizer=False, weights=False)
@@ -47,8 +47,8 @@ def test_a_part_that_the_index_names_is_missed(folder):
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": files[0], "b": files[1]}}))
-    said = refused(check_folder, "model.path", str(folder))
-    assert f"has no {files[1]}, which its index lists (1 of 2 listed files are missing)." in said
+    message = refused(check_folder, "model.path", str(folder))
+    assert f"has no {files[1]}, which its index lists (1 of 2 listed files are missing)." in message
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 1}', "[" * 100_000], ids=["torn", "list", "one", "deep"])
@@ -56,8 +56,8 @@ def test_an_index_that_is_none_is_told(folder, text):
     (folder / "model.safetensors.index.json").write_text(text)
     check_folder("model.path", str(folder))  # beside the only file it is not read
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    said = refused(check_folder, "model.path", str(folder))
-    assert said.startswith(f"model.path={folder}: model.safetensors.index.json is not an index of weights (")
+    message = refused(check_folder, "model.path", str(folder))
+    assert message.startswith(f"model.path={folder}: model.safetensors.index.json is not an index of weights (")
 
 
 TORN = {
@@ -77,9 +77,9 @@ def test_torn_weights_are_told_before_anything_is_loaded(folder, kind):
     torn, message = TORN[kind]
     weights = folder / "model.safetensors"
     weights.write_bytes(torn(weights.read_bytes()))
-    said = refused(check_folder, "model.path", str(folder))
-    assert said.startswith(f"model.path={folder}: model.safetensors ")
-    assert message in said
+    error = refused(check_folder, "model.path", str(folder))
+    assert error.startswith(f"model.path={folder}: model.safetensors ")
+    assert message in error
     check_folder("model.path", str(folder), weights=False)
 
 
@@ -90,8 +90,8 @@ def test_weights_that_nobody_reads_may_be_anything(folder):
 
 def test_a_torn_config_is_told_before_anything_is_loaded(folder):
     (folder / "config.json").write_text("{")
-    said = refused(check_folder, "model.path", str(folder))
-    assert said.startswith(f"model.path={folder}: config.json is not JSON: ")
+    message = refused(check_folder, "model.path", str(folder))
+    assert message.startswith(f"model.path={folder}: config.json is not JSON: ")
 
 
 def test_pickled_weights_have_a_remedy_that_works(folder, tmp_path):
@@ -101,9 +101,11 @@ def test_pickled_weights_have_a_remedy_that_works(folder, tmp_path):
     )
     subprocess.run([sys.executable, "-c", make, str(folder)], check=True)
     (folder / "model.safetensors").unlink()
-    said = refused(check_folder, "model.path", str(folder))
-    assert said.startswith(f"model.path={folder}: its weights are pickles (pytorch_model.bin), which can run code and")
-    command = said.split("`")[1].split()
+    message = refused(check_folder, "model.path", str(folder))
+    assert message.startswith(
+        f"model.path={folder}: its weights are pickles (pytorch_model.bin), which can run code and"
+    )
+    command = message.split("`")[1].split()
     subprocess.run([sys.executable, *command[1:]], check=True, cwd=TINY.parents[2], capture_output=True)
     check_folder("model.path", f"{folder}-safetensors")
     check_template(f"{folder}-safetensors", None)

@@ -141,9 +141,9 @@ def failing(rank: int, root: Path, action: str) -> str:
 
 @pytest.mark.parametrize("action", ["__init__", "write", "sync"])
 def test_rank_that_cannot_write_stops_all_and_lets_none_wait(tmp_path, small, action):
-    told = run_thread_ranks(2, failing, tmp_path, action, deadline_s=30)
-    assert [text.startswith(f"[Errno {errno.ENOSPC}] asked for by the test") for text in told] == [True, True]
-    assert told[1].endswith(" 1")  # it does not try again
+    messages = run_thread_ranks(2, failing, tmp_path, action, deadline_s=30)
+    assert [text.startswith(f"[Errno {errno.ENOSPC}] asked for by the test") for text in messages] == [True, True]
+    assert messages[1].endswith(" 1")  # it does not try again
 
 
 def test_tensor_without_an_owner_is_told(tmp_path, small):

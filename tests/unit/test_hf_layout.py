@@ -64,8 +64,8 @@ def test_safetensors_opens_what_is_written_by_the_layout(tmp_path, monkeypatch, 
 def test_configuration_says_the_type_of_the_weights(tmp_path):
     small = {"config.json": b'{"model_type": "qwen2", "torch_dtype": "float32"}', "tokenizer.json": b"{}"}
     assert with_dtype(small, None) == small
-    said = with_dtype(small, "bfloat16")
-    assert said["tokenizer.json"] == small["tokenizer.json"]
-    (tmp_path / "config.json").write_bytes(said["config.json"])
+    config = with_dtype(small, "bfloat16")
+    assert config["tokenizer.json"] == small["tokenizer.json"]
+    (tmp_path / "config.json").write_bytes(config["config.json"])
     assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
     assert small["config.json"].count(b"float32") == 1

@@ -65,9 +65,9 @@ def check_on_rank(rank: int, nbytes: int) -> str | None:
 def test_ranks_of_one_machine_need_the_sum(monkeypatch):
     monkeypatch.setattr(host_memory, "available_memory", lambda: 15 * MIB)
     assert run_thread_ranks(2, check_on_rank, 7 * MIB) == [None, None]
-    for told in run_thread_ranks(2, check_on_rank, 8 * MIB):
-        assert "(2) need 16.0 MiB of memory, and 15.0 MiB are available there" in str(told)
-        assert "checkpoint.async_save=false" in str(told)
+    for message in run_thread_ranks(2, check_on_rank, 8 * MIB):
+        assert "(2) need 16.0 MiB of memory, and 15.0 MiB are available there" in str(message)
+        assert "checkpoint.async_save=false" in str(message)
     monkeypatch.setattr(host_memory, "available_memory", lambda: None)
     assert run_thread_ranks(2, check_on_rank, 8 * MIB) == [None, None]
 

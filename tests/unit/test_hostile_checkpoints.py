@@ -56,10 +56,10 @@ def run_dir(saved, tmp_path) -> Path:
 def prune_to_one(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """Prune all but the newest checkpoint; the one that is whole must stay."""
     rules = ("--max-to-keep", "1", "--keep-every", "null", "--keep-best", "0", "--yes")
-    code, said = look("prune", run_dir, capsys, *rules)
+    code, output = look("prune", run_dir, capsys, *rules)
     assert code == 0
     assert step_dir(run_dir, 2).is_dir()
-    return said
+    return output
 
 
 @pytest.mark.parametrize("harm", [*NO_MANIFEST.items(), *WRONG_FIELDS.items()], ids=lambda harm: harm[0])
@@ -68,9 +68,9 @@ def test_a_manifest_that_is_none(run_dir, harm, capsys):
     newest = step_dir(run_dir, 4)
     harm[1](newest)
     for verb in LOOKS:
-        code, said = look(verb, newest, capsys)
+        code, output = look(verb, newest, capsys)
         assert code == 1
-        assert len([line for line in said.splitlines() if str(newest) in line]) == 1
+        assert len([line for line in output.splitlines() if str(newest) in line]) == 1
     # The intact one beside it is still told of.
     assert look("list", run_dir, capsys)[1].count(" committed") == 1 + (harm[0] in ("nothing", "a dangling link"))
     assert look("verify", run_dir, capsys)[1].count(": intact") == 1
@@ -87,11 +87,11 @@ def test_a_manifest_that_is_none(run_dir, harm, capsys):
 def test_a_file_that_is_none(run_dir, harm, capsys):
     newest = step_dir(run_dir, 4)
     harm[1](newest)
-    code, said = look("verify", newest, capsys)
+    code, output = look("verify", newest, capsys)
     assert code == 1
-    assert f"{newest} is damaged: " in said
+    assert f"{newest} is damaged: " in output
     assert look("list", newest, capsys)[0] == 0
-    assert look("inspect", newest, capsys)[0] == (1 if DRIVER_STATE in said else 0)
+    assert look("inspect", newest, capsys)[0] == (1 if DRIVER_STATE in output else 0)
     assert newest_usable(run_dir, Coordinator(Transport())) == step_dir(run_dir, 2)
     assert "keeps steps 2, 4; the newest intact one is 2" in prune_to_one(run_dir, capsys)
 
@@ -100,9 +100,9 @@ def test_a_file_that_is_none(run_dir, harm, capsys):
 def test_a_document_of_another_form_is_damage_for_whoever_reads_it(tmp_path, run_dir, harm, capsys):
     newest = step_dir(run_dir, 4)
     harm[1](newest)
-    code, said = look("inspect", newest, capsys)
+    code, output = look("inspect", newest, capsys)
     assert code == 1
-    assert f"{newest} is damaged: " in said
+    assert f"{newest} is damaged: " in output
     assert [look(verb, newest, capsys)[0] for verb in ("list", "verify")] == [0, 0]
     config = make_config(tmp_path)
     config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
@@ -143,9 +143,9 @@ def test_weights_with_a_lying_header_are_damage(tmp_path, lie, capsys):
 def test_a_hint_of_any_kind_does_not_hide_the_checkpoints(run_dir, name, make, capsys):
     (run_dir / name).unlink(missing_ok=True)
     make(run_dir / name)
-    code, said = look("list", run_dir, capsys)
+    code, output = look("list", run_dir, capsys)
     assert code == 0
-    assert said.count(" committed") == 2
+    assert output.count(" committed") == 2
 
 
 @pytest.mark.parametrize(

@@ -86,22 +86,22 @@ def test_what_is_not_ours_is_one_message(tmp_path, foreign, verb, capsys):
     make, expected = foreign[1]
     (tmp_path / "folder").mkdir()
     path = make(tmp_path / "folder")
-    code, said = look(verb, path, capsys)
+    code, output = look(verb, path, capsys)
     if foreign[0] == "verl" and verb == "prune":
-        assert (code, "Give --max-to-keep" in said) == (2, True)
+        assert (code, "Give --max-to-keep" in output) == (2, True)
         return
     assert code == expected
     if expected == 2:
-        assert len(said.splitlines()) == 1
-        assert "Give a run directory" in said
+        assert len(output.splitlines()) == 1
+        assert "Give a run directory" in output
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_links_in_a_circle_are_one_message(tmp_path, verb, capsys):
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
-    code, said = look(verb, tmp_path / "a", capsys)
-    assert (code, len(said.splitlines())) == (2, 1)
+    code, output = look(verb, tmp_path / "a", capsys)
+    assert (code, len(output.splitlines())) == (2, 1)
     (tmp_path / "global_step_2").symlink_to("global_step_2")
     assert look(verb, tmp_path, capsys)[0] == 2
 
@@ -125,7 +125,7 @@ def test_what_may_not_be_read_is_one_message(saved, verb, what, capsys):
         try:
             if user == 0:
                 os.seteuid(65534)
-            code, said = look(verb, run_dir, capsys)
+            code, output = look(verb, run_dir, capsys)
         finally:
             os.seteuid(user)
             closed[what].chmod(0o755)
@@ -133,8 +133,8 @@ def test_what_may_not_be_read_is_one_message(saved, verb, what, capsys):
         assert code == 0
         return
     assert code == (2 if what == "the run" else 1)
-    assert "Permission denied" in said
-    assert ("intact" in said) == (verb == "verify" and what != "the run")
+    assert "Permission denied" in output
+    assert ("intact" in output) == (verb == "verify" and what != "the run")
 
 
 def test_a_tree_of_mischief_does_not_hide_a_run(saved, tmp_path, capsys):
@@ -156,14 +156,14 @@ def test_a_tree_of_mischief_does_not_hide_a_run(saved, tmp_path, capsys):
     (tree / "other/\x1b[2J/global_step_3").mkdir(parents=True)
     (tree / "other" / os.fsdecode(b"\xff") / "global_step_3").mkdir(parents=True)
     for verb, count in (("list", " committed"), ("verify", ": intact"), ("inspect", "driver state")):
-        code, said = look(verb, tree, capsys)
+        code, output = look(verb, tree, capsys)
         assert code == 1  # of the two runs whose names are none
-        assert said.count("it was never committed") == 2
-        assert said.replace("never committed", "").count(count) == (1 if verb == "inspect" else 2)
-    code, said = look("prune", tree, capsys, "--max-to-keep", "1")
+        assert output.count("it was never committed") == 2
+        assert output.replace("never committed", "").count(count) == (1 if verb == "inspect" else 2)
+    code, output = look("prune", tree, capsys, "--max-to-keep", "1")
     assert code == 0
-    assert said.count("no checkpoint is intact") == 2
-    assert "would remove global_step_2" in said
+    assert output.count("no checkpoint is intact") == 2
+    assert "would remove global_step_2" in output
 
 
 @pytest.mark.parametrize("name", ["run.lock", "ranks.lock"])
@@ -176,7 +176,7 @@ def test_a_lock_that_is_none(saved, tmp_path, name, make, capsys):
     run_dir = shutil.copytree(saved, tmp_path / "run")
     (run_dir / name).unlink(missing_ok=True)
     make(run_dir / name)
-    code, said = look("prune", run_dir, capsys, "--yes", "--max-to-keep", "1")
+    code, output = look("prune", run_dir, capsys, "--yes", "--max-to-keep", "1")
     assert code in (0, 1)
     assert (run_dir / "global_step_2").is_dir() == (code == 1)
-    assert code == 0 or str(run_dir) in said
+    assert code == 0 or str(run_dir) in output

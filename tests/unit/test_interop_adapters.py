@@ -100,9 +100,9 @@ def test_whole_modules_and_halves(adapter, base, weights, factors):
 def test_kept_as_what_it_is(adapter, factors, tmp_path, capsys):
     command = ["merge", "--local_dir", str(adapter), "--target_dir", str(tmp_path / "kept")]
     assert main(command) == 2
-    said = capsys.readouterr().err
-    assert "--adapter=merge" in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert "--adapter=merge" in output
+    assert output.count("\n") == 1
     assert main([*command, "--adapter", "keep"]) == 0
     kept = load_file(tmp_path / "kept" / "adapter_model.safetensors")
     assert kept.keys() == factors.keys()

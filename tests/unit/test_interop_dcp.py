@@ -86,9 +86,9 @@ def test_the_type_and_the_small_files(tmp_path):
     causal_lm("qwen2", tmp_path / "model")
     source = HeldSource(TENSORS, MOMENTS, model_files=tmp_path / "model")
     (tmp_path / "written").mkdir()
-    told: list[int] = []
-    write_dcp_folder(source, tmp_path / "written", dtype="bfloat16", moments=False, progress=told.append)
-    assert sum(told) == nbytes_of_dcp(source, dtype="bfloat16", moments=False)
+    reported: list[int] = []
+    write_dcp_folder(source, tmp_path / "written", dtype="bfloat16", moments=False, progress=reported.append)
+    assert sum(reported) == nbytes_of_dcp(source, dtype="bfloat16", moments=False)
     again = open_source(Origin(tmp_path / "written"))
     assert_equal(whole(again), {n: t.bfloat16() if t.is_floating_point() else t for n, t in TENSORS.items()})
     assert again.contents.model_files == tmp_path / "written"

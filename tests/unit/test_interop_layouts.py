@@ -61,8 +61,8 @@ def test_a_part_of_our_checkpoint_names_the_checkpoint(tmp_path):
     for role in ("actor", "critic"):
         (step / role / "model").mkdir(parents=True)
     (step / "manifest.json").touch()
-    for part, said in (("actor", ""), ("actor/model", ""), ("critic", " and --role critic")):
-        with pytest.raises(UserError, match=rf"is a part of the checkpoint {step}\. Give {step}{said}\."):
+    for part, hint in (("actor", ""), ("actor/model", ""), ("critic", " and --role critic")):
+        with pytest.raises(UserError, match=rf"is a part of the checkpoint {step}\. Give {step}{hint}\."):
             open_source(Origin(step / part))
 
 

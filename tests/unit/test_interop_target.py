@@ -167,9 +167,9 @@ def test_a_full_disk_is_one_line_and_nothing_else(command, model, tmp_path, caps
         (folder / "mine").write_bytes(bytes((1 << 20) - (60 << 10)))
         arguments = [str(word) for word in command(model, folder)]
         assert main(arguments) == 1
-        said = capsys.readouterr().err
-        assert ": No space left on device. Free disk space there, or give a path on another disk." in said
-        assert (said.count("\n"), ".incomplete" in said) == (1, False)
+        output = capsys.readouterr().err
+        assert ": No space left on device. Free disk space there, or give a path on another disk." in output
+        assert (output.count("\n"), ".incomplete" in output) == (1, False)
         assert names(folder) == ["mine"]
 
 

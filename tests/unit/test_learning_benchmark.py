@@ -18,14 +18,14 @@ def records(last: float, clipped: float = 0.01, explained: float | None = 0.2) -
 def test_what_a_run_must_show():
     for explained in (0.2, None):
         assert list(Run.of(records(0.5, explained=explained)).problems()) == []
-    for bad, said in (
+    for bad, message in (
         (records(0.29), "gained +19.0 points"),
         (records(0.5, clipped=0.0), "clipped nothing"),
         (records(0.5, explained=0.0), "the critic explains 0.00"),
         (records(0.5, clipped=float("nan")), "clipped nothing"),
     ):
         [problem] = Run.of(bad).problems()
-        assert said in problem
+        assert message in problem
 
 
 def test_a_row_has_the_mean_and_the_spread_over_the_seeds():

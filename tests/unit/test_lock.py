@@ -63,8 +63,8 @@ def test_ranks_of_one_launch_hold_every_directory_together_and_a_second_launch_g
     taken = tmp_path / str(nodes[-1])
     with run_lock(taken):
         before = (taken / "run.lock").read_bytes()
-        for said in run_thread_ranks(len(nodes), hold_locks, tmp_path, nodes):
-            assert f"Another run is writing into {taken}: process {os.getpid()} on" in said
+        for message in run_thread_ranks(len(nodes), hold_locks, tmp_path, nodes):
+            assert f"Another run is writing into {taken}: process {os.getpid()} on" in message
         assert (taken / "run.lock").read_bytes() == before
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"run.lock"}
 

@@ -42,7 +42,7 @@ def test_plain_settings_pass():
 
 
 @pytest.mark.parametrize(
-    ("lora", "said"),
+    ("lora", "message"),
     [
         ({"rank": 0}, ["model.lora.rank=0", "1"]),
         ({"dropout": 1.0}, ["model.lora.dropout=1.0", "0.9"]),
@@ -52,8 +52,8 @@ def test_plain_settings_pass():
         ({"target_modules": []}, ["model.lora.target_modules=[]", "all-linear"]),
     ],
 )
-def test_settings_by_themselves(lora, said):
-    says(refusal(config_of(**lora)), *said)
+def test_settings_by_themselves(lora, message):
+    says(refusal(config_of(**lora)), *message)
 
 
 def test_settings_beside_others():
@@ -213,17 +213,17 @@ def test_layers_and_shapes_are_told_before_the_base_is_loaded(folders):
         for name, p in Adapters.of(model).trained(model.named_parameters())
     }
     last, file = max(stored), adapter / "adapter_model.safetensors"
-    told = f"model.lora.path={adapter}", "adapter_model.safetensors"
+    expected = f"model.lora.path={adapter}", "adapter_model.safetensors"
 
     save_file(stored, file)
     found.check_adapters(lora)
     save_file(stored | {last: torch.zeros(8, 4)}, file)
     name, shape = last.removeprefix("base_model.model."), list(stored[last].shape)
-    says(refused(found.check_adapters, lora), *told, name, "[8, 4]", str(shape))
+    says(refused(found.check_adapters, lora), *expected, name, "[8, 4]", str(shape))
     save_file(stored | {last: stored[last].to(torch.int8)}, file)
-    says(refused(found.check_adapters, lora), *told, name, "I8", "F64, F32, F16, BF16")
+    says(refused(found.check_adapters, lora), *expected, name, "I8", "F64, F32, F16, BF16")
     save_file({key: tensor for key, tensor in stored.items() if key != last}, file)
-    says(refused(found.check_adapters, lora), *told, f"no {name}")
+    says(refused(found.check_adapters, lora), *expected, f"no {name}")
 
 
 @pytest.mark.parametrize("named", ["~nobody-of-this-name/base", "a" * 5000, "\0", ["a", "list"]], ids=range(4))
@@ -248,7 +248,7 @@ def test_suggested_rate():
 
 
 @pytest.mark.parametrize(
-    ("lora", "rollout", "said"),
+    ("lora", "rollout", "message"),
     [
         ({}, {"name": "embedded"}, ["rollout=vllm", "embedded"]),
         ({}, {"name": "vllm_server"}, ["rollout=vllm", "vllm_server"]),
@@ -257,13 +257,13 @@ def test_suggested_rate():
         ({}, {"name": "vllm", "tensor_model_parallel_size": 2}, ["sharded over devices"]),
     ],
 )
-def test_an_engine_that_cannot_serve_adapters_is_refused(lora, rollout, said):
+def test_an_engine_that_cannot_serve_adapters_is_refused(lora, rollout, message):
     config = config_of(**lora)
     config.rollout.lora = "native"
     for name, value in rollout.items():
         setattr(config.rollout, name, value)
     lines = [line for line in lora_problems(config) if line.startswith("rollout.lora=native")]
-    says(lines[0], *said, "rollout.lora=merged")
+    says(lines[0], *message, "rollout.lora=merged")
 
 
 def test_ways_of_adapters_without_adapters_are_refused():

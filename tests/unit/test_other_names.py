@@ -139,7 +139,7 @@ def test_a_data_type_of_the_whole_model_is_told_apart(typed):
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("typed", "message"),
     [
         ("actor_rollout_ref.rollout.mode", "rollout=vllm_server"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "no sample is split over ranks"),
@@ -149,8 +149,8 @@ def test_a_data_type_of_the_whole_model_is_told_apart(typed):
         ("load_checkpoint", "The same command again resumes the run"),
     ],
 )
-def test_a_name_without_a_counterpart_is_not_taken_for_one_that_is_spelled_alike(typed, said):
-    assert said in hint(typed)
+def test_a_name_without_a_counterpart_is_not_taken_for_one_that_is_spelled_alike(typed, message):
+    assert message in hint(typed)
     assert "Did you mean" not in hint(typed)
 
 
@@ -158,7 +158,7 @@ RATIOS = "algorithm.rollout_correction.rollout_is_threshold"
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("typed", "message"),
     [
         (f'{RATIOS}="0.5_5.0"', f"{RATIOS}=0.5_5.0: must be a number. Write {RATIOS}_lower=0.5 {RATIOS}=5.0."),
         (f"{RATIOS}=a_lot_more", f"{RATIOS}=a_lot_more: must be a number."),
@@ -172,10 +172,10 @@ RATIOS = "algorithm.rollout_correction.rollout_is_threshold"
         ("algorithm.normalize_reward=false", "null disables the normalization."),
     ],
 )
-def test_a_value_that_verl_or_openrlhf_takes(typed, said):
+def test_a_value_that_verl_or_openrlhf_takes(typed, message):
     with pytest.raises(UserError) as refusal:
         validate(compose_config([typed], Library.find(None)), {})
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_a_share_of_the_steps_is_not_offered_as_their_number():
@@ -190,7 +190,7 @@ def test_a_value_that_is_only_spelled_alike_is_not_offered():
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (
             ["--trainer.nproc=2"],
@@ -211,10 +211,10 @@ def test_a_value_that_is_only_spelled_alike_is_not_offered():
         (["--zzz"], "--zzz: there is no such option. --help shows the usage."),
     ],
 )
-def test_settings_written_as_options(argv, said):
+def test_settings_written_as_options(argv, message):
     with pytest.raises(UserError) as refusal:
         parse(["rollout.n=4", *argv, "trainer.seed=1"])
-    assert str(refusal.value).startswith(said)
+    assert str(refusal.value).startswith(message)
 
 
 def test_options_and_overrides_in_any_order():

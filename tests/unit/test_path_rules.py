@@ -19,8 +19,8 @@ def test_the_home_of_nobody(key: str) -> None:
     for one in sections:
         section = getattr(section, one)
     setattr(section, last, [name] if key == "data.train_files" else name)
-    said = f"{key}={name}: there is no user '~nobody-of-this-name' here; write the path without ~."
-    assert refused(validate, config, {}) == said
+    expected = f"{key}={name}: there is no user '~nobody-of-this-name' here; write the path without ~."
+    assert refused(validate, config, {}) == expected
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -36,5 +36,5 @@ def test_what_a_run_begins_with_is_not_overwritten(tmp_path: Path, overwrite: bo
     if not overwrite:
         validate(config, {})
         return
-    said = refused(validate, config, {})
-    assert f"trainer.overwrite=true: would delete model.lora.path={folder}, which is in the run directory" in said
+    message = refused(validate, config, {})
+    assert f"trainer.overwrite=true: would delete model.lora.path={folder}, which is in the run directory" in message

@@ -7,7 +7,7 @@ from rlhf.tracking import phases
 from rlhf.tracking.phases import Phases
 
 
-class Told:
+class Recorder:
     def __init__(self) -> None:
         self.all: list[tuple[int, str, int, int]] = []
 
@@ -24,8 +24,8 @@ class Told:
 
 def test_a_step_and_an_evaluation(monkeypatch):
     monkeypatch.setattr(phases, "INTERVAL_S", 0.0)
-    told = Told()
-    of_rank = Phases(told, 1)
+    recorder = Recorder()
+    of_rank = Phases(recorder, 1)
     of_rank.report("loading the weights")
     of_rank.event(0, "evaluation.before")
     of_rank.report("generating", 3, 4)
@@ -38,7 +38,7 @@ def test_a_step_and_an_evaluation(monkeypatch):
     of_rank.event(1, "update.before")
     of_rank.report("actor update", 1, 2)
     of_rank.event(1, "update.mid")
-    assert told.all == [
+    assert recorder.all == [
         (0, "loading the weights", 0, 0),
         (0, "first evaluation", 0, 0),
         (0, "first evaluation: generating", 3, 4),
@@ -52,8 +52,8 @@ def test_a_step_and_an_evaluation(monkeypatch):
 
 
 def test_what_runs_behind_the_loop_counts_only_where_it_waits_for_it():
-    told = Told()
-    of_rank = Phases(told, 1)
+    recorder = Recorder()
+    of_rank = Phases(recorder, 1)
 
     def behind(*calls) -> None:
         thread = threading.Thread(target=lambda: [call(*arguments) for call, *arguments in calls])
@@ -64,14 +64,14 @@ def test_what_runs_behind_the_loop_counts_only_where_it_waits_for_it():
     behind((of_rank.report, "generating", 8, 8), (of_rank.event, 2, "commit.snapshot"))
     of_rank.event(3, "rollout.begin")
     behind((of_rank.report, "generating", 8, 8))
-    assert told.all == [(2, "update", 0, 0), (3, "generating", 0, 0), (3, "generating", 8, 8)]
+    assert recorder.all == [(2, "update", 0, 0), (3, "generating", 0, 0), (3, "generating", 8, 8)]
 
 
 def test_counts_come_at_intervals_and_at_the_end():
-    told = Told()
-    of_rank = Phases(told, 1)
+    recorder = Recorder()
+    of_rank = Phases(recorder, 1)
     of_rank.event(1, "step.begin")
     for done in range(1, 1001):
         of_rank.report("generating", done, 1000)
-    assert len(told.all) < 20
-    assert told.all[-1] == (1, "generating", 1000, 1000)
+    assert len(recorder.all) < 20
+    assert recorder.all[-1] == (1, "generating", 1000, 1000)

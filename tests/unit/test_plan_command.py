@@ -171,7 +171,7 @@ def test_offloading_on_a_cpu_changes_no_figure(capsys):
 def test_a_page_for_people(seven_b, capsys):
     arguments = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", "--device-memory", "80GB"]
     assert main([*arguments, "trainer.nproc=8", "--disk-speed", "2GB"]) == DOES_NOT_FIT
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for expected in (
         "policy 7.62B; 8 ranks",
         "<- peak",
@@ -179,7 +179,7 @@ def test_a_page_for_people(seven_b, capsys):
         "The run does not fit: ",
         "less",
     ):
-        assert expected in said
+        assert expected in output
 
 
 @pytest.mark.parametrize("size", ["80", "many", "0GB", "GB", "-1GB", "1.2.3GB", "9" * 400])
@@ -236,13 +236,13 @@ ADAPTERS_THAT_CANNOT_BE = [
 
 
 @pytest.mark.parametrize("started", [False, True], ids=["plan", "train"])
-@pytest.mark.parametrize(("wrong", "said"), ADAPTERS_THAT_CANNOT_BE)
-def test_adapters_that_the_model_cannot_have(wrong, said, started, tmp_path, capsys):
+@pytest.mark.parametrize(("wrong", "message"), ADAPTERS_THAT_CANNOT_BE)
+def test_adapters_that_the_model_cannot_have(wrong, message, started, tmp_path, capsys):
     sums = write_sums(tmp_path / "sums.jsonl")
     arguments = [f"model.path={TINY_POLICY}", f"data.train_files={sums}", "model.lora.enabled=true", wrong]
     arguments += ["trainer.device=cpu", f"trainer.default_local_dir={tmp_path}"]
     assert (train if started else main)(arguments) == EXIT_USER_ERROR
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "rlhf").exists()
 
 
@@ -292,9 +292,9 @@ def test_an_engine_without_room_for_a_sample_does_not_fit(seven_b):
     assert (plan.cached_tokens, plan.fits) == (0, False)
     assert plan.peak.total < 24 * 10**9
     found = remedies(config, models, plan)
-    said = plan_page(config.rollout, models, plan, found, 10**9)
+    page = plan_page(config.rollout, models, plan, found, 10**9)
     assert (
-        "utilization=0.5 leaves a KV cache of 0 tokens beside the engine's weights, but a sample may have 512 " in said
+        "utilization=0.5 leaves a KV cache of 0 tokens beside the engine's weights, but a sample may have 512 " in page
     )
     assert [str(remedy) for remedy in found if remedy.fits] == ["rollout.tensor_model_parallel_size=2"]
     config.rollout.tensor_model_parallel_size = 2
@@ -359,10 +359,10 @@ def test_a_run_that_cannot_fit_ends_before_it_starts(driver, tmp_path, capsys):
     sums = write_sums(tmp_path / "sums.jsonl")
     arguments = [f"data.train_files={sums}", "trainer.device=cuda", f"trainer.default_local_dir={tmp_path}"]
     assert train(arguments) == EXIT_USER_ERROR
-    said = capsys.readouterr().err
-    assert re.search(r"actor update needs 1\.\d GiB on each rank, and a rank has 1,000 MiB", said)
-    assert re.search(r" Set \w+\.\S+=\S+ \(\d+ MiB less\)", said)
-    assert "trainer.check_memory=false" in said
+    output = capsys.readouterr().err
+    assert re.search(r"actor update needs 1\.\d GiB on each rank, and a rank has 1,000 MiB", output)
+    assert re.search(r" Set \w+\.\S+=\S+ \(\d+ MiB less\)", output)
+    assert "trainer.check_memory=false" in output
     assert not (tmp_path / "rlhf").exists()
 
 

@@ -129,8 +129,8 @@ def test_what_takes_long_is_told_before_it_is_done(tmp_path, cache, caplog):
     with caplog.at_level(logging.INFO, logger="rlhf"):
         build(file, cache)
         build(file, cache)
-    told = [message for message in caplog.messages if "okeniz" in message]
-    assert [message.split()[0] for message in told] == ["Tokenizing", "Tokenized"]
+    logged = [message for message in caplog.messages if "okeniz" in message]
+    assert [message.split()[0] for message in logged] == ["Tokenizing", "Tokenized"]
 
 
 def test_a_later_start_neither_tokenises_nor_reads_the_rows(tmp_path, cache):
@@ -377,16 +377,16 @@ def test_a_damaged_byte_is_never_trained_on(tmp_path, cache):
     (entry,) = sets(cache)
     path = cache / entry / "prompts.arrow"
     whole = path.read_bytes()
-    told = 0
+    rejected = 0
     for position in range(0, len(whole), 31):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
         with suppress(UserError):
             assert list(build(file, cache)) == first
             continue
-        told += 1
+        rejected += 1
         with pytest.raises(UserError, match=r"is damaged on the disk\. Delete the folder"):
             list(build(file, cache))
-    assert told > rows / 2
+    assert rejected > rows / 2
     assert sets(cache) == [entry]
 
 

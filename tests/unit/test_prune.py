@@ -94,14 +94,14 @@ def test_given_rules_take_the_place_of_stored_ones(run_dir, command):
 
 
 def test_mistakes_are_one_line(run_dir, command):
-    for arguments, said in (
+    for arguments, message in (
         (["--max-to-keep", "0"], "--max-to-keep=0: must be a whole number of at least 1 or null."),
         (["--keep-best", "null"], "--keep-best=null: must be a whole number of at least 0."),
         (["--best-metric", "val/acuracy"], "Did you mean val/accuracy?"),
     ):
         code, out, err = command("prune", run_dir, *arguments)
         assert (code, out, len(err.splitlines())) == (2, "", 1)
-        assert said in err
+        assert message in err
     assert "Give its run directory" in command("prune", step_dir(run_dir, 8))[2]
     assert "remote_max_to_keep" in command("prune", "s3://bucket/run")[2]
     (run_dir / "resolved.yaml").unlink()

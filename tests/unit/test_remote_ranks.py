@@ -105,8 +105,8 @@ def test_what_one_rank_meets_is_told_to_all(tmp_path, config, monkeypatch, what)
                 raise ConnectionError("no route to host")
 
         WEATHER.before = silent
-        told = set(run_thread_ranks(3, start, other, 60.0))
-        assert len(told) == 1
-        assert "cannot be read, but may have checkpoints of this run" in told.pop()
+        messages = set(run_thread_ranks(3, start, other, 60.0))
+        assert len(messages) == 1
+        assert "cannot be read, but may have checkpoints of this run" in messages.pop()
         assert scan(other.run_dir) == []
     assert not list(other.run_dir.glob(".tmp-*"))

@@ -214,7 +214,7 @@ def test_what_functions_do_still_works(shared, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "names_setting"),
     [
         ("os.environ['MY_API_KEY']", True),
         ("open('/of_a_function', 'w')", True),
@@ -223,12 +223,12 @@ def test_what_functions_do_still_works(shared, tmp_path):
         ("open('/of/nobody')", False),
     ],
 )
-def test_a_function_that_needs_more_is_told_how_to_get_it(probe_of, monkeypatch, code, told):
+def test_a_function_that_needs_more_is_told_how_to_get_it(probe_of, monkeypatch, code, names_setting):
     monkeypatch.setenv("MY_API_KEY", SECRET)
     with pytest.raises(UserError) as raised:
         probe_of(on_error="stop")(code)
     for setting in ("reward.writable", "reward.network", "reward.pass_env"):
-        assert (setting in str(raised.value)) == told
+        assert (setting in str(raised.value)) == names_setting
     assert SECRET not in str(raised.value)
 
 

@@ -236,9 +236,9 @@ def test_async_functions_of_verl_run_at_once_and_each_sample_has_its_time(scored
     assert [result.timeouts for result in results] == [0, 1, *[0] * 7]
     assert [result.extra.get("at_once") for result in results] == [1.0, None, *map(float, range(3, 10))]
     assert results[0].notes == {"genrm_response": "I read a"}
-    (told,) = scored.made[0].pop_timeouts()
-    assert told.count == 1
-    assert "response='slow'" in told.example
+    (timed_out,) = scored.made[0].pop_timeouts()
+    assert timed_out.count == 1
+    assert "response='slow'" in timed_out.example
 
 
 def test_one_of_several_that_run_at_once_may_fail(scored):
@@ -289,8 +289,8 @@ def test_a_batch_that_hangs_or_fails_takes_its_prompts_samples_with_it(scored):
     results = scored("trl.py:hangs", items, timeout_s=2.0, on_error="score", failed_score=-1.0)
     assert scores(results) == [0.0, -1.0, -1.0, -1.0, -1.0, -1.0]
     assert [(result.timeouts, result.failures) for result in results] == [(0, 0), *[(1, 0)] * 2, *[(0, 1)] * 3]
-    (told,) = scored.made[0].pop_timeouts()
-    assert (told.count, "response='hang'" in told.example) == (2, True)
+    (timed_out,) = scored.made[0].pop_timeouts()
+    assert (timed_out.count, "response='hang'" in timed_out.example) == (2, True)
     with pytest.raises(UserError, match=r"(?s)On 2 samples, the first of them: .*response='raise'.*a needle") as caught:
         scored("trl.py:hangs", of_prompt(2, "raise", "c"))
     assert str(caught.value).count("ValueError: ") == 1
@@ -300,12 +300,12 @@ def test_a_batch_that_hangs_or_fails_takes_its_prompts_samples_with_it(scored):
 
 
 def test_a_long_wait_is_announced_and_samples_are_counted_one_by_one(scored, monkeypatch):
-    told: list[str] = []
-    monkeypatch.setattr("rlhf.events._listeners", [told.append])
+    reported: list[str] = []
+    monkeypatch.setattr("rlhf.events._listeners", [reported.append])
     monkeypatch.setattr("rlhf.reward.pool.ANNOUNCE_S", 0.1)
     scored("trl.py:hangs", of_prompt(0, "hang", "b", "c"), timeout_s=0.2)
-    assert told.count("reward.wait") >= 3
-    assert [event for event in told if event != "reward.wait"] == ["reward.scored"] * 3
+    assert reported.count("reward.wait") >= 3
+    assert [event for event in reported if event != "reward.wait"] == ["reward.scored"] * 3
 
 
 def test_prompt_chat_and_columns_arrive_by_name(scored):

@@ -184,10 +184,10 @@ def test_a_timeout_is_scored_whatever_the_policy(reward_of, on_error):
 def test_timeouts_are_told_together_with_their_number_and_one_sample(reward_of, folder, caplog):
     reward = reward_of("FILE:length", "FILE:moody", failed_score=-2.0, timeout_s=2.0)
     reward.score(items("hang", "fine", "hang"))
-    (told,) = reward.pop_timeouts()
-    assert told.function == f"{folder}/rewards.py:moody"
-    assert "took longer than reward.timeout_s=2 on 2 samples, which score -2. The first: " in str(told)
-    assert str(told).count("response='hang'") == 1
+    (timeouts,) = reward.pop_timeouts()
+    assert timeouts.function == f"{folder}/rewards.py:moody"
+    assert "took longer than reward.timeout_s=2 on 2 samples, which score -2. The first: " in str(timeouts)
+    assert str(timeouts).count("response='hang'") == 1
     assert reward.pop_timeouts() == caplog.messages == []
 
 

@@ -43,9 +43,9 @@ def test_nothing_is_written_before_the_log_is_opened_and_then_all_of_it(tmp_path
     with RunOutput("plain", Redaction({})) as again:
         again.open_log(path)
         again.line("another start")
-    said = "early \\x1b]0;title\\x07 with REDACTED\ntwo\n        lines red\n"
-    assert path.read_text() == f"{said}another start\n"
-    assert capsys.readouterr().err == f"{said}another start\n"
+    expected = "early \\x1b]0;title\\x07 with REDACTED\ntwo\n        lines red\n"
+    assert path.read_text() == f"{expected}another start\n"
+    assert capsys.readouterr().err == f"{expected}another start\n"
 
 
 def test_the_error_that_ends_a_run_is_in_its_log(tmp_path, output, capsys):
@@ -143,9 +143,9 @@ def test_what_ranks_print_comes_through_whole(output, capsys):
         os.write(of_ranks.stderr, b" 10%|\r 50%|\r100%|\nto stderr\xff\n")
         of_ranks.drain()
         os.write(of_ranks.stdout, b"three\n" + b"x" * 70_000)
-    said = capsys.readouterr()
-    assert said.out.splitlines() == ["one", "tw", "three", "x" * 70_000]
-    assert said.err.splitlines() == ["100%|", "to stderr\\xff"]
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == ["one", "tw", "three", "x" * 70_000]
+    assert printed.err.splitlines() == ["100%|", "to stderr\\xff"]
 
 
 def test_a_download_is_shown_while_it_goes_on(output):
@@ -225,9 +225,9 @@ def test_a_pipe_that_nobody_reads_holds_up_nothing(tmp_path, output, monkeypatch
     os.close(read)
     got = before.splitlines()
     assert got[:-1] == lines[: len(got) - 1]
-    told, last = after.splitlines()[-2:]
+    notice, last = after.splitlines()[-2:]
     missed = len(lines) - before.count("\n")
-    assert told == f"(lines that were not read in time, see run.log: {missed:,})"
+    assert notice == f"(lines that were not read in time, see run.log: {missed:,})"
     assert last == "after"
     log = (tmp_path / "run.log").read_text().splitlines()
     assert [line for line in log if line in lines] == lines

@@ -37,12 +37,12 @@ def test_a_directory_answers_no_other_experiment_whether_finished_or_not(config)
     for step in (8, 10):
         save_steps(config, PlainRole(), step)
         config.actor.optim.lr, config.trainer.seed = 5e-5, 2
-        said = refusal(config)
-        says(said, "actor.optim.lr", "1e-06 in the checkpoint", "5e-05 now")
-        says(said, "trainer.seed", "1 in the checkpoint", "2 now")
-        assert "trainer.experiment_name=NAME" in said
-        assert "trainer.overwrite=true" in said
-        assert ("finished at step 10" in said) == (step == 10)
+        message = refusal(config)
+        says(message, "actor.optim.lr", "1e-06 in the checkpoint", "5e-05 now")
+        says(message, "trainer.seed", "1 in the checkpoint", "2 now")
+        assert "trainer.experiment_name=NAME" in message
+        assert "trainer.overwrite=true" in message
+        assert ("finished at step 10" in message) == (step == 10)
         config.actor.optim.lr, config.trainer.seed = 1e-6, 1
         prepare(config)
     assert finished_step(config) == 10
@@ -69,10 +69,10 @@ def test_checkpoints_of_another_version_are_left_as_they_are(config):
         manifest = read_manifest(folder)
         (folder / "manifest.json").unlink()
         write_manifest(folder, replace(manifest, format=1))
-    said = refusal(config)
-    assert "has format 1" in said
-    assert "use the version that saved it" in said
-    assert "trainer.overwrite=true" in said
+    message = refusal(config)
+    assert "has format 1" in message
+    assert "use the version that saved it" in message
+    assert "trainer.overwrite=true" in message
     assert sorted(steps(config)) == [8, 10]
 
 
@@ -170,10 +170,10 @@ def test_a_refused_fork_sets_nothing_aside(config, tmp_path):
     config.trainer.resume_mode = "resume_path"
     config.trainer.resume_from_path = str(step_dir(other.run_dir, 3))
     config.actor.optim.lr = 0.5
-    said = refusal(config)
-    says(said, "actor.optim.lr", "1e-06 in the checkpoint", "0.5 now", "trainer.allow_config_change=true")
-    assert "experiment_name" not in said, "it has a directory of its own"
-    assert "overwrite" not in said, "which is refused with resume_path"
+    message = refusal(config)
+    says(message, "actor.optim.lr", "1e-06 in the checkpoint", "0.5 now", "trainer.allow_config_change=true")
+    assert "experiment_name" not in message, "it has a directory of its own"
+    assert "overwrite" not in message, "which is refused with resume_path"
     assert steps(config) == [4, 2]
     config.trainer.allow_config_change = True
     prepare(config)
@@ -212,7 +212,7 @@ print(code, sorted({"torch", "transformers", "datasets", "reasoning_gym"} & set(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             ("algorithm=rloo", "actor.optim.lr=5e-5", "trainer.seed=2"),
@@ -221,12 +221,12 @@ print(code, sorted({"torch", "transformers", "datasets", "reasoning_gym"} & set(
         (("trainer.resume_mode=disable",), "holds checkpoints up to step 80"),
     ],
 )
-def test_the_command_answers_before_anything_slow_is_imported_and_changes_nothing(tmp_path, settings, said):
+def test_the_command_answers_before_anything_slow_is_imported_and_changes_nothing(tmp_path, settings, message):
     same = [f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu"]
     config = compose_config([*same, "checkpoint.async_save=false"], Library.find(None))
     save_steps(config, PlainRole(), 80)
     before = sorted(tmp_path.rglob("*"))
     done = subprocess.run([sys.executable, "-c", ANSWER, *same, *settings], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{EXIT_USER_ERROR} []\n", done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert sorted(tmp_path.rglob("*")) == before

@@ -71,17 +71,17 @@ def test_what_the_policy_wrote_has_no_effect_on_the_terminal(run, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--step", "9"], "--step=9: the run has samples of steps 1 to 3."),
         (["--grep", "nowhere"], "has no matching samples; it has samples of steps 1 to 3"),
         (["--split", "validation", "--step", "1"], "has no matching samples"),
     ],
 )
-def test_what_is_not_there_is_one_line(run, capsys, arguments, said):
+def test_what_is_not_there_is_one_line(run, capsys, arguments, message):
     assert samples.main([str(run), *arguments]) == EXIT_USER_ERROR
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 
@@ -95,9 +95,9 @@ def test_a_mistyped_option_is_one_line(run, capsys):
 
 
 def test_a_folder_without_samples_is_one_line(tmp_path, capsys):
-    for path, said in ((tmp_path, "has no samples"), (tmp_path / "none", "is not a folder")):
+    for path, message in ((tmp_path, "has no samples"), (tmp_path / "none", "is not a folder")):
         assert samples.main([str(path)]) == EXIT_USER_ERROR
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 TORN = [

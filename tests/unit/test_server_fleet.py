@@ -68,11 +68,11 @@ def test_processes_that_end_spend_the_budget_and_the_error_says_where_to_look():
     with fleet(limits(), {log: one}) as it, pytest.raises(ServersFailed) as caught:
         it.wait(DEADLINE_S, generating=False)
     assert len(one.started) == 3
-    told = str(caught.value)
-    assert "failed 3 times" in told
-    assert "rollout.servers.max_failures=2" in told
-    assert f"{one.url}: dead; its process ended with exit code 1;" in told
-    assert f"log: {log}" in told
+    message = str(caught.value)
+    assert "failed 3 times" in message
+    assert "rollout.servers.max_failures=2" in message
+    assert f"{one.url}: dead; its process ended with exit code 1;" in message
+    assert f"log: {log}" in message
     assert all(process.poll() is not None for process in one.started)
 
 
@@ -208,9 +208,9 @@ def test_a_server_given_by_url_should_ask_for_a_secret_which_is_this_runs(wants,
                 it.wait(DEADLINE_S, generating=False)
         else:
             assert it.wait(DEADLINE_S, generating=False) == "ready"
-    told = [record.getMessage() for record in caplog.records if "asks for no secret" in record.getMessage()]
-    assert len(told) == (wants is None)
-    assert all(url in text and "RUN/secret" in text and "RLHF_ROLLOUT_SECRET" in text for text in told)
+    logged = [record.getMessage() for record in caplog.records if "asks for no secret" in record.getMessage()]
+    assert len(logged) == (wants is None)
+    assert all(url in text and "RUN/secret" in text and "RLHF_ROLLOUT_SECRET" in text for text in logged)
     assert SECRET.value not in caplog.text
     server.shutdown()
     server.server_close()

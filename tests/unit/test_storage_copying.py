@@ -44,15 +44,15 @@ def characters_read() -> int:
 
 
 def test_every_byte_is_at_its_place(source, tmp_path):
-    ranges, told = pieces(1), []
+    ranges, progress = pieces(1), []
     with closing(CheckedCopy(source, ranges, tmp_path / "out", HEADERS)) as copy:
-        copy.write(told.append)
+        copy.write(progress.append)
         copy.finish()
     wanted = dict(HEADERS)
     for piece in ranges:  # each target's in their order
         wanted[piece.target] += (tmp_path / "in" / piece.source).read_bytes()[piece.start : piece.stop]
     assert {name: (tmp_path / "out" / name).read_bytes() for name in HEADERS} == wanted
-    assert sum(told) == sum(piece.stop - piece.start for piece in ranges)
+    assert sum(progress) == sum(piece.stop - piece.start for piece in ranges)
 
 
 def test_a_block_is_read_once_to_be_copied(source, tmp_path):

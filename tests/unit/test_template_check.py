@@ -69,9 +69,9 @@ FAILING = {
 
 @pytest.mark.parametrize("kind", FAILING)
 def test_what_a_template_does_to_a_prompt_is_told_early(folder, kind):
-    text, said = FAILING[kind]
-    told = refused(rendered, folder, text)
-    says(told, "a.jsonl line 1", f"model.path={folder}", "chat_template.jinja", said, "model.chat_template")
+    text, expected = FAILING[kind]
+    message = refused(rendered, folder, text)
+    says(message, "a.jsonl line 1", f"model.path={folder}", "chat_template.jinja", expected, "model.chat_template")
     own = folder / "own.jinja"
     own.write_text(text)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -96,8 +96,8 @@ def test_what_transformers_gives_a_template_is_there(folder, text):
 
 def test_variables_are_given_and_must_have_an_effect(folder):
     rendered(folder, "{{ messages[0].content + greeting }}", greeting="hello")
-    said = refused(lambda: rendered(folder, "{{ messages }}", greeting="hello"))
-    says(said, "data.apply_chat_template_kwargs.greeting=hello", "no effect", "chat_template.jinja")
+    message = refused(lambda: rendered(folder, "{{ messages }}", greeting="hello"))
+    says(message, "data.apply_chat_template_kwargs.greeting=hello", "no effect", "chat_template.jinja")
 
 
 def test_of_several_templates_the_default_one_is_rendered(folder):
@@ -128,16 +128,16 @@ ENDLESS = "{{ messages }}{% for i in range(3000) %}{% for j in range(3000) %}{% 
 def test_a_template_that_does_not_end_is_refused(folder, monkeypatch):
     monkeypatch.setattr("rlhf.models.template_rendering.DEADLINE_S", 0.01)
     (folder / "chat_template.jinja").write_text(ENDLESS)
-    said = refused(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
-    says(said, "a.jsonl line 1", "model.path=", "0.01 s")
+    message = refused(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
+    says(message, "a.jsonl line 1", "model.path=", "0.01 s")
 
 
 @pytest.mark.parametrize("text", ["{{ 'a' * 10**10 }}", "{{ '%10000000000d' % 1 }}"], ids=["constant", "width"])
 def test_a_template_without_bounds_is_refused(folder, text):
     """It took the memory of the machine."""
     (folder / "chat_template.jinja").write_text(f"{{{{ messages }}}}{text}")
-    said = refused(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
-    says(said, "a.jsonl line 1", "model.path=", "2 GiB of memory", "model.chat_template")
+    message = refused(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
+    says(message, "a.jsonl line 1", "model.path=", "2 GiB of memory", "model.chat_template")
 
 
 @pytest.mark.parametrize("part", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 3000])

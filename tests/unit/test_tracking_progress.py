@@ -11,18 +11,18 @@ from rlhf.tracking.progress import Progress, duration
 FIGURES = {"reward/mean": 0.25, "val/accuracy": 0.375, "perf/tokens_per_second": 1234.5}
 
 
-def steps(said: list[str]) -> list[int]:
-    return [int(line.split()[1].split("/")[0]) for line in said]
+def steps(lines: list[str]) -> list[int]:
+    return [int(line.split()[1].split("/")[0]) for line in lines]
 
 
 def run(first: int, last: int, evaluate_every: int = 1000) -> list[str]:
-    said: list[str] = []
-    shown = Progress(said.append)
+    lines: list[str] = []
+    shown = Progress(lines.append)
     shown.start(first, last)
     for step in range(first + 1, last + 1):
         accuracy = {"val/accuracy": 0.5} if step % evaluate_every == 0 else {}
         shown.update(step, {"reward/mean": 0.25, "perf/tokens_per_second": 1234.5} | accuracy)
-    return said
+    return lines
 
 
 def drawn(shown: Progress, width: int) -> list[str]:
@@ -32,20 +32,20 @@ def drawn(shown: Progress, width: int) -> list[str]:
 
 
 def test_lines_are_few_but_first_last_and_evaluations_show():
-    said = run(40, 200, evaluate_every=50)
-    assert steps(said) == [41, 50, 100, 150, 200]
-    assert said[0].startswith("step  41/200  reward 0.250  tokens/s 1,234  ETA ")
-    assert "held-out accuracy 50.0%" in said[-1]
+    lines = run(40, 200, evaluate_every=50)
+    assert steps(lines) == [41, 50, 100, 150, 200]
+    assert lines[0].startswith("step  41/200  reward 0.250  tokens/s 1,234  ETA ")
+    assert "held-out accuracy 50.0%" in lines[-1]
 
 
 def test_the_first_step_shows_after_the_evaluation_before_training():
-    said: list[str] = []
-    shown = Progress(said.append)
+    lines: list[str] = []
+    shown = Progress(lines.append)
     shown.start(0, 9)
     shown.update(0, {"val/accuracy": 0.5})
     shown.update(1, {})
     shown.update(2, {})
-    assert steps(said) == [0, 1]
+    assert steps(lines) == [0, 1]
 
 
 def test_lines_come_at_intervals(monkeypatch):
@@ -54,23 +54,23 @@ def test_lines_come_at_intervals(monkeypatch):
 
 
 def test_phases_are_named_once_at_the_start_and_then_only_when_they_last(monkeypatch):
-    said: list[str] = []
-    shown = Progress(said.append)
+    lines: list[str] = []
+    shown = Progress(lines.append)
     for name in ("starting", "loading", "first evaluation", "first evaluation: generating"):
         shown.phase(0, 0, name)
     shown.start(0, 9)
     for done in range(100):
         shown.phase(0, 1, "generating", done, 100)
     shown.phase(0, 1, "update")
-    assert said == ["starting", "loading", "first evaluation", "step 1/9  generating 0/100", "step 1/9  update"]
+    assert lines == ["starting", "loading", "first evaluation", "step 1/9  generating 0/100", "step 1/9  update"]
 
     shown.update(1, {})
-    said.clear()
+    lines.clear()
     shown.phase(0, 2, "generating", 0, 100)
-    assert said == []
+    assert lines == []
     monkeypatch.setattr(progress, "PHASE_INTERVAL_S", 0.0)
     shown.phase(0, 2, "generating", 37, 100)
-    assert said == ["step 2/9  generating 37/100"]
+    assert lines == ["step 2/9  generating 37/100"]
 
 
 def test_counts_are_those_of_all_ranks_at_the_same_step():

@@ -53,9 +53,13 @@ def test_the_reward_is_the_headline_where_scores_are_no_accuracy(tmp_path: Path)
     history.append({"step": 0, "val/accuracy": 0.0, "val/reward": 0.0, "val-core/essays/acc/mean@1": 0.0})
     history.append({"step": 1, "val/accuracy": 0.5, "val/reward": -1.25, "val-core/essays/reward/mean@1": -1.25})
     text = write_report(tmp_path)
-    told = report(tmp_path)
-    assert (told["headline"], told["val_reward_before"], told["val_reward_after"]) == ("val/reward", 0.0, -1.25)
-    assert (told["best"], told["evaluations"]) == (0.0, [[0, 0.0], [1, -1.25]])
+    summary = report(tmp_path)
+    assert (summary["headline"], summary["val_reward_before"], summary["val_reward_after"]) == (
+        "val/reward",
+        0.0,
+        -1.25,
+    )
+    assert (summary["best"], summary["evaluations"]) == (0.0, [[0, 0.0], [1, -1.25]])
     assert "held-out reward    0.000 before, -1.250 after, 0.000 best" in text
     assert "accuracy" not in text
 

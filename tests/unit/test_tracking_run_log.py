@@ -11,24 +11,24 @@ from rlhf.tracking.progress import Progress
 from rlhf.tracking.run_log import RunLog
 
 
-def run_log(run_dir: Path, said: list[str] | None = None) -> tuple[RunLog, Tracker]:
+def run_log(run_dir: Path, lines: list[str] | None = None) -> tuple[RunLog, Tracker]:
     tracker = Tracker(TrainerConfig(), TrackingConfig(), {}, run_dir, "run")
-    return RunLog(tracker, ProgressDisplay() if said is None else Progress(said.append), 10), tracker
+    return RunLog(tracker, ProgressDisplay() if lines is None else Progress(lines.append), 10), tracker
 
 
 def test_a_rewound_log_is_that_of_a_resumed_run(tmp_path: Path) -> None:
-    said: list[str] = []
-    rewound, tracker = run_log(tmp_path / "rewound", said)
+    lines: list[str] = []
+    rewound, tracker = run_log(tmp_path / "rewound", lines)
     rewound.start(0, resumed=False)
     for step in range(8):
         rewound.step(step, {"x": step / 3})
     rewound.note(SaveResult(tmp_path / "global_step_7", 2**20, 0.5))
-    said.clear()
+    lines.clear()
     rewound.rewind(4)
     rewound.step(5, {"x": -5.0})
     rewound.step(6, {"x": -6.0})
     # As at a start, the first step shows at once; the save of a step that is undone is in no record.
-    assert [line[:10] for line in said] == ["step  5/10"]
+    assert [line[:10] for line in lines] == ["step  5/10"]
 
     resumed, other = run_log(tmp_path / "resumed")
     resumed.start(0, resumed=False)
@@ -52,8 +52,8 @@ def test_a_log_goes_back_to_its_very_start(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_a_tracker_goes_back_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    said: list[str] = []
-    silent = RunLog(None, Progress(said.append), 10, log_samples=True)
+    lines: list[str] = []
+    silent = RunLog(None, Progress(lines.append), 10, log_samples=True)
     with caplog.at_level(logging.INFO):
         silent.start(0, resumed=False)
         silent.step(1, {"x": 1.0})
@@ -61,7 +61,7 @@ def test_a_rank_without_a_tracker_goes_back_in_silence(caplog: pytest.LogCapture
         silent.step(1, {"x": 1.0})
         silent.close()
     assert not caplog.records
-    assert not said
+    assert not lines
 
 
 def test_the_headline_of_an_evaluation_is_shown_alone(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_the_headline_of_an_evaluation_is_shown_alone(tmp_path: Path) -> None:
         ({"val/accuracy": 0.5, "val/reward": 0.25}, "held-out accuracy 50.0%"),
         ({"val/accuracy": 0.0, "val/reward": 0.25, "val-core/x/reward/mean@1": 0.25}, "held-out reward 0.250"),
     ):
-        said: list[str] = []
-        log, _ = run_log(tmp_path / wanted, said)
+        lines: list[str] = []
+        log, _ = run_log(tmp_path / wanted, lines)
         log.start(0, resumed=False)
         log.step(0, figures)
-        assert said == [f"step  0/10  {wanted}"]
+        assert lines == [f"step  0/10  {wanted}"]

@@ -152,9 +152,9 @@ def test_a_mode_of_wandb_that_is_none_of_a_run_s_is_told(monkeypatch, mode, near
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_MODE", mode)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         check_trackers(["wandb"], WandbConfig())
-    assert str(told.value).startswith(f"WANDB_MODE={mode}: must be online or offline.{near} A run without wandb has")
+    assert str(raised.value).startswith(f"WANDB_MODE={mode}: must be online or offline.{near} A run without wandb has")
 
 
 def saved_after(run_dir: Path, last: int) -> dict:

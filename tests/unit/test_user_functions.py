@@ -51,9 +51,11 @@ def test_names_bound_in_other_ways_are_found(file, name):
 def test_a_class_is_no_function(file):
     (file.parent / "other.py").write_text("from collections import Counter\n")
     for function, spec in ((find_function, f"{file}:Scorer"), (load_function, f"{file.parent}/other.py:Counter")):
-        said = refusal(function, "x.y", spec)
+        message = refusal(function, "x.y", spec)
         name = spec.rpartition(":")[2]
-        assert said.startswith(f"x.y={spec}: {name} is a class, so calling it only creates an object. Write a function")
+        assert message.startswith(
+            f"x.y={spec}: {name} is a class, so calling it only creates an object. Write a function"
+        )
 
 
 def refusal(function, *arguments) -> str:

@@ -55,7 +55,7 @@ SENT = [{f"layers__{i}__q": random(5, 5, seed=9 * i + step) for i in range(3)} f
 
 
 @pytest.mark.parametrize(
-    ("held", "told"),
+    ("held", "message"),
     [
         (SENT[0], r"the engine still has the old values: 3 \(layers\.0\.q, layers\.1\.q, layers\.2\.q\)\.$"),
         (
@@ -70,10 +70,10 @@ SENT = [{f"layers__{i}__q": random(5, 5, seed=9 * i + step) for i in range(3)} f
     ],
     ids=["all kept", "one kept", "a bit", "others"],
 )
-def test_other_weights_than_those_sent_are_named(held: dict[str, Tensor], told: str):
+def test_other_weights_than_those_sent_are_named(held: dict[str, Tensor], message: str):
     check = WeightCheck()
     check.check(of(**SENT[0]), [of(**SENT[0])], "step 0")
-    with pytest.raises(WeightsMismatch, match=r"\(step 1\)\. .*" + told):
+    with pytest.raises(WeightsMismatch, match=r"\(step 1\)\. .*" + message):
         check.check(of(**SENT[1]), [of(**held)], "step 1")
     check.check(of(**SENT[1]), [of(**SENT[1])], "step 1")
     check.check(of(**SENT[1]), [of(**SENT[1])], "step 1 again")
