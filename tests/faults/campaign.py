@@ -218,7 +218,7 @@ def launch(arguments: list[str], environment: dict[str, str], log: Path) -> int:
     return ended.code
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -243,9 +243,9 @@ def run_at_random(
         command = [sys.executable, "-m", "rlhf.train", *arguments]
         problems = DisturbedRun(command, folder, rng, figures, wanted).run()
         problems = problems or compared(folder)
-        say(f"run {figures.runs}: {figures.kills.total()} kills so far, {time.monotonic() - began:.0f} s")
+        print_line(f"run {figures.runs}: {figures.kills.total()} kills so far, {time.monotonic() - began:.0f} s")
     for line in figures.lines():
-        say(line)
+        print_line(line)
     return problems
 
 
@@ -264,7 +264,7 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
     code = launch(overrides(folder, "undisturbed", steps, nproc, profile) + more, {}, folder / "undisturbed.log")
     if code != 0:
         return [f"the undisturbed run ended with exit code {code}:\n{(folder / 'undisturbed.log').read_text()[-3000:]}"]
-    say(f"undisturbed: {steps} steps on {nproc} rank(s) in {time.monotonic() - started:.0f} s")
+    print_line(f"undisturbed: {steps} steps on {nproc} rank(s) in {time.monotonic() - started:.0f} s")
 
     plan = plan_kills(kills, seed, nproc, steps, profile)
     run_dir = folder / "rlhf" / "killed"
@@ -292,16 +292,16 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
     fired = [kill for kill in plan if (folder / f"fired_{kill['id']:04d}").exists()]
     hits = Counter(kill["event"] for kill in fired)
     victims = Counter("supervisor" if kill["victim"] == "supervisor" else "rank" for kill in fired)
-    say(
+    print_line(
         f"killed: {len(fired)} of {kills} kills hit ({dict(victims)}), {launches} start(s), "
         f"{time.monotonic() - started:.0f} s in all"
     )
     windows = [window for window in profile.windows if any(kill["event"] == window for kill in plan)]
     for window in windows:
-        say(f"  {window:20} {hits[window]}")
+        print_line(f"  {window:20} {hits[window]}")
     # What a kill in a save behind the training has noted.
     ahead = [int(text) for kill in fired if (text := (folder / f"fired_{kill['id']:04d}").read_text())]
-    say(
+    print_line(
         f"  in a save behind the training: {len(ahead)}, the loop meanwhile up to {max(ahead, default=0)} events "
         "further"
     )

@@ -89,7 +89,7 @@ def mutate(kinds: list[str], seed: int, jobs: int, folder: Path) -> bool:
     with multiprocessing.Pool(jobs) as pool:
         for kind, counts in pool.imap_unordered(calls_in, [(kind, seed, str(folder)) for kind in kinds]):
             seen[kind] = counts
-        say(f"{len(kinds)} kinds recorded in {time.monotonic() - started:.0f} s")
+        print_line(f"{len(kinds)} kinds recorded in {time.monotonic() - started:.0f} s")
         wanted = []
         for call in sync_calls():
             having = [kind for kind in kinds if seen[kind][call]]
@@ -100,11 +100,11 @@ def mutate(kinds: list[str], seed: int, jobs: int, folder: Path) -> bool:
             place = f"{call[0]}:{call[1]} {mutation}"
             if failure is None:
                 having = [kind for kind in kinds if seen[kind][call]]
-                say(f"SURVIVED: {place}: {tried} states of {', '.join(having) or 'no kind'}")
+                print_line(f"SURVIVED: {place}: {tried} states of {', '.join(having) or 'no kind'}")
             else:
                 where, what, *_ = failure.splitlines()
-                say(f"caught: {place}: by {where.split(',')[0]} after {tried} states: {what.strip()[:150]}")
-    say(f"{len(wanted) - survived} of {len(wanted)} mutations caught in {time.monotonic() - started:.0f} s")
+                print_line(f"caught: {place}: by {where.split(',')[0]} after {tried} states: {what.strip()[:150]}")
+    print_line(f"{len(wanted) - survived} of {len(wanted)} mutations caught in {time.monotonic() - started:.0f} s")
     return not survived
 
 
@@ -119,7 +119,7 @@ def quiet() -> None:
     domains.LOOK_AGAIN_S = 0.001  # no folder here shows a file late
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -131,14 +131,14 @@ def campaign(kinds: list[str], wanted: int, seed: int, jobs: int, folder: Path) 
     with multiprocessing.Pool(jobs, maxtasksperchild=1) as pool:
         for report in pool.imap_unordered(in_a_process, [(kind, each, seed, str(folder)) for kind in kinds]):
             reports.append(report)
-            say(
+            print_line(
                 f"{report.kind:18} {report.operations:5} operations {report.states:7} states "
                 f"({report.trees} different trees) in {report.seconds:.0f} s"
             )
             for failure in report.failures:
-                say(f"FAILED: {failure}")
+                print_line(f"FAILED: {failure}")
     total = sum(report.states for report in reports)
-    say(f"{total} states of {len(kinds)} kinds in {time.monotonic() - started:.0f} s")
+    print_line(f"{total} states of {len(kinds)} kinds in {time.monotonic() - started:.0f} s")
     return not any(report.failures for report in reports)
 
 
@@ -148,8 +148,10 @@ def finish(count: int, seed: int, jobs: int, folder: Path) -> bool:
     for text, found in finishes(count, seed, jobs, folder / "finish"):
         wrong += bool(found)
         for line in found:
-            say(f"FAILED: {text}: {line}")
-    say(f"{count - wrong} of {count} finished runs equal the undisturbed one, in {time.monotonic() - started:.0f} s")
+            print_line(f"FAILED: {text}: {line}")
+    print_line(
+        f"{count - wrong} of {count} finished runs equal the undisturbed one, in {time.monotonic() - started:.0f} s"
+    )
     return not wrong
 
 

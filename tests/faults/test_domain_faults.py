@@ -265,10 +265,10 @@ def retire_on_two(rank: int, tmp_path: Path, silent: bool) -> list[int | None]:
     run_dir, coordinator, deleter = on_node(tmp_path, rank).run_dir, make_coordinator(), Deleter()
     coordinator.domains = [0, 1]
 
-    def refuse(*_: object) -> NoReturn:
+    def fail(*_: object) -> NoReturn:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with replaced(retention, "scan", refuse) if silent and rank == 1 else nullcontext():
+    with replaced(retention, "scan", fail) if silent and rank == 1 else nullcontext():
         retention.retire(run_dir, CheckpointConfig(max_to_keep=1, keep_best=1), 6, deleter, coordinator)
     assert deleter.wait(30)
     return steps(run_dir)
@@ -289,13 +289,13 @@ def make_room_on_two(rank: int, tmp_path: Path, needed: list[int]) -> tuple[str 
     run_dir, coordinator, deleter = on_node(tmp_path, rank).run_dir, make_coordinator(), Deleter()
     coordinator.domains = [0, 1]
     may_go = partial(retention.victims, run_dir, CheckpointConfig(max_to_keep=1), 8, coordinator, {})
-    refusal = None
+    error_message = None
     try:
         make_room(run_dir, needed[rank], may_go, deleter, 30.0, coordinator)
     except OSError as error:
-        refusal = str(error)
+        error_message = str(error)
     assert deleter.wait(30)
-    return refusal, steps(run_dir)
+    return error_message, steps(run_dir)
 
 
 def publish_parts(tmp_path: Path, step: int) -> None:
@@ -321,8 +321,8 @@ def test_room_is_never_made_of_the_newest_checkpoint_that_all_disks_can_prove(tm
             flip_bit(part / (MANIFEST if harm == "flip manifest" else "actor/model/rank_00001"), 900)
         here = [2, 4, 6] if harm != "remove" else [2, 4]
         # More than 2 gives up: refused on both, and nothing is gone on either.
-        for refusal, left in run_thread_ranks(2, make_room_on_two, tmp_path, [9 * MIB, 0]):
-            assert "removing global_step_2, which retention allows, would free only 2" in str(refusal)
+        for error_message, left in run_thread_ranks(2, make_room_on_two, tmp_path, [9 * MIB, 0]):
+            assert "removing global_step_2, which retention allows, would free only 2" in str(error_message)
             assert left in (here, [2, 4, 6])
         # What goes on the one goes on the other, which has room enough.
         outcomes = run_thread_ranks(2, make_room_on_two, tmp_path, [7 * MIB, 0])

@@ -41,7 +41,7 @@ def end(rank: int, config: Config, way: str, code: int, saved: list[int]) -> tup
     run = Run(rank, config)
     checkpointer = run.checkpointer
 
-    def refuse(event: str) -> None:
+    def fail(event: str) -> None:
         if event == "commit.file_write":
             raise OSError(code, os.strerror(code))
 
@@ -51,7 +51,7 @@ def end(rank: int, config: Config, way: str, code: int, saved: list[int]) -> tup
                 checkpointer.save(step)
                 checkpointer.finish()
             if rank == 1:
-                subscribe(refuse)
+                subscribe(fail)
             checkpointer.maybe_save(run.step(), {})
             if way == "leave":
                 checkpointer.leave(run.step(), {})
@@ -148,10 +148,10 @@ def test_a_disk_that_takes_no_export_does_not_keep_a_finished_run_from_its_copie
     prepare(config)
     (config.run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
 
-    def refuse(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(finished_export, "export_finished", refuse)
+    monkeypatch.setattr(finished_export, "export_finished", fail)
     asked = [f"checkpoint.remote=file://{remote}", "checkpoint.timeout_s=5", "trainer.warm_start=false"]
     assert supervise(compose_config([*settings, *asked], Library.find(None)), lambda: None) == EXIT_DONE
     assert list(remote.rglob("global_step_2"))

@@ -35,14 +35,14 @@ def story(tmp_path_factory, launches: ThreadPoolExecutor, undisturbed: Undisturb
         {},
     ]
 
-    def tell() -> Story:
+    def record() -> Story:
         ends, newest = [], []
         for environment in requests:
             ends.append(train_forked(command, environment))
             newest.append(saved_steps(run_dir)[0])
         return Story(run_dir, ends, newest)
 
-    return launches.submit(tell).result()
+    return launches.submit(record).result()
 
 
 def test_each_request_saves_the_step_under_way_and_asks_to_be_requeued(story):

@@ -21,7 +21,7 @@ from rlhf.checkpoint.remote.remote_store import RemoteStore
 from rlhf.errors import UserError
 from rlhf.storage.layout import step_dir
 from tests.support.published import eventually
-from tests.support.remotes import DEADLINE_S, complete_steps, copy_all, make_run, on_empty_disk, patient, save
+from tests.support.remotes import DEADLINE_S, complete_steps, copy_all, long_retries, make_run, on_empty_disk, save
 from tests.support.sections import prepare, remote_copies, remote_store
 
 EXPIRY_S = 0.6
@@ -46,9 +46,9 @@ def store(request, tmp_path) -> RemoteStore:
 @pytest.fixture
 def leases() -> Iterator[list[Lease]]:
     """What a test takes is given back."""
-    taken: list[Lease] = []
-    yield taken
-    for lease in taken:
+    opened: list[Lease] = []
+    yield opened
+    for lease in opened:
         lease.release()
 
 
@@ -56,7 +56,7 @@ def machine(name: str, store: RemoteStore, tmp_path: Path, leases: list[Lease]) 
     """The lease as the machine `name` sees it, with a run directory of its own."""
     run_dir = tmp_path / name
     run_dir.mkdir(exist_ok=True)
-    leases.append(Lease(store, run_dir, patient()))
+    leases.append(Lease(store, run_dir, long_retries()))
     leases[-1]._me |= {"host": name, "machine": name}
     return leases[-1]
 
@@ -192,25 +192,25 @@ def test_a_holder_killed_while_it_renewed_leaves_it_to_the_run(store, tmp_path, 
 def test_one_of_many_at_the_same_time_gets_it(store, tmp_path, leases, monkeypatch):
     monkeypatch.setattr(lease_module, "SETTLE_S", 1.0)
     racing = [machine(f"host-{number}", store, tmp_path, leases) for number in range(8)]
-    holding: list[Lease] = []
+    acquired: list[Lease] = []
     together = threading.Barrier(len(racing))
 
     def race(lease: Lease) -> None:
         together.wait(DEADLINE_S)
         with suppress(UserError):
             lease.acquire()
-            holding.append(lease)
+            acquired.append(lease)
 
     for over in ("nobody's", "a dead one's"):
-        holding.clear()
+        acquired.clear()
         threads = [threading.Thread(target=race, args=(lease,)) for lease in racing]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(DEADLINE_S)
         # Of two that took it further apart than SETTLE_S, the first finds out when it looks next.
-        assert [holds(lease) for lease in holding].count(True) == 1, over
-        assert len(holding) < len(racing), over
+        assert [holds(lease) for lease in acquired].count(True) == 1, over
+        assert len(acquired) < len(racing), over
         for lease in racing:
             lease.release()
         racing = [machine(f"next-{number}", store, tmp_path, leases) for number in range(8)]

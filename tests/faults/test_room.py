@@ -26,7 +26,7 @@ from tests.support.small_disks import small_disk
 
 MIB = 1 << 20
 DEADLINE_S = 30.0
-ALONE = Coordinator(Transport())
+SINGLE_PROCESS = Coordinator(Transport())
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def leave(disk: Path, room: int) -> None:
 
 
 def after_the_save(run_dir: Path, step: int, **settings) -> Callable[[], list[Path]]:
-    return lambda: retention.victims(run_dir, CheckpointConfig(**settings), step, ALONE, {})
+    return lambda: retention.victims(run_dir, CheckpointConfig(**settings), step, SINGLE_PROCESS, {})
 
 
 def removed_for(
@@ -67,7 +67,7 @@ def removed_for(
 ) -> list[int | None]:
     """The steps that are gone once there is room."""
     before = steps(disk)
-    make_room(disk, needed, victims, deleter, DEADLINE_S, ALONE, cancel_copy)
+    make_room(disk, needed, victims, deleter, DEADLINE_S, SINGLE_PROCESS, cancel_copy)
     return [step for step in before if step not in steps(disk)]
 
 
@@ -203,13 +203,13 @@ def test_room_that_does_not_come_is_refused_with_the_figures_of_then(disk, delet
         publish(disk, step, nbytes=2 * MIB)
     leave(disk, MIB)
 
-    def hold(event: str) -> None:
+    def block(event: str) -> None:
         if event == "commit.trash":
             [trash] = disk.glob(f"{TRASH}*")
             os.link(trash / "actor/model/weights", disk / "held")
 
     refused = r"needs 2\.5 MiB and the disk has 1\.0 MiB free; no checkpoint may be removed before"
-    with listening(hold), pytest.raises(OSError, match=refused):
+    with listening(block), pytest.raises(OSError, match=refused):
         removed_for(disk, 2 * MIB + MIB // 2, after_the_save(disk, 6, max_to_keep=1), deleter)
     assert steps(disk) == [4]
 

@@ -112,7 +112,7 @@ def test_a_refused_second_launch_leaves_the_first_run_as_it_was(tmp_path, sums, 
     assert differences(undisturbed.run_dir(1), run_dir) == []
 
 
-def refuse_on_the_leader(rank: int, config: Config) -> str:
+def fail_on_the_leader(rank: int, config: Config) -> str:
     """The set-up fails on the leader alone: what does this rank get to know?"""
     try:
         make_coordinator().on_leader(lambda: prepare(config))
@@ -124,14 +124,14 @@ def refuse_on_the_leader(rank: int, config: Config) -> str:
 def test_an_error_of_the_leader_reaches_every_rank(tmp_path):
     config = make_config(tmp_path)
     config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", str(tmp_path / "nothing")
-    results = run_thread_ranks(PROCESSES, refuse_on_the_leader, config)
+    results = run_thread_ranks(PROCESSES, fail_on_the_leader, config)
     assert len(set(results)) == 1
     assert results[0].startswith(f"trainer.resume_from_path={tmp_path / 'nothing'} is not a checkpoint")
 
 
 def start_a_run(number: int, config: Config, marker: Path, attempts: int, outcome) -> None:
     """Start runs that know nothing of the other processes': lock, set up, look around, leave."""
-    chance, held, refused = random.Random(number), 0, 0
+    chance, held, rejected = random.Random(number), 0, 0
     run_dir = config.run_dir
     try:
         while held < attempts:
@@ -151,12 +151,12 @@ def start_a_run(number: int, config: Config, marker: Path, attempts: int, outcom
             except UserError as error:
                 if not str(error).startswith(f"Another run is writing into {run_dir}: "):
                     raise
-                refused += 1
+                rejected += 1
             time.sleep(0.002 * chance.random())
     except BaseException as error:
         outcome.put(f"process {number}: {type(error).__name__}: {error}")
         raise
-    outcome.put((held, refused))
+    outcome.put((held, rejected))
 
 
 def test_runs_that_know_nothing_of_each_other_take_turns_or_are_refused(tmp_path):
@@ -177,5 +177,5 @@ def test_runs_that_know_nothing_of_each_other_take_turns_or_are_refused(tmp_path
             process.join()
     assert all(isinstance(result, tuple) for result in results), results
     assert [held for held, _ in results] == [attempts] * PROCESSES
-    assert sum(refused for _, refused in results) > 0  # they did meet
+    assert sum(rejected for _, rejected in results) > 0  # they did meet
     assert not (tmp_path / "marker").exists()

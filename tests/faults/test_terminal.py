@@ -323,10 +323,10 @@ def test_a_refused_launch_writes_no_line_into_the_log_of_the_run(config, tmp_pat
     first.wait_for(AT_WORK)
     log = (config.run_dir / RUN_LOG).read_bytes()
     arguments = small(tmp_path / "runs", "default", write_sums(tmp_path / "sums.jsonl"), "model=tiny")
-    refused = Terminal(60, tmp_path, "-m", "rlhf.train", "recipes=null", *arguments)
-    assert refused.end() == EXIT_USER_ERROR
-    assert_in_order(refused)
-    assert refused.shows("Another run is writing into")
-    assert not any(line.startswith("starting") for line in refused.lines), "the bar of a run that never began"
+    rejected = Terminal(60, tmp_path, "-m", "rlhf.train", "recipes=null", *arguments)
+    assert rejected.end() == EXIT_USER_ERROR
+    assert_in_order(rejected)
+    assert rejected.shows("Another run is writing into")
+    assert not any(line.startswith("starting") for line in rejected.lines), "the bar of a run that never began"
     first.read()
     assert (config.run_dir / RUN_LOG).read_bytes() == log

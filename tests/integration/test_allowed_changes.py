@@ -128,7 +128,7 @@ class Case:
 
     change: str | list[str]
     scenario: str = "grpo"
-    refused: str | None = None
+    rejected: str | None = None
     beside: str | None = None
 
     @property
@@ -454,8 +454,8 @@ def test_a_change_acts_in_the_first_step_after_a_resume(runs, key):
     as_saved = runs.step(case.scenario, beside, f"beside {key}") if beside else runs.as_saved(case.scenario)
     assert "error" not in as_saved, as_saved
     changed = runs.step(case.scenario, [*beside, *case.overrides], key)
-    if case.refused is not None:
-        assert case.refused in changed["error"]
+    if case.rejected is not None:
+        assert case.rejected in changed["error"]
         return
     if "error" in changed:
         assert key in ("reward.on_error", "guards.action", "guards.max_events", "algorithm.filter_groups.on_limit"), (

@@ -13,7 +13,7 @@ from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import equal_bits, even_range
 from tests.support.compare_runs import differences
 from tests.support.launching import copy_run, ranks, records, small
-from tests.support.saving_behind import DEADLINE_S, SIZE, Hold, Run, on_ranks, published, saving_behind
+from tests.support.saving_behind import DEADLINE_S, SIZE, Blocker, Run, on_ranks, published, saving_behind
 from tests.support.thread_ranks import run_thread_ranks
 from tests.support.undisturbed import EXPORT, Undisturbed
 
@@ -25,7 +25,7 @@ def config(tmp_path) -> Config:
 
 def train_on_during_a_save(rank: int, config: Config) -> list[str]:
     run, wrong = Run(rank, config), []
-    Hold("commit.before")
+    Blocker("commit.before")
     run.step()
     at_the_save = run.everything()
     if run.checkpointer.save(1, {"val/accuracy": 0.25}) is not None:
@@ -55,7 +55,7 @@ def test_a_save_holds_the_moment_of_its_call(tmp_path, config, world_size):
 def save_twice(rank: int, config: Config) -> list[str]:
     run, wrong = Run(rank, config), []
     if rank == 0:
-        Hold()
+        Blocker()
     run.step()
     run.checkpointer.save(1)
     run.step()
@@ -83,11 +83,11 @@ def test_the_next_save_waits_for_the_one_in_flight(config):
 def leave(rank: int, config: Config, how: str) -> tuple[list[int], str]:
     """Leave the training with a save in flight; what is published by then, and how it ended."""
     config.trainer.preempt_grace_s = 4.0  # of which a crash waits a quarter for the save
-    run, hold = Run(rank, config), Hold()
+    run, blocker = Run(rank, config), Blocker()
     try:
         with run.checkpointer.committing():
             run.checkpointer.save(run.step())
-            assert hold.there.wait(DEADLINE_S)
+            assert blocker.there.wait(DEADLINE_S)
             if how == "asked to stop":
                 run.checkpointer.save(run.driver.step)
                 run.checkpointer.finish()
@@ -121,7 +121,7 @@ def roll_back(rank: int, config: Config) -> tuple[bool, list[int]]:
     run.checkpointer.save(run.step())
     saved = run.everything()
     run.checkpointer.finish()
-    Hold()
+    Blocker()
     run.checkpointer.save(run.step())
     saved = run.everything()
     run.step()

@@ -13,7 +13,7 @@ from rlhf.config.help_texts import help_texts
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.resolved import from_yaml
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
-from tests.support.commands import BUNDLED, RECIPES, ROOT, compose, refusal, run
+from tests.support.commands import BUNDLED, RECIPES, ROOT, command_error, compose, run
 
 WRONG_COMMANDS = [
     (["trainer.nproq=2"], "trainer.nproq=2: there is no setting trainer.nproq. Did you mean trainer.nproc?"),
@@ -137,21 +137,21 @@ WRONG_COMMANDS = [
 
 @pytest.mark.parametrize(("argv", "message"), WRONG_COMMANDS, ids=[" ".join(argv) for argv, _ in WRONG_COMMANDS])
 def test_wrong_commands(capsys, argv, message):
-    error = refusal(capsys, *argv)
+    error = command_error(capsys, *argv)
     assert error.startswith(message)
     assert "\n" not in error
 
 
 def test_an_unknown_recipe_lists_the_known(capsys):
-    error = refusal(capsys, "recipes=ofline")
+    error = command_error(capsys, "recipes=ofline")
     assert error.startswith("recipes=ofline: there is no such recipe. Did you mean offline? Choices: ")
     assert all(name in error for name in RECIPES)
 
 
 def test_all_mistakes_of_a_command_at_once(capsys):
-    error = refusal(capsys, "model=tinny", "trainer.nproq=2", "recipes=ofline").splitlines()
+    error = command_error(capsys, "model=tinny", "trainer.nproq=2", "recipes=ofline").splitlines()
     assert [line.split("=")[0] for line in error] == ["model", "trainer.nproq", "recipes"]
-    error = refusal(capsys, "trainer.nproc=abc", "actor.optim.lr=x").splitlines()
+    error = command_error(capsys, "trainer.nproc=abc", "actor.optim.lr=x").splitlines()
     assert [line.split("=")[0] for line in error] == ["trainer.nproc", "actor.optim.lr"]
 
 

@@ -10,7 +10,7 @@ from rlhf.config import Config
 from rlhf.config.library import Library
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
-from tests.support.commands import BUNDLED, RECIPES, ROOT, compose, refusal
+from tests.support.commands import BUNDLED, RECIPES, ROOT, command_error, compose
 
 ENTRIES = [(group, name) for group in BUNDLED.groups for name in BUNDLED.entries(group)]
 
@@ -160,7 +160,7 @@ def test_a_file_may_choose_entries_as_the_command_does(user_dir, capsys):
     assert compose("recipes=more", config_dir=user_dir).algorithm.filter_groups.enable
     twice = user_dir / "recipes" / "twice.yaml"
     twice.write_text(P + "defaults:\n  - override /algorithm: grpo\nalgorithm: ppo\n")
-    error = refusal(capsys, "--config-dir", str(user_dir), "recipes=twice")
+    error = command_error(capsys, "--config-dir", str(user_dir), "recipes=twice")
     assert error == f"{twice}: algorithm is selected twice, by `algorithm:` and by `override /algorithm:`; remove one."
 
 
@@ -214,7 +214,7 @@ BROKEN_FILES = {
 def test_broken_recipes(capsys, user_dir, text, message):
     file = user_dir / "recipes" / "mine.yaml"
     file.write_text(text)
-    error = refusal(capsys, "--config-dir", str(user_dir), "recipes=mine")
+    error = command_error(capsys, "--config-dir", str(user_dir), "recipes=mine")
     assert error.startswith(message.format(file=file))
     assert "\n" not in error
 
@@ -222,7 +222,7 @@ def test_broken_recipes(capsys, user_dir, text, message):
 def test_a_name_that_is_taken_is_refused(capsys, user_dir):
     file = user_dir / "recipes" / "offline.yaml"
     file.write_text(P)
-    error = refusal(capsys, "--config-dir", str(user_dir), "recipes=offline")
+    error = command_error(capsys, "--config-dir", str(user_dir), "recipes=offline")
     assert error.startswith(f"{file}: recipes=offline already means {RECIPES['offline']}")
 
 
@@ -230,13 +230,13 @@ def test_a_recipe_in_another_place_is_found(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(GLOBAL_PACKAGE)
     for argv in (["recipes=mine"], ["--config-dir", ".", "recipes=mine"]):
-        error = refusal(capsys, *argv)
+        error = command_error(capsys, *argv)
         assert (
             f"There is {tmp_path}/mine.yaml: move it into {tmp_path}/recipes, and add --config-dir {tmp_path}." in error
         )
     (tmp_path / "recipes").mkdir()
     (tmp_path / "mine.yaml").rename(tmp_path / "recipes" / "mine.yaml")
-    error = refusal(capsys, "recipes=mine")
+    error = command_error(capsys, "recipes=mine")
     assert f"There is one in {tmp_path}/recipes: add --config-dir {tmp_path}." in error
 
 

@@ -141,13 +141,13 @@ def test_all_calls_and_all_errors(start: Start, domains):
 def lose_rank_1(rank: int, how: str) -> tuple[list[Any], float]:
     """Rank 1 dies, or does not answer, before each kind of call; what rank 0 gets to know, and the seconds until
     then."""
-    patient = make_coordinator()
-    coordinator = patient.duplicate(timedelta(seconds=60 if how == "dies" else 2.0))
-    assert patient.all_gather(rank) == [0, 1]
+    main_group = make_coordinator()
+    coordinator = main_group.duplicate(timedelta(seconds=60 if how == "dies" else 2.0))
+    assert main_group.all_gather(rank) == [0, 1]
     if rank == 1:
         if how == "dies":
             die()
-        patient.all_gather("has heard")
+        main_group.all_gather("has heard")
         return [], 0.0
     started = time.monotonic()
     block = torch.empty(3)
@@ -166,7 +166,7 @@ def lose_rank_1(rank: int, how: str) -> tuple[list[Any], float]:
         caught.append(str(lost.value).partition(":")[0])
     seconds = time.monotonic() - started
     if how != "dies":
-        patient.all_gather("heard")
+        main_group.all_gather("heard")
     return caught, seconds
 
 

@@ -40,24 +40,24 @@ def test_each_purpose_has_its_group(tmp_path):
 
 
 def test_a_process_by_itself_is_everyone():
-    alone = dims.data()
-    assert (alone.rank, alone.size, alone.of(["its own"])) == (0, 1, ["its own"])
+    single = dims.data()
+    assert (single.rank, single.size, single.of(["its own"])) == (0, 1, ["its own"])
 
 
-def taken_from_torch_distributed(code: str) -> set[str]:
+def used_of_torch_distributed(code: str) -> set[str]:
     """The names that a module takes from torch.distributed, however it imports it."""
-    tree, aliases, taken = ast.parse(code), {"torch.distributed"}, set()
+    tree, aliases, used = ast.parse(code), {"torch.distributed"}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             aliases |= {alias.asname for alias in node.names if alias.name == "torch.distributed" and alias.asname}
-            taken |= {a.name.split(".")[2] for a in node.names if a.name.startswith("torch.distributed.")}
+            used |= {a.name.split(".")[2] for a in node.names if a.name.startswith("torch.distributed.")}
         elif isinstance(node, ast.ImportFrom) and node.module == "torch":
             aliases |= {alias.asname or alias.name for alias in node.names if alias.name == "distributed"}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
             inside = (node.module or "").split(".")[2:]
-            taken |= {inside[0]} if inside else {alias.name for alias in node.names}
+            used |= {inside[0]} if inside else {alias.name for alias in node.names}
     attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    return taken | {node.attr for node in attributes if ast.unparse(node.value) in aliases}
+    return used | {node.attr for node in attributes if ast.unparse(node.value) in aliases}
 
 
 def test_how_torch_distributed_may_be_imported():
@@ -67,13 +67,13 @@ def test_how_torch_distributed_may_be_imported():
         "from torch import distributed\ndistributed.get_rank()",
         "from torch.distributed import get_rank",
     ):
-        assert taken_from_torch_distributed(code) == {"get_rank"}
+        assert used_of_torch_distributed(code) == {"get_rank"}
 
 
 def test_only_the_ranks_ask_for_ranks_and_groups():
     users = {}
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()
-        if not name.startswith("ranks/") and (taken := taken_from_torch_distributed(path.read_text()) - ABOUT_TENSORS):
-            users[name] = taken
+        if not name.startswith("ranks/") and (used := used_of_torch_distributed(path.read_text()) - ABOUT_TENSORS):
+            users[name] = used
     assert users.keys() == GLUE.keys(), users

@@ -208,15 +208,15 @@ def test_a_finished_run_is_known_as_such(tmp_path):
     assert run_thread_ranks(2, finished, tmp_path, [1, 0]) == [2, 2]
 
 
-def refuse(rank: int, tmp_path: Path) -> str:
+def start_error(rank: int, tmp_path: Path) -> str:
     config = on_node(tmp_path, rank)
     config.checkpoint.remote = f"file://{tmp_path}/remote"
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as raised:
         start(rank, config)
-    return str(refused.value)
+    return str(raised.value)
 
 
 def test_a_remote_needs_one_disk(tmp_path):
-    for text in run_thread_ranks(2, refuse, tmp_path):
+    for text in run_thread_ranks(2, start_error, tmp_path):
         assert "checkpoint.remote=file://" in text
         assert "trainer.default_local_dir" in text

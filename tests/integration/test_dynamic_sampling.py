@@ -53,7 +53,7 @@ SCENARIOS: dict[str, tuple[int, dict[str, Any], int | None]] = {
 }
 HIGHEST = WEIGHT * 1.5
 """A bound of each score, whose mean is a metric. Scores are kept in float32."""
-REFUSED: dict[str, dict[str, Any]] = {
+REJECTED: dict[str, dict[str, Any]] = {
     "stop": {"filter_groups": replace(FILTERED, max_num_gen_batches=1, on_limit="stop"), "answers": False},
     "fill": {"filter_groups": replace(FILTERED, max_num_gen_batches=1)},
 }
@@ -87,7 +87,7 @@ def walk(steps: int, settings: dict[str, Any], restart_after: int | None) -> lis
     return records
 
 
-def refusal(settings: dict[str, Any]) -> str:
+def error_message(settings: dict[str, Any]) -> str:
     try:
         walk(1, settings, None)
     except UserError as error:
@@ -99,7 +99,7 @@ def refusal(settings: dict[str, Any]) -> str:
 def all_scenarios() -> dict[str, Any]:
     """Everything on one rank."""
     records: dict[str, Any] = {name: walk(*scenario) for name, scenario in SCENARIOS.items()}
-    return records | {name: refusal(settings) for name, settings in REFUSED.items()}
+    return records | {name: error_message(settings) for name, settings in REJECTED.items()}
 
 
 @pytest.fixture(scope="module")

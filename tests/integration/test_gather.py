@@ -186,20 +186,20 @@ def handed_over(rank: int) -> tuple[list[torch.dtype], bool]:
     backend = make_engine("fsdp2")
     train(backend, 0)
     engine = build_embedded_engine(tiny_qwen2(1), TOKENIZER, RolloutConfig(dtype="bfloat16"))
-    taken: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     update = engine.update_weights
 
     def looking(weights: Weights, version: int) -> None:
-        taken.extend(tensor.dtype for _, tensor in weights())
+        dtypes.extend(tensor.dtype for _, tensor in weights())
         update(weights, version)
 
     engine.update_weights = looking  # type: ignore[method-assign]
     PolicySampler(engine, backend, seed=0).generate([], version=1, step=0)
     full = {name: tensor.to(torch.bfloat16) for name, tensor in backend.full_tensors()}
-    return taken, equal_bits(dict(engine.model.named_parameters()), full)
+    return dtypes, equal_bits(dict(engine.model.named_parameters()), full)
 
 
 def test_an_engine_is_handed_weights_in_its_own_precision(tmp_path: Path) -> None:
-    for taken, equal in run_ranks(2, handed_over, deadline_s=60, join=tmp_path / "join"):
-        assert set(taken) == {torch.bfloat16}
+    for dtypes, equal in run_ranks(2, handed_over, deadline_s=60, join=tmp_path / "join"):
+        assert set(dtypes) == {torch.bfloat16}
         assert equal

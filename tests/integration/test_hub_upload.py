@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from rlhf.convert.huggingface import hub
 from rlhf.convert.huggingface.hub import prepare_repository, upload_folder
 from rlhf.errors import UserError
-from tests.support.hub_server import ROUTES, TOKEN, Cut, Handler, Refused, Server, hub_of_mine
+from tests.support.hub_server import ROUTES, TOKEN, Cut, ErrorAnswer, Handler, Server, hub_of_mine
 
 CARD = "---\nlibrary_name: transformers\n---\n# Card\n"
 REPOSITORY = "somebody/model"
@@ -88,7 +88,7 @@ def test_a_revision_is_a_branch_that_is_made(server, folder):
 
 
 @pytest.mark.parametrize("what", ["create", "preupload", "batch", "PUT ", "tree", "/commit/"])
-@pytest.mark.parametrize("error", [Refused(500, "Internal Error"), Cut()], ids=["500", "cut"])
+@pytest.mark.parametrize("error", [ErrorAnswer(500, "Internal Error"), Cut()], ids=["500", "cut"])
 def test_what_passes_is_tried_again(server, folder, what, error):
     server.fail(what, error)
     upload_folder(folder, REPOSITORY)
@@ -120,7 +120,7 @@ def test_an_upload_that_ended_early_is_continued(server, folder, monkeypatch):
     assert server.files(REPOSITORY) == local(folder)
 
 
-def refused(server: Server, *arguments, **settings) -> str:
+def upload_error(server: Server, *arguments, **settings) -> str:
     with pytest.raises(UserError) as caught:
         prepare_repository(*arguments, **settings)
     text = str(caught.value)
@@ -130,24 +130,24 @@ def refused(server: Server, *arguments, **settings) -> str:
 
 
 def test_mistakes_are_told_before_anything_is_sent(server, monkeypatch):
-    assert "Give the repository as NAMESPACE/NAME" in refused(server, "a/b/c")
-    text = refused(server, "others/model")
+    assert "Give the repository as NAMESPACE/NAME" in upload_error(server, "a/b/c")
+    text = upload_error(server, "others/model")
     assert "answered 403 (You don't have the rights to create a model under the namespace others)" in text
     assert "a token that may write there" in text
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert "answered 401" in (text := refused(server, REPOSITORY))
+    assert "answered 401" in (text := upload_error(server, REPOSITORY))
     assert "hf auth login" in text
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "Unset HF_HUB_OFFLINE" in refused(server, REPOSITORY)
+    assert "Unset HF_HUB_OFFLINE" in upload_error(server, REPOSITORY)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
-    assert "no token for the Hub" in refused(server, REPOSITORY)
+    assert "no token for the Hub" in upload_error(server, REPOSITORY)
     assert server.repositories == {}
 
 
 def test_private_is_never_public(server, folder):
     prepare_repository(REPOSITORY)
-    assert "is public on the Hub" in refused(server, REPOSITORY, private=True)
+    assert "is public on the Hub" in upload_error(server, REPOSITORY, private=True)
     with pytest.raises(UserError, match="is public on the Hub; nothing was sent"):
         upload_folder(folder, REPOSITORY, private=True)
     assert server.received == []
@@ -155,18 +155,18 @@ def test_private_is_never_public(server, folder):
 
 @pytest.mark.parametrize("status", [400, 500])
 def test_a_token_that_is_sent_back_is_not_shown(server, status, caplog):
-    server.fail("create", Refused(status, f"No user has {TOKEN}"), times=10)
-    assert "(the token)" in refused(server, REPOSITORY)
+    server.fail("create", ErrorAnswer(status, f"No user has {TOKEN}"), times=10)
+    assert "(the token)" in upload_error(server, REPOSITORY)
     assert TOKEN not in caplog.text
     assert ("Next try" in caplog.text) == (status == 500)
 
 
 def test_a_signature_is_not_shown(server, folder, caplog):
     logging.getLogger("huggingface_hub").addHandler(caplog.handler)
-    server.fail("PUT ", Refused(403, "Expired"), times=10)
+    server.fail("PUT ", ErrorAnswer(403, "Expired"), times=10)
     with pytest.raises(UserError, match=r"answered 403 \(Expired\)") as caught:
         upload_folder(folder, REPOSITORY)
-    server.fail("PUT ", Refused(500, "Busy"), times=100)
+    server.fail("PUT ", ErrorAnswer(500, "Busy"), times=100)
     with pytest.raises(UserError, match=r"answered 500 \(Busy\)"):
         upload_folder(folder, REPOSITORY)
     logging.getLogger("huggingface_hub").removeHandler(caplog.handler)
@@ -175,7 +175,7 @@ def test_a_signature_is_not_shown(server, folder, caplog):
 
 def test_a_hub_that_is_not_there(server, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert "Run the same command again" in refused(server, REPOSITORY)
+    assert "Run the same command again" in upload_error(server, REPOSITORY)
 
 
 def test_a_hub_that_says_nothing(server, monkeypatch):
@@ -183,7 +183,7 @@ def test_a_hub_that_says_nothing(server, monkeypatch):
     over = threading.Event()
     server.before = lambda number, request: over.wait(120) and None
     try:
-        assert "timed out" in refused(server, REPOSITORY)
+        assert "timed out" in upload_error(server, REPOSITORY)
     finally:
         over.set()
 

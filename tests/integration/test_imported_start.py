@@ -29,7 +29,7 @@ from tests.support.checkpoints import (
     whole_state,
     world_of_one,
 )
-from tests.support.held_source import HeldSource
+from tests.support.memory_source import MemorySource
 from tests.support.sections import finished_step, prepare
 
 
@@ -52,17 +52,17 @@ def model_files(tmp_path_factory, trained) -> Path:
 
 
 @pytest.fixture
-def source(trained, model_files) -> HeldSource:
+def source(trained, model_files) -> MemorySource:
     """All of `trained`, as another tool may have kept it."""
     state = whole_state(trained)
-    return HeldSource(state["model"], state["optimizer"], TrainedSoFar(step=4, optimizer_steps=3), model_files)
+    return MemorySource(state["model"], state["optimizer"], TrainedSoFar(step=4, optimizer_steps=3), model_files)
 
 
-def imported(source: HeldSource, folder: Path, step: int = 4, **options) -> Path:
+def imported(source: MemorySource, folder: Path, step: int = 4, **options) -> Path:
     return write(folder / f"global_step_{step}", source, **options).path
 
 
-def write(target: Path, source: HeldSource, role: str = "actor", **options) -> WrittenCheckpoint:
+def write(target: Path, source: MemorySource, role: str = "actor", **options) -> WrittenCheckpoint:
     plans = plan_native_folder({role: source}, target.parent / "theirs")
     return write_native_folder(plans, target, step_of(target) or 0, **options)
 
@@ -127,7 +127,7 @@ def test_other_settings_and_model_files_than_those_of_a_run_are_no_question(tmp_
 def test_what_a_source_lacks_begins_anew_without_a_setting(tmp_path, trained, model_files):
     """Weights alone, as of a Hugging Face folder: with the default `checkpoint.contents` no line in the command says
     that there is no more."""
-    weights = HeldSource(whole_state(trained)["model"], model_files=model_files)
+    weights = MemorySource(whole_state(trained)["model"], model_files=model_files)
     target = imported(weights, tmp_path, 0)
     assert read_manifest(target).contents == ["model", "hf_model"]
     backend = make_backend(2)
@@ -166,7 +166,7 @@ def test_moments_that_are_missing_are_zero_and_named(tmp_path, trained, model_fi
     state = whole_state(trained)
     frozen = "model.norm.weight"
     kept = {name: tensor for name, tensor in state["optimizer"].items() if not name.startswith(frozen)}
-    source = HeldSource(state["model"], kept, TrainedSoFar(step=4), model_files)
+    source = MemorySource(state["model"], kept, TrainedSoFar(step=4), model_files)
     done = write(tmp_path / "global_step_4", source)
     assert done.absent == [f"actor: moments of 1 weights, such as {frozen}, which begin at zero"]
     place = "actor: place in the learning rate schedule, after 3 optimizer steps"
@@ -210,7 +210,7 @@ def test_an_imported_checkpoint_in_the_run_directory_is_no_finished_run(tmp_path
 def test_another_architecture_is_refused_at_the_import_and_at_the_start(tmp_path, trained, source, model_files):
     lacking = {name: tensor for name, tensor in whole_state(trained)["model"].items() if "norm" not in name}
     with pytest.raises(UserError, match=r"lacks tensors that config\.json of .* asks for.*\(3 in all\)"):
-        imported(HeldSource(lacking, model_files=model_files), tmp_path)
+        imported(MemorySource(lacking, model_files=model_files), tmp_path)
     assert not any(tmp_path.iterdir())
     config = make_config(tmp_path)
     begin_at(config, imported(source, tmp_path))
@@ -219,7 +219,7 @@ def test_another_architecture_is_refused_at_the_import_and_at_the_start(tmp_path
 
 
 def test_mistakes_are_told_before_anything_is_written(tmp_path, trained, source):
-    nameless = HeldSource(whole_state(trained)["model"])
+    nameless = MemorySource(whole_state(trained)["model"])
     with pytest.raises(UserError, match="--hf_model_path"):
         imported(nameless, tmp_path)
     assert not any(tmp_path.iterdir())

@@ -40,7 +40,7 @@ def convert(*arguments: object) -> None:
     assert main(["convert", *map(str, arguments)]) == EXIT_DONE
 
 
-def refusal(capsys, *arguments: object) -> str:
+def command_error(capsys, *arguments: object) -> str:
     assert main(["convert", *map(str, arguments)]) == EXIT_USER_ERROR
     line = capsys.readouterr().err
     assert line.count("\n") == 1
@@ -98,19 +98,19 @@ def test_json_says_what_was_written(model, tmp_path, capsys):
 
 def test_mistakes_are_one_line_and_write_nothing(model, tmp_path, capsys):
     target = tmp_path / "targets" / "x"
-    assert "must be named global_step_N" in refusal(capsys, model, target, "--to", "native")
-    assert "--tp is for --to megatron, not for --to hf" in refusal(capsys, model, target, "--to", "hf", "--tp", 2)
-    assert "--dtype is for --to hf or dcp or megatron, not" in refusal(
+    assert "must be named global_step_N" in command_error(capsys, model, target, "--to", "native")
+    assert "--tp is for --to megatron, not for --to hf" in command_error(capsys, model, target, "--to", "hf", "--tp", 2)
+    assert "--dtype is for --to hf or dcp or megatron, not" in command_error(
         capsys, model, target.with_name("global_step_1"), "--to", "native", "--dtype", "bfloat16"
     )
-    assert "Give SOURCE and TARGET, or" in refusal(capsys, model, "--to", "hf")
-    assert "Give one target" in refusal(capsys, model, target, "--to", "hf", "--output_path", tmp_path / "y")
-    assert "--tp=3" in refusal(capsys, model, target, "--to", "megatron", "--tp", 3)
-    assert "--pp=0" in refusal(capsys, model, target, "--to", "megatron", "--pp", 0)
-    assert "contains the source" in refusal(capsys, model, model, "--to", "dcp", "--overwrite")
+    assert "Give SOURCE and TARGET, or" in command_error(capsys, model, "--to", "hf")
+    assert "Give one target" in command_error(capsys, model, target, "--to", "hf", "--output_path", tmp_path / "y")
+    assert "--tp=3" in command_error(capsys, model, target, "--to", "megatron", "--tp", 3)
+    assert "--pp=0" in command_error(capsys, model, target, "--to", "megatron", "--pp", 0)
+    assert "contains the source" in command_error(capsys, model, model, "--to", "dcp", "--overwrite")
     assert not target.parent.exists() or not any(target.parent.iterdir())
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(model / "model.safetensors", bare)
-    assert "--hf_model_path" in refusal(capsys, bare, target, "--to", "megatron")
+    assert "--hf_model_path" in command_error(capsys, bare, target, "--to", "megatron")
     assert not target.parent.exists() or not any(target.parent.iterdir())

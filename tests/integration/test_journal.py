@@ -167,10 +167,10 @@ def all_scenarios(folder: Path) -> dict[str, Any]:
     walk(rank, 1)
     position = rank.collector.position
     steps = found["rollback"] = {"first": walk(rank)}
-    refused_until = rank.collector.position
+    rejected_until = rank.collector.position
     go_back(rank, 1, position)
     steps["second"] = walk(rank, 2)
-    rank.collector.skip_to(refused_until)
+    rank.collector.skip_to(rejected_until)
     steps["other data"] = walk(rank, 5)
     # A crash that forgets the roll-back, and a step that is not refused this time.
     steps["not refused"] = walk(start(folder / "rollback", name), 5)

@@ -25,7 +25,7 @@ from tests.support.checkpoints import equal_bits, world_of_one
 from tests.support.engines import NEEDS_DEEPSPEED, gathered, logits_of, tokens, train
 from tests.support.forked_start import train_forked
 from tests.support.launching import TINY_POLICY, records
-from tests.support.refusals import refused
+from tests.support.refusals import user_error
 from tests.support.rounding import FLOAT32
 from tests.support.tiny_updates import tiny_qwen2
 
@@ -62,22 +62,22 @@ def test_a_folder_of_other_layers_or_shapes_is_refused(tmp_path):
     name = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 
     save_file(stored | {name: torch.zeros(8, 24)}, file)
-    message = refused(fill_from_folder, backend.model_shards(), tmp_path)
+    message = user_error(fill_from_folder, backend.model_shards(), tmp_path)
     assert "model.layers.0.mlp.down_proj.lora_A.weight has shape [8, 24], the adapter of this model [4, 24]" in message
     save_file({key: tensor for key, tensor in stored.items() if key != name}, file)
-    assert "has no model.layers.0.mlp.down_proj.lora_A.weight." in refused(
+    assert "has no model.layers.0.mlp.down_proj.lora_A.weight." in user_error(
         fill_from_folder, backend.model_shards(), tmp_path
     )
     save_file(stored | {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 16)}, file)
-    message = refused(fill_from_folder, backend.model_shards(), tmp_path)
+    message = user_error(fill_from_folder, backend.model_shards(), tmp_path)
     assert "has an adapter that the settings do not ask for: lm_head.lora_A.weight." in message
     save_file(stored | {name.removeprefix("base_model.model."): torch.ones(4, 32)}, file)
-    assert "has adapters twice" in refused(fill_from_folder, backend.model_shards(), tmp_path)
+    assert "has adapters twice" in user_error(fill_from_folder, backend.model_shards(), tmp_path)
     save_file(stored | {name: torch.full_like(stored[name], torch.nan)}, file)
-    message = refused(fill_from_folder, backend.model_shards(), tmp_path)
+    message = user_error(fill_from_folder, backend.model_shards(), tmp_path)
     assert "has values in model.layers.0.mlp.down_proj.lora_A.weight that are not finite" in message
     file.write_bytes(b"torn")
-    assert "adapter_model.safetensors can't be read" in refused(fill_from_folder, backend.model_shards(), tmp_path)
+    assert "adapter_model.safetensors can't be read" in user_error(fill_from_folder, backend.model_shards(), tmp_path)
 
 
 @pytest.mark.usefixtures("_world")

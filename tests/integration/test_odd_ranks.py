@@ -46,15 +46,15 @@ def three(sums: Path, tmp_path_factory) -> Path:
 def test_three_ranks_learn_what_one_does(three, sums, tmp_path: Path):
     end = start(tmp_path, "one", sums, 1)
     assert end.code == 0, end.output
-    alone, several = history(tmp_path / "rlhf" / "one"), history(three)
-    assert [record["step"] for record in alone] == [record["step"] for record in several]
-    for one, other in zip(alone, several, strict=True):
+    single, several = history(tmp_path / "rlhf" / "one"), history(three)
+    assert [record["step"] for record in single] == [record["step"] for record in several]
+    for one, other in zip(single, several, strict=True):
         for record in (one, other):
             record.pop("reward/timeouts", None)
         assert one.keys() == other.keys()
         bound = sum_bound(one["tokens/total"])  # sums over the tokens of a step, of terms of about 1
         assert other == pytest.approx(one, rel=bound, abs=bound)
-    assert alone[-1]["sampling/groups_dropped"] > 0
+    assert single[-1]["sampling/groups_dropped"] > 0
 
 
 def test_a_kill_costs_three_ranks_no_bit(three, sums, tmp_path: Path):

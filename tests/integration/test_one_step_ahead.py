@@ -266,8 +266,8 @@ def test_a_roll_back_trains_on_nothing_that_ran_and_leaves_out_the_refused_promp
     walk(rank, 1)
     step, position, parts = saved(rank)
     walk(rank, 3)
-    refused_until = collector.position
-    assert refused_until == 3 * BATCH
+    rejected_until = collector.position
+    assert rejected_until == 3 * BATCH
     assert collector.prompts.position == 4 * BATCH
     # Step 3 is refused: back to the checkpoint of step 1, as the loop goes.
     collector.invalidate_policy()
@@ -277,7 +277,7 @@ def test_a_roll_back_trains_on_nothing_that_ran_and_leaves_out_the_refused_promp
     go_to(collector.prompts, position)
     again = walk(rank, 2)
     assert prompts_of([again], 1) == sorted(every[BATCH : 2 * BATCH])
-    collector.skip_to(refused_until)
+    collector.skip_to(rejected_until)
     [third, fourth] = walk(rank, 4)
     assert prompts_of([[third]], 1) == sorted(every[3 * BATCH : 4 * BATCH])
     assert prompts_of([[fourth]], 1) == sorted(every[4 * BATCH : 5 * BATCH])

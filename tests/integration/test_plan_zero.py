@@ -51,7 +51,7 @@ def step(backend: Any) -> None:
     backend.optimizer_step()
 
 
-def taken(rank: int, stages: list[int]) -> dict[int, tuple[int, int]]:
+def partitions(rank: int, stages: list[int]) -> dict[int, tuple[int, int]]:
     """Planned and measured bytes of a model in training beside the process without it, by stage."""
     # Memory of tensors, and not of the gaps between them.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 256 << 10)
@@ -87,6 +87,6 @@ def planned(stage: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_stage_is_planned_within_a_tenth(ranks, tmp_path: Path):
-    for found in run_ranks(ranks, taken, [1, 2, 3], deadline_s=600, join=tmp_path / "join"):
+    for found in run_ranks(ranks, partitions, [1, 2, 3], deadline_s=600, join=tmp_path / "join"):
         assert len(found) == 3
         assert {stage: sizes for stage, sizes in found.items() if abs(sizes[0] - sizes[1]) > sizes[1] / 10} == {}

@@ -29,7 +29,7 @@ from rlhf.convert.verbs import pushing
 from rlhf.storage.layout import step_dir
 from rlhf.storage.reading import CheckedFiles
 from tests.support.checkpoints import flip_bit, make_backend, make_checkpointer, make_config, world_of_one
-from tests.support.hostile import manifest, proven
+from tests.support.hostile import manifest, with_hash
 from tests.support.hub_server import TOKEN, Repository, Server, hub_of_mine
 from tests.support.preload import forkserver
 
@@ -130,7 +130,7 @@ def test_a_base_that_the_hub_does_not_know_is_not_linked(config, server, command
 def test_a_base_in_a_folder_is_named_only(config, server, command, tmp_path):
     path = shutil.copytree(step_dir(config.run_dir, 4), tmp_path / "global_step_4")
     text = (path / "config.yaml").read_text().replace("path: org/base", "path: /home/me/base")
-    proven("config.yaml", text.encode())(path)
+    with_hash("config.yaml", text.encode())(path)
     assert command("push", path, REPOSITORY)[0] == 0
     card = server.files(REPOSITORY)["README.md"].decode()
     assert "reinforcement learning from base, by" in card
@@ -274,7 +274,7 @@ HOSTILE = {
 def test_a_hostile_configuration_makes_a_harmless_card(config, tmp_path, text):
     path = tmp_path / "global_step_4"
     shutil.copytree(step_dir(config.run_dir, 4), path)
-    proven("config.yaml", text.encode())(path)
+    with_hash("config.yaml", text.encode())(path)
     manifest(lambda payload: payload | {"versions": {"rlhf": "</b>\n| x"}, "backend": "`|`"})(path)
     found = read_manifest(path)
     card = ModelCard(found, CheckedFiles(path, found.files)).text("a/b")

@@ -17,9 +17,9 @@ from tests.support.remotes import (
     complete_steps,
     copy_all,
     identify,
+    long_retries,
     make_run,
     on_empty_disk,
-    patient,
     remote_dir,
     save,
     start_there,
@@ -145,7 +145,7 @@ def test_another_runs_folder_is_taken_over_when_asked_for(tmp_path, folder_url, 
         store = remote_store(config)
         assert restore(store, config, source) is None
         identify(config, "run-new", resumed_from=str(source))
-        claim(store, config, patient())
+        claim(store, config, long_retries())
     config.checkpoint.remote_max_to_keep = 1
     save(config, 2, 4)
     assert copy_all(config) == []

@@ -198,8 +198,8 @@ def test_samples_are_a_function_of_their_coordinates(pair: Pair):
     assert [(s.uid, s.sample) for s in first] == [(r.uid, i) for r in pair.requests for i in range(3)]
     tokens = {(s.uid, s.sample): s.token_ids.tolist() for s in first}
     assert len({tuple(ids) for ids in tokens.values()}) > len(pair.requests)
-    alone = [s for r in reversed(pair.requests) for s in sampled(pair.vllm, [r], RANDOM, 2, seed=1, step=2)]
-    assert {(s.uid, s.sample): s.token_ids.tolist() for s in alone} == {
+    single = [s for r in reversed(pair.requests) for s in sampled(pair.vllm, [r], RANDOM, 2, seed=1, step=2)]
+    assert {(s.uid, s.sample): s.token_ids.tolist() for s in single} == {
         key: ids for key, ids in tokens.items() if key[1] < 2
     }
     for changed in ({"seed": 2}, {"step": 3}):
@@ -332,8 +332,8 @@ def test_weights_that_vllm_does_not_hold_after_a_hand_over_are_named(
     every, load = {name for name, _ in model.named_parameters()}, type(model).load_weights
 
     def lies(model: Any, weights: Any) -> set[str]:
-        taken = ((name, loaded(old, name, weight)) for name, weight in weights)
-        load(model, ((name, weight) for name, weight in taken if weight is not None))
+        loaded_weights = ((name, loaded(old, name, weight)) for name, weight in weights)
+        load(model, ((name, weight) for name, weight in loaded_weights if weight is not None))
         return every
 
     pair.vllm.update_weights(pair.model.named_parameters, 3)
@@ -390,7 +390,7 @@ def test_structure_arguments_of_vllm_and_weights_that_do_not_fit(rank: None):
     weights = dict(model.named_parameters())
     norm = weights["model.norm.weight"]
 
-    def refused(changed: dict[str, Any], message: str) -> None:
+    def check_rejected(changed: dict[str, Any], message: str) -> None:
         walked = []
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
@@ -402,10 +402,10 @@ def test_structure_arguments_of_vllm_and_weights_that_do_not_fit(rank: None):
             engine.update_weights(stream, 1)
         assert walked == list(changed)
 
-    refused({"model.other.weight": norm} | weights, "has no weight named 'model.other.weight'")
-    refused(weights | {"model.embed_tokens.weight": torch.zeros(600, 128)}, r"has shape \[600, 128\]")
+    check_rejected({"model.other.weight": norm} | weights, "has no weight named 'model.other.weight'")
+    check_rejected(weights | {"model.embed_tokens.weight": torch.zeros(600, 128)}, r"has shape \[600, 128\]")
     lacking = {name: tensor for name, tensor in weights.items() if "k_proj" not in name}
-    refused(lacking, r"4 weights .* were not updated: model.layers.0.self_attn.k_proj.bias")
+    check_rejected(lacking, r"4 weights .* were not updated: model.layers.0.self_attn.k_proj.bias")
 
     engine.close()
 

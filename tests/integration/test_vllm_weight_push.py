@@ -325,8 +325,8 @@ def test_a_server_that_does_not_hold_what_it_was_sent_serves_nothing(
         adapted.move()
 
         def save_others(bucket: dict[str, torch.Tensor]) -> bytes:
-            taken = {name: arriving(held, name, weight) for name, weight in bucket.items()}
-            return save_tensors({name: weight for name, weight in taken.items() if weight is not None})
+            loaded = {name: arriving(held, name, weight) for name, weight in bucket.items()}
+            return save_tensors({name: weight for name, weight in loaded.items() if weight is not None})
 
         with monkeypatch.context() as patched:
             patched.setattr(push_module, "save", save_others)

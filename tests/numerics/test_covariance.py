@@ -15,7 +15,7 @@ from rlhf.algorithms.advantages import only_rank
 from rlhf.algorithms.covariance import OverRanks, covariances, smallest
 from tests.support.tables import close, random_mask, random_table, tensor
 
-ALONE = OverRanks(only_rank, only_rank)
+ONE_RANK = OverRanks(only_rank, only_rank)
 
 
 def test_covariances_count_only_tokens_in_the_mask():
@@ -24,7 +24,7 @@ def test_covariances_count_only_tokens_in_the_mask():
         rows, columns = rng.randint(1, 5), rng.randint(1, 6)
         p, a = (random_table(rng, rows, columns, 2.0) for _ in range(2))
         mask = random_mask(rng, rows, columns)
-        ours, tokens = covariances(tensor(p, mask), tensor(a, mask), torch.tensor(mask), ALONE)
+        ours, tokens = covariances(tensor(p, mask), tensor(a, mask), torch.tensor(mask), ONE_RANK)
         inside = [(i, j) for i in range(rows) for j in range(columns) if mask[i][j]]
         mean_p, mean_a = (sum(table[i][j] for i, j in inside) / len(inside) for table in (p, a))
         expected = [[(p[i][j] - mean_p) * (a[i][j] - mean_a) * mask[i][j] for j in range(columns)] for i in range(rows)]
@@ -43,7 +43,7 @@ def test_the_smallest_candidates_are_chosen_by_value_and_then_by_key(kinds):
         keys = torch.randint(-(2**63), 2**63 - 1, (rows, columns), generator=torch.Generator().manual_seed(rows))
         candidates = torch.tensor([[rng.random() < 0.7 for _ in range(columns)] for _ in range(rows)])
         count = rng.randint(1, 12)
-        ours = smallest(tensor(values), keys, candidates, count, ALONE)
+        ours = smallest(tensor(values), keys, candidates, count, ONE_RANK)
         wanted = sorted((values[i][j], int(keys[i, j]), i, j) for i, j in places if candidates[i, j])[:count]
         assert {(i, j) for i, j in places if ours[i, j]} == {(i, j) for *_, i, j in wanted}
 
@@ -79,6 +79,6 @@ def test_the_smallest_candidates_are_chosen_over_all_ranks(count):
 
 def test_a_batch_without_tokens_has_no_chosen_token():
     nothing = torch.zeros(2, 0)
-    found, tokens = covariances(nothing, nothing, nothing, ALONE)
+    found, tokens = covariances(nothing, nothing, nothing, ONE_RANK)
     assert tokens == 0
-    assert smallest(found, torch.zeros(2, 0, dtype=torch.int64), nothing.bool(), 1, ALONE).shape == (2, 0)
+    assert smallest(found, torch.zeros(2, 0, dtype=torch.int64), nothing.bool(), 1, ONE_RANK).shape == (2, 0)

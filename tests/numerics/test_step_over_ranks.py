@@ -114,24 +114,24 @@ def ranks() -> dict[int, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_the_same_on_any_number_of_ranks(ranks, case):
-    [alone], several = ([rank[case] for rank in ranks[size]] for size in (1, RANKS))
+    [single], several = ([rank[case] for rank in ranks[size]] for size in (1, RANKS))
     rows = [rank["rows"] for rank in several]
-    assert sum(rows) == alone["rows"]
-    for of_ranks in ([alone], several):
+    assert sum(rows) == single["rows"]
+    for of_ranks in ([single], several):
         in_rollout, in_training = (sum(rank["tokens"][i] for rank in of_ranks) for i in (0, 1))
-        assert in_rollout == in_training == alone["tokens"][0], "masks of rollout and training batches agree"
+        assert in_rollout == in_training == single["tokens"][0], "masks of rollout and training batches agree"
     assert several[0]["idle"] == (case == "fewer samples in a mini-batch than ranks")
     assert not several[0]["advantages"], "the first rank generated nothing"
     advantages = {sample: values for rank in several for sample, values in rank["advantages"].items()}
-    assert advantages.keys() == alone["advantages"].keys()
+    assert advantages.keys() == single["advantages"].keys()
     options = {"rtol": TOLERANCE, "atol": TOLERANCE}
-    torch.testing.assert_close(advantages, alone["advantages"], **options)
+    torch.testing.assert_close(advantages, single["advantages"], **options)
     for rank in several:
         assert rank["figures"] == several[0]["figures"]
         torch.testing.assert_close(rank["weights"], several[0]["weights"], rtol=0, atol=0)
-    torch.testing.assert_close(several[0]["weights"], alone["weights"], **options)
-    torch.testing.assert_close(several[0]["figures"], alone["figures"], **options)
+    torch.testing.assert_close(several[0]["weights"], single["weights"], **options)
+    torch.testing.assert_close(several[0]["figures"], single["figures"], **options)
     start, _ = start_policies("one_look_at_each_sample")
     assert any(
-        not torch.allclose(alone["weights"][name], p.double(), atol=1e-3) for name, p in start.named_parameters()
+        not torch.allclose(single["weights"][name], p.double(), atol=1e-3) for name, p in start.named_parameters()
     )

@@ -26,7 +26,7 @@ from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2, tiny_v
 from tests.support.update_cases import engine
 
 SAMPLES = 6
-ALONE, ALL = 1, 1000
+ONE_SAMPLE, ALL = 1, 1000
 
 
 def test_null_means_the_budget_of_actor_or_critic():
@@ -68,9 +68,9 @@ class Calls:
 
 
 @pytest.mark.usefixtures("rank")
-@pytest.mark.parametrize(("update", "forward"), [(ALONE, ALL), (ALL, ALONE)])
+@pytest.mark.parametrize(("update", "forward"), [(ONE_SAMPLE, ALL), (ALL, ONE_SAMPLE)])
 def test_each_pass_uses_its_own_budget(update, forward):
-    expected = [{ALONE: SAMPLES, ALL: 1}[budget] for budget in (forward, update)]
+    expected = [{ONE_SAMPLE: SAMPLES, ALL: 1}[budget] for budget in (forward, update)]
     batch = random_batch(seed=2, samples=SAMPLES)
     held = as_held(batch)
     guards = Guards(GuardsConfig())

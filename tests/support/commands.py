@@ -23,7 +23,7 @@ def compose(*overrides: str, config_dir: Path | None = None) -> Config:
     return compose_config(list(overrides), Library.find(config_dir))
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def command_error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """Return the error message of `python -m rlhf.train ARGV` on stderr."""
     assert train.main(list(argv)) == EXIT_USER_ERROR
     out, err = capsys.readouterr()

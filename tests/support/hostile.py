@@ -100,7 +100,7 @@ def instead(make: Callable[[Path], object], name: str = MANIFEST) -> Callable[[P
     return harm
 
 
-def proven(name: str, raw: bytes) -> Callable[[Path], None]:
+def with_hash(name: str, raw: bytes) -> Callable[[Path], None]:
     """Replace a file's bytes and its hash in the manifest."""
 
     def harm(checkpoint: Path) -> None:
@@ -208,14 +208,16 @@ WRONG_FILES: dict[str, Callable[[Path], None]] = {
     "a torn file": lambda checkpoint: os.truncate(checkpoint / WEIGHTS, 9),
 }
 WRONG_DOCUMENTS: dict[str, Callable[[Path], None]] = {
-    "a driver state that is a list": proven(DRIVER_STATE, b"[1]"),
-    "a driver state of nothing": proven(DRIVER_STATE, b"{}"),
-    "a driver state in words": proven(DRIVER_STATE, json.dumps(DRIVER | {"step": "four"}).encode()),
-    "a driver state beyond all floats": proven(DRIVER_STATE, json.dumps(DRIVER | {"epochs": 10**400}).encode()),
-    "a deep driver state": proven(DRIVER_STATE, b"[" * 100_000),
-    "an index that is a list": proven("actor/model/index.safetensors", weights(b"[]")),
-    "an index of numbers": proven("actor/model/index.safetensors", weights(b'{"__metadata__": 5}')),
-    "an index without shards": proven("actor/model/index.safetensors", weights(b'{"__metadata__": {"tensors": "{}"}}')),
+    "a driver state that is a list": with_hash(DRIVER_STATE, b"[1]"),
+    "a driver state of nothing": with_hash(DRIVER_STATE, b"{}"),
+    "a driver state in words": with_hash(DRIVER_STATE, json.dumps(DRIVER | {"step": "four"}).encode()),
+    "a driver state beyond all floats": with_hash(DRIVER_STATE, json.dumps(DRIVER | {"epochs": 10**400}).encode()),
+    "a deep driver state": with_hash(DRIVER_STATE, b"[" * 100_000),
+    "an index that is a list": with_hash("actor/model/index.safetensors", weights(b"[]")),
+    "an index of numbers": with_hash("actor/model/index.safetensors", weights(b'{"__metadata__": 5}')),
+    "an index without shards": with_hash(
+        "actor/model/index.safetensors", weights(b'{"__metadata__": {"tensors": "{}"}}')
+    ),
 }
 LYING_WEIGHTS: dict[str, bytes] = {
     "nothing": b"",

@@ -43,7 +43,7 @@ class Repository:
         return f"{len(self.commits):040x}"
 
 
-class Refused(Exception):
+class ErrorAnswer(Exception):
     """An error response with status and message."""
 
     def __init__(self, status: int, message: str = "", code: str = "") -> None:
@@ -118,10 +118,10 @@ class Handler(BaseHTTPRequestHandler):
         except Cut:
             self.close_connection = True
             return
-        except Refused as refused:
-            headers = {"X-Error-Message": refused.message, "X-Error-Code": refused.code}
+        except ErrorAnswer as failure:
+            headers = {"X-Error-Message": failure.message, "X-Error-Code": failure.code}
             self.close_connection = True  # the request's body may be unread
-            self.send(refused.status, json.dumps({"error": refused.message}).encode(), headers)
+            self.send(failure.status, json.dumps({"error": failure.message}).encode(), headers)
             return
         if isinstance(answer, bytes):
             headers = {"ETag": f'"{hashlib.sha256(answer).hexdigest()}"', "X-Repo-Commit": self.head}
@@ -163,29 +163,29 @@ class Handler(BaseHTTPRequestHandler):
                 if action is not Handler.put:  # its URL is signed
                     self.check_token()
                 return action(self, *map(unquote, match.groups()), body)
-        raise Refused(404, f"{self.command} {path}")
+        raise ErrorAnswer(404, f"{self.command} {path}")
 
     def check_token(self) -> None:
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            raise Refused(401, "Invalid username or password.")
+            raise ErrorAnswer(401, "Invalid username or password.")
 
     def repository(self, repo_id: str) -> Repository:
         if repo_id not in self.server.repositories:
-            raise Refused(404, "Repository not found", "RepoNotFound")
+            raise ErrorAnswer(404, "Repository not found", "RepoNotFound")
         return self.server.repositories[repo_id]
 
     def branch(self, repo_id: str, revision: str) -> dict[str, bytes]:
         branches = self.repository(repo_id).branches
         revision = "main" if re.fullmatch("[0-9a-f]{40}", revision) else revision
         if revision not in branches:
-            raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+            raise ErrorAnswer(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return branches[revision]
 
     def create(self, body: bytes) -> Any:
         asked = json.loads(body)
         repo_id = f"{asked['organization'] or 'somebody'}/{asked['name']}"
         if repo_id.startswith("others/"):
-            raise Refused(403, "You don't have the rights to create a model under the namespace others")
+            raise ErrorAnswer(403, "You don't have the rights to create a model under the namespace others")
         url = {"url": f"{self.server.url}/{repo_id}", "name": repo_id}
         if repo_id in self.server.repositories:
             self.close_connection = True
@@ -205,7 +205,7 @@ class Handler(BaseHTTPRequestHandler):
     def make_branch(self, repo_id: str, name: str, body: bytes) -> Any:
         there = self.repository(repo_id)
         if name in there.branches:
-            raise Refused(409, "Reference already exists")
+            raise ErrorAnswer(409, "Reference already exists")
         there.branches[name] = dict(there.branches["main"])
         return {}
 
@@ -233,9 +233,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def put(self, oid: str, body: bytes) -> Any:
         if "signature=s3cret" not in self.path:
-            raise Refused(403, "SignatureDoesNotMatch")
+            raise ErrorAnswer(403, "SignatureDoesNotMatch")
         if hashlib.sha256(body).hexdigest() != oid:
-            raise Refused(400, "The bytes are not those of the object")
+            raise ErrorAnswer(400, "The bytes are not those of the object")
         self.server.objects[oid] = body
         self.server.received.append(oid)
         return {}
@@ -248,12 +248,12 @@ class Handler(BaseHTTPRequestHandler):
             if item["key"] == "header":
                 message = value["summary"]
                 if value.get("parentCommit") not in (None, self.repository(repo_id).head):
-                    raise Refused(412, "A commit has happened since. Please refresh and try again.")
+                    raise ErrorAnswer(412, "A commit has happened since. Please refresh and try again.")
             elif item["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif item["key"] == "lfsFile":
                 if len(self.server.objects.get(value["oid"], b"")) != value["size"]:
-                    raise Refused(400, f"LFS object {value['oid']} of {value['path']} is not there")
+                    raise ErrorAnswer(400, f"LFS object {value['oid']} of {value['path']} is not there")
                 files[value["path"]] = f"sha256:{value['oid']}".encode()
             elif item["key"] == "deletedFile":
                 del files[value["path"]]
@@ -266,13 +266,13 @@ class Handler(BaseHTTPRequestHandler):
     def check_card(self, body: bytes) -> Any:
         content = json.loads(body)["content"]
         if not re.match(r"---\n.*\n---\n", content, re.DOTALL):
-            raise Refused(400, "Invalid metadata in README.md")
+            raise ErrorAnswer(400, "Invalid metadata in README.md")
         return {"errors": [], "warnings": []}
 
     def resolve(self, repo_id: str, revision: str, name: str, body: bytes) -> Any:
         files = self.branch(repo_id, revision)
         if name not in files:
-            raise Refused(404, "Entry not found", "EntryNotFound")
+            raise ErrorAnswer(404, "Entry not found", "EntryNotFound")
         self.head = self.repository(repo_id).head
         return self.server.content(files[name])
 

@@ -19,7 +19,7 @@ from rlhf.ranks.parent import SUPERVISOR_PID
 from rlhf.storage.layout import scan, step_of
 
 PLAN_VARIABLE = "RLHF_TEST_KILL_PLAN"
-LONGEST_HOLD_S = 3.0
+LONGEST_WAIT_S = 3.0
 
 
 class Killer:
@@ -46,7 +46,7 @@ class Killer:
         newest = next((step_of(path) for path in scan(self.run_dir)), 0)
         if newest < kill["after_step"]:
             return
-        came_further = self.hold(kill["ahead"]) if behind else ""
+        came_further = self.wait_for_events(kill["ahead"]) if behind else ""
         with self.marker(kill).open("x") as marker:
             marker.write(str(came_further))
         os.kill(self.pid_of(kill["victim"]), signal.SIGKILL)
@@ -54,9 +54,9 @@ class Killer:
         time.sleep(60)
         raise AssertionError(f"rank {self.rank} outlived kill {kill}")
 
-    def hold(self, ahead: int) -> int:
+    def wait_for_events(self, ahead: int) -> int:
         """Wait for the loop's next `ahead` events, and return their number."""
-        before, end = self.loop_events, time.monotonic() + LONGEST_HOLD_S
+        before, end = self.loop_events, time.monotonic() + LONGEST_WAIT_S
         while self.loop_events < before + ahead and not self.loop_waits and time.monotonic() < end:
             time.sleep(0.001)
         return self.loop_events - before

@@ -12,7 +12,7 @@ MARKER_VARIABLE = "RLHF_TEST_OLD_WEIGHTS"
 VERSION = 5
 """Policy version whose weights the engine does not receive."""
 
-_taking = EmbeddedEngine.update_weights
+_update_weights = EmbeddedEngine.update_weights
 
 
 def environment(marker: Path) -> dict[str, str]:
@@ -28,11 +28,11 @@ def on_event(event: str) -> None:
 def _keeping(engine: EmbeddedEngine, weights: Weights, version: int) -> None:
     marker = Path(os.environ[MARKER_VARIABLE])
     if version != VERSION or marker.exists():
-        _taking(engine, weights, version)
+        _update_weights(engine, weights, version)
         return
     marker.touch()
     own = engine.model.state_dict(keep_vars=True)
     copies = {id(weight): weight.clone() for weight in own.values()}
     elsewhere = {name: copies[id(weight)] for name, weight in own.items()}
     with mock.patch.object(engine.model, "state_dict", return_value=elsewhere):
-        _taking(engine, weights, version)
+        _update_weights(engine, weights, version)

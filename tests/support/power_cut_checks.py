@@ -38,7 +38,7 @@ def wrong(promises: Promises, root: Path, *, go_on: bool = True) -> list[str]:
 def wrong_on_an_empty_disk(promises: Promises) -> list[str]:
     """Do the same on another machine, with the remote's copies."""
     shutil.rmtree(promises.start.config.run_dir, ignore_errors=True)
-    run = TinyRun(promises.start, course=9)
+    run = TinyRun(promises.start, trajectory=9)
     run.finish()
     if promises.copied is None:
         return []
@@ -90,7 +90,7 @@ def _wrong_files(promises: Promises, root: Path) -> list[str]:
 
 def _wrong_start(promises: Promises, rank: int, go_on: bool) -> list[str]:
     """Check the state that the start finds on this rank, and a save from there."""
-    run = TinyRun(promises.start, rank, course=9)
+    run = TinyRun(promises.start, rank, trajectory=9)
     found = _wrong_state(promises, run)
     if rank == 0 and promises.run_id is not None and run.run_id != promises.run_id:
         found.append(f"the run is called {run.run_id} instead of {promises.run_id}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.support.compare_runs import differences
 from tests.support.launching import DEADLINE_S, ranks, small, write_sums
-from tests.support.power_cut_records import Record, proven
+from tests.support.power_cut_records import Record, verified
 from tests.support.power_cut_states import Disk, Shelf, Tree, states
 from tests.support.preload import forkserver
 
@@ -86,7 +86,7 @@ def _record(arguments: list[str], environment: dict[str, str], root: Path, name:
         events.subscribe(listen)
         code = main(arguments)
     if code == 0:
-        result.write_bytes(pickle.dumps(proven(Record(name, root, recorder.ops, notes, {}), recorder)))
+        result.write_bytes(pickle.dumps(verified(Record(name, root, recorder.ops, notes, {}), recorder)))
     logging.shutdown()
     os._exit(code)
 

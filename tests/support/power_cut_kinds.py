@@ -34,10 +34,10 @@ def start_of(root: Path, *, journal: bool = False, **settings: Any) -> Start:
     return Start((tiny_config(root, **settings),), journal)
 
 
-def begin(book: Book, start: Start, course: int = 0) -> TinyRun:
+def begin(book: Book, start: Start, trajectory: int = 0) -> TinyRun:
     """Run the command `start` and note it in `book`."""
     book.note("start", start)
-    return TinyRun(start, course=course, book=book)
+    return TinyRun(start, trajectory=trajectory, book=book)
 
 
 def plain(root: Path, book: Book) -> None:
@@ -79,7 +79,7 @@ def history(root: Path, book: Book) -> None:
     run.shows = True
     run.train(5, every=3)
     # As after a kill: records after the checkpoint are cut off and repeated.
-    run = begin(book, start_of(root), course=1)
+    run = begin(book, start_of(root), trajectory=1)
     run.train(3, every=3)
     run.finish()
 
@@ -90,7 +90,7 @@ def overwrite(root: Path, book: Book) -> None:
     run.fill_journal(3)
     run.finish()
     book.note("only", [])
-    run = begin(book, start_of(root, trainer__overwrite=True), course=1)
+    run = begin(book, start_of(root, trainer__overwrite=True), trajectory=1)
     run.train(1)
     book.note("start", start_of(root))  # the same command again would delete the checkpoint
     run.train(1)
@@ -110,7 +110,7 @@ def fork_elsewhere(root: Path, book: Book) -> None:
     source = begin(book, start_of(root / "other"))
     source.train(2)
     book.note("only", [])
-    run = begin(book, start_of(root), course=1)
+    run = begin(book, start_of(root), trajectory=1)
     run.train(2)
     fork_from(root, book, step_dir(source.config.run_dir, 2), book.saves[2], aside={3, 4})
 
@@ -120,7 +120,7 @@ def fork_from(root: Path, book: Book, path: Path, source: Saved, aside: set[int]
     history: list[dict] = []  # the fork's first history, once known
     book.note("kept", aside)
     book.note("only", [replace(source, history=history)])
-    run = begin(book, forked, course=5)
+    run = begin(book, forked, trajectory=5)
     history += run.history
     run.train(2)
 
@@ -128,9 +128,9 @@ def fork_from(root: Path, book: Book, path: Path, source: Saved, aside: set[int]
 def roll_back(root: Path, book: Book) -> None:
     run = begin(book, start_of(root, checkpoint__async_save=True))
     run.train(5, every=2)
-    run.roll_back(course=1)
+    run.roll_back(trajectory=1)
     run.train(2, every=2)
-    run.roll_back(course=2)
+    run.roll_back(trajectory=2)
     run.train(2, every=1)
     run.finish()
 
@@ -152,7 +152,7 @@ def damaged(root: Path, book: Book) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     book.note("only", [book.saves[1]])
-    run = begin(book, start_of(root), course=1)
+    run = begin(book, start_of(root), trajectory=1)
     run.train(2)
 
 
@@ -199,18 +199,18 @@ def domains(root: Path, book: Book) -> None:
 def swapped(root: Path, book: Book) -> None:
     """Swap two nodes, which moves the driver's history, too."""
     ranks(on_nodes(root, (0, 1)), book, lambda run: run.train(2))
-    ranks(on_nodes(root, (1, 0)), book, lambda run: run.train(1), course=1)
+    ranks(on_nodes(root, (1, 0)), book, lambda run: run.train(1), trajectory=1)
 
 
 def on_nodes(root: Path, nodes: tuple[int, ...]) -> Start:
     return Start(tuple(tiny_config(root / f"node_{node}", checkpoint__max_to_keep=2) for node in nodes))
 
 
-def ranks(start: Start, book: Book, work: Callable[[TinyRun], None], course: int = 0) -> None:
+def ranks(start: Start, book: Book, work: Callable[[TinyRun], None], trajectory: int = 0) -> None:
     """Run `work` on each rank of `start`."""
 
     def rank(number: int) -> None:
-        run = TinyRun(start, number, course, book)
+        run = TinyRun(start, number, trajectory, book)
         work(run)
         run.finish()
 
@@ -230,7 +230,7 @@ def remote(root: Path, book: Book) -> None:
     run.train(2)
     run.finish()
     book.note("copied", book.saves[2])
-    run = begin(book, start, course=1)
+    run = begin(book, start, trajectory=1)
     run.train(2)
     run.finish()
     book.note("copied", book.saves[4])
@@ -241,7 +241,7 @@ def fetched(root: Path, book: Book) -> None:
     remote(root, book)
     release_leases()
     book.note("only", [book.saves[4]])
-    run = begin(book, start_of(root / "another", checkpoint__remote=f"file://{root}/{REMOTE}"), course=2)
+    run = begin(book, start_of(root / "another", checkpoint__remote=f"file://{root}/{REMOTE}"), trajectory=2)
     run.train(1)
     run.finish()
 
@@ -257,7 +257,7 @@ def supervised(root: Path, book: Book) -> None:
         book.note("whole", (f"{folder}/{RESOLVED}", resolved.copy().__contains__))
 
         def attempts(*_: Any, start: Start = start, steps: int = steps) -> int:
-            run = TinyRun(start, course=steps, book=book)
+            run = TinyRun(start, trajectory=steps, book=book)
             run.train(steps - run.driver.step)
             run.finish()
             return EXIT_DONE
@@ -311,14 +311,14 @@ def is_png(content: bytes) -> bool:
 def restarted(start: Start, book: Book, *, short_of_room: bool) -> None:
     """Run the same command again for two saved steps."""
     if len(start.configs) > 1:
-        ranks(start, book, lambda run: run.train(1), course=6)
+        ranks(start, book, lambda run: run.train(1), trajectory=6)
         return
-    run = begin(book, start, course=6)
+    run = begin(book, start, trajectory=6)
     may_go = start.config.checkpoint.max_to_keep is not None
     with little_room() if short_of_room and may_go else nullcontext():
         run.train(1)
         run.finish()
-    run = begin(book, start, course=7)
+    run = begin(book, start, trajectory=7)
     run.train(1)
     run.finish()
 

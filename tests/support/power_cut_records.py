@@ -39,10 +39,10 @@ def record(kind: str, folder: Path) -> Record:
         book = Book(recorder)
         KINDS[kind](root, book)
     release_leases()
-    return proven(Record(kind, root, recorder.ops, book.notes, book.saves), recorder)
+    return verified(Record(kind, root, recorder.ops, book.notes, book.saves), recorder)
 
 
-def proven(made: Record, recorder: Recorder) -> Record:
+def verified(made: Record, recorder: Recorder) -> Record:
     """Return `made` after checking that the recorder missed no change."""
     assert not recorder.missed, f"{made.kind}: not recorded: {recorder.missed}"
     differing = compare(after(made.ops), made.root)
@@ -80,7 +80,7 @@ def killed(made: Record, rng: random.Random, points: int) -> list[Record]:
             book = Book(recorder, made.saves, earlier=moment)
             restarted(promises.start, book, short_of_room=moment in named)
         record = Record(made.kind, made.root, made.ops[:moment] + recorder.ops, notes + book.notes, book.saves)
-        records.append(proven(replace(record, first=moment), recorder))
+        records.append(verified(replace(record, first=moment), recorder))
     return records
 
 

@@ -79,7 +79,7 @@ class Promises:
     there: set[str] = field(default_factory=set)
     """Small files that must exist."""
 
-    def take(self, what: str, value: Any) -> None:
+    def apply(self, what: str, value: Any) -> None:
         """Apply a note."""
         if what == "start":
             self.start = value
@@ -152,7 +152,7 @@ def promises_at(notes: list[tuple[int, str, Any]], moment: int) -> Promises:
     promises = Promises(notes[0][2])
     for number, what, value in notes:
         if number <= moment:
-            promises.take(what, value)
+            promises.apply(what, value)
     return promises
 
 
@@ -165,9 +165,9 @@ class TinyRun:
     shows = False
     """Whether its steps write samples for users."""
 
-    def __init__(self, start: Start, rank: int = 0, course: int = 0, book: Book | None = None) -> None:
+    def __init__(self, start: Start, rank: int = 0, trajectory: int = 0, book: Book | None = None) -> None:
         self.config = config = start.configs[rank]
-        self.rank, self.course, self.book = rank, course, book if rank == 0 else None
+        self.rank, self.trajectory, self.book = rank, trajectory, book if rank == 0 else None
         self.coordinator: Coordinator = make_coordinator()
         if len({c.run_dir for c in start.configs}) > 1:
             self.coordinator.domains = find_domains(config.run_dir, self.coordinator)
@@ -204,9 +204,9 @@ class TinyRun:
         """Return the metric history on disk."""
         return list(History(self.config.run_dir / HISTORY).records())
 
-    def roll_back(self, course: int) -> None:
+    def roll_back(self, trajectory: int) -> None:
         """Roll back to the newest checkpoint, in this process."""
-        self.course = course
+        self.trajectory = trajectory
         self.resumed = self.checkpointer.resume()
         assert self.resumed
         self._follow()
@@ -217,7 +217,7 @@ class TinyRun:
         if self.journal is not None:
             self.fill_journal(step)
         self.driver.step = step
-        seed = 1000 * self.course + step
+        seed = 1000 * self.trajectory + step
         world = self.coordinator.world_size
         self.role.weight.copy_(even_range(SIZE, self.rank, world, seed)[0])
         self.role.moment.copy_(even_range(SIZE, self.rank, world, 500 + seed)[0])

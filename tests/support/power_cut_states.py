@@ -30,7 +30,7 @@ class Change:
 
     node: "Node"
     given: str | None
-    taken: str | None
+    removed: str | None
     number: int
     """Number of the operation."""
     other: "tuple[Node, Change] | None" = None
@@ -154,8 +154,8 @@ class Disk:
                 _make(directory.durable, change)
         node.durable, node.pending = dict(node.names), []
 
-    def _change(self, parent: Node, node: Node, given: str | None, taken: str | None) -> Change:
-        change = Change(node, given, taken, self._number)
+    def _change(self, parent: Node, node: Node, given: str | None, removed: str | None) -> Change:
+        change = Change(node, given, removed, self._number)
         _make(parent.names, change)
         parent.pending.append(change)
         return change
@@ -215,8 +215,8 @@ class Disk:
 
 
 def _make(names: dict[str, Node], change: Change) -> None:
-    if change.taken is not None and names.get(change.taken) is change.node:
-        del names[change.taken]
+    if change.removed is not None and names.get(change.removed) is change.node:
+        del names[change.removed]
     if change.given is not None:
         if change.node.is_dir:
             for name in [name for name, node in names.items() if node is change.node]:
@@ -264,10 +264,10 @@ def states(disk: Disk, wanted: int, rng: random.Random) -> Iterator[Tree]:
     yield disk.tree(lambda change: False, lambda node: old[id(node)])
     yield disk.tree(lambda change: False, lambda node: zeros[id(node)])
     yield disk.tree(lambda change: True, lambda node: new[id(node)])
-    singles: list[tuple[Change, bool]] = [(change, alone) for change in changes for alone in (True, False)]
+    singles: list[tuple[Change, bool]] = [(change, only) for change in changes for only in (True, False)]
     rng.shuffle(singles)
-    for change, alone in singles[: wanted // 2]:
-        yield disk.tree(lambda other, c=change, a=alone: (other is c) == a, lambda node: new[id(node)])  # type: ignore[misc]
+    for change, only in singles[: wanted // 2]:
+        yield disk.tree(lambda other, c=change, a=only: (other is c) == a, lambda node: new[id(node)])  # type: ignore[misc]
     for node in rng.sample(files, min(len(files), wanted // 4)):
         one = new | {id(node): rng.choice([*extremes(node), torn(node, rng)])}
         yield disk.tree(lambda change: False, lambda node, o=one: o[id(node)])  # type: ignore[misc]

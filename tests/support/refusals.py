@@ -9,11 +9,11 @@ import pytest
 from rlhf.errors import UserError
 
 
-def refused(check: Callable[..., Any], *arguments: Any) -> str:
+def user_error(check: Callable[..., Any], *arguments: Any) -> str:
     """Return the message of the UserError that `check(*arguments)` raises."""
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError) as raised:
         check(*arguments)
-    return str(refusal.value)
+    return str(raised.value)
 
 
 def facts(*texts: str) -> str:

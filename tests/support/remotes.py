@@ -176,11 +176,11 @@ def start_there(config: Config, source: Path | None = None) -> int | None:
     step = restore(store, config, source)
     if not (config.run_dir / RUN_FILE).exists():
         identify(config, "run-new")
-    claim(store, config, patient())
+    claim(store, config, long_retries())
     return step
 
 
-def patient() -> Retries:
+def long_retries() -> Retries:
     return Retries("remote", stalled_s=DEADLINE_S, give_up_s=DEADLINE_S)
 
 

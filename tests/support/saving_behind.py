@@ -36,7 +36,7 @@ def saving_behind(folder: Path) -> Config:
     return config
 
 
-class Hold:
+class Blocker:
     """Blocks the writing thread at `event`, until the training thread waits for it or `release` is called."""
 
     def __init__(self, event: str = "commit.fsync") -> None:

@@ -15,15 +15,17 @@ from rlhf.ranks.transport import Transport
 
 def prepare(config: Config, coordinator: Coordinator | None = None) -> None:
     """Run the preparation before ranks; without a coordinator, in this process only."""
-    alone = Coordinator(Transport())
+    single_process = Coordinator(Transport())
     preparation.prepare(
-        config.run_dir, config.trainer, config.checkpoint, ResolvedConfig.of(config), coordinator or alone
+        config.run_dir, config.trainer, config.checkpoint, ResolvedConfig.of(config), coordinator or single_process
     )
 
 
 def finished_step(config: Config, coordinator: Coordinator | None = None) -> int | None:
-    alone = Coordinator(Transport())
-    return preparation.finished_step(config.run_dir, config.trainer, ResolvedConfig.of(config), coordinator or alone)
+    single_process = Coordinator(Transport())
+    return preparation.finished_step(
+        config.run_dir, config.trainer, ResolvedConfig.of(config), coordinator or single_process
+    )
 
 
 def remote_copies(config: Config) -> RemoteCopies:
@@ -41,8 +43,8 @@ def open_remote(config: Config) -> RemoteStore | None:
 def restore(
     store: RemoteStore | None, config: Config, source: Path | None, coordinator: Coordinator | None = None
 ) -> int | None:
-    alone = Coordinator(Transport())
-    return remote_start.restore(store, config.run_dir, config.trainer, source, coordinator or alone)
+    single_process = Coordinator(Transport())
+    return remote_start.restore(store, config.run_dir, config.trainer, source, coordinator or single_process)
 
 
 def claim(store: RemoteStore, config: Config, retries: Retries) -> None:

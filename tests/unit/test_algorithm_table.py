@@ -121,7 +121,7 @@ def test_only_remax_needs_a_greedy_baseline():
     assert [n for n in ESTIMATORS if needs_greedy_baseline(AlgorithmConfig(adv_estimator=n))] == ["remax"]
 
 
-REFUSED: list[tuple[dict, str]] = [
+REJECTED: list[tuple[dict, str]] = [
     (
         {"algorithm__adv_estimator": "grop"},
         "algorithm.adv_estimator=grop: must be one of gae, grpo, rloo, reinforce_plus_plus, "
@@ -173,7 +173,7 @@ REFUSED: list[tuple[dict, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+@pytest.mark.parametrize(("changes", "message"), REJECTED, ids=[str(changes) for changes, _ in REJECTED])
 def test_refused(changes, message):
     (line,) = problems(**changes)
     assert message in line

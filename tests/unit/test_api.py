@@ -87,9 +87,9 @@ def test_a_string_of_overrides_is_rejected():
     ],
 )
 def test_arguments_of_another_kind_are_refused(arguments, message):
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError) as raised:
         rlhf.train.train(**{"overrides": ["trainer.nproq=1"], **arguments})
-    assert message in str(refusal.value)
+    assert message in str(raised.value)
 
 
 def test_the_module_and_the_function_are_one_name():

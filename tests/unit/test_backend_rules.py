@@ -9,7 +9,7 @@ from rlhf.backends import check_backend
 from rlhf.config import BackendConfig, Config
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
-from tests.support.refusals import facts, refused, says
+from tests.support.refusals import facts, says, user_error
 
 
 def config_of(device: str = "auto", **backend) -> Config:
@@ -20,33 +20,33 @@ def config_of(device: str = "auto", **backend) -> Config:
     return config
 
 
-def refusal(config: Config) -> str:
-    return refused(validate, config, {})
+def config_error(config: Config) -> str:
+    return user_error(validate, config, {})
 
 
 def test_deepspeed_settings_without_deepspeed():
-    says(refusal(config_of(zero_stage=3)), "backend.zero_stage=3", "backend=deepspeed")
-    says(refusal(config_of(offload_optimizer=True)), "backend.offload_optimizer=True", "backend=deepspeed")
+    says(config_error(config_of(zero_stage=3)), "backend.zero_stage=3", "backend=deepspeed")
+    says(config_error(config_of(offload_optimizer=True)), "backend.offload_optimizer=True", "backend=deepspeed")
 
 
 def test_replicas():
-    message = refusal(config_of(name="deepspeed", dp_replicate=2))
+    message = config_error(config_of(name="deepspeed", dp_replicate=2))
     says(message, "backend.dp_replicate=2", "backend=fsdp2", "deepspeed")
     config = config_of(dp_replicate=4)
     config.trainer.nproc = 6
-    says(refusal(config), "backend.dp_replicate=4", "trainer.nproc=6", "backend.dp_replicate=2")
+    says(config_error(config), "backend.dp_replicate=4", "trainer.nproc=6", "backend.dp_replicate=2")
     config.trainer.nproc = 8
     validate(config, {}, here=False)
 
 
 def test_stages():
-    assert "backend.zero_stage=4" in refusal(config_of(name="deepspeed", zero_stage=4))
-    message = refusal(config_of(name="deepspeed", zero_stage=0, offload_optimizer=True))
+    assert "backend.zero_stage=4" in config_error(config_of(name="deepspeed", zero_stage=4))
+    message = config_error(config_of(name="deepspeed", zero_stage=0, offload_optimizer=True))
     says(message, "backend.offload_optimizer=true", "backend.zero_stage=1, 2 or 3")
 
 
 def test_offload_without_a_gpu():
-    message = refusal(config_of(device="cpu", name="deepspeed", offload_optimizer=True))
+    message = config_error(config_of(device="cpu", name="deepspeed", offload_optimizer=True))
     says(message, "trainer.device=cpu", "backend.offload_optimizer=false")
     with pytest.raises(UserError, match=facts("no GPU", "backend.offload_optimizer=false")):
         check_backend(BackendConfig(name="deepspeed", offload_optimizer=True), torch.device("cpu"))
@@ -54,7 +54,7 @@ def test_offload_without_a_gpu():
 
 def test_deepspeed_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    message = refusal(config_of(name="deepspeed"))
+    message = config_error(config_of(name="deepspeed"))
     says(message, "backend.name=deepspeed", "not installed", "pip install 'rlhf[deepspeed]'")
     with pytest.raises(UserError, match=facts("can't be imported", "pip install 'rlhf[deepspeed]'")):
         check_backend(BackendConfig(name="deepspeed"), torch.device("cpu"))
@@ -71,7 +71,7 @@ def test_deepspeed_is_broken(monkeypatch, tmp_path):
 
 
 def test_liger_needs_a_gpu_and_no_entropy(monkeypatch):
-    message = refusal(config_of(device="cpu", use_liger=True))
+    message = config_error(config_of(device="cpu", use_liger=True))
     says(message, "backend.use_liger=true", "actor.calculate_entropy=false", "actor.entropy_coeff=0")
     says(message, "backend.use_liger=true", "trainer.device=cpu")
     config = config_of(use_liger=True)
@@ -81,7 +81,7 @@ def test_liger_needs_a_gpu_and_no_entropy(monkeypatch):
         if problem is None:
             validate(config, {})
         else:
-            says(refusal(config), problem, "pip install 'rlhf[liger]'")
+            says(config_error(config), problem, "pip install 'rlhf[liger]'")
     with pytest.raises(UserError, match=facts("backend.use_liger=true", "this run has none")):
         check_backend(config.backend, torch.device("cpu"))
 
@@ -89,6 +89,6 @@ def test_liger_needs_a_gpu_and_no_entropy(monkeypatch):
 def test_two_ways_to_offload_an_optimizer():
     config = config_of(name="deepspeed", offload_optimizer=True)
     config.critic.fsdp_config.optimizer_offload = True
-    message = refusal(config)
+    message = config_error(config)
     says(message, "critic.fsdp_config.optimizer_offload=true", "backend.offload_optimizer=true")
     assert "actor.fsdp_config" not in message

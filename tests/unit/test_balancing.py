@@ -47,11 +47,11 @@ def test_every_sample_is_once_in_micro_batches_within_the_budget(lengths, mini_b
 @given(lengths_of_a_step, st.integers(1, 4), st.integers(1, 9))
 def test_a_mini_batch_has_the_same_samples_whatever_the_ranks(lengths, mini_batches, ranks):
     plan = SampleBalance.owned(lengths, balance_samples(lengths, mini_batches, ranks), mini_batches, ranks)
-    alone = SampleBalance.owned(lengths, balance_samples(lengths, mini_batches, 1), mini_batches, 1)
-    for part, whole in zip(plan.lengths, alone.lengths, strict=True):
+    single = SampleBalance.owned(lengths, balance_samples(lengths, mini_batches, 1), mini_batches, 1)
+    for part, whole in zip(plan.lengths, single.lengths, strict=True):
         assert sorted(flat(part)) == sorted(whole[0])
-    assert alone.mini_batches == mini_batches
-    assert flat([whole[0] for whole in alone.lengths]) == lengths
+    assert single.mini_batches == mini_batches
+    assert flat([whole[0] for whole in single.lengths]) == lengths
 
 
 @given(lengths_of_a_step, st.integers(1, 4), st.integers(1, 9), st.integers(1, 500))

@@ -76,12 +76,12 @@ def test_what_is_not_looked_into(tree, tmp_path, command):
 def test_a_folder_that_may_not_be_read_is_told(tree, command, monkeypatch):
     scandir = os.scandir
 
-    def refused(path):
+    def fail(path):
         if Path(path).name == "two":
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", refused)
+    monkeypatch.setattr(os, "scandir", fail)
     for verb in VERBS:
         code, out, _ = command(verb, tree)
         assert code == 1

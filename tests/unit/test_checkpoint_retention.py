@@ -22,7 +22,7 @@ from tests.support.published import publish, steps
 
 DEADLINE_S = 30.0
 ACCURACY = "val/accuracy"
-ALONE = Coordinator(Transport())
+SINGLE_PROCESS = Coordinator(Transport())
 
 
 def rules(max_to_keep: int | None = 1, keep_every: int | None = None, keep_best: int = 0) -> CheckpointConfig:
@@ -39,7 +39,7 @@ def deleter() -> Iterator[Deleter]:
 def retired(run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter) -> list[int | None]:
     """The steps that retention removes after the save of `step`."""
     before = steps(run_dir)
-    retire(run_dir, settings, step, deleter, ALONE)
+    retire(run_dir, settings, step, deleter, SINGLE_PROCESS)
     return [step for step in before if step not in steps(run_dir)]
 
 
@@ -125,9 +125,9 @@ def test_ranking_reads_the_metric_that_is_asked_for(tmp_path, deleter):
     for step, accuracy, reward in ((2, 0.9, -1.0), (4, 0.1, 5.0), (6, 0.5, 0.0)):
         publish(tmp_path, step, {ACCURACY: accuracy, "val/reward": reward})
     settings = rules(1, keep_best=1)
-    assert victims(tmp_path, settings, 6, ALONE) == [step_dir(tmp_path, 4)]
+    assert victims(tmp_path, settings, 6, SINGLE_PROCESS) == [step_dir(tmp_path, 4)]
     settings.best_metric = "val/reward"
-    assert victims(tmp_path, settings, 6, ALONE) == [step_dir(tmp_path, 2)]
+    assert victims(tmp_path, settings, 6, SINGLE_PROCESS) == [step_dir(tmp_path, 2)]
 
 
 def test_ranking_follows_the_headline_unless_told(tmp_path, deleter):
@@ -137,13 +137,13 @@ def test_ranking_follows_the_headline_unless_told(tmp_path, deleter):
     publish(tmp_path, 6, {ACCURACY: 0.0, "val/reward": -2.0, "val-core/all/reward/mean@1": -2.0})
     settings = rules(1, keep_best=1)
     assert settings.best_metric is None
-    assert victims(tmp_path, settings, 6, ALONE) == [step_dir(tmp_path, 4)]
-    assert victims(tmp_path, settings, 6, ALONE, {ACCURACY: 0.0, "val/reward": 1.0}) == [
+    assert victims(tmp_path, settings, 6, SINGLE_PROCESS) == [step_dir(tmp_path, 4)]
+    assert victims(tmp_path, settings, 6, SINGLE_PROCESS, {ACCURACY: 0.0, "val/reward": 1.0}) == [
         step_dir(tmp_path, 2),
         step_dir(tmp_path, 4),
     ]
     settings.best_metric = ACCURACY
-    assert victims(tmp_path, settings, 6, ALONE) == [step_dir(tmp_path, 2)]
+    assert victims(tmp_path, settings, 6, SINGLE_PROCESS) == [step_dir(tmp_path, 2)]
 
 
 def test_a_later_checkpoint_that_could_not_be_set_aside_pushes_nothing_out(tmp_path, deleter):
@@ -187,9 +187,9 @@ def test_a_checkpoint_to_come_counts_as_if_it_were_there(tmp_path):
         publish(tmp_path, step, {ACCURACY: accuracy})
     settings = rules(1, keep_best=1)
     paths = [step_dir(tmp_path, step) for step in (2, 4, 6)]
-    assert victims(tmp_path, settings, 8, ALONE, {ACCURACY: 0.9}) == paths
-    assert victims(tmp_path, settings, 8, ALONE, {ACCURACY: 0.3}) == [paths[0], paths[2]]
-    assert victims(tmp_path, settings, 8, ALONE, {}) == [paths[0], paths[2]]
+    assert victims(tmp_path, settings, 8, SINGLE_PROCESS, {ACCURACY: 0.9}) == paths
+    assert victims(tmp_path, settings, 8, SINGLE_PROCESS, {ACCURACY: 0.3}) == [paths[0], paths[2]]
+    assert victims(tmp_path, settings, 8, SINGLE_PROCESS, {}) == [paths[0], paths[2]]
 
 
 def test_what_is_no_published_checkpoint_is_left_alone(tmp_path, deleter):
@@ -223,12 +223,12 @@ def test_trash_that_cannot_be_deleted_is_told_and_stops_nothing(tmp_path, delete
     for step in (2, 4, 6):
         publish(tmp_path, step)
 
-    def take_away(event: str) -> None:
+    def remove(event: str) -> None:
         if event == "commit.trash" and steps(tmp_path) == [4, 6]:
             [trash] = tmp_path.glob(f"{TRASH}*")
             trash.rename(tmp_path / "taken")
 
-    with listening(take_away), caplog.at_level(logging.ERROR):
+    with listening(remove), caplog.at_level(logging.ERROR):
         assert retired(tmp_path, rules(1), 6, deleter) == [2, 4]
     assert deleter.wait(DEADLINE_S)
     assert ".trash-global_step_2" in caplog.text
@@ -240,10 +240,10 @@ def test_a_removal_that_fails_does_not_fail_the_save(tmp_path, deleter, caplog):
     for step in (2, 4):
         publish(tmp_path, step)
 
-    def refuse(event: str) -> None:
+    def fail(event: str) -> None:
         raise PermissionError(13, "Permission denied", "global_step_2")
 
-    with listening(refuse):
+    with listening(fail):
         assert retired(tmp_path, rules(1), 4, deleter) == []
     assert "An old checkpoint in" in caplog.text
     assert steps(tmp_path) == [2, 4]
@@ -289,13 +289,13 @@ def test_of_a_thousand_checkpoints_no_manifest_is_read_twice(tmp_path, deleter, 
     settings = rules(900, keep_best=10)
     for step in range(number + 1, number + 4):
         write_manifest(step_dir(run_dir, step), replace(manifest, step=step, metrics={ACCURACY: 0.0}))
-        victims(run_dir, settings, step, ALONE, {ACCURACY: 0.0})
-        retire(run_dir, settings, step, deleter, ALONE)
+        victims(run_dir, settings, step, SINGLE_PROCESS, {ACCURACY: 0.0})
+        retire(run_dir, settings, step, deleter, SINGLE_PROCESS)
     assert len(count) == number + 3
     assert max(count.values()) <= 2  # one as it was written, one as it was read
     assert sum(count.values()) <= number + 3 + 3
     assert len(steps(run_dir)) == 900 + 10
     # What is not the file that was read is read anew.
     flip_bit(step_dir(run_dir, 5) / MANIFEST, 100)
-    retire(run_dir, rules(1, keep_best=1), number + 3, deleter, ALONE)
+    retire(run_dir, rules(1, keep_best=1), number + 3, deleter, SINGLE_PROCESS)
     assert steps(run_dir) == [1, 5, number + 3]

@@ -35,10 +35,10 @@ def changed(folder: Path, **entries: object) -> str:
     return str(folder)
 
 
-def policy_refusal(name: str, trust_remote_code: bool = False, lengths: tuple[int, int] = (8, 8)) -> str:
-    with pytest.raises(UserError) as refusal:
+def policy_error(name: str, trust_remote_code: bool = False, lengths: tuple[int, int] = (8, 8)) -> str:
+    with pytest.raises(UserError) as raised:
         check_policy(name, trust_remote_code, *lengths)
-    return str(refusal.value)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_the_tables_of_transformers_are_read_whole(table, module):
 
 def test_a_quantised_policy(folder):
     name = changed(folder, quantization_config={"quant_method": "bitsandbytes"})
-    assert policy_refusal(name).startswith(
+    assert policy_error(name).startswith(
         f"model.path={name}: is quantised (bitsandbytes), but a policy needs weights in"
     )
 
@@ -79,7 +79,7 @@ def test_our_own_folder_and_a_name_of_the_hub_pass():
 )
 def test_architectures_that_cannot_be_the_policy(folder, entries, expected):
     name = changed(folder, **entries)
-    message = policy_refusal(name)
+    message = policy_error(name)
     assert message.startswith(f"model.path={name}: ")
     assert expected in message
 
@@ -105,7 +105,7 @@ def test_a_critic_may_be_of_any_known_architecture(folder):
 def test_lengths_beyond_the_positions(folder, entries):
     name = changed(folder, **entries)
     check_policy(name, False, 60, 40)
-    assert policy_refusal(name, lengths=(60, 41)).startswith(
+    assert policy_error(name, lengths=(60, 41)).startswith(
         "data.max_prompt_length=60 and data.max_response_length=41 need 101 positions, but the model has 100"
     )
 
@@ -126,9 +126,9 @@ def test_a_reward_model_has_one_label(folder, entries, labels):
     if labels == 1:
         check_reward_model(name, False)
     else:
-        with pytest.raises(UserError) as refusal:
+        with pytest.raises(UserError) as raised:
             check_reward_model(name, False)
-        assert str(refusal.value).startswith(
+        assert str(raised.value).startswith(
             f"reward_model.path={name} has {labels} labels, but a reward model needs one"
         )
 

@@ -128,7 +128,7 @@ def test_a_run_may_begin_with_a_part_also_of_what_it_does_not_save(tmp_path, loa
         validate(config, {})
 
 
-REFUSED: list[tuple[dict, str]] = [
+REJECTED: list[tuple[dict, str]] = [
     ({"trainer__nproc": 0}, "trainer.nproc=0: must be at least 1."),
     ({"trainer__save_freq": -1}, "trainer.save_freq=-1: must be at least 0; 0 means never."),
     ({"data__val_max_samples": -1}, "data.val_max_samples=-1: must be at least 1; null means all."),
@@ -451,7 +451,7 @@ REFUSED: list[tuple[dict, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+@pytest.mark.parametrize(("changes", "message"), REJECTED, ids=[str(changes) for changes, _ in REJECTED])
 def test_refused(changes, message):
     (line,) = problems(make(**changes))
     assert message in line

@@ -28,10 +28,10 @@ def build(path: Path, tokenizer, **settings) -> PromptSet:
     return build_train_set(DataConfig(train_files=str(path), **settings), EXACT, 1, tokenizer)
 
 
-def refusal(path: Path) -> str:
-    with pytest.raises(UserError) as refused:
+def error_message(path: Path) -> str:
+    with pytest.raises(UserError) as raised:
         check_sources(DataConfig(train_files=str(path)), EXACT, 1)
-    return str(refused.value).removeprefix(f"data.train_files: {path}")
+    return str(raised.value).removeprefix(f"data.train_files: {path}")
 
 
 def write(path: Path, mark: str = "") -> Path:
@@ -117,13 +117,13 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
 def test_mistakes_name_their_place_before_anything_is_loaded(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)
-    assert refusal(path).startswith(message)
+    assert error_message(path).startswith(message)
 
 
 @pytest.mark.parametrize(("start", "name"), [(b"PAR1\xff", ".parquet"), (b"\x1f\x8b\xff", ".gz")])
 def test_a_file_under_another_forms_name(tmp_path, start, name):
     (path := tmp_path / "a.jsonl").write_bytes(start)
-    assert refusal(path) == f" is a {name} file, not text. Rename or unpack it."
+    assert error_message(path) == f" is a {name} file, not text. Rename or unpack it."
 
 
 @pytest.mark.parametrize(
@@ -137,15 +137,15 @@ def test_a_file_under_another_forms_name(tmp_path, start, name):
 def test_files_that_are_not_read_where_they_lie(tmp_path, name, message):
     (tmp_path / "a.jsonl.gz").touch()
     files = name.format(folder=tmp_path)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as raised:
         check_sources(DataConfig(train_files=files), EXACT, 1)
-    assert str(refused.value).startswith(f"data.train_files={files}: {message}")
+    assert str(raised.value).startswith(f"data.train_files={files}: {message}")
 
 
 def test_rows_that_no_run_reads_are_not_looked_at(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "x", "answer": "1"}\n' * 3 + "{oh\n")
-    assert refusal(path).startswith(" line 4 is not JSON")
+    assert error_message(path).startswith(" line 4 is not JSON")
     check_sources(DataConfig(train_files=str(path), train_max_samples=3), EXACT, 1)
 
 

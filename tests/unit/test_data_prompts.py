@@ -153,15 +153,15 @@ def test_order_is_pinned(ten):
     assert indices(PromptStream(ten, seed=1, shuffle=True).next(10)) == [3, 5, 2, 9, 7, 0, 8, 6, 1, 4]
 
 
-@pytest.mark.parametrize("taken", [0, 3, 10, 17, 20])
-def test_resume_equals_the_uninterrupted_stream(ten, taken):
+@pytest.mark.parametrize("already_drawn", [0, 3, 10, 17, 20])
+def test_resume_equals_the_uninterrupted_stream(ten, already_drawn):
     whole = PromptStream(ten, seed=3, shuffle=True).next(40)
     before = PromptStream(ten, seed=3, shuffle=True)
-    before.next(taken)
+    before.next(already_drawn)
     after = PromptStream(ten, seed=3, shuffle=True)
     after.load_state_dict(before.state_dict())
     assert after.state_dict() == before.state_dict()
-    assert after.next(40 - taken) == whole[taken:]
+    assert after.next(40 - already_drawn) == whole[already_drawn:]
 
 
 def test_changed_data_is_refused_unless_allowed(ten, tokenizer, caplog):

@@ -88,9 +88,9 @@ def test_a_resume_on_another_device_says_so():
     assert [change.key for change in diff.harmless] == ["trainer.nproc"]
     with pytest.raises(UserError, match=r"autocast: bfloat16 in the checkpoint, none now[\s\S]*depend on the device"):
         reject_changes(diff, allow=False)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as raised:
         reject_changes(compare(composed(NO_GPU), composed(NO_GPU, "trainer.seed=7")), allow=False)
-    assert "depend on the device" not in str(refused.value)
+    assert "depend on the device" not in str(raised.value)
 
 
 def test_the_banner_says_what_was_chosen_and_why(monkeypatch):

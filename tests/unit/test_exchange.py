@@ -81,10 +81,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
-            self.say("vllm:generation_tokens_total{} 7\n")
+            self.answer("vllm:generation_tokens_total{} 7\n")
         else:
             versions = {"/version": {"version": "0.32.0"}, "/weight_info": {"weight_version": self.server.label}}
-            self.say(json.dumps(versions.get(self.path, {})))
+            self.answer(json.dumps(versions.get(self.path, {})))
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -95,9 +95,9 @@ class Handler(BaseHTTPRequestHandler):
             span = {"version": self.server.label, "start": 0, "end": len(tokens)}
             choice = {"index": number, "token_ids": tokens, "finish_reason": reason, "weight_versions": [span]}
             choices.append(choice | {"logprobs": {"content": content}})
-        self.say(json.dumps({"choices": choices}))
+        self.answer(json.dumps({"choices": choices}))
 
-    def say(self, text: str) -> None:
+    def answer(self, text: str) -> None:
         with suppress(OSError):  # nobody listens any more
             self.send_response(200)
             self.end_headers()

@@ -11,7 +11,7 @@ import pytest
 import rlhf
 from rlhf.models.folder_check import check_folder
 from rlhf.models.template_check import check_template
-from tests.support.refusals import refused
+from tests.support.refusals import user_error
 
 TINY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
 
@@ -31,11 +31,11 @@ def test_a_whole_folder_and_a_name_of_the_hub_pass(folder):
 def test_what_a_folder_lacks_is_named(folder):
     for name in ("tokenizer.json", "model.safetensors"):
         (folder / name).unlink()
-    message = refused(check_folder, "model.path", str(folder))
+    message = user_error(check_folder, "model.path", str(folder))
     assert message.startswith(
         f"model.path={folder}: the folder has no weights (*.safetensors) and no tokenizer (tokenizer"
     )
-    message = refused(lambda: check_folder("critic.path", str(folder), tokenizer=False))
+    message = user_error(lambda: check_folder("critic.path", str(folder), tokenizer=False))
     assert (
         message
         == f"critic.path={folder}: the folder has no weights (*.safetensors). Add the files, or set another folder."
@@ -47,7 +47,7 @@ def test_a_part_that_the_index_names_is_missed(folder):
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": files[0], "b": files[1]}}))
-    message = refused(check_folder, "model.path", str(folder))
+    message = user_error(check_folder, "model.path", str(folder))
     assert f"has no {files[1]}, which its index lists (1 of 2 listed files are missing)." in message
 
 
@@ -56,7 +56,7 @@ def test_an_index_that_is_none_is_told(folder, text):
     (folder / "model.safetensors.index.json").write_text(text)
     check_folder("model.path", str(folder))  # beside the only file it is not read
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    message = refused(check_folder, "model.path", str(folder))
+    message = user_error(check_folder, "model.path", str(folder))
     assert message.startswith(f"model.path={folder}: model.safetensors.index.json is not an index of weights (")
 
 
@@ -77,7 +77,7 @@ def test_torn_weights_are_told_before_anything_is_loaded(folder, kind):
     torn, message = TORN[kind]
     weights = folder / "model.safetensors"
     weights.write_bytes(torn(weights.read_bytes()))
-    error = refused(check_folder, "model.path", str(folder))
+    error = user_error(check_folder, "model.path", str(folder))
     assert error.startswith(f"model.path={folder}: model.safetensors ")
     assert message in error
     check_folder("model.path", str(folder), weights=False)
@@ -90,7 +90,7 @@ def test_weights_that_nobody_reads_may_be_anything(folder):
 
 def test_a_torn_config_is_told_before_anything_is_loaded(folder):
     (folder / "config.json").write_text("{")
-    message = refused(check_folder, "model.path", str(folder))
+    message = user_error(check_folder, "model.path", str(folder))
     assert message.startswith(f"model.path={folder}: config.json is not JSON: ")
 
 
@@ -101,7 +101,7 @@ def test_pickled_weights_have_a_remedy_that_works(folder, tmp_path):
     )
     subprocess.run([sys.executable, "-c", make, str(folder)], check=True)
     (folder / "model.safetensors").unlink()
-    message = refused(check_folder, "model.path", str(folder))
+    message = user_error(check_folder, "model.path", str(folder))
     assert message.startswith(
         f"model.path={folder}: its weights are pickles (pytorch_model.bin), which can run code and"
     )

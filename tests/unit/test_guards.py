@@ -191,7 +191,7 @@ class Run:
 
     config: GuardsConfig
     seed: int
-    refusal_rate: float
+    rejection_rate: float
     disk: Disk
     crashes: frozenset[int] = frozenset()
     preemptions: frozenset[int] = frozenset()
@@ -229,8 +229,8 @@ class Run:
             batch = (self.seed, self.weights, step, first)
             self.guards.begin(step, reward := dice("reward", *batch))
             for mini in range(2):
-                refused = dice("refused", mini, *batch) < self.refusal_rate
-                if self.guards.allows("actor", loss=math.nan if refused else 1.0):
+                rejects = dice("refused", mini, *batch) < self.rejection_rate
+                if self.guards.allows("actor", loss=math.nan if rejects else 1.0):
                     self.weights = dice("update", mini, *batch)
                 self.moment()
             if self.guards.settle(step) == "rollback":

@@ -122,7 +122,7 @@ def failing(rank: int, root: Path, action: str) -> str:
     """The error of a rank when the disk of the second is full, and the writes of it after that."""
     coordinator, writes = make_coordinator(), []
 
-    def refuse(*_: object) -> None:
+    def fail(*_: object) -> None:
         writes.append(threading.current_thread())
         raise OSError(errno.ENOSPC, "asked for by the test")
 
@@ -130,7 +130,7 @@ def failing(rank: int, root: Path, action: str) -> str:
     shards = held_by(rank, whole(shapes), [[40], [50], [60]])
     try:
         if rank == 1:
-            with replaced(SharedFile, action, refuse):
+            with replaced(SharedFile, action, fail):
                 write_exports(root, {FOLDER: HfExport.of(shards, None, {}, {})}, coordinator)
         else:
             write_exports(root, {FOLDER: HfExport.of(shards, None, {}, {})}, coordinator)

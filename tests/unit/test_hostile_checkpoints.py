@@ -28,9 +28,9 @@ from tests.support.hostile import (
     WRONG_FILES,
     intact_run,
     look,
-    proven,
     short_timeouts,
     sparse,
+    with_hash,
 )
 from tests.support.published import steps
 
@@ -75,11 +75,11 @@ def test_a_manifest_that_is_none(run_dir, harm, capsys):
     assert look("list", run_dir, capsys)[1].count(" committed") == 1 + (harm[0] in ("nothing", "a dangling link"))
     assert look("verify", run_dir, capsys)[1].count(": intact") == 1
     assert "the newest intact one is 2" in prune_to_one(run_dir, capsys)
-    alone = Coordinator(Transport())
-    assert newest_usable(run_dir, alone) == step_dir(run_dir, 2)
+    single_process = Coordinator(Transport())
+    assert newest_usable(run_dir, single_process) == step_dir(run_dir, 2)
     assert driver_state_of(newest) is None
     assert newest_run_id(run_dir) == "r"
-    retire(run_dir, CheckpointConfig(max_to_keep=1, keep_best=1), 4, Deleter(), alone)
+    retire(run_dir, CheckpointConfig(max_to_keep=1, keep_best=1), 4, Deleter(), single_process)
     assert steps(run_dir)[-1] == 4
 
 
@@ -116,7 +116,7 @@ def test_weights_with_a_lying_header_are_damage(tmp_path, lie, capsys):
     config.checkpoint.contents = ["hf_model"]
     save_steps(config, PlainRole(), 2, 4)
     newest = step_dir(config.run_dir, 4)
-    proven(WEIGHTS, lie[1])(newest)
+    with_hash(WEIGHTS, lie[1])(newest)
     assert [look(verb, newest, capsys)[0] for verb in LOOKS] == [0, 0, 0]
     if lie[0] == "no tensors":  # which is true, and of another model
         with pytest.raises(UserError, match="do not fit the architecture"):

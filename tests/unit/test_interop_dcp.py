@@ -21,9 +21,9 @@ from rlhf.convert.layouts import open_source
 from rlhf.errors import UserError
 from rlhf.models.hf.source import Origin, TrainedSoFar
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from tests.support.held_source import HeldSource
 from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.interop_page import commands_of, python_of
+from tests.support.memory_source import MemorySource
 from tests.support.rounding import FLOAT32
 from tests.support.sources import whole
 from tests.support.tiny_models import causal_lm, tiny_config
@@ -55,7 +55,7 @@ def written(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(dcp_writer, "CHUNK_BYTES", 3 * 6 * 4)
     monkeypatch.setattr(dcp_writer, "SHARD_BYTES", 200)
     (tmp_path / "written").mkdir()
-    written = write_dcp_folder(HeldSource(TENSORS, MOMENTS), tmp_path / "written")
+    written = write_dcp_folder(MemorySource(TENSORS, MOMENTS), tmp_path / "written")
     assert {file.path for file in written} == {path.name for path in (tmp_path / "written").iterdir()}
     assert len(written) > 5
     return tmp_path / "written"
@@ -84,7 +84,7 @@ def test_what_is_written_is_read_again(written):
 
 def test_the_type_and_the_small_files(tmp_path):
     causal_lm("qwen2", tmp_path / "model")
-    source = HeldSource(TENSORS, MOMENTS, model_files=tmp_path / "model")
+    source = MemorySource(TENSORS, MOMENTS, model_files=tmp_path / "model")
     (tmp_path / "written").mkdir()
     reported: list[int] = []
     write_dcp_folder(source, tmp_path / "written", dtype="bfloat16", moments=False, progress=reported.append)

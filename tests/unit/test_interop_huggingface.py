@@ -77,26 +77,28 @@ def test_broken_folders(model, tmp_path):
     listed = json.loads(index.read_text())["weight_map"]
     first = folder / sorted(set(listed.values()))[0]
 
-    def refused(kind: type[Exception], message: str) -> None:
+    def check_rejected(kind: type[Exception], message: str) -> None:
         with pytest.raises(kind, match=message), opened(folder):
             pass
 
     size = first.stat().st_size
     os.truncate(first, size - 3)
-    refused(DamagedCheckpoint, rf"{first.name} has {size - 3} bytes, its header needs {size}: the file is cut off")
+    check_rejected(
+        DamagedCheckpoint, rf"{first.name} has {size - 3} bytes, its header needs {size}: the file is cut off"
+    )
     os.truncate(first, 5)
-    refused(DamagedCheckpoint, first.name)
+    check_rejected(DamagedCheckpoint, first.name)
     first.unlink()
-    refused(UserError, rf"lacks {first.name}, which model\.safetensors\.index\.json names\. Restore it")
+    check_rejected(UserError, rf"lacks {first.name}, which model\.safetensors\.index\.json names\. Restore it")
     saved(model, folder, max_shard_size="4KB")
     index.write_text(json.dumps({"weight_map": listed | {"more.weight": first.name}}))
-    refused(DamagedCheckpoint, f"{first.name} lacks more.weight, which the index says")
+    check_rejected(DamagedCheckpoint, f"{first.name} lacks more.weight, which the index says")
     for text in ("{", "[]", '{"weight_map": 3}', json.dumps({"weight_map": {"a": "../x.safetensors"}})):
         index.write_text(text)
-        refused(DamagedCheckpoint, "is not an index of weights")
+        check_rejected(DamagedCheckpoint, "is not an index of weights")
     saved(model, folder, max_shard_size="4KB")
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "quantization_config": {}}))
-    refused(UserError, "is quantised")
+    check_rejected(UserError, "is quantised")
 
 
 def test_the_files_are_those_of_the_library(model, tmp_path):

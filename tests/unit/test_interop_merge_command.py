@@ -130,21 +130,23 @@ def test_tied_embeddings(models, tmp_path, command):
 
 
 def test_value_models(models, tmp_path, command):
-    def refused(source: Path, what: str, *options) -> None:
+    def check_rejected(source: Path, what: str, *options) -> None:
         code, _, err = command("merge", "--local_dir", source, "--target_dir", tmp_path / "x", *options)
         assert (code, err.count("\n")) == (2, 1)
         assert what in err
 
-    refused(models / "llama", "does not know, such as lm_head.weight", "--is-value-model")
-    refused(models / "llama", "read as a value model, because of --is-value-model", "--is-value-model")
-    refused(models / "classifier", "such as score.bias (1 in all)", "--is-value-model")
+    check_rejected(models / "llama", "does not know, such as lm_head.weight", "--is-value-model")
+    check_rejected(models / "llama", "read as a value model, because of --is-value-model", "--is-value-model")
+    check_rejected(models / "classifier", "such as score.bias (1 in all)", "--is-value-model")
     merged(command, models / "classifier", tmp_path / "kept")
     assert json.loads((tmp_path / "kept/config.json").read_text())["architectures"] == [
         "LlamaForSequenceClassification"
     ]
     AutoModelForTokenClassification.from_pretrained(models / "llama", num_labels=1).save_pretrained(tmp_path / "saved")
-    refused(tmp_path / "saved", "does not know, such as score.bias", "--hf_model_path", models / "llama")
-    refused(tmp_path / "saved", "value model, use merge with --is-value-model", "--hf_model_path", models / "llama")
+    check_rejected(tmp_path / "saved", "does not know, such as score.bias", "--hf_model_path", models / "llama")
+    check_rejected(
+        tmp_path / "saved", "value model, use merge with --is-value-model", "--hf_model_path", models / "llama"
+    )
     # As a tool that saves tensors and knows no head leaves it.
     merged(command, tmp_path / "saved", tmp_path / "value", "--hf_model_path", models / "llama", "--is-value-model")
     written = json.loads((tmp_path / "value/config.json").read_text())

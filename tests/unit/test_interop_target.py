@@ -174,10 +174,10 @@ def test_a_full_disk_is_one_line_and_nothing_else(command, model, tmp_path, caps
 
 
 def test_a_place_that_takes_nothing(tmp_path, monkeypatch):
-    def refuse(*_):
+    def fail(*_):
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / ".incomplete-out-1"))
 
-    monkeypatch.setattr(target_module, "make_new_dir", refuse)
+    monkeypatch.setattr(target_module, "make_new_dir", fail)
     with pytest.raises(PermissionError) as caught, output_folder(tmp_path / "out"):
         pass
     assert caught.value.filename == str(tmp_path / "out")

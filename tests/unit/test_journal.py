@@ -55,8 +55,10 @@ class Runs:
     def journal(self, *, run_id: str = "run", files: dict[str, str] = FILES, rank: int = 0, ranks: int = 1) -> Journal:
         coordinator = Coordinator(GlooTransport())
         coordinator.rank, coordinator.world_size = rank, ranks
-        course = trajectory_hash(trajectory(self.config), self.config.checkpoint, self.config.model.lora, run_id, files)
-        return Journal(self.run_dir, course, hash_of_files(self.config.reward.functions), coordinator)
+        trajectory_id = trajectory_hash(
+            trajectory(self.config), self.config.checkpoint, self.config.model.lora, run_id, files
+        )
+        return Journal(self.run_dir, trajectory_id, hash_of_files(self.config.reward.functions), coordinator)
 
     def at(self, step: int, after: str | None = None, **settings: Any) -> Journal:
         journal = self.journal(**settings)

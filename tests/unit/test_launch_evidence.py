@@ -90,11 +90,11 @@ def test_a_message_of_many_lines_is_told_once_and_whole():
 
 def test_the_end_of_the_launcher_is_the_cause_unless_a_rank_failed_before():
     statuses = {0: RankStatus(7, "rollout.after", 2.0, None), 1: RankStatus(7, "update.mid", 1.0, None)}
-    taken = RankExit(KILLED, died_with="the launcher: SIGKILL")
-    gone = AttemptResult({0: taken, 1: taken}, (), frozenset())
+    killed_rank = RankExit(KILLED, died_with="the launcher: SIGKILL")
+    gone = AttemptResult({0: killed_rank, 1: killed_rank}, (), frozenset())
     assert describe_crash(gone, statuses).startswith("the launcher: SIGKILL, and its ranks")
     assert "rank 1: died with the launcher: SIGKILL" in report(gone, 2, statuses, None)
-    late = AttemptResult({1: RankExit(3), 0: taken}, (1,), frozenset())
+    late = AttemptResult({1: RankExit(3), 0: killed_rank}, (1,), frozenset())
     assert describe_crash(late, statuses) == "rank 1: exit code 3, at step 7, last event update.mid"
     assert "rank 0: died with the launcher" in report(late, 2, statuses, None)
 

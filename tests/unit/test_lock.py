@@ -40,7 +40,7 @@ def test_a_holder_without_a_name_yet_is_still_a_clear_refusal(tmp_path):
             pass
 
 
-def hold_locks(rank: int, folder: Path, nodes: list[int]) -> str:
+def lock_all(rank: int, folder: Path, nodes: list[int]) -> str:
     """A rank of a launch on the `nodes`; what it is told when it is refused."""
     coordinator = make_coordinator()
     (folder / str(nodes[rank])).mkdir(exist_ok=True)
@@ -59,11 +59,11 @@ def hold_locks(rank: int, folder: Path, nodes: list[int]) -> str:
 def test_ranks_of_one_launch_hold_every_directory_together_and_a_second_launch_gets_none(tmp_path, monkeypatch, nodes):
     monkeypatch.setattr(lock, "LOOK_AGAIN_S", 0.001)
     for _ in range(2):  # free again afterwards
-        assert run_thread_ranks(len(nodes), hold_locks, tmp_path, nodes) == [""] * len(nodes)
+        assert run_thread_ranks(len(nodes), lock_all, tmp_path, nodes) == [""] * len(nodes)
     taken = tmp_path / str(nodes[-1])
     with run_lock(taken):
         before = (taken / "run.lock").read_bytes()
-        for message in run_thread_ranks(len(nodes), hold_locks, tmp_path, nodes):
+        for message in run_thread_ranks(len(nodes), lock_all, tmp_path, nodes):
             assert f"Another run is writing into {taken}: process {os.getpid()} on" in message
         assert (taken / "run.lock").read_bytes() == before
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"run.lock"}

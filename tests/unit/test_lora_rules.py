@@ -22,7 +22,7 @@ from rlhf.models.adapter_folder import check_adapter_folder
 from rlhf.models.adapter_layers import Adapters, add_adapters, target_names
 from rlhf.models.loading import ModelSource
 from rlhf.models.model_files import ModelFiles
-from tests.support.refusals import facts, refused, says
+from tests.support.refusals import facts, says, user_error
 from tests.support.tiny_updates import tiny_qwen2
 
 
@@ -33,8 +33,8 @@ def config_of(**lora: Any) -> Config:
     return config
 
 
-def refusal(config: Config) -> str:
-    return refused(validate, config, {})
+def config_error(config: Config) -> str:
+    return user_error(validate, config, {})
 
 
 def test_plain_settings_pass():
@@ -53,7 +53,7 @@ def test_plain_settings_pass():
     ],
 )
 def test_settings_by_themselves(lora, message):
-    says(refusal(config_of(**lora)), *message)
+    says(config_error(config_of(**lora)), *message)
 
 
 def test_settings_beside_others():
@@ -61,34 +61,34 @@ def test_settings_beside_others():
     config.actor.use_kl_loss = True
     config.ref.update_freq, config.checkpoint.contents = 5, ["hf_model"]
     config.backend.name, config.backend.zero_stage = "deepspeed", 3
-    lines = refusal(config).splitlines()
+    lines = config_error(config).splitlines()
     says(lines[0], "ref.update_freq=5", "model.lora.enabled=true")
     says(lines[1], "hf_model", "add model")
     says(lines[2], "backend.autocast=none", "model.lora.base_dtype=null")
     says(lines[3], "model.lora.use_dora=true", "backend.zero_stage=2")
     config.backend.autocast, config.model.lora.base_dtype = "bfloat16", None
-    assert len(refusal(config).splitlines()) == 3
+    assert len(config_error(config).splitlines()) == 3
     config.ref.fsdp_config.model_dtype = "bfloat16"
-    says(refusal(config), "ref.fsdp_config.model_dtype", "model.lora.base_dtype")
+    says(config_error(config), "ref.fsdp_config.model_dtype", "model.lora.base_dtype")
     config.ref.fsdp_config = FrozenFsdpConfig(param_offload=True)
-    says(refusal(config), "ref.fsdp_config.param_offload", "actor.fsdp_config.param_offload")
-    assert "model_dtype" not in refusal(config)
+    says(config_error(config), "ref.fsdp_config.param_offload", "actor.fsdp_config.param_offload")
+    assert "model_dtype" not in config_error(config)
 
 
 def test_peft_missing_or_old(monkeypatch):
     monkeypatch.setattr(rules, "PEFT", "99")
-    says(refusal(config_of()), "pip install 'peft>=99'")
+    says(config_error(config_of()), "pip install 'peft>=99'")
     validate(config_of(enabled=False), {})
 
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(backend_rules, "version", absent)
-    says(refusal(config_of()), "model.lora.enabled=true", "not installed", "pip install 'peft>=99'")
+    says(config_error(config_of()), "model.lora.enabled=true", "not installed", "pip install 'peft>=99'")
 
 
 def targets(**lora: Any) -> str:
-    return refused(target_names, tiny_qwen2(), LoraConfig(**{"enabled": True, "rank": 4} | lora))
+    return user_error(target_names, tiny_qwen2(), LoraConfig(**{"enabled": True, "rank": 4} | lora))
 
 
 def test_target_modules_are_there():
@@ -132,9 +132,9 @@ def test_fused_experts_get_no_adapters():
     add_adapters(model, LoraConfig(rank=4), torch.float32)
     assert {name for name, p in model.named_parameters() if p.requires_grad and ".mlp." in name} == set()
     assert len([p for p in model.parameters() if p.requires_grad]) == 2 * 2 * 4
-    message = refused(target_names, tiny_moe(), LoraConfig(target_modules=["experts"]))
+    message = user_error(target_names, tiny_moe(), LoraConfig(target_modules=["experts"]))
     says(message, "model.layers.0.mlp.experts", "Qwen3MoeExperts")
-    message = refused(add_adapters, tiny_moe(0), LoraConfig(rank=4), torch.float32)
+    message = user_error(add_adapters, tiny_moe(0), LoraConfig(rank=4), torch.float32)
     says(message, "experts", "qwen3_moe", "model.layers.0.mlp.")
     dense = ["mlp.gate_proj", "up_proj", "down_proj"]
     add_adapters(tiny_moe(0), LoraConfig(rank=4, exclude_modules=dense), torch.float32)
@@ -158,7 +158,7 @@ def write(adapter: Path, base: Path, **settings: Any) -> None:
 
 
 def start(base: Path, adapter: Path, **lora: Any) -> str:
-    return refused(check_adapter_folder, LoraConfig(enabled=True, path=str(adapter), **lora), str(base))
+    return user_error(check_adapter_folder, LoraConfig(enabled=True, path=str(adapter), **lora), str(base))
 
 
 def test_adapter_folder(folders, tmp_path):
@@ -219,11 +219,11 @@ def test_layers_and_shapes_are_told_before_the_base_is_loaded(folders):
     found.check_adapters(lora)
     save_file(stored | {last: torch.zeros(8, 4)}, file)
     name, shape = last.removeprefix("base_model.model."), list(stored[last].shape)
-    says(refused(found.check_adapters, lora), *expected, name, "[8, 4]", str(shape))
+    says(user_error(found.check_adapters, lora), *expected, name, "[8, 4]", str(shape))
     save_file(stored | {last: stored[last].to(torch.int8)}, file)
-    says(refused(found.check_adapters, lora), *expected, name, "I8", "F64, F32, F16, BF16")
+    says(user_error(found.check_adapters, lora), *expected, name, "I8", "F64, F32, F16, BF16")
     save_file({key: tensor for key, tensor in stored.items() if key != last}, file)
-    says(refused(found.check_adapters, lora), *expected, f"no {name}")
+    says(user_error(found.check_adapters, lora), *expected, f"no {name}")
 
 
 @pytest.mark.parametrize("named", ["~nobody-of-this-name/base", "a" * 5000, "\0", ["a", "list"]], ids=range(4))

@@ -173,9 +173,9 @@ RATIOS = "algorithm.rollout_correction.rollout_is_threshold"
     ],
 )
 def test_a_value_that_verl_or_openrlhf_takes(typed, message):
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError) as raised:
         validate(compose_config([typed], Library.find(None)), {})
-    assert message in str(refusal.value)
+    assert message in str(raised.value)
 
 
 def test_a_share_of_the_steps_is_not_offered_as_their_number():
@@ -212,9 +212,9 @@ def test_a_value_that_is_only_spelled_alike_is_not_offered():
     ],
 )
 def test_settings_written_as_options(argv, message):
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError) as raised:
         parse(["rollout.n=4", *argv, "trainer.seed=1"])
-    assert str(refusal.value).startswith(message)
+    assert str(raised.value).startswith(message)
 
 
 def test_options_and_overrides_in_any_order():

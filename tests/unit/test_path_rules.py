@@ -6,7 +6,7 @@ import pytest
 
 from rlhf.config import Config, LoraConfig
 from rlhf.config.rules.validate import validate
-from tests.support.refusals import refused
+from tests.support.refusals import user_error
 
 
 @pytest.mark.parametrize("key", ["model.path", "model.lora.path", "trainer.default_local_dir", "data.train_files"])
@@ -20,7 +20,7 @@ def test_the_home_of_nobody(key: str) -> None:
         section = getattr(section, one)
     setattr(section, last, [name] if key == "data.train_files" else name)
     expected = f"{key}={name}: there is no user '~nobody-of-this-name' here; write the path without ~."
-    assert refused(validate, config, {}) == expected
+    assert user_error(validate, config, {}) == expected
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -36,5 +36,5 @@ def test_what_a_run_begins_with_is_not_overwritten(tmp_path: Path, overwrite: bo
     if not overwrite:
         validate(config, {})
         return
-    message = refused(validate, config, {})
+    message = user_error(validate, config, {})
     assert f"trainer.overwrite=true: would delete model.lora.path={folder}, which is in the run directory" in message

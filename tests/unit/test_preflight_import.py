@@ -27,7 +27,7 @@ FILES = {
     "open('left', 'w').write(str(left.pid))\nraise RuntimeError('on import')\ndef f(solution_str): ...\n",
     "waits.py": "import time\ntime.sleep(600)\ndef f(solution_str): ...\n",
 }
-SAID = {
+REASONS = {
     "lacks.py": "cannot be imported: ModuleNotFoundError: No module named 'not_there'. Correct the file.",
     "raises.py": "cannot be imported: RuntimeError: on import. Correct the file.",
     "value.py": "is not a function, but of type int. Name a function.",
@@ -58,14 +58,14 @@ def test_a_good_file_passes_and_says_nothing(folder, trial, capfd):
 
 
 @pytest.mark.parametrize("trial", [as_estimator, as_reward])
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", REASONS)
 def test_what_an_import_raises_is_told_after_the_body(folder, trial, name):
     done = False
-    with pytest.raises(UserError) as refusal, trial(name):
+    with pytest.raises(UserError) as raised, trial(name):
         done = True
     assert done
     setting = {as_estimator: f"algorithm.adv_estimator={name}", as_reward: f"reward.functions={folder}/{name}"}[trial]
-    assert str(refusal.value) == f"{setting}:f {SAID[name]}"
+    assert str(raised.value) == f"{setting}:f {REASONS[name]}"
 
 
 @pytest.mark.parametrize("trial", [as_estimator, as_reward])

@@ -290,15 +290,15 @@ def test_another_goes_on_when_the_one_who_makes_it_is_killed(tmp_path, cache):
 def test_one_who_makes_nothing_is_not_waited_for_for_ever(tmp_path, cache, monkeypatch):
     file = numbered(tmp_path / "rows.jsonl", 100)
     monkeypatch.setattr(prompt_cache, "STALLED_S", 0.3)
-    refused = []
+    rejected = []
 
     def wait(_: int) -> None:
         with pytest.raises(UserError, match=r"data\.cache_dir=.*has written nothing for 0\.3 s.*fuser"):
             build(file, cache, Counting())
-        refused.append(True)
+        rejected.append(True)
 
     build(file, cache, Counting(wait))
-    assert refused == [True]
+    assert rejected == [True]
 
 
 def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):

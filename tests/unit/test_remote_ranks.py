@@ -78,12 +78,12 @@ def test_a_rank_that_cannot_reach_the_remote_leaves_its_part_to_others(tmp_path,
     other = on_empty_disk(config, tmp_path / "b")
     monkeypatch.setattr(download, "CHECK_S", 0.2)
 
-    def refused(number: int, call: str, path: str) -> None:
+    def fail(number: int, call: str, path: str) -> None:
         note(number, call, path)
         if this_rank() == 1:
             raise PermissionError("no credentials")
 
-    WEATHER.before = refused
+    WEATHER.before = fail
     assert run_thread_ranks(3, start, other, 60.0) == [4] * 3
     assert FETCHED[1] == {"manifest.json"}
     verify(step_dir(other.run_dir, 4))

@@ -49,13 +49,13 @@ def test_nothing_is_written_before_the_log_is_opened_and_then_all_of_it(tmp_path
 
 
 def test_the_error_that_ends_a_run_is_in_its_log(tmp_path, output, capsys):
-    def refuse() -> None:
+    def fail() -> None:
         with output:
             output.open_log(tmp_path / "run.log")
             raise UserError("model.path=x: there is no such folder.")
 
     with pytest.raises(UserError):
-        refuse()
+        fail()
     assert (tmp_path / "run.log").read_text() == "model.path=x: there is no such folder.\n"
     assert capsys.readouterr().err == "", "the command says it"
 

@@ -15,7 +15,7 @@ from rlhf.config.library import Library
 from rlhf.errors import EXIT_USER_ERROR, UserError
 from rlhf.storage.layout import scan, step_dir, step_of
 from tests.support.checkpoints import TINY_POLICY, PlainRole, flip_bit, make_config, resume, save_steps
-from tests.support.refusals import facts, refused, says
+from tests.support.refusals import facts, says, user_error
 from tests.support.sections import finished_step, prepare
 
 
@@ -28,8 +28,8 @@ def steps(config: Config) -> list[int | None]:
     return [step_of(path) for path in scan(config.run_dir)]
 
 
-def refusal(config: Config) -> str:
-    return refused(prepare, config)
+def config_error(config: Config) -> str:
+    return user_error(prepare, config)
 
 
 def test_a_directory_answers_no_other_experiment_whether_finished_or_not(config):
@@ -37,7 +37,7 @@ def test_a_directory_answers_no_other_experiment_whether_finished_or_not(config)
     for step in (8, 10):
         save_steps(config, PlainRole(), step)
         config.actor.optim.lr, config.trainer.seed = 5e-5, 2
-        message = refusal(config)
+        message = config_error(config)
         says(message, "actor.optim.lr", "1e-06 in the checkpoint", "5e-05 now")
         says(message, "trainer.seed", "1 in the checkpoint", "2 now")
         assert "trainer.experiment_name=NAME" in message
@@ -51,7 +51,7 @@ def test_a_directory_answers_no_other_experiment_whether_finished_or_not(config)
 def test_an_allowed_change_goes_on_where_there_is_something_left_to_train(config):
     save_steps(config, PlainRole(), 8, 10)
     config.actor.optim.lr, config.trainer.allow_config_change = 5e-5, True
-    says(refusal(config), "finished at step 10", "trainer.total_training_steps")
+    says(config_error(config), "finished at step 10", "trainer.total_training_steps")
     config.trainer.total_training_steps = 20
     prepare(config)
     assert finished_step(config) is None
@@ -69,7 +69,7 @@ def test_checkpoints_of_another_version_are_left_as_they_are(config):
         manifest = read_manifest(folder)
         (folder / "manifest.json").unlink()
         write_manifest(folder, replace(manifest, format=1))
-    message = refusal(config)
+    message = config_error(config)
     assert "has format 1" in message
     assert "use the version that saved it" in message
     assert "trainer.overwrite=true" in message
@@ -95,12 +95,12 @@ def test_a_longer_run_goes_on_and_a_shorter_one_is_told(config, schedule):
     config.actor.optim.lr_scheduler_type = schedule
     save_steps(config, PlainRole(), 10)
     config.trainer.total_training_steps = 4
-    says(refusal(config), "trainer.total_training_steps=4", str(config.run_dir), "10")
+    says(config_error(config), "trainer.total_training_steps=4", str(config.run_dir), "10")
     config.trainer.total_training_steps, config.trainer.total_epochs = None, 1
-    says(refusal(config), "trainer.total_epochs=1", "5 steps")
+    says(config_error(config), "trainer.total_epochs=1", "5 steps")
     config.trainer.total_training_steps, config.trainer.total_epochs = 11, 1
     if schedule != "constant":
-        says(refusal(config), "trainer.total_training_steps", "10 in the checkpoint", "11 now")
+        says(config_error(config), "trainer.total_training_steps", "10 in the checkpoint", "11 now")
         config.trainer.allow_config_change = True
     prepare(config)
     assert finished_step(config) is None
@@ -138,7 +138,7 @@ def test_a_model_of_other_files_is_refused_before_its_name_is_called_harmless(co
     prepare(config)
     (moved / "generation_config.json").write_text("{}")
     caplog.set_level(logging.INFO, logger="rlhf")
-    says(refusal(config), f"model.path={moved}", "other files", str(step_dir(config.run_dir, 5)))
+    says(config_error(config), f"model.path={moved}", "other files", str(step_dir(config.run_dir, 5)))
     assert "does not affect the run's numbers" not in caplog.text
     config.trainer.allow_config_change = True
     prepare(config)
@@ -154,7 +154,7 @@ def test_adapters_take_no_other_base_whatever_is_allowed(config, tmp_path):
     (moved / "generation_config.json").write_text("{}")
     saved = step_dir(config.run_dir, 5)
     for config.trainer.allow_config_change in (False, True):
-        says(refusal(config), f"model.path={moved}", "adapters", str(saved), first)
+        says(config_error(config), f"model.path={moved}", "adapters", str(saved), first)
     config.model.path = first
     with pytest.raises(UserError, match=facts("adapters", str(saved), "other files")):
         resume(config, PlainRole(), None, {"model.path": "of other files"})
@@ -170,7 +170,7 @@ def test_a_refused_fork_sets_nothing_aside(config, tmp_path):
     config.trainer.resume_mode = "resume_path"
     config.trainer.resume_from_path = str(step_dir(other.run_dir, 3))
     config.actor.optim.lr = 0.5
-    message = refusal(config)
+    message = config_error(config)
     says(message, "actor.optim.lr", "1e-06 in the checkpoint", "0.5 now", "trainer.allow_config_change=true")
     assert "experiment_name" not in message, "it has a directory of its own"
     assert "overwrite" not in message, "which is refused with resume_path"
@@ -187,7 +187,7 @@ def test_a_fork_with_nothing_left_to_train_is_refused(config, tmp_path):
     config.trainer.resume_mode = "resume_path"
     config.trainer.resume_from_path = str(step_dir(other.run_dir, 10))
     for config.trainer.total_training_steps in (10, 4):
-        says(refusal(config), "step 10", "nothing is left to train")
+        says(config_error(config), "step 10", "nothing is left to train")
     config.trainer.total_training_steps = 11
     prepare(config)
     assert finished_step(config) is None
@@ -198,9 +198,9 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(config):
     config.actor.optim.lr = 0.5
     save_steps(config, PlainRole(), 4)
     config.actor.optim.lr = 0.25
-    says(refusal(config), "actor.optim.lr", "0.5 in the checkpoint")
+    says(config_error(config), "actor.optim.lr", "0.5 in the checkpoint")
     flip_bit(step_dir(config.run_dir, 4) / "config.yaml", 99)
-    says(refusal(config), "actor.optim.lr", "1e-06 in the checkpoint")
+    says(config_error(config), "actor.optim.lr", "1e-06 in the checkpoint")
 
 
 ANSWER = """

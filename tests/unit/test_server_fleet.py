@@ -146,9 +146,9 @@ class SlowHandler(BaseHTTPRequestHandler):
             slow.counted += 1
             if slow.counted >= slow.counts:
                 slow.enough.set()
-            self.say(f"vllm:generation_tokens_total{{}} {slow.counted if slow.alive else 7}\n")
+            self.answer(f"vllm:generation_tokens_total{{}} {slow.counted if slow.alive else 7}\n")
         else:
-            self.say(json.dumps({"/version": vllm, "/weight_info": label, "/health": {}}[self.path]))
+            self.answer(json.dumps({"/version": vllm, "/weight_info": label, "/health": {}}[self.path]))
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -156,9 +156,9 @@ class SlowHandler(BaseHTTPRequestHandler):
         token = {"token_id": 4, "logprob": -0.5}
         span = {"version": "w1", "start": 0, "end": 1}
         choice = {"index": 0, "token_ids": [4], "finish_reason": "stop", "weight_versions": [span]}
-        self.say(json.dumps({"choices": [choice | {"logprobs": {"content": [token]}}]}))
+        self.answer(json.dumps({"choices": [choice | {"logprobs": {"content": [token]}}]}))
 
-    def say(self, text: str) -> None:
+    def answer(self, text: str) -> None:
         with suppress(OSError):  # nobody listens any more
             self.send_response(200)
             self.end_headers()

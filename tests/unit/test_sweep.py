@@ -49,14 +49,14 @@ def test_names_are_plain_and_differ_where_values_do():
 
 
 def test_mistakes_of_all_runs_are_told_before_the_first_starts():
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError) as raised:
         plan(["rollout.n=1,4,0", "trainer.nproq=2"], LIBRARY)
-    assert str(refusal.value).splitlines() == [
+    assert str(raised.value).splitlines() == [
         "trainer.nproq=2: there is no setting trainer.nproq. Did you mean trainer.nproc?"
     ]
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError) as raised:
         plan(["rollout.n=1,4,0"], LIBRARY)
-    assert [line.partition(":")[0] for line in str(refusal.value).splitlines()] == ["rollout.n=1", "rollout.n=0"]
+    assert [line.partition(":")[0] for line in str(raised.value).splitlines()] == ["rollout.n=1", "rollout.n=0"]
     with pytest.raises(UserError, match="two runs of the sweep are the same"):
         plan(["trainer.seed=1,1"], LIBRARY)
 

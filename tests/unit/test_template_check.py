@@ -8,7 +8,7 @@ import pytest
 
 import rlhf
 from rlhf.models.template_check import check_rendering, check_syntax, check_template
-from tests.support.refusals import refused, says
+from tests.support.refusals import says, user_error
 
 TINY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
 ASKING = [{"role": "user", "content": "1 + 1"}]
@@ -23,12 +23,12 @@ def folder(tmp_path) -> Path:
 def test_a_template_without_the_prompt_is_refused(folder, text):
     path = folder / "other.jinja"
     path.write_text(text)
-    says(refused(check_template, str(folder), str(path)), f"model.chat_template={path}", "messages")
+    says(user_error(check_template, str(folder), str(path)), f"model.chat_template={path}", "messages")
 
 
 def test_a_missing_template(folder, tmp_path):
     (folder / "chat_template.jinja").unlink()
-    says(refused(check_template, str(folder), None), str(folder), "no chat template", "model.chat_template")
+    says(user_error(check_template, str(folder), None), str(folder), "no chat template", "model.chat_template")
     own = tmp_path / "own.jinja"
     own.write_text("{{ messages }}")
     check_template(str(folder), str(own))
@@ -40,9 +40,9 @@ def test_a_missing_template(folder, tmp_path):
 def test_a_mistake_in_a_template_is_the_templates(folder, tmp_path):
     own = tmp_path / "own.jinja"
     own.write_text("{% for m in messages %}\n{{ m['content'] }\n{% endfor %}")
-    says(refused(check_template, str(folder), str(own)), f"model.chat_template={own}", "line 2", "unexpected '}'")
+    says(user_error(check_template, str(folder), str(own)), f"model.chat_template={own}", "line 2", "unexpected '}'")
     (folder / "chat_template.jinja").write_text("{% if x %}")
-    says(refused(check_template, str(folder), None), f"model.path={folder}", "chat_template.jinja", "line 1")
+    says(user_error(check_template, str(folder), None), f"model.path={folder}", "chat_template.jinja", "line 1")
 
 
 def test_the_tags_of_transformers_are_known():
@@ -70,12 +70,12 @@ FAILING = {
 @pytest.mark.parametrize("kind", FAILING)
 def test_what_a_template_does_to_a_prompt_is_told_early(folder, kind):
     text, expected = FAILING[kind]
-    message = refused(rendered, folder, text)
+    message = user_error(rendered, folder, text)
     says(message, "a.jsonl line 1", f"model.path={folder}", "chat_template.jinja", expected, "model.chat_template")
     own = folder / "own.jinja"
     own.write_text(text)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    assert f"(model.chat_template={own})" in refused(check_rendering, str(folder), str(own), "", ASKING, {})
+    assert f"(model.chat_template={own})" in user_error(check_rendering, str(folder), str(own), "", ASKING, {})
 
 
 WORKING = [
@@ -96,7 +96,7 @@ def test_what_transformers_gives_a_template_is_there(folder, text):
 
 def test_variables_are_given_and_must_have_an_effect(folder):
     rendered(folder, "{{ messages[0].content + greeting }}", greeting="hello")
-    message = refused(lambda: rendered(folder, "{{ messages }}", greeting="hello"))
+    message = user_error(lambda: rendered(folder, "{{ messages }}", greeting="hello"))
     says(message, "data.apply_chat_template_kwargs.greeting=hello", "no effect", "chat_template.jinja")
 
 
@@ -118,7 +118,7 @@ def test_every_template_of_a_file_is_checked(folder):
     path = folder / "tokenizer_config.json"
     named = [{"name": "default", "template": "{% if messages %}"}, {"name": "rag", "template": "{{ messages }}"}]
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
-    says(refused(check_template, str(folder), None), "tokenizer_config.json", "line 1")
+    says(user_error(check_template, str(folder), None), "tokenizer_config.json", "line 1")
 
 
 # Some tenths of a second, which are endless here.
@@ -128,7 +128,7 @@ ENDLESS = "{{ messages }}{% for i in range(3000) %}{% for j in range(3000) %}{% 
 def test_a_template_that_does_not_end_is_refused(folder, monkeypatch):
     monkeypatch.setattr("rlhf.models.template_rendering.DEADLINE_S", 0.01)
     (folder / "chat_template.jinja").write_text(ENDLESS)
-    message = refused(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
+    message = user_error(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
     says(message, "a.jsonl line 1", "model.path=", "0.01 s")
 
 
@@ -136,20 +136,20 @@ def test_a_template_that_does_not_end_is_refused(folder, monkeypatch):
 def test_a_template_without_bounds_is_refused(folder, text):
     """It took the memory of the machine."""
     (folder / "chat_template.jinja").write_text(f"{{{{ messages }}}}{text}")
-    message = refused(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
+    message = user_error(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
     says(message, "a.jsonl line 1", "model.path=", "2 GiB of memory", "model.chat_template")
 
 
 @pytest.mark.parametrize("part", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 3000])
 def test_a_template_that_is_nested_without_end_is_refused(folder, part):
     (folder / "chat_template.jinja").write_text("{{ messages }}" + part)
-    says(refused(check_template, str(folder), None), "chat_template.jinja", "nested too deeply")
+    says(user_error(check_template, str(folder), None), "chat_template.jinja", "nested too deeply")
 
 
 def test_a_template_in_another_encoding_is_refused(folder):
     for path, given in (("own.jinja", str(folder / "own.jinja")), ("chat_template.jinja", None)):
         (folder / path).write_bytes("{{ messages }} é".encode("latin1"))
-        says(refused(check_template, str(folder), given), str(folder / path), "UTF-8")
+        says(user_error(check_template, str(folder), given), str(folder / path), "UTF-8")
 
 
 def test_a_tokenizers_file_that_is_nested_without_end_is_told_elsewhere(folder):

@@ -51,14 +51,14 @@ def test_names_bound_in_other_ways_are_found(file, name):
 def test_a_class_is_no_function(file):
     (file.parent / "other.py").write_text("from collections import Counter\n")
     for function, spec in ((find_function, f"{file}:Scorer"), (load_function, f"{file.parent}/other.py:Counter")):
-        message = refusal(function, "x.y", spec)
+        message = error_message(function, "x.y", spec)
         name = spec.rpartition(":")[2]
         assert message.startswith(
             f"x.y={spec}: {name} is a class, so calling it only creates an object. Write a function"
         )
 
 
-def refusal(function, *arguments) -> str:
+def error_message(function, *arguments) -> str:
     with pytest.raises(UserError) as caught:
         function(*arguments)
     return str(caught.value)
@@ -66,22 +66,24 @@ def refusal(function, *arguments) -> str:
 
 @pytest.mark.parametrize("spec", ["file.py", "file.py:", ":name", "file:name", "file.py:a b"])
 def test_the_form(spec):
-    assert refusal(find_function, "x.y", spec) == (
+    assert error_message(find_function, "x.y", spec) == (
         f"x.y={spec} is not of the form path/to/file.py:name. Write the file, a colon and the function."
     )
 
 
 def test_what_cannot_be_found_is_told_with_the_nearest(file):
     wrong = file.with_name("function.py")
-    assert f"no file {wrong}. Did you mean functions.py?" in refusal(find_function, "x.y", f"{wrong}:plain")
-    assert "functions.py defines no 'plane'. Did you mean plain?" in refusal(find_function, "x.y", f"{file}:plane")
-    assert "the function is async" in refusal(find_function, "x.y", f"{file}:waits")
+    assert f"no file {wrong}. Did you mean functions.py?" in error_message(find_function, "x.y", f"{wrong}:plain")
+    assert "functions.py defines no 'plane'. Did you mean plain?" in error_message(
+        find_function, "x.y", f"{file}:plane"
+    )
+    assert "the function is async" in error_message(find_function, "x.y", f"{file}:waits")
 
 
 @pytest.mark.parametrize("content", [b"def f(:\n", b"\xff\xfe\x00", b"a\x00b"])
 def test_what_is_no_python(file, content):
     file.write_bytes(content)
-    assert "the file cannot be read as Python" in refusal(find_function, "x.y", f"{file}:f")
+    assert "the file cannot be read as Python" in error_message(find_function, "x.y", f"{file}:f")
 
 
 @pytest.mark.parametrize("name", ["plain", "optional", "rest", "root"])
@@ -91,7 +93,7 @@ def test_two_arguments_fit(file, name):
 
 @pytest.mark.parametrize(("name", "takes"), [("three", "(a, b, c)"), ("one", "(a)"), ("keyword", "(a, b, c=)")])
 def test_two_arguments_do_not_fit(file, name, takes):
-    assert refusal(check_positional, "x.y", f"{file}:{name}", ("a", "b")) == (
+    assert error_message(check_positional, "x.y", f"{file}:{name}", ("a", "b")) == (
         f"x.y={file}:{name}: the function takes {takes}, but is called with 2 arguments: (a, b). Correct its "
         "parameters."
     )
@@ -137,5 +139,5 @@ def test_a_file_hides_no_module_of_others(tmp_path):
 def test_files_that_cannot_be_used(tmp_path, text, message):
     (tmp_path / "bad.py").write_text(text)
     assert re.fullmatch(
-        f"x.y={tmp_path}/bad.py:f {re.escape(message)}", refusal(load_function, "x.y", f"{tmp_path}/bad.py:f")
+        f"x.y={tmp_path}/bad.py:f {re.escape(message)}", error_message(load_function, "x.y", f"{tmp_path}/bad.py:f")
     )

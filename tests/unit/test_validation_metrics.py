@@ -13,7 +13,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardResult, answer_reader
 
-ALONE = Coordinator(GlooTransport())
+SINGLE_PROCESS = Coordinator(GlooTransport())
 
 
 def answered(scores: list[float], answers: list[str | None] | None = None, source: str = "sums") -> AnsweredPrompt:
@@ -29,12 +29,12 @@ def test_pass_at_k_is_the_share_of_all_choices_with_a_right_one(n, correct):
 
 
 def test_names_of_one_response_and_of_several():
-    assert validation_metrics([answered([1.0])], 1, ALONE) == {
+    assert validation_metrics([answered([1.0])], 1, SINGLE_PROCESS) == {
         "val-core/sums/acc/mean@1": 1,
         "val-aux/sums/reward/mean@1": 1,
         "val-aux/sums/reward/exact_match/mean@1": 1,
     }
-    several = validation_metrics([answered([1.0, 0.0, 0.0, 1.0, 0.0], ["a", "b", "b", "a", "b"])], 5, ALONE)
+    several = validation_metrics([answered([1.0, 0.0, 0.0, 1.0, 0.0], ["a", "b", "b", "a", "b"])], 5, SINGLE_PROCESS)
     assert {name for name in several if name.startswith("val-core")} == {
         f"val-core/sums/acc/{metric}" for metric in ("mean@5", "pass@5", "best@5/mean", "maj@5/mean")
     }
@@ -50,7 +50,7 @@ def test_draws_come_near_the_mean_of_every_draw():
     for _ in range(5):
         scores = [rng.choice([0.0, 0.0, 0.5, 1.0]) for _ in range(4)]
         answers = [rng.choice("abc") for _ in range(4)]
-        found = validation_metrics([answered(scores, answers)], 4, ALONE)
+        found = validation_metrics([answered(scores, answers)], 4, SINGLE_PROCESS)
         for k in (2, 4):
             draws = list(product(range(4), repeat=k))
             # The first of the most stated answers, and its first response.
@@ -80,7 +80,7 @@ def test_sources_and_variables_are_apart_and_reward_is_the_main_one_where_scores
         AnsweredPrompt("a/b", [none, none], [None, None]),
         AnsweredPrompt("c", [odd, odd], [None, None]),
     ]
-    found = validation_metrics(prompts, 2, ALONE)
+    found = validation_metrics(prompts, 2, SINGLE_PROCESS)
     assert found["val-core/a/b/reward/mean@2"] == pytest.approx(0.175)
     assert found["val-aux/a/b/reward/style/mean@2"] == pytest.approx(0.125)
     assert found["val-aux/a/b/words/mean@2"] == pytest.approx(4)
@@ -90,7 +90,7 @@ def test_sources_and_variables_are_apart_and_reward_is_the_main_one_where_scores
 
 def test_a_function_may_say_itself_what_is_right():
     results = [RewardResult(-1.0, {"dapo": -1.0}, {"acc": 0.0}), RewardResult(1.0, {"dapo": 1.0}, {"acc": 1.0})]
-    found = validation_metrics([AnsweredPrompt("maths", results, [None, None])], 2, ALONE)
+    found = validation_metrics([AnsweredPrompt("maths", results, [None, None])], 2, SINGLE_PROCESS)
     assert found["val-core/maths/acc/mean@2"] == 0.5
     assert found["val-core/maths/acc/pass@2"] == 1
     assert found["val-aux/maths/reward/mean@2"] == 0
@@ -107,6 +107,6 @@ def test_answers_are_those_that_the_verifier_reads(function, answer):
 
 def test_what_only_some_responses_have_is_no_variable_of_their_prompt():
     results = [RewardResult(1.0, {"style": 1.0, "length": 0.0}), RewardResult(1.0, {"style": 1.0})]
-    found = validation_metrics([AnsweredPrompt("a", results, [None, None])], 2, ALONE)
+    found = validation_metrics([AnsweredPrompt("a", results, [None, None])], 2, SINGLE_PROCESS)
     assert "val-aux/a/reward/style/mean@2" in found
     assert not any("length" in name for name in found)

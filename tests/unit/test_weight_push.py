@@ -63,7 +63,7 @@ def test_weights_are_walked_to_their_end_without_any_server():
 
 
 @pytest.fixture
-def lender() -> Iterator[WeightServer]:
+def weight_server() -> Iterator[WeightServer]:
     made = WeightServer(HERE, 5, SECRET.value)
     yield made
     made.close()
@@ -73,9 +73,9 @@ def about(data: bytes) -> dict[str, Any]:
     return {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data), "timeout_s": 5.0, "secret": SECRET.value}
 
 
-def test_what_is_lent_arrives_and_only_while_it_is_lent(lender: WeightServer):
+def test_what_is_lent_arrives_and_only_while_it_is_lent(weight_server: WeightServer):
     data = bytes(range(256)) * 20_000
-    with lender.serve(data) as url, lender.serve(b"other") as other:
+    with weight_server.serve(data) as url, weight_server.serve(b"other") as other:
         assert fetch(url, **about(data)) == data
         assert fetch(other, **about(b"other")) == b"other"
     for gone in (url, url.rpartition("/")[0] + "/"):
@@ -103,8 +103,8 @@ def test_weights_are_fetched_only_from_the_trainer_that_holds_the_secret(of: str
 
 
 @pytest.mark.parametrize("sent", [b"weightx", b"weight", b"weights and more", b""])
-def test_other_bytes_than_those_announced_are_refused(lender: WeightServer, sent: bytes):
-    with lender.serve(sent) as url, pytest.raises(OSError, match="not the 7 that were announced"):
+def test_other_bytes_than_those_announced_are_refused(weight_server: WeightServer, sent: bytes):
+    with weight_server.serve(sent) as url, pytest.raises(OSError, match="not the 7 that were announced"):
         fetch(url, **about(b"weights"))
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from rlhf.models.hf.source import Contents, TensorInfo, TrainedSoFar
 
 
-class HeldSource:
+class MemorySource:
     """Returns ranges of `tensors` and `moments`; `largest` is the size of the largest requested range."""
 
-    layout = "held"
+    layout = "memory"
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class HeldSource:
         model_files: Path | None = None,
         absent: list[str] | None = None,
     ) -> None:
-        self._held = {
+        self._flat = {
             name: tensor.detach().reshape(-1) for name, tensor in (dict(tensors) | (dict(moments or {}))).items()
         }
         self.largest, self.closed = 0, False
@@ -31,7 +31,7 @@ class HeldSource:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         self.largest = max(self.largest, stop - start)
-        return self._held[name][start:stop]
+        return self._flat[name][start:stop]
 
     def close(self) -> None:
         self.closed = True
