@@ -15,7 +15,7 @@ import torch
 from rlhf.config import Config
 from tests.support.adapted_engines import ADAPTED, either_engine
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
-from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, loss_of, state_of, train
+from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, forward_bound, loss_of, state_of, train
 
 pytestmark = NEEDS_DEEPSPEED
 
@@ -124,9 +124,12 @@ def test_opens(matrix, cell):
     assert equal_bits(opened["state"], saved["state"])
     if (writer, writers) == (reader, readers):
         assert equal_bits(opened["losses"], saved["losses"])
-    # A step on another number of ranks adds up in another order, and then rounds weights to bfloat16.
-    later = 1e-2 if "bfloat16" in writer else 1e-6
-    for tolerance, mine, theirs in zip((1e-6, later), opened["losses"], saved["losses"], strict=True):
+    # The weights have the same bits before the first loss. A step adds an error of its own, in the order of its sums.
+    first = forward_bound(saved["losses"])
+    # In bfloat16 a weight that the step left near the middle of two numbers is rounded to the other one. How many do is
+    # not known: 1e-2 allows for a few, and all of them would change a loss by a few percent.
+    later = 1e-2 if "bfloat16" in writer else 2 * first
+    for tolerance, mine, theirs in zip((first, later), opened["losses"], saved["losses"], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
 
 

@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
 from tests.support.launching import TINY_POLICY, ranks, records, saved_steps, small
+from tests.support.rounding import independent_bound
 
 # No warm-up, so that the first step moves the weights and the second sees it.
 TWO_STEPS = (
@@ -19,6 +21,8 @@ TWO_STEPS = (
     "actor.optim.lr=1e-3",
     "actor.kl_loss_coef=0.1",
 )
+LARGEST_LOGIT = 18
+"""The largest absolute value of the bundled policy's logits for `sums` and its greedy responses is 17.2."""
 
 
 class Runs:
@@ -73,9 +77,16 @@ def test_recomputed_activations_change_nothing(runs):
 def test_autocast_shows_as_rounding(runs):
     plain, autocast = runs()[0], runs("backend.autocast=bfloat16")[0]
     # A unit in the last place is 2^16 times as large in bfloat16: nearer to it than to 1, on a scale of powers.
-    assert 2**8 * plain["rollout/logprob_diff_max"] < autocast["rollout/logprob_diff_max"] < 0.5
+    assert 2**8 * plain["rollout/logprob_diff_max"] < autocast["rollout/logprob_diff_max"]
+    # Each of two layers has 14 roundings one after another: input, weight and output of three products and of the gates
+    # (the output projection and the last product have rounded inputs), two in the attention, two in the activation. The
+    # head has three.
+    forward = 2 * 14 + 3
+    assert autocast["rollout/logprob_diff_max"] < LARGEST_LOGIT * independent_bound(forward, torch.bfloat16)
     assert autocast["reward/mean"] == plain["reward/mean"]
-    assert autocast["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=0.2)
+    # The backward pass has two products for each of the forward pass.
+    apart = independent_bound(3 * forward, torch.bfloat16)
+    assert autocast["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=apart)
 
 
 def test_stop_strings_end_samples_early(runs):
@@ -84,9 +95,11 @@ def test_stop_strings_end_samples_early(runs):
 
 
 def test_a_tiny_top_p_is_greedy_so_that_groups_teach_nothing(runs):
-    plain, greedy = runs()[0], runs("rollout.top_p=1e-6")[0]
+    # The KL to the reference is off: its gradient is 0 only up to the rounding of log-probs.
+    alone = "actor.use_kl_loss=false"
+    plain, greedy = runs(alone)[0], runs(alone, "rollout.top_p=1e-6")[0]
     assert greedy["actor/pg_loss"] == 0
-    assert greedy["actor/grad_norm"] < 1e-3 * plain["actor/grad_norm"]
+    assert greedy["actor/grad_norm"] == 0 < plain["actor/grad_norm"]
 
 
 def test_top_k_keeps_a_hot_policy_among_its_likeliest_tokens(runs):
@@ -97,7 +110,7 @@ def test_top_k_keeps_a_hot_policy_among_its_likeliest_tokens(runs):
 def test_math_verify_is_a_reward(runs):
     exact, verified = runs()[0], runs("reward=math_verify")[0]
     assert verified["reward/timeouts"] == 0
-    assert verified["reward/mean"] == pytest.approx(exact["reward/mean"], abs=0.05)
+    assert verified["reward/mean"] == exact["reward/mean"]
 
 
 @pytest.mark.parametrize("contents", ["hf_model", "model", "model,extra", "optimizer,hf_model"])

@@ -1,5 +1,6 @@
 """Trains a tiny model in any training backend for a few steps, and gathers its state."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from rlhf.storage.boxes import layout_of, whole_box
 from rlhf.storage.index_rows import covers
 from rlhf.storage.shards import Shards, strided_view
 from tests.support.in_float64 import in_float64
-from tests.support.rounding import FLOAT32, sum_bound
+from tests.support.rounding import FLOAT32, forward_terms, independent_bound, sum_bound
 from tests.support.tiny_updates import VOCAB, tiny_qwen2
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
@@ -49,22 +50,37 @@ def engines_in_float64() -> Iterator[None]:
 
 
 def apart_in_float64(steps: int, grad_clip: float) -> float:
-    """How far the weights of two engines in float64 can be apart after `steps` optimizer steps.
+    """Estimate how far the weights of two engines in float64 can be apart after `steps` optimizer steps.
 
-    DeepSpeed has the norm of the gradients, by which it clips them, in float32: a gradient, at most `grad_clip`, is off
-    by half a unit in the last place. AdamW moves a weight by at most 2 lr / eps times as much, to first order.
+    DeepSpeed computes the norm of the gradients, by which it clips them, in float32. So it scales all gradients of a
+    step by a factor that is off by at most d, half a unit in the last place. AdamW's step is lr m / (sqrt(v) + eps),
+    where |m| and sqrt(v) are at most `grad_clip` and both are off by at most the share d. To first order in d, which
+    is 6e-8, the step is off by at most lr grad_clip / eps (d + d / 4): the second part is the largest value of
+    sqrt(v) eps / (sqrt(v) + eps)^2. The bound is 2 d in place of 5/4 d.
+
+    The rest, 3/4 d per step, is an allowance and no bound: a later gradient differs too, because the weights are
+    already apart. That depends on the curvature of the loss, which no count of terms gives.
     """
     return steps * OPTIM.lr / OPTIM.eps * grad_clip * FLOAT32
 
 
 def forward_bound(values: Tensor) -> float:
-    """How far losses or logits of a tiny model in float32 can be from those of another engine with the same weights.
+    """Estimate how far losses or logits of a tiny model in float32 can be from another engine's with equal weights.
 
-    Each sum on the way to them is off by its number of terms: in each of two layers over the hidden size in the
-    queries, in the scores and in the MLP, over the tokens in the attention, and so on (at most 100 together); over the
-    hidden size and the vocabulary in the head.
+    See `forward_terms` for its assumptions. The sizes are those of `tiny_qwen2`. A mean over tokens adds its terms.
     """
-    return sum_bound(2 * 100 + 16 + VOCAB) * float(values.abs().max())
+    terms = forward_terms(layers=2, hidden=16, intermediate=24, head=4, tokens=LENGTH, vocabulary=VOCAB)
+    return sum_bound(terms + ROWS * LENGTH) * float(values.abs().max())
+
+
+def rounded_biases_bound(losses: Tensor) -> float:
+    """Estimate how far mean losses in bfloat16 can be apart if one engine rounds products before it adds biases.
+
+    ZeRO 3 does, to the queries, keys and values in each of two layers. Roundings of different tokens are independent,
+    so the mean over a batch divides their deviation by the square root of its tokens.
+    """
+    share = independent_bound(2 * 3, torch.bfloat16) / math.sqrt(ROWS * (LENGTH - 1))
+    return share * float(losses.abs().max())
 
 
 def make_engine(

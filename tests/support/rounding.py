@@ -1,4 +1,10 @@
-"""Bounds the rounding error of sums: the largest difference between two computations of a sum on any processor."""
+"""Bounds rounding errors: the largest difference between two computations of the same numbers on any processor.
+
+`sum_bound` and `log_softmax_bound` are proven bounds of one sum or one log-softmax. `forward_terms` and
+`independent_bound` are estimates for whole passes, and their docstrings give the assumptions.
+"""
+
+import math
 
 import torch
 
@@ -13,6 +19,33 @@ def sum_bound(terms: int, dtype: torch.dtype = torch.float32) -> float:
     so two sums differ by a whole unit.
     """
     return terms * torch.finfo(dtype).eps
+
+
+def forward_terms(*, layers: int, hidden: int, intermediate: int, head: int, tokens: int, vocabulary: int) -> int:
+    """Return the terms of the sums, one after another, from a token's embedding to its log-probs; for `sum_bound`.
+
+    In each layer: two norms, queries, the attention's output, and the gates sum over `hidden`; a norm of the queries
+    and the scores sum over `head`; the softmax and the values sum over `tokens`; the MLP's output sums over
+    `intermediate`. At most 24 operations on single numbers come in addition: biases, rotations, square roots,
+    quotients, exponentials and residuals. After the layers come a norm and the head over `hidden`, and the log-softmax
+    over `vocabulary`.
+
+    The count is exact for this architecture, and the bound of a pass is an estimate. It is too small if a layer
+    amplifies relative errors: if terms of a sum cancel. It is too large because it adds up the worst rounding of every
+    operation, where signs alternate: the errors of n random roundings grow with the square root of n.
+    """
+    layer = 5 * hidden + 2 * head + 2 * tokens + intermediate + 24
+    return layers * layer + 2 * hidden + 3 + vocabulary
+
+
+def independent_bound(roundings: int, dtype: torch.dtype) -> float:
+    """Estimate the relative error of a result after `roundings` to `dtype`, one after another: three deviations.
+
+    The error of a rounding is within half a unit in the last place. If it is uniform there, its standard deviation is
+    at most half a unit / sqrt(3); deviations of independent errors add up as squares. No operation may amplify the
+    relative error. For half precision, where the worst case of a whole pass is as large as the result.
+    """
+    return 3 * math.sqrt(roundings / 3) * torch.finfo(dtype).eps / 2
 
 
 def log_softmax_bound(terms: int, largest: float, dtype: torch.dtype = torch.float32) -> float:
