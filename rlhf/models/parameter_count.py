@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,16 @@ def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield name, tuple(map(int, tensor["shape"]))
 
 
+def hub_cache(environment: Mapping[str, str]) -> Path:
+    """Return the folder of the Hub's cache, by huggingface_hub's own rules."""
+    caches = Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or "~", ".cache"))
+    home = Path(environment.get("HF_HOME") or caches / "huggingface")
+    return Path(environment.get("HF_HUB_CACHE") or home / "hub").expanduser()
+
+
 def _in_cache(name: str, revision: str) -> Path | None:
     """Return the folder of a downloaded model, without huggingface_hub, whose import is slower than this function."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
-    repository = cache / f"models--{name.replace('/', '--')}"
+    repository = hub_cache(os.environ) / f"models--{name.replace('/', '--')}"
     reference = repository / "refs" / revision
     commit = reference.read_text().strip() if reference.is_file() else revision
     snapshot = repository / "snapshots" / commit

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import rlhf
+from rlhf.models.parameter_count import hub_cache
 
 ALLOWED = (
     # Python and its packages
@@ -32,12 +33,5 @@ def reward_environment(trainer: Mapping[str, str], pass_env: Sequence[str]) -> d
     root = str(Path(rlhf.__file__).parents[1])
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, (root, trainer.get("PYTHONPATH"), str(Path.cwd()))))
     # HOME changes; this variable lets the process find downloaded models. The Hub's token is not in this folder.
-    kept["HF_HUB_CACHE"] = _hub_cache(trainer)
+    kept["HF_HUB_CACHE"] = str(hub_cache(trainer))
     return kept
-
-
-def _hub_cache(trainer: Mapping[str, str]) -> str:
-    """Return the Hub cache, by huggingface_hub's own rules."""
-    caches = Path(trainer.get("XDG_CACHE_HOME") or Path(trainer.get("HOME") or "~", ".cache"))
-    home = Path(trainer.get("HF_HOME") or caches / "huggingface")
-    return str(Path(trainer.get("HF_HUB_CACHE") or home / "hub").expanduser())
