@@ -91,7 +91,9 @@ class Journal:
             self._unread = [file for file in files if not self._is_mine(file)]
         except OSError as error:
             self._known, self._writable = {}, False
-            log.warning("Step %d does not use the rollout journal, because its files can't be read or removed: %s", step, error)
+            log.warning(
+                "Step %d does not use the rollout journal, because its files can't be read or removed: %s", step, error
+            )
 
     def samples(self, uids: Sequence[int]) -> list[list[Sample]] | None:
         """Return the samples of each prompt as they were added, or None if any prompt is missing."""
