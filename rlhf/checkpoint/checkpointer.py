@@ -76,7 +76,7 @@ class Checkpointer:
         self._result: SaveResult | None = None
         self.loaded: LoadResult | None = None
         self.not_copied: list[int] = []
-        """On the leader, after `committing`: the steps that `checkpoint.remote` still lacks."""
+        """The steps that `checkpoint.remote` still lacks; valid on the leader after `committing`."""
         self._saved_step: int | None = None
         # Step of the reference's last change -> the newest checkpoint that contains the reference since then.
         self._reference_at: dict[int, Path] = {}

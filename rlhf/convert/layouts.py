@@ -12,7 +12,7 @@ from rlhf.storage.layout import scan, step_of
 
 AUTO = "auto"
 MOST_ROLES = 100
-"""Most subfolders that are searched for a model; a step's folder has few."""
+"""Maximum number of subfolders searched for a model; a step's folder has few."""
 OTHER_ROLES = ("critic", "ref")
 """Roles of a native checkpoint that need `--role`."""
 

@@ -18,9 +18,9 @@ AHEAD_BYTES = 1 << 20
 class RecordSum:
     """Compares bytes [start, stop) of a file with the archive's `crc`; 0 means that the writer computed none.
 
-    Ranges may come in any order and from several threads. A range that continues the summed bytes is added at once. The
-    rest is read ahead for the checksum when at most a quarter is left, or when half was read out of order. Otherwise a
-    record with rarely read bytes, such as padding at the end of a partition, would never be compared.
+    Several threads may read ranges in any order. A range that continues the summed bytes is added at once. When at most
+    a quarter is left, or half was read out of order, `update` reads the rest itself. Otherwise it would never compare a
+    record with rarely read bytes, such as padding at the end of a partition.
     """
 
     path: Path

@@ -16,7 +16,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.shards import as_bytes
 
 MOST_EXPANDED = 64 << 20
-"""Most bytes by which a tensor that repeats elements (stride 0) may exceed its file."""
+"""Maximum bytes by which a tensor with repeated elements (stride 0) may exceed its file."""
 
 
 @dataclass(frozen=True)

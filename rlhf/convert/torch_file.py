@@ -16,7 +16,7 @@ from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.shards import as_bytes
 
 SLAB_BYTES = 64 << 20
-"""Most bytes of a tensor that are in memory at once."""
+"""Maximum bytes of a tensor in memory at once."""
 
 
 def write_torch_file(

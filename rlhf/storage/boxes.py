@@ -4,7 +4,7 @@ With one offset and size per dimension, a part is a box of the tensor: a cut by 
 single offset and size it is a range of the flattened tensor, in row-major order.
 
 ZeRO's partitions are ranges. Written as boxes, a range would be a list of up to 2 * ndim - 1 boxes. FSDP's rows are
-boxes and ranges at once; as ranges they take less space in an index.
+boxes and also ranges; ranges take less space in an index.
 """
 
 import math

@@ -21,7 +21,7 @@ GENERATION_CONFIG = "generation_config.json"
 ADAPTER_STEM, ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
 """File names of an adapter's weights (without suffix) and settings, as peft reads them."""
 ONE_FILE = 1 << 60
-"""More bytes than any adapter has: peft reads an adapter from one file."""
+"""File size limit of adapters, above any real size: peft reads an adapter from one file."""
 METADATA = {"format": "pt"}
 """Metadata of each file; some tools need it to open a file."""
 FLOAT_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

@@ -15,7 +15,7 @@ _STEP_FIRST = re.compile(rb'\{"step": (\d+)[,}]')
 
 
 class DamagedHistory(Exception):
-    """A line is not a record, which no kill can cause; the message has file and line."""
+    """A line is not a record. No kill causes this damage. The message names file and line."""
 
 
 @dataclass(frozen=True)

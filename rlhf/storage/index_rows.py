@@ -123,7 +123,7 @@ def _dimensions(number: NDArray[np.int64], ndim: NDArray[np.int64]) -> NDArray[n
 
 
 def find_uncovered(parts: Parts, table: Table) -> int | None:
-    """Return the number of a tensor whose elements the parts do not cover exactly once; None if there is none."""
+    """Return the number of the first tensor found that the parts do not cover exactly once; None if all are covered."""
     if len(parts.row) == len(parts.rows):  # one row per shard: there are no boxes
         return find_uncovered_range(parts.rows, table.sizes)
     with_boxes = np.zeros(len(table.shapes), dtype=bool)

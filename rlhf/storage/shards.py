@@ -1,8 +1,8 @@
 """Saves and loads tensors as shards, each a box of a tensor or a range of its flattened elements.
 
 FSDP2's rows, cuts by columns, ZeRO's flat partitions and unsharded tensors are all such parts (`boxes`). So each
-backend and world size loads what any other has saved. Each rank writes its shards as 1-D tensors into one safetensors
-file. An index beside the files maps parts to bytes.
+backend loads the checkpoints of all backends, on any number of ranks. Each rank writes its shards as 1-D tensors into
+one safetensors file. An index beside the files maps parts to bytes.
 """
 
 import math
@@ -154,7 +154,7 @@ class TensorReader:
 
     def mismatches(self, shards: Shards) -> list[str]:
         """Return differences from the names, shapes and types of `shards`, a line each. Dtypes that a load converts
-        (`converted_dtypes`) are no difference."""
+        (`converted_dtypes`) are not differences."""
         stored, wanted = dict(self.tensors), tensor_table(shards)
         stored |= {name: (wanted[name][0], stored[name][1]) for name in self.converted_dtypes(shards)}
         lines = [f"{name} is not in the checkpoint" for name in wanted.keys() - stored.keys()]
@@ -229,7 +229,7 @@ class _Read(NamedTuple):
 
 def _reads(piece: Piece, wanted: Box, elements: Tensor, shape: Sequence[int]) -> Iterator[_Read]:
     """Yield the reads of a piece into `elements`, the flattened memory of the part `wanted`. A read with gaps goes
-    through memory of at most LANDING_BYTES. A contiguous one goes to `elements` directly."""
+    through memory of at most LANDING_BYTES. A contiguous read goes to `elements` directly."""
     source, target = (layout_of(piece.box, part, shape) for part in (piece.shard, wanted))
     width = elements.element_size()
     start, length = piece.position + source.offset * width, source.span * width

@@ -7,7 +7,7 @@ import threading
 import time
 
 READER_TIMEOUT_S = 10.0
-"""Longest wait for a reader. After one such wait lines are dropped until the reader reads again."""
+"""Longest wait for a reader. After this wait the writer drops lines until the reader reads again."""
 
 
 class UnreadPipe(Exception):

@@ -169,7 +169,7 @@ def test_moments_that_are_missing_are_zero_and_named(tmp_path, trained, model_fi
     source = MemorySource(state["model"], kept, TrainedSoFar(step=4), model_files)
     done = write(tmp_path / "global_step_4", source)
     assert done.absent == [f"actor: moments of 1 weights, such as {frozen}, which begin at zero"]
-    place = "actor: place in the learning rate schedule, after 3 optimizer steps"
+    place = "actor: position in the learning rate schedule, after 3 optimizer steps"
     assert place in done.converted, "as the moments' step counts say"
     backend = make_backend(2, train_steps=1)
     start(make_config(tmp_path), tmp_path / "global_step_4", backend)

@@ -185,7 +185,7 @@ def test_files_that_do_not_belong_together(saved, tmp_path):
     with pytest.raises(DamagedCheckpoint, match=facts("rank_2.pt", "rank 1")):
         open_source(Origin(copy))
     use(copy / "optim_world_size_4_rank_1.pt")
-    with pytest.raises(DamagedCheckpoint, match="is in the file of only one"):
+    with pytest.raises(DamagedCheckpoint, match="only one of the files of ranks 0 and"):
         open_source(Origin(copy))
 
 

@@ -62,7 +62,7 @@ def test_it_says_what_comes_along_what_does_not_and_how_to_begin(saved, tmp_path
     for line in (
         "actor: weights, 12 tensors",
         "actor: AdamW's moments and step counts",
-        "actor: place in the learning rate schedule, after 3 optimizer steps",
+        "actor: position in the learning rate schedule, after 3 optimizer steps",
         "the random number generators, which are seeded from trainer.seed",
         "the position in the training prompts, which start at the first prompt",
     ):

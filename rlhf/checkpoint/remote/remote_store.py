@@ -83,7 +83,7 @@ class RemoteStore:
                 size += len(chunk)
         arrived = self._fs.info(path)["size"]
         if arrived != size:
-            raise OSError(f"{name} has {arrived} bytes there instead of {size}")
+            raise OSError(f"{name} has {arrived} bytes in the remote folder instead of {size}")
 
     def create(self, name: str, content: bytes) -> bool:
         """Create a small object. If several machines try, only one succeeds. Return False, with nothing written, if the

@@ -95,7 +95,7 @@ class Retries:
         self.beat()
 
     def _watch(self, what: str, action: Callable[[], T], this_try: _Try) -> T:
-        """Run `action` in a thread of its own, so that a hanging connection blocks nobody."""
+        """Run `action` in a new thread, so that a hanging connection does not block the caller."""
         outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
         def run() -> None:
@@ -113,7 +113,7 @@ class Retries:
                 if self._stopped:
                     raise Stopped from None
                 if time.monotonic() - this_try.last >= self._stalled_s:
-                    raise TimeoutError(f"nothing moved for {self._stalled_s:g} s") from None
+                    raise TimeoutError(f"no progress for {self._stalled_s:g} s") from None
                 continue
             if error is not None:
                 raise error

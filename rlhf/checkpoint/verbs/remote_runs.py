@@ -61,7 +61,7 @@ class RemoteRun:
         return self._checkpoints
 
     def rules(self) -> CheckpointConfig | None:
-        """Return None: `checkpoint.remote_max_to_keep`, in no file of the folder, decides what stays."""
+        """Return None: the folder does not store `checkpoint.remote_max_to_keep`, its only retention rule."""
         return None
 
     def pointer(self) -> str | None:

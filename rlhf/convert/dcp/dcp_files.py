@@ -23,7 +23,7 @@ from rlhf.storage.reading import read_regular
 
 METADATA = ".metadata"
 LARGEST = 4 << 30
-"""Most bytes of a `.metadata` file; a million chunks take 140 MB."""
+"""Maximum size in bytes of a `.metadata` file; a million chunks take 140 MB."""
 METADATA_CLASSES = [
     *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     *("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
@@ -87,7 +87,7 @@ class _Chunk:
         if self._tensor is None:
             found = open_torch_file(self.path, start=self.start, size=self.size)
             if not isinstance(found, StoredTensor) or (found.shape, found.dtype) != (self.info.shape, self.info.dtype):
-                raise DamagedCheckpoint(f"{self.path} has another tensor at byte {self.start} than {METADATA} lists")
+                raise DamagedCheckpoint(f"{self.path} lacks the tensor that {METADATA} lists at byte {self.start}")
             self._tensor = found
         return self._tensor.read(start, stop)
 

@@ -1,7 +1,7 @@
 """Maps the moments in the optimizer files of verl's FSDP ranks to parameter names.
 
-FSDP2 has one entry per parameter. FSDP1 has one entry per wrapped unit: the rank's piece of all parameters of the unit,
-concatenated. With `use_orig_params` FSDP1 has one entry per parameter: the rank's piece of it.
+FSDP2 has one entry per parameter. FSDP1 concatenates the parameters of a wrapped unit and has one entry per unit: the
+rank's piece. With `use_orig_params`, FSDP1 has one entry per parameter: the rank's piece of the parameter.
 """
 
 import re

@@ -60,7 +60,7 @@ def open_source(origin: Origin) -> NamedTensors:
     model_files = origin.model_files or _model_files(folder)
     contents = Contents({}, model_files=model_files, progress=_progress(folder, world_size))
     if contents.progress.schedule is None:
-        contents.absent.append(f"the learning rate schedule: no {EXTRA} file with one")
+        contents.absent.append(f"the learning rate schedule: no {EXTRA} file has one")
     contents.absent.append("the place in the data and the state of the algorithm: only verl's loader reads its data.pt")
     tensors = _tensors(folder, ranks)
     if adapters.is_adapted(tensors):
@@ -80,7 +80,7 @@ def _tensors(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Read
         raise UserError(f"{folder} has FSDP1's flattened weights (LOCAL_STATE_DICT). Save it with SHARDED_STATE_DICT.")
     for number, rank in enumerate(ranks):
         if odd := next(iter(sorted(map(str, rank.keys() ^ ranks[0].keys()))), None):
-            raise DamagedCheckpoint(f"{folder}: {odd} is in the file of only one of rank 0 and rank {number}")
+            raise DamagedCheckpoint(f"{folder}: only one of the files of ranks 0 and {number} has {odd}")
     return {name: assemble(name, [rank[name] for rank in ranks]) for name in ranks[0]}
 
 

@@ -156,7 +156,7 @@ def card_of(origin: Origin, layout: str, repo_id: str) -> str:
 
 
 def bare_card(title: str) -> str:
-    """Return README.md of a folder about which only the format is known."""
+    """Return README.md of a folder without a record of its training."""
     metadata = {"library_name": "transformers", "tags": ["rlhf"]}
     return f"{_metadata(metadata)}\n# {_inline(title)}\n\nA Hugging Face folder, written by rlhf.\n"
 

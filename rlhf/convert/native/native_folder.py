@@ -117,7 +117,7 @@ def _write_role(
         steps = {"optimizer_step": position, "training_step": done.manifest.step}
         files.append(write_json(root, f"{role}/{SCHEDULE}", {"lr_scheduler": schedule, "steps_taken": steps}))
         have += [] if "extra" in have else ["extra"]
-        done.converted.append(f"{role}: place in the learning rate schedule, after {position} optimizer steps")
+        done.converted.append(f"{role}: position in the learning rate schedule, after {position} optimizer steps")
     done.absent += [f"{role}: {line}" for line in source.contents.absent]
     return files
 
