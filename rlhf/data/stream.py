@@ -54,7 +54,7 @@ class PromptStream:
         """Continue from `state`. Raise UserError if the prompts differ from the state's, unless `allow_change`."""
         if state["fingerprint"] != self._prompts.fingerprint:
             message = (
-                f"The training prompts (data.train_files or data.reasoning_gym) are not those of the checkpoint: "
+                f"The training prompts (data.train_files or data.reasoning_gym) differ from the checkpoint's: "
                 f"fingerprint {self._prompts.fingerprint}, the checkpoint has {state['fingerprint']}."
             )
             if not self._allow_change:

@@ -103,8 +103,8 @@ class Guards:
         """Return the decision on the batch of `step` after its updates. `last` is whether it is the run's last step.
 
         Raises:
-            UserError: the batch is rejected and `action` is `stop`, more than `max_events` batches in a row are
-                rejected, or the run would end with every batch rejected for metrics that are not finite.
+            UserError: `action` is `stop` and the batch is rejected; more than `max_events` batches in a row are
+                rejected; or `last`, and all batches were rejected for metrics that are not finite.
         """
         if self.rejected is None:
             old = self._reward if self._average is None else self._average

@@ -119,7 +119,7 @@ def _check_same_files(
     """
     if loading == "shard":
         host = coordinator.all_gather(socket.gethostname())[others[0]]
-        what = "does not see" if seen[others[0]] is None else f"sees other files than rank {reader} in"
+        what = "does not see" if seen[others[0]] is None else f"sees different files than rank {reader} in"
         raise UserError(
             f"model.loading=shard: rank {others[0]} (on {host}) {what} {source}. Put the same folder at that path on "
             "every node, or set model.loading=auto."

@@ -61,7 +61,7 @@ def packing_problem(model: nn.Module) -> str | None:
         reason = _difference(model, device)
     if any_rank(reason is not None, device):
         unpack(model)
-        return reason or "on another rank packed sequences get other results than separate ones"
+        return reason or "on another rank, packed and separate sequences give different results"
     return None
 
 
@@ -88,7 +88,7 @@ def _difference(model: nn.Module, device: torch.device) -> str | None:
     together = torch.cat([row[a : a + n] for a, n in zip(packed.starts.tolist(), LENGTHS, strict=True)])
     difference = float(((together - apart).norm(dim=1) / apart.norm(dim=1)).max())
     if not difference <= (COARSE_TOLERANCE if coarse else TOLERANCE):
-        return f"packed sequences get other results than separate ones (up to {difference:.2g} of their size)"
+        return f"packed and separate sequences give different results (relative difference {difference:.2g})"
     return None
 
 

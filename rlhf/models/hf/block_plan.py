@@ -1,4 +1,4 @@
-"""Plans which rank writes which block of a file whose bytes are on many ranks. Imports no torch.
+"""Assigns each block of a file to the rank that writes it, if many ranks have its bytes. Imports no torch.
 
 Each block of 4 MiB has one hash, so one rank writes it: the rank with the largest part. Other ranks send their parts.
 """
