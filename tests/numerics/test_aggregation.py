@@ -8,7 +8,7 @@ import torch
 from rlhf.algorithms.aggregation import loss_count, loss_sum
 from rlhf.config.schema.actor import LOSS_AGG_MODES
 from tests.support import float_reference as reference
-from tests.support.tables import MODES, close, random_mask, random_table, slopes, tensor
+from tests.support.tables import MODES, SLOPES, close, random_mask, random_table, slopes, tensor
 
 
 def test_every_configured_mode_is_tested():
@@ -27,7 +27,7 @@ def test_split_and_padding_do_not_change_the_loss(mode, scale):
         whole = loss_sum(v, m, mode, scale) / loss_count(m, mode)
         whole.backward()
         close(whole.detach(), expected)
-        close(v.grad, slopes(lambda values, mask=mask: reference.aggregate(values, mask, mode, scale), values))
+        close(v.grad, slopes(lambda values, mask=mask: reference.aggregate(values, mask, mode, scale), values), SLOPES)
         assert not v.grad[m == 0].any()
 
         cut = rng.randint(1, rows - 1)

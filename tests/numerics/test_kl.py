@@ -9,7 +9,7 @@ import torch
 from rlhf.algorithms.kl import adapted_coefficient, corrected_kl, kl_estimate
 from rlhf.config.schema.actor import KL_KINDS
 from tests.support import float_reference as reference
-from tests.support.tables import close, random_table, slopes, tensor
+from tests.support.tables import SLOPES, close, random_table, slopes, tensor
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
@@ -32,7 +32,7 @@ def test_value_and_gradient(kind, scale):
         ours = kl_estimate(x, tensor(ref), kind)
         ours.sum().backward()
         close(ours.detach(), table(new, of_value))
-        close(x.grad, slopes(lambda new, table=table: sum(map(sum, table(new, of_gradient))), new))
+        close(x.grad, slopes(lambda new, table=table: sum(map(sum, table(new, of_gradient))), new), SLOPES)
 
 
 def test_expectations_under_the_policy():
@@ -89,7 +89,7 @@ def test_corrected_value_and_gradient(kind, scale):
 
         close(ours.detach(), table(new, kind.removesuffix("+")))
         of_gradient = "k2" if constant else kind
-        close(x.grad, slopes(lambda at, table=table, of=of_gradient: sum(map(sum, table(at, of))), new))
+        close(x.grad, slopes(lambda at, table=table, of=of_gradient: sum(map(sum, table(at, of))), new), SLOPES)
 
 
 @pytest.mark.parametrize("kind", ["k4", "k2+", ""])

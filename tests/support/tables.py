@@ -6,11 +6,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tests.support.in_float64 import TOLERANCE
+
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 Rows = list[list[float]]
 
 
-def close(ours: Tensor, expected: object, tolerance: float = 1e-6) -> None:
+def close(ours: Tensor, expected: object, tolerance: float = TOLERANCE) -> None:
     torch.testing.assert_close(ours, torch.as_tensor(expected, dtype=ours.dtype), rtol=tolerance, atol=tolerance)
 
 
@@ -36,6 +38,10 @@ def tensor(table: Rows, mask: Rows | None = None) -> Tensor:
     """Return a [rows, columns] float64 tensor, NaN outside the mask if given."""
     result = torch.tensor(table, dtype=torch.float64)
     return result if mask is None else result.masked_fill(torch.tensor(mask) == 0, torch.nan)
+
+
+SLOPES = 1e-6
+"""Tolerance for `slopes`: a step of 1e-6 leaves 1e-12 of a third derivative and, by rounding, 1e-10 of a value."""
 
 
 def slopes(function: Callable[[Rows], float], at: Rows) -> Rows:
