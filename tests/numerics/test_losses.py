@@ -91,7 +91,7 @@ def test_policy_loss_and_its_gradient(name, clip, mode):
         assert list(figures) == FIGURES[name]
         for index, (figure, ours_of_it) in enumerate(figures.items(), start=1):
             assert not ours_of_it.requires_grad
-            close(ours_of_it, part(every, index, mask))
+            close(ours_of_it, part(every, index, mask), tolerance_of(name))
             changed[figure] |= {advantages[i][j] > 0 for i, j in ours_of_it.nonzero().tolist()}
     assert changed[FIGURES[name][0]] == {True, False}, "clipping must have happened for both signs of the advantage"
     if name == "vanilla":
