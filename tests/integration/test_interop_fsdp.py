@@ -176,7 +176,7 @@ def test_files_that_do_not_belong_together(saved, tmp_path):
         shutil.copy(source, copy / "model_world_size_4_rank_2.pt")
 
     use(saved / "qwen2" / "fsdp2" / "2" / "model_world_size_4_rank_2.pt")
-    with pytest.raises(DamagedCheckpoint, match=facts("only one of rank 0 and rank 2")):
+    with pytest.raises(DamagedCheckpoint, match=facts("only one of the files of ranks 0 and 2")):
         open_source(Origin(copy))
     use(saved / "llama" / "fsdp1_orig_params" / "model_world_size_4_rank_2.pt")
     with pytest.raises(DamagedCheckpoint, match="is sharded differently"):
