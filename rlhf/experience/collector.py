@@ -137,7 +137,7 @@ class Collector:
     def invalidate_policy(self) -> None:
         """Drop samples generated ahead, and sync the weights before the next generation. Collective.
 
-        For a roll-back, which changes the weights.
+        For a rollback, which changes the weights.
         """
         self._prefetch.drop()
         self.generation.sampler.invalidate_weights()

@@ -45,7 +45,7 @@ class Journal:
     Each step and rank has an append-only file of records, `journal/step_N.rank_RRRRR`. The first record contains what
     the samples depend on: the trajectory hash, the policy's steps, and a hash of the last batch that was trained on. If
     any of the three differs, the journal drops the file and the files of later steps. So samples of other weights are
-    never reused after a roll-back or a change of rewards. The first step after a resume accepts any hash of a batch,
+    never reused after a rollback or a change of rewards. The first step after a resume accepts any hash of a batch,
     because the checkpoint determines the weights. Rewards are reused only if the reward functions' files are unchanged.
 
     Rank r of n owns the files of the ranks r, r + n, r + 2n and so on, since an earlier start may have had more ranks.

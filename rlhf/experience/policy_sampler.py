@@ -85,5 +85,5 @@ class PolicySampler:
         return {"timing_s/update_weights": seconds} | self.engine.metrics()
 
     def invalidate_weights(self) -> None:
-        """Sync the weights before the next generation, because after a roll-back the same version has other weights."""
+        """Sync the weights before the next generation, because after a rollback the same version has other weights."""
         self._version = None

@@ -39,13 +39,13 @@ class Guards:
     For each batch, call `begin`, then `allows` before each optimizer step, then `settle`. If `settle` returns
     `rollback`, call `remember`, load the newest checkpoint (which calls `load_state_dict`), and call `recall`.
 
-    If a crash between a roll-back and the next save loses the memory of the roll-back, the run does not change.
+    If a crash between a rollback and the next save loses the memory of the rollback, the run does not change.
     Decisions depend only on the batch and the checkpoint's state, so the repeated step is rejected again and draws the
-    same later prompts. A roll-back changes the trajectory only by these prompts, whichever checkpoint was loaded: the
+    same later prompts. A rollback changes the trajectory only by these prompts, whichever checkpoint was loaded: the
     checkpoint restores the reward average, and the metrics of a step count only the events up to that step.
 
-    The number of roll-backs is bounded. Only an accepted step after all rolled-back steps resets the count of
-    rejections in a row, so each step causes at most `max_events` roll-backs, even if repeated steps are accepted. A
+    The number of rollbacks is bounded. Only an accepted step after all rolled-back steps resets the count of
+    rejections in a row, so each step causes at most `max_events` rollbacks, even if repeated steps are accepted. A
     crash may lower the count, but the supervisor limits the restarts after crashes.
 
     Args:
@@ -60,7 +60,7 @@ class Guards:
         """The event that rejected the current batch; None if it is not rejected."""
         self._average: float | None = None
         self._skips = 0
-        # Rejected step -> number of its roll-backs, and position in the stream from which the step draws prompts.
+        # Rejected step -> number of its rollbacks, and position in the stream from which the step draws prompts.
         self._rollbacks: dict[int, tuple[int, int]] = {}
         self._row: list[Event] = []
 
@@ -131,7 +131,7 @@ class Guards:
         return "rollback"
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of skips and roll-backs up to this step, and whether this batch is rejected."""
+        """Return the number of skips and rollbacks up to this step, and whether this batch is rejected."""
         return {
             "guards/skips": self._skips,
             "guards/rollbacks": sum(times for step, (times, _) in self._rollbacks.items() if step <= self._step),
@@ -139,7 +139,7 @@ class Guards:
         }
 
     def remember(self, position: int) -> dict[str, Any]:
-        """Count the roll-back of the rejected step, and return the state that `recall` restores after the roll-back.
+        """Count the rollback of the rejected step, and return the state that `recall` restores after the rollback.
 
         Args:
             position: position in the stream after the rejected step's prompts, from which the repeated step draws.

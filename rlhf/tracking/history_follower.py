@@ -17,7 +17,7 @@ TAIL_BYTES = 1 << 20
 class HistoryFollower:
     """Returns each record that is appended after the follower's creation.
 
-    A resume or a roll-back cuts the file and repeats steps; the follower returns repeated steps again. It compares the
+    A resume or a rollback cuts the file and repeats steps; the follower returns repeated steps again. It compares the
     position and hash of each line read, since the file may outgrow its old end between two calls.
     """
 

@@ -54,7 +54,7 @@ class Progress(ProgressDisplay):
         return self._total > 0
 
     def start(self, step: int, total: int) -> None:
-        """Begin at `step` finished steps of `total`: 0, the resume step, or the target of a roll-back."""
+        """Begin at `step` finished steps of `total`: 0, the resume step, or the target of a rollback."""
         self._step, self._total = step, total
         self._times, self._figures, self._last_line = [(time.monotonic(), step)], {}, _NOTHING_AT
 

@@ -156,7 +156,7 @@ def _text(report: dict[str, Any], folder: Path) -> str:
     if report["tokens_per_second"] is not None:
         rows.append(("tokens per second", f"{report['tokens_per_second']:,.0f}"))
     if report["skips"] or report["rollbacks"]:
-        rows.append(("guards", f"batches skipped: {report['skips']}, roll-backs: {report['rollbacks']}"))
+        rows.append(("guards", f"batches skipped: {report['skips']}, rollbacks: {report['rollbacks']}"))
     rows.append(("checkpoint", report["checkpoint"] or "none"))
     if (folder / "reward.png").exists():
         rows.append(("reward curve", f"{folder / 'reward.png'} (numbers: report.json)"))

@@ -44,7 +44,7 @@ class SampleFiles:
         replace_durably(self._folder / f"step_{step}.jsonl", content.encode(errors="surrogatepass"))
 
     def cut_after(self, step: int) -> None:
-        """Remove the files of steps after `step`, which a resume or roll-back will repeat."""
+        """Remove the files of steps after `step`, which a resume or rollback will repeat."""
         for later in [each for each in self.steps() if each > step]:
             remove_file(self._folder / f"step_{later}.jsonl", missing_ok=True)
 

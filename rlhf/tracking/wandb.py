@@ -38,7 +38,7 @@ class Wandb:
 
         Online the server returns its next step. The server may be behind the history (a kill loses wandb's buffer) or
         ahead (the run repeats steps); steps before the server's next step are never sent again. Offline each start
-        begins a new file with the whole history and sets earlier files aside. After a roll-back a start first finishes
+        begins a new file with the whole history and sets earlier files aside. After a rollback a start first finishes
         the open run.
 
         Raises:
@@ -102,7 +102,7 @@ class Wandb:
         superseded = self.run_dir / "wandb" / "superseded"
         for segment in sorted((self.run_dir / "wandb").glob(f"offline-run-*-{self.run_id}")):
             make_dir(superseded)
-            # wandb names a segment by the second of its start, and a roll-back can follow within the same second.
+            # wandb names a segment by the second of its start, and a rollback can follow within the same second.
             names = (superseded / f"{segment.name}.{n}" for n in count(1))
             rename(segment, next(name for name in names if not name.exists()))
 

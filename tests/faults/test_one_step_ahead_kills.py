@@ -24,7 +24,7 @@ AHEAD = (
 RUNS: dict[str, tuple[str, ...]] = {
     "every prompt": (),
     "dynamic sampling": ("algorithm.filter_groups.enable=true", "data.gen_batch_size=12"),
-    "roll-backs": ("guards.action=rollback", "guards.max_reward_drop=0.15", "guards.max_events=100"),
+    "rollbacks": ("guards.action=rollback", "guards.max_reward_drop=0.15", "guards.max_events=100"),
 }
 # Two mini-batches a step, saves every three steps: before the first save, after it, and when the running batch was
 # finished for one. A run that is asked to stop saves, whatever the step.
@@ -44,7 +44,7 @@ KILLS: dict[str, tuple[dict[str, Any], int]] = {
         pytest.param("every prompt", "asked to stop", 1, marks=pytest.mark.slow),
         pytest.param("dynamic sampling", "in a save", 1, marks=pytest.mark.slow),
         ("dynamic sampling", "after a save", 2),
-        ("roll-backs", "after a save", 1),
+        ("rollbacks", "after a save", 1),
     ],
 )
 def test_a_kill_with_a_batch_in_flight_costs_no_bit(run, kill, nproc, sums, tmp_path: Path, tmp_path_factory):
@@ -68,5 +68,5 @@ def test_a_kill_with_a_batch_in_flight_costs_no_bit(run, kill, nproc, sums, tmp_
     end = start(tmp_path, "killed", kills)
     assert end.code == 0, end.output
     assert differences(undisturbed, killed) == []
-    if run == "roll-backs":
+    if run == "rollbacks":
         assert records(undisturbed)[-1]["guards/rollbacks"] > 0

@@ -89,7 +89,7 @@ def roll_back(rank: int, config: Config, at: int) -> list[str]:
             wrong.append("the steps changed nothing")
         assert run.checkpointer.resume() is True
         now = run.everything()
-        wrong += [f"{key} after the roll-back" for key in saved if not equal_bits(now[key], saved[key])]
+        wrong += [f"{key} after the rollback" for key in saved if not equal_bits(now[key], saved[key])]
     wrong += [f"{key} at the end" for end in ends for key in end if not equal_bits(end[key], ends[0][key])]
     # A save of the step that it stands at is there already; the next step's is a new one, and links the reference of
     # this one.

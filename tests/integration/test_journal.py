@@ -131,7 +131,7 @@ def forget_rewards(path: Path) -> None:
 
 
 def go_back(rank: Rank, step: int, position: int) -> None:
-    """What a roll-back to the checkpoint of `step` does."""
+    """What a rollback to the checkpoint of `step` does."""
     rank.driver.step = step
     rank.collector.generation.sampler.invalidate_weights()
     stream = rank.collector.prompts._stream
@@ -172,7 +172,7 @@ def all_scenarios(folder: Path) -> dict[str, Any]:
     steps["second"] = walk(rank, 2)
     rank.collector.skip_to(rejected_until)
     steps["other data"] = walk(rank, 5)
-    # A crash that forgets the roll-back, and a step that is not refused this time.
+    # A crash that forgets the rollback, and a step that is not refused this time.
     steps["not refused"] = walk(start(folder / "rollback", name), 5)
     return found
 

@@ -1,5 +1,5 @@
 """Weights and moments that leave the device between phases: the same bits in every engine, through saves and a
-roll-back, and nothing is left behind."""
+rollback, and nothing is left behind."""
 
 from pathlib import Path
 from typing import Any

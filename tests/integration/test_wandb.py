@@ -70,7 +70,7 @@ def test_rewinds_within_one_process_leave_one_offline_file(tmp_path: Path) -> No
     items = wandb_items(segment, RUN_ID)
     assert [item["_step"] for item in items] == list(range(21))
     assert [item["reward/mean"] for item in items] == [step / 7 for step in range(21)]
-    # A crash after a roll-back.
+    # A crash after a rollback.
     assert launch(run_dir, "offline", "15", "23", "18:16", "19").returncode == EXIT_KILLED
     assert launch(run_dir, "offline", "18", "23").returncode == 0
     (segment,) = (run_dir / "wandb").glob("offline-run-*")

@@ -199,7 +199,7 @@ class Run:
     def moment(self) -> None:
         """Something that a crash can come before; counted over all attempts, so that each crash happens once."""
         self.disk.moments += 1
-        assert self.disk.moments < 10_000, "an endless roll-back"
+        assert self.disk.moments < 10_000, "an endless rollback"
         if self.disk.moments in self.crashes:
             raise Crash
 
@@ -315,7 +315,7 @@ class Spiteful(Run):
             )
             if self.guards.settle(step) == "rollback":
                 self.rollbacks += 1
-                assert self.rollbacks <= STEPS * self.config.max_events, "an endless roll-back"
+                assert self.rollbacks <= STEPS * self.config.max_events, "an endless rollback"
                 memory = self.guards.remember(0)
                 self.restore()
                 self.guards.recall(memory)
@@ -340,5 +340,5 @@ def test_rollbacks_are_bounded_when_every_batch_is_refused_and_crashes_take_the_
     crashes = {4, 9, 20}
     disk, ending = finished(config, 0, 1.0, crashes)
     assert ending.startswith("The guards rejected 4 batches in a row")
-    # Moments of one attempt: four batches with three moments each, and two for each of the three roll-backs.
+    # Moments of one attempt: four batches with three moments each, and two for each of the three rollbacks.
     assert disk.moments <= (len(crashes) + 1) * (4 * 3 + 3 * 2)

@@ -69,7 +69,7 @@ def test_events_of_the_guards_are_told(tmp_path: Path) -> None:
     history.append({"step": 1, "guards/skips": 0, "guards/rollbacks": 0})
     history.append({"step": 2, "guards/skips": 0, "guards/rollbacks": 3})
     text = write_report(tmp_path)
-    assert "batches skipped: 0, roll-backs: 3" in text
+    assert "batches skipped: 0, rollbacks: 3" in text
     assert (report(tmp_path)["skips"], report(tmp_path)["rollbacks"]) == (0, 3)
 
 
