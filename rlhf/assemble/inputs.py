@@ -1,6 +1,7 @@
 """Reads the inputs of a run before any weights are loaded: the models' files, the prompts, the number of steps."""
 
 from dataclasses import dataclass
+from datetime import date
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +25,9 @@ class RunInputs:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        return self.models.fingerprints | {"prompts": self.train_set.fingerprint}
+        return self.models.fingerprints | {
+            "prompts": f"{self.train_set.fingerprint} {self.train_set.tokens_fingerprint}"
+        }
 
 
 def read_prompts(
@@ -32,19 +35,25 @@ def read_prompts(
     reward: RewardConfig,
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
+    day: date,
     coordinator: Coordinator,
 ) -> tuple[PromptSet, PromptSet | None]:
-    """Return the training prompts and the held-out prompts, if any. Collective.
+    """Return the training prompts and the held-out prompts, if any, with `day` as chat templates' date. Collective.
 
     Raises:
-        UserError: the ranks read different training prompts.
+        UserError: the ranks read different training prompts, or have different tokens.
     """
-    train_set = build_train_set(data, reward, seed, tokenizer)
-    val_set = build_val_set(data, reward, seed, tokenizer)
+    train_set = build_train_set(data, reward, seed, tokenizer, day)
+    val_set = build_val_set(data, reward, seed, tokenizer, day)
     if len(set(coordinator.all_gather(train_set.fingerprint))) > 1:
         raise UserError(
             f"The ranks read different training prompts from {data.train_files or data.reasoning_gym}: give every node "
             "the same files, and set PYTHONHASHSEED=0 for all ranks (some reasoning-gym tasks depend on it; the "
             "supervisor of python -m rlhf.train sets it)."
+        )
+    if len(set(coordinator.all_gather(train_set.tokens_fingerprint))) > 1:
+        raise UserError(
+            "The ranks tokenize the same training prompts differently: give every node the same tokenizer, chat "
+            "template (model.path, model.chat_template) and release of transformers."
         )
     return train_set, val_set

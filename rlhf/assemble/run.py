@@ -20,7 +20,7 @@ from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.start.run_dir import planned_steps
 from rlhf.checkpoint.state.driver_state import DriverState
-from rlhf.checkpoint.state.run_file import read_run_file
+from rlhf.checkpoint.state.run_file import read_run_file, start_day
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
@@ -111,14 +111,17 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
     check_lengths(policy.hf_config, config.data.max_prompt_length, config.data.max_response_length)
     report("reading the prompts")
     trainer, data = config.trainer, config.data
-    train_set, val_set = read_prompts(data, config.reward, trainer.seed, policy.tokenizer, coordinator)
+    run = read_run_file(config.run_dir)
+    day = start_day(run)
+    train_set, val_set = read_prompts(data, config.reward, trainer.seed, policy.tokenizer, day, coordinator)
     stream = PromptStream(train_set, trainer.seed, data.shuffle, allow_change=trainer.allow_config_change)
     steps_per_epoch = len(train_set) / data.train_batch_size
     driver = DriverState(
-        read_run_file(config.run_dir)["run_id"],
+        run["run_id"],
         planned_steps(trainer, steps_per_epoch),
         steps_per_epoch,
         trainer.total_epochs if trainer.total_training_steps is None else None,
+        started_on=day.isoformat(),
     )
     return RunInputs(models, train_set, val_set, stream, driver)
 

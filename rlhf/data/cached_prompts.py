@@ -19,6 +19,7 @@ from rlhf.data.items import Row
 from rlhf.data.prompt_cache import open_or_make
 from rlhf.data.prompt_file import MappedPrompts, write_prompts
 from rlhf.data.records import Source
+from rlhf.data.template_date import uses_date
 from rlhf.data.tokens import LengthLimit, Lengths
 from rlhf.errors import UserError
 from rlhf.storage.files import make_dir, write_small
@@ -26,7 +27,7 @@ from rlhf.storage.files import make_dir, write_small
 CHUNK = 4 << 20
 SETTLED_NS = 2_000_000_000
 """Age of a file's last change after which another change is certain to change the timestamp."""
-FORMAT = 1
+FORMAT = 2
 LARGE = 1 << 20
 """Bytes of data files from which a set is cached: tokenizing smaller files takes less time than importing Arrow."""
 READERS = ("transformers", "tokenizers", "jinja2", "pyarrow")
@@ -36,18 +37,20 @@ def is_large(sources: Sequence[Source]) -> bool:
     return sum(path.stat().st_size for source in sources for path in source.files()) >= LARGE
 
 
-def tokenizer_identity(tokenizer: Any) -> list[Any] | None:
-    """Return all inputs of a chat's tokens; None for a tokenizer in Python, which has no complete description."""
+def tokenizer_identity(tokenizer: Any, day: date) -> list[Any] | None:
+    """Return all inputs of a chat's tokens; None for a tokenizer in Python, which has no complete description.
+
+    `day` is the day that templates print; it counts only for a template that prints a date.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     template = json.dumps(tokenizer.chat_template, sort_keys=True)
-    # A template may print the day, as Llama 3's do.
-    today = date.today().isoformat() if "strftime_now" in template else None
+    printed = day.isoformat() if uses_date(tokenizer.chat_template) else None
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     state = xxhash.xxh3_128_hexdigest(backend.to_str().encode())
     splits = getattr(tokenizer, "split_special_tokens", None)
-    return [type(tokenizer).__name__, state, template, special, splits, today, [version(name) for name in READERS]]
+    return [type(tokenizer).__name__, state, template, special, splits, printed, [version(name) for name in READERS]]
 
 
 def cached_prompts(

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from rlhf.data.items import Prompt, Row
-from rlhf.data.prompts import RowsHash
+from rlhf.data.prompts import PromptsHash
 from rlhf.data.tokens import BATCH, Lengths, in_batches
 from rlhf.errors import UserError
 from rlhf.storage.files import remove_file, write_file, write_json
@@ -40,14 +40,20 @@ def write_prompts(folder: Path, prompts: Iterable[tuple[Row, list[int]]], length
     Args:
         prompts: from `LengthLimit.tokenized`, which fills `lengths`.
     """
-    digest, counted = RowsHash(), _Count()
+    digest, counted = PromptsHash(), _Count()
     try:
         written = write_file(folder, ARROW, _stream(prompts, digest, counted))
     except NotPlain as error:
         remove_file(folder / ARROW)
         _write_about(folder, {"not_plain": str(error)})
         return False
-    about = {"rows": counted.rows, "size": written.size, "fingerprint": digest.hexdigest(), "lengths": asdict(lengths)}
+    about = {
+        "rows": counted.rows,
+        "size": written.size,
+        "fingerprint": digest.of_rows(),
+        "tokens_fingerprint": digest.of_tokens(),
+        "lengths": asdict(lengths),
+    }
     _write_about(folder, about)
     return True
 
@@ -99,7 +105,7 @@ def _schema() -> Any:
     return pa.schema([*fields, ("check", pa.uint64())])
 
 
-def _stream(prompts: Iterable[tuple[Row, list[int]]], digest: RowsHash, counted: _Count) -> Iterator[bytes]:
+def _stream(prompts: Iterable[tuple[Row, list[int]]], digest: PromptsHash, counted: _Count) -> Iterator[bytes]:
     import pyarrow as pa
 
     sink, schema = _Sink(), _schema()
@@ -108,8 +114,8 @@ def _stream(prompts: Iterable[tuple[Row, list[int]]], digest: RowsHash, counted:
             for row, _ in part:
                 _check_plain(row)
             indices = [row.index for row, _ in part]
-            texts = [digest.add(row).encode() for row, _ in part]
             token_ids = [np.asarray(ids, "<i4") for _, ids in part]
+            texts = [digest.add(row, ids).encode() for (row, _), ids in zip(part, token_ids, strict=True)]
             checks = [_check(*of_row) for of_row in zip(indices, texts, token_ids, strict=True)]
             columns = [indices, texts, token_ids, checks]
             writer.write_batch(
@@ -160,11 +166,8 @@ class MappedPrompts:
             about = _read_about(folder)
             if "not_plain" in about:
                 raise NotPlain(about["not_plain"])
-            self.fingerprint, self.lengths, self._rows = (
-                about["fingerprint"],
-                Lengths(**about["lengths"]),
-                about["rows"],
-            )
+            self.fingerprint, self.tokens_fingerprint = about["fingerprint"], about["tokens_fingerprint"]
+            self.lengths, self._rows = Lengths(**about["lengths"]), about["rows"]
             if (size := self._path.stat().st_size) != about["size"]:
                 raise DamagedPrompts(f"{self._path} has {size} bytes instead of {about['size']}")
             # Zero-copy: reads only the headers of the batches.

@@ -16,7 +16,9 @@ class StoredPrompts(Protocol):
     """The prompts that remain after the over-long policy, in memory or on disk."""
 
     fingerprint: str
-    """The prompts' `RowsHash`."""
+    """Hash of the rows."""
+    tokens_fingerprint: str
+    """Hash of the tokens of all rows."""
     lengths: Lengths
 
     def __len__(self) -> int: ...
@@ -28,7 +30,7 @@ class PromptSet:
     """A sequence of `Prompt`s.
 
     `dropped` and `truncated` are the numbers of prompts that the over-long policy removed or shortened. `fingerprint`
-    is a hash of the remaining rows.
+    is a hash of the remaining rows, `tokens_fingerprint` of their tokens.
 
     Raises:
         UserError: no prompts remain, or the policy is `error` and a prompt is too long.
@@ -40,7 +42,7 @@ class PromptSet:
         dropped = limit.overlong == "filter"
         self.dropped, self.truncated = (n := stored.lengths.too_long) * dropped, n * (not dropped)
         self._stored = stored
-        self.fingerprint = stored.fingerprint
+        self.fingerprint, self.tokens_fingerprint = stored.fingerprint, stored.tokens_fingerprint
 
     @classmethod
     def in_memory(cls, rows: Iterable[Row], tokenizer: Any, limit: LengthLimit) -> "PromptSet":
@@ -70,15 +72,15 @@ class PromptsInMemory:
     def __init__(self, rows: Iterable[Row], tokenizer: Any, limit: LengthLimit):
         self.lengths, self._rows = Lengths(), list[Row]()
         kept: list[list[int]] = []
-        digest = RowsHash()
+        digest = PromptsHash()
         for row, token_ids in limit.tokenized(rows, tokenizer, self.lengths):
-            digest.add(row)
+            digest.add(row, np.asarray(token_ids, "<i4"))
             self._rows.append(row)
             kept.append(token_ids)
         # One flat array: a list of lists costs eight times the memory.
         self._ends = np.cumsum([len(token_ids) for token_ids in kept], dtype=np.int64)
         self._tokens = np.fromiter(chain.from_iterable(kept), dtype=np.int32, count=sum(map(len, kept)))
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint, self.tokens_fingerprint = digest.of_rows(), digest.of_tokens()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -97,14 +99,14 @@ class PromptsInMemory:
         )
 
 
-class RowsHash:
-    """Hashes rows in order (xxh3-128), by all fields that can affect a run."""
+class PromptsHash:
+    """Hashes rows in order (xxh3-128), by all fields that can affect a run, and apart from them the rows' tokens."""
 
     def __init__(self) -> None:
-        self._digest = xxhash.xxh3_128()
+        self._rows, self._tokens = xxhash.xxh3_128(), xxhash.xxh3_128()
 
-    def add(self, row: Row) -> str:
-        """Add the next row and return the JSON that is hashed."""
+    def add(self, row: Row, token_ids: np.ndarray) -> str:
+        """Add the next row and its tokens (int32); return the row's JSON that is hashed."""
         facts = (
             row.messages,
             row.data_source,
@@ -113,9 +115,14 @@ class RowsHash:
             *([row.columns] if row.columns else []),
         )
         text = json.dumps(facts, default=str)
-        self._digest.update(text.encode())
-        self._digest.update(b"\n")
+        self._rows.update(text.encode())
+        self._rows.update(b"\n")
+        self._tokens.update(len(token_ids).to_bytes(8, "little"))
+        self._tokens.update(token_ids.tobytes())
         return text
 
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
+    def of_rows(self) -> str:
+        return self._rows.hexdigest()
+
+    def of_tokens(self) -> str:
+        return self._tokens.hexdigest()

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import date
 from importlib.metadata import version
 from itertools import islice
 from typing import Any
@@ -30,28 +31,35 @@ EARLY_CHECK_S = 0.7
 _TRAIN, _VAL, _GYM = "data.train_files", "data.val_files", "data.reasoning_gym"
 
 
-def build_train_set(data: DataConfig, reward: RewardConfig, seed: int, tokenizer: Any) -> PromptSet:
+def build_train_set(
+    data: DataConfig, reward: RewardConfig, seed: int, tokenizer: Any, day: date | None = None
+) -> PromptSet:
     """Return the tokenized training prompts.
 
     Args:
         reward: its functions decide whether rows need an answer, and which other columns rows need.
         seed: `trainer.seed`, for generated problems.
+        day: the day that chat templates print; None: today.
 
     Raises:
         UserError: any error in settings or data.
     """
     if data.train_files is None:
-        return _gym_set(data, reward, tokenizer, procedural.train_rows(data, seed)[: data.train_max_samples])
-    return _file_set(data, reward, _TRAIN, data.train_max_samples, tokenizer)
+        rows = procedural.train_rows(data, seed)[: data.train_max_samples]
+        return _gym_set(data, reward, tokenizer, rows, _limit(data, _GYM, day))
+    return _file_set(data, reward, _limit(data, _TRAIN, day), data.train_max_samples, tokenizer)
 
 
-def build_val_set(data: DataConfig, reward: RewardConfig, seed: int, tokenizer: Any) -> PromptSet | None:
+def build_val_set(
+    data: DataConfig, reward: RewardConfig, seed: int, tokenizer: Any, day: date | None = None
+) -> PromptSet | None:
     """Return the held-out prompts, or None if `data` has none; arguments and errors as `build_train_set`."""
     if data.val_files is not None:
-        return _file_set(data, reward, _VAL, data.val_max_samples, tokenizer)
+        return _file_set(data, reward, _limit(data, _VAL, day), data.val_max_samples, tokenizer)
     if data.train_files is not None:
         return None
-    return _gym_set(data, reward, tokenizer, procedural.val_rows(data, seed)[: data.val_max_samples])
+    rows = procedural.val_rows(data, seed)[: data.val_max_samples]
+    return _gym_set(data, reward, tokenizer, rows, _limit(data, _GYM, day))
 
 
 def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row:
@@ -87,24 +95,25 @@ def _split(setting: str) -> str:
     return "train" if setting == _TRAIN else "test"
 
 
-def _gym_set(data: DataConfig, reward: RewardConfig, tokenizer: Any, rows: list[Row]) -> PromptSet:
+def _gym_set(data: DataConfig, reward: RewardConfig, tokenizer: Any, rows: list[Row], limit: LengthLimit) -> PromptSet:
     if rows:
         WantedColumns.of(reward).of_record({}, data.prompt_key, rows[0].where)
     asked = [with_system_prompt(row, data.system_prompt) for row in rows]
-    return PromptSet.in_memory(asked, tokenizer, _limit(data, _GYM))
+    return PromptSet.in_memory(asked, tokenizer, limit)
 
 
-def _limit(data: DataConfig, setting: str) -> LengthLimit:
-    return LengthLimit(data.max_prompt_length, data.overlong_prompts, setting, data.apply_chat_template_kwargs)
+def _limit(data: DataConfig, setting: str, day: date | None) -> LengthLimit:
+    variables = data.apply_chat_template_kwargs
+    return LengthLimit(data.max_prompt_length, data.overlong_prompts, setting, variables, day or date.today())
 
 
 def _file_set(
-    data: DataConfig, reward: RewardConfig, setting: str, max_samples: int | None, tokenizer: Any
+    data: DataConfig, reward: RewardConfig, limit: LengthLimit, max_samples: int | None, tokenizer: Any
 ) -> PromptSet:
+    setting = limit.setting
     value = data.train_files if setting == _TRAIN else data.val_files
     sources = resolve(setting, value, _split(setting))
-    limit = _limit(data, setting)
-    if is_large(sources) and (tokens := tokenizer_identity(tokenizer)) is not None:
+    if is_large(sources) and (tokens := tokenizer_identity(tokenizer, limit.day)) is not None:
         other_inputs: list[Any] = [data.prompt_key, data.answer_key, max_samples, _need_answer(reward.functions)]
         other_inputs += [_verifier_release(reward.functions), WantedColumns.of(reward).as_json()]
         other_inputs += [data.system_prompt, data.apply_chat_template_kwargs]

@@ -48,16 +48,34 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state of the stream as plain JSON values."""
-        return {"consumed": self._consumed, "fingerprint": self._prompts.fingerprint}
+        prompts = self._prompts
+        return {
+            "consumed": self._consumed,
+            "fingerprint": prompts.fingerprint,
+            "tokens_fingerprint": prompts.tokens_fingerprint,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`. Raise UserError if the prompts differ from the state's, unless `allow_change`."""
-        if state["fingerprint"] != self._prompts.fingerprint:
-            message = (
-                f"The training prompts (data.train_files or data.reasoning_gym) differ from the checkpoint's: "
-                f"fingerprint {self._prompts.fingerprint}, the checkpoint has {state['fingerprint']}."
+        prompts = self._prompts
+        # Checkpoints of release 0.1.0 have no hash of the tokens.
+        tokens = state.get("tokens_fingerprint", prompts.tokens_fingerprint)
+        if state["fingerprint"] != prompts.fingerprint:
+            self._reject(
+                "The training prompts (data.train_files or data.reasoning_gym) differ from the checkpoint's: "
+                f"fingerprint {prompts.fingerprint}, the checkpoint has {state['fingerprint']}.",
+                "Restore the data",
             )
-            if not self._allow_change:
-                raise UserError(f"{message} Restore the data, or set trainer.allow_config_change=true to continue.")
-            log.warning("%s Continuing with the new prompts (trainer.allow_config_change=true).", message)
+        elif tokens != prompts.tokens_fingerprint:
+            self._reject(
+                "The tokens of the training prompts differ from the checkpoint's (fingerprint "
+                f"{prompts.tokens_fingerprint}, the checkpoint has {tokens}), because the tokenizer, the chat template "
+                "or the release of transformers has changed.",
+                "Restore it",
+            )
         self._consumed = state["consumed"]
+
+    def _reject(self, message: str, remedy: str) -> None:
+        if not self._allow_change:
+            raise UserError(f"{message} {remedy}, or set trainer.allow_config_change=true to continue.")
+        log.warning("%s Continuing with the new prompts (trainer.allow_config_change=true).", message)

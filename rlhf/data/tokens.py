@@ -4,10 +4,12 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from itertools import islice
 from typing import Any, TypeVar
 
 from rlhf.data.items import Row
+from rlhf.data.template_date import uses_date, with_date
 from rlhf.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -45,13 +47,15 @@ class LengthLimit:
     setting: str
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """`data.apply_chat_template_kwargs`."""
+    day: date = field(default_factory=date.today)
+    """The day that templates print: the day on which the run started."""
 
     def tokenized(self, rows: Iterable[Row], tokenizer: Any, lengths: Lengths) -> Iterator[tuple[Row, list[int]]]:
         """Yield the remaining rows in order, with token ids; `lengths` counts all rows.
 
         Raises UserError if the tokenizer has no chat template or the template rejects a chat.
         """
-        for row, token_ids in _tokenized(rows, tokenizer, self.template_variables):
+        for row, token_ids in _tokenized(rows, tokenizer, self.template_variables, self.day):
             lengths.rows += 1
             if len(token_ids) > self.max_prompt_length:
                 lengths.too_long += 1
@@ -98,7 +102,9 @@ def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
     return token_ids[:head] + token_ids[len(token_ids) - (limit - head) :]
 
 
-def _tokenized(rows: Iterable[Row], tokenizer: Any, variables: Mapping[str, Any]) -> Iterator[tuple[Row, list[int]]]:
+def _tokenized(
+    rows: Iterable[Row], tokenizer: Any, variables: Mapping[str, Any], day: date
+) -> Iterator[tuple[Row, list[int]]]:
     import jinja2
 
     if tokenizer.chat_template is None:
@@ -108,6 +114,10 @@ def _tokenized(rows: Iterable[Row], tokenizer: Any, variables: Mapping[str, Any]
         )
     _check_variables(tokenizer, variables)
     options = {**variables, "add_generation_prompt": True}
+    template = tokenizer.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
+    if template is not None and uses_date(template):
+        options["chat_template"] = with_date(template, day, variables)
     for part in in_batches(rows):
         try:
             ids = tokenizer.apply_chat_template([row.messages for row in part], **options)["input_ids"]
@@ -138,8 +148,9 @@ def _tokenize_one(row: Row, tokenizer: Any, options: Mapping[str, Any]) -> list[
     try:
         return tokenizer.apply_chat_template(row.messages, **options)["input_ids"]
     except jinja2.TemplateSyntaxError as error:
+        line = error.lineno - ("chat_template" in options)  # `with_date` adds a line
         raise UserError(
-            f"model.path={tokenizer.name_or_path}: its chat template (or model.chat_template), line {error.lineno}, is "
+            f"model.path={tokenizer.name_or_path}: its chat template (or model.chat_template), line {line}, is "
             f"not valid: {error.message}. Correct it, or set model.chat_template to another."
         ) from error
     except (jinja2.TemplateError, *_RAISED_BY_TEMPLATES) as error:

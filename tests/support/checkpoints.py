@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -190,10 +191,11 @@ def begin_at(config: Config, source: Path, load: list[str] | None = None) -> Non
     config.checkpoint.load_contents = load
 
 
-def save_steps(config: Config, role: TrainState, *steps: int) -> None:
-    """Save the present `role` as the checkpoints of `steps`."""
+def save_steps(config: Config, role: TrainState, *steps: int, started_on: str | None = None) -> None:
+    """Save the present `role` as the checkpoints of `steps`, of a run that `started_on` a day."""
     for step in steps:
-        assert make_checkpointer(config, role, step).save(step) is not None
+        driver = replace(make_driver(step), started_on=started_on)
+        assert make_checkpointer(config, role, step, driver=driver).save(step) is not None
 
 
 def make_backend(seed: int, *, train_steps: int = 0, tied: bool = False) -> Fsdp2Backend:

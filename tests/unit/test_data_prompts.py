@@ -2,6 +2,7 @@
 
 import logging
 import random
+from datetime import date, datetime
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from rlhf.data import PromptSet, PromptStream
 from rlhf.data.items import Row
 from rlhf.data.tokens import LengthLimit
 from rlhf.errors import UserError
-from tests.support.letters import letter_tokenizer, text_of
+from tests.support.letters import TEMPLATE, letter_tokenizer, text_of
+from tests.support.refusals import says
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,50 @@ def test_fingerprint_is_of_the_content(tokenizer):
     changed = [Row(r.index, r.where, r.messages, r.data_source, "other", r.extra_info) for r in rows("a", "b")]
     different.append(PromptSet.in_memory(changed, tokenizer, LengthLimit(100, "filter", "data.train_files")))
     assert len({base.fingerprint, *(p.fingerprint for p in different)}) == 5
+
+
+def of_day(template: str, day: date) -> PromptSet:
+    return PromptSet.in_memory(rows("a"), letter_tokenizer(template), LengthLimit(100, "filter", "some.files", day=day))
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ('{{ strftime_now("%d %b %Y") }}', "14 Mar 2026"),
+        ('  {%- if strftime_now is defined %}{% set d = strftime_now(format="%-m/%-d %H:%M %%d") %}{% endif %}{{ d }}',
+         "3/14 00:00 %d"),
+        ('{% macro m() %}{{ strftime_now("%A, %B") }}{% endmacro %}{{ m() }}', "Saturday, March"),
+        ('\n  {% if true %}\nx{{ strftime_now("%y") }}{% endif %}', "\nx26"),
+        ('  {% if true %}\nx{{ strftime_now("%y") }}{% endif %}', "x26"),
+        ({"default": '{{ strftime_now("%j") }}', "tool_use": "t"}, "073"),
+    ],
+)  # fmt: skip
+def test_a_template_prints_the_day_that_is_asked_for(template, text):
+    assert text_of(of_day(template, date(2026, 3, 14))[0]) == text.replace("\n", "\0")
+
+
+def test_today_is_printed_as_transformers_prints_it():
+    template = '{{ strftime_now("%a %A %d %-d %b %B %m %y %Y %j %U %x") }}'
+    (ids,) = letter_tokenizer(template).apply_chat_template([rows("a")[0].messages], return_dict=False)
+    assert of_day(template, datetime.now().date())[0].token_ids == ids
+
+
+def test_the_line_of_an_error_is_the_templates_own():
+    with pytest.raises(UserError, match="line 2"):
+        of_day("{{ strftime_now('%Y') }}\n{% if %}", date(2026, 3, 14))
+
+
+def test_a_stream_refuses_the_same_rows_with_other_tokens():
+    template = TEMPLATE + "{{ strftime_now('%d') }}"
+    first, second = (of_day(template, date(2026, 3, day)) for day in (14, 15))
+    assert first.fingerprint == second.fingerprint
+    state = PromptStream(first, 1, True).state_dict()
+    PromptStream(of_day(template, date(2026, 3, 14)), 1, True).load_state_dict(state)
+    with pytest.raises(UserError) as caught:
+        PromptStream(second, 1, True).load_state_dict(state)
+    says(caught.value, "tokens", "chat template", "trainer.allow_config_change=true")
+    PromptStream(second, 1, True, allow_change=True).load_state_dict(state)
+    PromptStream(second, 1, True).load_state_dict({"consumed": 0, "fingerprint": first.fingerprint})  # release 0.1.0
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.retention import retire
 from rlhf.checkpoint.load.verification import newest_usable
-from rlhf.checkpoint.start.run_dir import driver_state_of, newest_run_id
+from rlhf.checkpoint.start.run_dir import driver_state_of, newest_run
 from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
@@ -78,7 +78,7 @@ def test_a_manifest_that_is_none(run_dir, harm, capsys):
     single_process = Coordinator(Transport())
     assert newest_usable(run_dir, single_process) == step_dir(run_dir, 2)
     assert driver_state_of(newest) is None
-    assert newest_run_id(run_dir) == "r"
+    assert newest_run(run_dir)["run_id"] == "r"
     retire(run_dir, CheckpointConfig(max_to_keep=1, keep_best=1), 4, Deleter(), single_process)
     assert steps(run_dir)[-1] == 4
 

@@ -29,6 +29,7 @@ from tests.support.letters import TEMPLATE, letter_tokenizer
 from tests.support.small_disks import small_disk
 
 REWARDS = RewardConfig(functions=["exact_match"])
+DAY = datetime.date(2026, 3, 14)
 
 
 class Counting:
@@ -210,19 +211,14 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, cache):
     assert sets(cache) == []
 
 
-def test_a_template_that_prints_the_day_is_not_taken_from_another(tmp_path, cache, monkeypatch):
-    class Tomorrow(datetime.date):
-        @classmethod
-        def today(cls) -> datetime.date:
-            return datetime.date.fromordinal(datetime.date.today().toordinal() + 1)
-
-    file = numbered(tmp_path / "rows.jsonl", 100)
-    for template, count in ((TEMPLATE, 1), (TEMPLATE + "{{ strftime_now('%Y') }}", 3)):
-        with monkeypatch.context() as patched:
-            build(file, cache, letter_tokenizer(template))
-            patched.setattr(cached_prompts, "date", Tomorrow)
-            build(file, cache, letter_tokenizer(template))
+def test_only_a_template_that_prints_the_day_has_a_set_for_each_day(tmp_path, cache):
+    data = DataConfig(train_files=numbered(tmp_path / "rows.jsonl", 100), cache_dir=str(cache))
+    days = [DAY, DAY + datetime.timedelta(days=1)]
+    for template, count in ((TEMPLATE, 1), (TEMPLATE + "{{ strftime_now('%d') }}", 3)):
+        tokenizer = letter_tokenizer(template)
+        hashes = {build_train_set(data, REWARDS, 1, tokenizer, day).tokens_fingerprint for day in days}
         assert len(sets(cache)) == count
+        assert len(hashes) == (count + 1) // 2
 
 
 def in_children(count: int, action: Callable[[], None]) -> list[int]:
@@ -413,7 +409,7 @@ def test_a_small_set_uses_no_cache(tmp_path, cache, monkeypatch):
 def test_a_tokenizer_that_is_loaded_again_has_the_same_identity():
     folder = PACKAGE / "models" / "tiny_policy"
     first, second = (load_tokenizer(ModelSource("model.path", str(folder)), folder) for _ in range(2))
-    assert cached_prompts.tokenizer_identity(first) == cached_prompts.tokenizer_identity(second)
+    assert cached_prompts.tokenizer_identity(first, DAY) == cached_prompts.tokenizer_identity(second, DAY)
 
 
 def test_the_library_of_data_sets_reads_the_file(tmp_path, cache):

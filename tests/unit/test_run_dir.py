@@ -1,3 +1,4 @@
+import datetime
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from tests.support.checkpoints import (
     resume,
     save_steps,
 )
+from tests.support.refusals import says
 from tests.support.sections import finished_step, prepare
 from tests.support.small_disks import small_disk
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks, this_rank
@@ -155,11 +157,37 @@ def test_a_launch_of_torchrun_knows_its_own_saves_while_machines_come_and_go(con
         assert steps(config) == expected
 
 
+def test_the_day_of_the_start_stays_and_survives_a_lost_run_file(config, tmp_path):
+    prepare(config)
+    path = config.run_dir / "run.json"
+    assert read_run_file(config.run_dir)["started_on"] == datetime.date.today().isoformat()
+    for day in ("2026-03-14", "2026-03-15"):
+        path.write_text(json.dumps({"run_id": "r", "started_on": day}))
+        prepare(config)
+        assert read_run_file(config.run_dir)["started_on"] == day
+    save_steps(config, PlainRole(), 2, started_on="2026-03-16")
+    path.unlink()
+    prepare(config)
+    assert read_run_file(config.run_dir) == {"run_id": "r", "started_on": "2026-03-16"}
+    other = make_config(tmp_path / "other")
+    fork(other, step_dir(config.run_dir, 2))
+    prepare(other)
+    assert read_run_file(other.run_dir)["started_on"] == "2026-03-16"
+
+
+def test_a_run_file_with_a_day_that_is_none_is_damaged(config):
+    prepare(config)
+    (config.run_dir / "run.json").write_text('{"run_id": "r", "started_on": "tomorrow"}')
+    with pytest.raises(UserError) as caught:
+        prepare(config)
+    says(caught.value, "run.json", "damaged", "started_on")
+
+
 def test_without_torchrun_each_start_overwrites(config):
     config.trainer.overwrite = True
     for _ in range(2):
         prepare(config)
-        assert set(read_run_file(config.run_dir)) == {"run_id"}
+        assert set(read_run_file(config.run_dir)) == {"run_id", "started_on"}
         save_steps(config, PlainRole(), 2)
     prepare(config)
     assert steps(config) == []
@@ -352,7 +380,7 @@ def test_planned_steps():
 
 def test_the_run_file_is_plain_json(config):
     prepare(config)
-    assert set(json.loads((config.run_dir / "run.json").read_text())) == {"run_id"}
+    assert set(json.loads((config.run_dir / "run.json").read_text())) == {"run_id", "started_on"}
 
 
 def test_what_precedes_the_ranks_imports_no_torch():

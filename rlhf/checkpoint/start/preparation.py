@@ -17,7 +17,7 @@ from rlhf.checkpoint.remote.remote_start import claim_at_start, open_remote, res
 from rlhf.checkpoint.remote.remote_store import RemoteStore
 from rlhf.checkpoint.start import run_dir as directory
 from rlhf.checkpoint.start.comparison import check_same_run, check_unprepared, compare_finished
-from rlhf.checkpoint.state.run_file import AGENTS, read_run_file, write_run_file
+from rlhf.checkpoint.state.run_file import AGENTS, STARTED_ON, read_run_file, write_run_file
 from rlhf.config.compare import ResolvedConfig
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.schema.trainer import TrainerConfig
@@ -124,7 +124,7 @@ def _launch(run_dir: Path, coordinator: Coordinator) -> list[str]:
 
 def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
     """Return the identity of the run on the driver's disk, else on another's, else of the newest checkpoint, else a new
-    one."""
+    one. Its day of start is also the checkpoint's if run.json lacks it."""
     known = [run for run in coordinator.on_domain_leaders(lambda: read_run_file(run_dir)) if run]
     if len({run["run_id"] for run in known}) > 1 and coordinator.is_leader:
         names = ", ".join(run["run_id"] for run in known)
@@ -133,10 +133,9 @@ def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
             names,
             known[0]["run_id"],
         )
-    if known:
-        return known[0]
-    ids = [run_id for run_id in coordinator.on_domain_leaders(lambda: directory.newest_run_id(run_dir)) if run_id]
-    return {"run_id": ids[0] if ids else coordinator.on_leader(directory.new_run_id)}
+    saved = next((run for run in coordinator.on_domain_leaders(lambda: directory.newest_run(run_dir)) if run), {})
+    new = coordinator.on_leader(lambda: {"run_id": directory.new_run_id(), STARTED_ON: directory.today()})
+    return new | saved | (known[0] if known else {})
 
 
 def _download_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> None:
@@ -180,6 +179,10 @@ def _fork(run_dir: Path, source: Path, coordinator: Coordinator) -> dict[str, An
     """Set aside everything that does not descend from `source`; return the new run's entries in run.json."""
     if not any(coordinator.on_domain_leaders(lambda: step_of(source) is not None and source.is_dir())):
         raise UserError(f"trainer.resume_from_path={source} is not a checkpoint: name a global_step_N directory.")
+    drivers = coordinator.on_domain_leaders(lambda: directory.driver_state_of(source))
     coordinator.on_domain_leaders(lambda: directory.set_aside_for(run_dir, source))
+    days = [(driver or {}).get(STARTED_ON) for driver in drivers]
     # A new id: with the old id, trackers would drop steps that the old trajectory has logged.
-    return coordinator.on_leader(lambda: {"resumed_from": str(source), "run_id": directory.new_run_id()})
+    fork = coordinator.on_leader(lambda: {"resumed_from": str(source), "run_id": directory.new_run_id()})
+    # The source's day: chat templates must print what they printed there.
+    return fork | {STARTED_ON: next((day for day in days if day), None) or coordinator.on_leader(directory.today)}

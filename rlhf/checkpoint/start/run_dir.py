@@ -4,6 +4,7 @@ import logging
 import math
 import uuid
 from collections.abc import Collection
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rlhf.checkpoint.commit.pointer import point_to, point_to_newest
 from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
 from rlhf.checkpoint.remote.pins import remove_pins
 from rlhf.checkpoint.state.driver_state import parse_driver_state
-from rlhf.checkpoint.state.run_file import AGENTS, read_run_file
+from rlhf.checkpoint.state.run_file import AGENTS, STARTED_ON, read_run_file
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -94,8 +95,14 @@ def new_run_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def newest_run_id(run_dir: Path) -> str | None:
-    return next((state.get("run_id") for path in scan(run_dir) if (state := driver_state_of(path)) is not None), None)
+def newest_run(run_dir: Path) -> dict[str, Any]:
+    """Return the entries of run.json that the newest intact checkpoint stores; empty without such a checkpoint."""
+    state = next((state for path in scan(run_dir) if (state := driver_state_of(path)) is not None), {})
+    return {key: state[key] for key in ("run_id", STARTED_ON) if state.get(key) is not None}
+
+
+def today() -> str:
+    return date.today().isoformat()
 
 
 def driver_state_of(path: Path) -> dict[str, Any] | None:

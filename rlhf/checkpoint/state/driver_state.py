@@ -1,6 +1,7 @@
 """Defines the driver state: a run's progress beyond its tensors, committed together with the weights."""
 
 from dataclasses import asdict, dataclass, fields
+from datetime import date
 from typing import Any, get_type_hints
 
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -33,6 +34,8 @@ class DriverState:
     best_step: int | None = None
     wall_seconds: float = 0.0
     """Time spent in steps, over all attempts that counted."""
+    started_on: str | None = None
+    """Day of the run's start (ISO), which chat templates print; None for another tool's checkpoint."""
 
     @property
     def finished(self) -> bool:
@@ -58,9 +61,9 @@ class DriverState:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, except the run's id (from run.json) and its length (from the configuration)."""
+        """Restore a saved state, except run.json's values and the run's length (from the configuration)."""
         for field in fields(self):
-            if field.name not in ("run_id", "total_steps", "total_epochs", "steps_per_epoch"):
+            if field.name not in ("run_id", "started_on", "total_steps", "total_epochs", "steps_per_epoch"):
                 setattr(self, field.name, state[field.name])
 
 
@@ -69,10 +72,21 @@ def parse_driver_state(content: bytes, name: str) -> dict[str, Any]:
     state = parse_json(content, name)
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{name}: is not a driver state")
+    state.setdefault("started_on", None)  # release 0.1.0 did not store it
     for field, kind in get_type_hints(DriverState).items():
         # A whole number may stand for a float.
         if field not in state or not isinstance(state[field], kind | int if isinstance(0.0, kind) else kind):
             raise DamagedCheckpoint(f"{name}: {field} is missing or has the wrong type")
         if isinstance(state[field], int) and abs(state[field]) > LARGEST:
             raise DamagedCheckpoint(f"{name}: {field} is out of range")
+    if state["started_on"] is not None and not is_day(state["started_on"]):
+        raise DamagedCheckpoint(f"{name}: started_on is not a date")
     return state
+
+
+def is_day(value: Any) -> bool:
+    """Return whether `value` is a date in ISO form."""
+    try:
+        return date.fromisoformat(value).isoformat() == value
+    except (TypeError, ValueError):
+        return False

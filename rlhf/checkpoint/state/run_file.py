@@ -1,9 +1,11 @@
 """Reads and writes run.json: a directory's run, the checkpoint that it was forked from, and its launch."""
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+from rlhf.checkpoint.state.driver_state import is_day
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import replace_durably
@@ -13,21 +15,32 @@ from rlhf.storage.reading import parse_json, read_regular
 LARGEST = 1 << 20
 AGENTS = "agents"
 """The launch's torchrun processes, by which it recognises its saves (`overwrite`, `resume_mode=disable`)."""
+STARTED_ON = "started_on"
+"""The day of the run's start (ISO), which chat templates print in every attempt."""
 
 
 def read_run_file(run_dir: Path) -> dict[str, Any]:
-    """Return run.json: `run_id`, `resumed_from` for a fork, and perhaps `AGENTS`; empty without a file. Raises
-    UserError for a file that no run has written."""
+    """Return run.json: `run_id`, `STARTED_ON`, `resumed_from` for a fork, perhaps `AGENTS`; empty without a file.
+
+    Raises UserError for a file that no run has written.
+    """
     path = run_dir / RUN_FILE
     try:
         run = parse_json(read_regular(path, LARGEST), RUN_FILE)
         if not isinstance(run, dict) or not isinstance(run.get("run_id"), str):
             raise DamagedCheckpoint(f"{RUN_FILE}: has no run_id")
+        if STARTED_ON in run and not is_day(run[STARTED_ON]):
+            raise DamagedCheckpoint(f"{RUN_FILE}: {STARTED_ON} is not a date")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except DamagedCheckpoint as problem:
         raise UserError(f"{path} is damaged ({problem}). Remove it: the newest checkpoint has the run's id.") from None
     return run
+
+
+def start_day(run: dict[str, Any]) -> date:
+    """Return the day of the start of a prepared run."""
+    return date.fromisoformat(run[STARTED_ON])
 
 
 def write_run_file(run_dir: Path, run: dict[str, Any]) -> None:
