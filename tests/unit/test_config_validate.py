@@ -161,6 +161,15 @@ REJECTED: list[tuple[dict, str]] = [
     ({"rollout__top_k": 1}, "rollout.top_k=1: the 8 samples"),
     ({"rollout__min_p": 1.0}, "rollout.min_p=1: the 8 samples"),
     ({"rollout__min_p": 1.5}, "rollout.min_p=1.5: must be at most 1."),
+    ({"rollout__val_kwargs__n": 4}, "rollout.val_kwargs.temperature=0: the 4 samples"),
+    (
+        {"rollout__val_kwargs__n": 4, "rollout__val_kwargs__temperature": 1.0, "rollout__val_kwargs__top_k": 1},
+        "rollout.val_kwargs.top_k=1: the 4 samples",
+    ),
+    (
+        {"rollout__val_kwargs__n": 4, "rollout__val_kwargs__temperature": 1.0, "rollout__val_kwargs__min_p": 1.0},
+        "rollout.val_kwargs.min_p=1: the 4 samples",
+    ),
     ({"rollout__repetition_penalty": 1e-45}, "rollout.repetition_penalty=1e-45: must be at least 0.01."),
     ({"rollout__stop": [""]}, "rollout.stop=['']: an empty stop string"),
     (

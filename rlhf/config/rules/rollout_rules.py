@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from rlhf.config import Config, RolloutConfig
-from rlhf.config.schema.rollout import ServersConfig
+from rlhf.config.schema.rollout import ServersConfig, ValKwargsConfig
 from rlhf.config.vllm_versions import installation_problem
 from rlhf.errors import did_you_mean, nearest
 
@@ -51,6 +51,18 @@ RESERVED_VLLM_ARGUMENTS = (
 """vLLM's engine arguments that only the trainer may set."""
 
 
+def _equal_answers(v: ValKwargsConfig) -> Iterator[str]:
+    """Yield a line if all samples of a held-out prompt would be equal."""
+    prefix, n = "rollout.val_kwargs", v.n
+    equal = f"the {n} samples of a held-out prompt ({prefix}.n) would be equal, and pass@k would mean nothing"
+    if n > 1 and v.temperature < LEAST_TEMPERATURE:
+        yield f"{prefix}.temperature={v.temperature:g}: {equal}; set {prefix}.temperature=1.0, or {prefix}.n=1."
+    if n > 1 and v.top_k == 1:
+        yield f"{prefix}.top_k=1: {equal}; set {prefix}.top_k=-1, or {prefix}.n=1."
+    if n > 1 and v.min_p == 1:
+        yield f"{prefix}.min_p=1: {equal}; set {prefix}.min_p=0, or {prefix}.n=1."
+
+
 def rollout_problems(config: Config) -> Iterator[str]:
     """Yield one line per setting of `config.rollout` that contradicts another setting."""
     r = config.rollout
@@ -63,6 +75,7 @@ def rollout_problems(config: Config) -> Iterator[str]:
         yield f"rollout.top_k=1: the {r.n} samples of a prompt (rollout.n) would be equal; set rollout.top_k=-1."
     if r.n > 1 and r.min_p == 1:
         yield f"rollout.min_p=1: the {r.n} samples of a prompt (rollout.n) would be equal; set rollout.min_p=0."
+    yield from _equal_answers(r.val_kwargs)
     if "" in r.stop:
         yield f"rollout.stop={r.stop}: an empty stop string would end every sample at once."
     if r.name == "embedded":
