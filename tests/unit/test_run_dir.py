@@ -2,6 +2,7 @@ import datetime
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 
@@ -173,6 +174,34 @@ def test_the_day_of_the_start_stays_and_survives_a_lost_run_file(config, tmp_pat
     fork(other, step_dir(config.run_dir, 2))
     prepare(other)
     assert read_run_file(other.run_dir)["started_on"] == "2026-03-16"
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_again(config, tmp_path):
+    prepare(config)
+    save_steps(config, PlainRole(), 6)
+    History(config.run_dir / HISTORY).append({"step": 6})
+    shutil.move(step_dir(config.run_dir, 6), tmp_path / "kept")
+    for start in (lambda: prepare(config), lambda: resume(config, PlainRole()), lambda: prepare(config)):
+        with pytest.raises(UserError) as caught:
+            start()
+        says(caught.value, POINTER, "step 6", "no checkpoint", "Restore", "trainer.overwrite=true")
+    assert [record["step"] for record in History(config.run_dir / HISTORY).records()] == [6]
+    shutil.copytree(tmp_path / "kept", step_dir(config.run_dir, 6))
+    prepare(config)
+    assert resume(config, PlainRole()) == 6
+    shutil.rmtree(step_dir(config.run_dir, 6))
+    config.trainer.overwrite = True
+    prepare(config)
+    assert resume(config, PlainRole()) is None
+
+
+def test_a_fork_takes_the_place_of_a_run_whose_checkpoints_are_gone(config, tmp_path):
+    prepare(config)
+    save_steps(config, PlainRole(), 6)
+    shutil.move(step_dir(config.run_dir, 6), tmp_path / "global_step_6")
+    fork(config, tmp_path / "global_step_6")
+    prepare(config)
+    assert not (config.run_dir / POINTER).exists()
 
 
 def test_a_run_file_with_a_day_that_is_none_is_damaged(config):

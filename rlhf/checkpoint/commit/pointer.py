@@ -1,6 +1,6 @@
 """Writes the pointer file, which names the newest step for users and tools.
 
-The pointer is a hint; a scan of the directory decides.
+The pointer is a hint; a scan of the directory decides. Only a directory without checkpoints is refused for its pointer.
 """
 
 import logging

@@ -7,9 +7,11 @@ from pathlib import Path
 import xxhash
 
 from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, manifest_bytes, parse_manifest, read_manifest
+from rlhf.checkpoint.commit.pointer import read_pointer
+from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
-from rlhf.storage.layout import MANIFEST, scan, step_of
+from rlhf.storage.layout import MANIFEST, POINTER, scan, step_of
 from rlhf.storage.reading import CheckedFiles
 
 
@@ -54,6 +56,22 @@ def published(run_dir: Path, coordinator: Coordinator) -> list[Path]:
     """Return the paths of all checkpoints in any storage domain, as seen by this rank, newest first. Collective."""
     names = {name for names in coordinator.on_domain_leaders(lambda: [p.name for p in scan(run_dir)]) for name in names}
     return sorted((run_dir / name for name in names), key=lambda path: -(step_of(path) or 0))
+
+
+def reject_lost(run_dir: Path, coordinator: Coordinator) -> None:
+    """Raise UserError if a pointer names a step, but no storage domain has a checkpoint. Collective.
+
+    The pointer is removed before the last checkpoint loses its name, so a pointer alone means that something else took
+    the checkpoints away.
+    """
+    pointers = coordinator.on_domain_leaders(lambda: read_pointer(run_dir))
+    steps = [step for step in pointers if step is not None]
+    if steps and not published(run_dir, coordinator):
+        raise UserError(
+            f"{run_dir / POINTER} names step {max(steps)}, but {run_dir} has no checkpoint, and the run will not start "
+            "again at step 0 by itself. Restore the checkpoints (global_step_N) there, or start anew with "
+            "trainer.overwrite=true or another trainer.experiment_name."
+        )
 
 
 @dataclass(frozen=True)

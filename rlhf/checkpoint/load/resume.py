@@ -11,7 +11,7 @@ from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.commit.removal import set_aside
 from rlhf.checkpoint.load.compatibility import check_compatible
-from rlhf.checkpoint.load.locations import FileLocations, locate_files, published
+from rlhf.checkpoint.load.locations import FileLocations, locate_files, published, reject_lost
 from rlhf.checkpoint.load.restoring import LoadResult, load_state
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config.compare import NEW_RUN, ResolvedConfig
@@ -151,6 +151,7 @@ def _reject_second_start(
             "itself. Restore one from a backup, or start anew with trainer.overwrite=true or another "
             "trainer.experiment_name."
         )
+    reject_lost(run_dir, coordinator)
 
 
 def _set_aside(path: Path, damage: DamagedCheckpoint | None = None) -> bool:

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlhf.checkpoint.commit.pointer import point_to_newest
 from rlhf.checkpoint.commit.publication import roll_forward
-from rlhf.checkpoint.load.locations import locate_files, published
+from rlhf.checkpoint.load.locations import locate_files, published, reject_lost
 from rlhf.checkpoint.load.verification import damage_of
 from rlhf.checkpoint.remote.lease import acquire_lease
 from rlhf.checkpoint.remote.remote_start import claim_at_start, open_remote, restore
@@ -40,7 +41,7 @@ def prepare(
 
     Requires every directory's run lock. Raises UserError for `trainer.resume_mode=disable` on a directory with
     checkpoints, for checkpoints of a run with other settings, for a `trainer.resume_from_path` that is not a
-    checkpoint, and for a `checkpoint.remote` that cannot be used.
+    checkpoint, for a `checkpoint.remote` that cannot be used, and for a pointer without checkpoints.
     """
     if settings.remote is not None and len(coordinator.domain_leaders) > 1:
         raise UserError(
@@ -64,9 +65,14 @@ def prepare(
         coordinator.on_leader(reach)
         restore(remote, run_dir, trainer, source, coordinator)
     run = _agreed_run(run_dir, coordinator)
+    forks = source is not None and coordinator.broadcast(str(source)) != run.get("resumed_from")
+    if not forks:
+        reject_lost(run_dir, coordinator)
+    if published(run_dir, coordinator):
+        coordinator.on_domain_leaders(lambda: point_to_newest(run_dir))
     check_same_run(run_dir, trainer, config, run.get("resumed_from"), coordinator)
     _download_history(run_dir, run["run_id"], coordinator)
-    if source is not None and coordinator.broadcast(str(source)) != run.get("resumed_from"):
+    if forks:
         run |= _fork(run_dir, source, coordinator)
     run.pop(AGENTS, None)
     if trainer.overwrite or trainer.resume_mode == "disable":

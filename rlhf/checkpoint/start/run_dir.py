@@ -43,7 +43,7 @@ def make(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
 
 
 def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
-    """Remove the leftovers of an interrupted save or upload, and update the pointer; raise like `reject_earlier`."""
+    """Remove the leftovers of an interrupted save or upload; raise like `reject_earlier`."""
     if removed := clean_leftovers(run_dir):
         log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))
     try:
@@ -52,7 +52,6 @@ def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
         log.error("An interrupted export in %s could not be removed (%s); the next start tries again.", run_dir, error)
     reject_earlier(run_dir, trainer, launch)
     remove_pins(run_dir)
-    point_to_newest(run_dir)
 
 
 def reject_earlier(run_dir: Path, trainer: TrainerConfig, launch: Collection[str] = ()) -> None:
@@ -86,6 +85,7 @@ def set_aside_for(run_dir: Path, source: Path) -> None:
         if source.parent != run_dir.resolve() or (step_of(path) or 0) > (step_of(source) or 0):
             aside = set_aside(path, "superseded").name
             log.warning("%s is set aside as %s: the run starts again from %s.", path, aside, source)
+    point_to_newest(run_dir)
     for path in (run_dir / name for name in RECORDED):
         if path.exists():
             log.info("%s is set aside as %s.", path, set_aside(path, "superseded").name)
