@@ -79,7 +79,7 @@ class Tracker:
         }
         names = [name for name in dict.fromkeys(trainer.logger) if name not in ALWAYS_ON]
         self._sinks = {name: known[name]() for name in names}
-        self._last_step = -1
+        self._last_step, self._samples_fail = -1, False
 
     def start(self, resume_step: int | None, saved: Mapping[str, Any] | None = None) -> None:
         """Cut the history after `resume_step` (None: a new run, empty) and sync the trackers with the history.
@@ -103,10 +103,18 @@ class Tracker:
             mark = HistoryMark(**saved["mark"])
         known = mark is not None and self.history.has(mark)
         self.history.cut_after(self._last_step, mark)
-        self.samples.cut_after(self._last_step)
+        self._try_samples(lambda: self.samples.cut_after(self._last_step))
         if not known and not forked and saved != {}:
             self._warn_of_gaps()
         self._each("start", lambda sink: sink.start(self.history))
+
+    def _try_samples(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self._samples_fail:
+                logger.warning("Samples can't be written, training goes on without them: %s", error)
+            self._samples_fail = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the end of the history and the run's id."""
@@ -127,14 +135,15 @@ class Tracker:
             )
 
     def log(self, step: int, metrics: dict[str, float], samples: Sequence[ShownSample] = ()) -> None:
-        """Record one step: first samples and metrics.jsonl, whose errors propagate, then the trackers.
+        """Record one step: first samples, then metrics.jsonl, then the trackers.
 
         Raises:
             ValueError: `step` is not after the last step.
+            OSError: metrics.jsonl can't be written; a failure of samples is only a warning.
         """
         if step <= self._last_step:
             raise ValueError(f"step {step} is logged after step {self._last_step}")
-        self.samples.write(step, samples)
+        self._try_samples(lambda: self.samples.write(step, samples))
         self.history.append({"step": step, **metrics})
         self._last_step = step
         self._each("log", lambda sink: sink.log(step, metrics))

@@ -44,6 +44,17 @@ def test_history_errors_propagate(tmp_path: Path) -> None:
         tracker_of(tmp_path).start(None)
 
 
+def test_samples_that_cannot_be_written_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "samples").write_text("a file where the folder should be")
+    tracker = tracker_of(tmp_path)
+    tracker.start(None)
+    for step in range(3):
+        tracker.log(step, {"x": 1.0}, [{"split": "rollout", "response": "r", "score": 1.0}])
+    assert len(list(tracker.history.records())) == 3
+    assert len(caplog.records) == 1
+    assert "samples" in caplog.text
+
+
 @pytest.mark.parametrize(("keep", "says"), [([1, 2, 4, 5], "lacks 1 "), ([1, 2], "lacks 3 "), ([], "lacks all ")])
 def test_a_gap_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: list[int], says: str) -> None:
     tracker = tracker_of(tmp_path)
