@@ -10,6 +10,9 @@ from rlhf.storage.index_rows import Tensors
 from rlhf.storage.reading import CheckedFiles, parse_json
 from rlhf.storage.shard_index import ITEM_BYTES
 
+LARGEST = 100_000_000
+"""Bytes of the largest header, as in the safetensors library."""
+
 
 def make_safetensors_header(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the header of a file in which `tensors` follow in order, without gaps."""
@@ -27,6 +30,8 @@ def read_safetensors_header(files: CheckedFiles, name: str) -> tuple[dict[str, A
     """Return a safetensors file's tensors by name and the position of their data; raise DamagedCheckpoint if
     invalid."""
     length = 8 + int.from_bytes(files.start(name, 8), "little")
+    if length - 8 > LARGEST:
+        raise DamagedCheckpoint(f"{name}: its header claims {length - 8} bytes; at most {LARGEST} are valid")
     header = parse_json(files.start(name, length)[8:], name)
     if not isinstance(header, dict):
         raise DamagedCheckpoint(f"{name}: is not a safetensors file")

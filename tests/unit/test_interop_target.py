@@ -41,6 +41,24 @@ def test_nothing_stays_of_one_that_failed(tmp_path):
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_failed_sync_of_the_new_name_keeps_the_old_output(tmp_path, monkeypatch, exchanges):
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "a").write_bytes(b"old")
+    if not exchanges:
+        monkeypatch.setattr(target_module, "exchange", lambda *_: False)
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(target_module, "fsync_dir", fail)
+    with pytest.raises(OSError, match="Input/output"), output_folder(target, overwrite=True) as folder:
+        write_small(folder / "a", b"new")
+    assert names(tmp_path) == ["out"]
+    assert (target / "a").read_bytes() == b"old"
+
+
 def test_leftovers_of_the_dead_go_and_only_those_of_this_target(tmp_path):
     for name in (".incomplete-out-0123456789ab", ".replaced-out-0123456789ab", ".incomplete-other-0123456789ab"):
         (tmp_path / name).mkdir()

@@ -162,15 +162,29 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
     fsync_tree(folder)
     announce("target.synced")
     replaced = None
-    if overwrite and target.is_dir():
-        if exchange(folder, target):
-            replaced = folder
-        else:  # for an instant there is no target
-            replaced = rename(target, target.parent / fresh_name(REPLACED, target.name))
-        announce("target.replaced")
-    if replaced != folder:
-        rename(folder, target)
-    fsync_dir(target.parent)
+    try:
+        if overwrite and target.is_dir():
+            if exchange(folder, target):
+                replaced = folder
+            else:  # for an instant there is no target
+                replaced = rename(target, target.parent / fresh_name(REPLACED, target.name))
+            announce("target.replaced")
+        if replaced != folder:
+            rename(folder, target)
+        fsync_dir(target.parent)
+    except BaseException:
+        _put_back(replaced, folder, target)
+        raise
     announce("target.published")
     if replaced is not None:
         remove_dir(replaced)
+
+
+def _put_back(replaced: Path | None, folder: Path, target: Path) -> None:
+    """Give the earlier output its name again, since the new one may not survive a power cut."""
+    if replaced == folder:
+        exchange(folder, target)
+    elif replaced is not None:
+        if target.exists():
+            rename(target, folder)
+        rename(replaced, target)
