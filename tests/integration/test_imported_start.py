@@ -80,7 +80,7 @@ def test_weights_moments_and_place_in_the_schedule_arrive_bit_for_bit(tmp_path, 
     monkeypatch.setattr(hf_folder, "RANGE_BYTES", 200)
     target = imported(source, tmp_path)
     assert source.largest == 50, "it is read in parts"
-    assert verify(target).imported == {"layout": "held", "path": str(tmp_path / "theirs")}
+    assert verify(target).imported == {"layout": "memory", "path": str(tmp_path / "theirs")}
     backend = make_backend(2, train_steps=1)
     driver = start(make_config(tmp_path), target, backend)
     expected, found = whole_state(trained), whole_state(backend)
