@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from rlhf.storage.files import rename
 from rlhf.tracking.history import History
 from rlhf.tracking.sample_files import GENERATIONS, GenerationsTable, markdown_table
+
+_PREFIX = "events.out.tfevents."
 
 
 class TensorBoard:
@@ -19,6 +22,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.finish()
+        self._number_files()
         shown, first = self._shown_steps(), 0
         for step in history.steps():
             if step >= len(shown) or not shown[step]:
@@ -49,13 +53,24 @@ class TensorBoard:
         if rows := self._table.of(step):
             self._writer.add_text(GENERATIONS, markdown_table(self._table.COLUMNS, rows), step)
 
+    def _number_files(self) -> None:
+        """Rename the event files to 0, 1, 2 and so on, in their order, so that the next file's time is behind them.
+
+        Readers order files by name, which begins with the second of the start. Otherwise a clock that was set back, or
+        two starts in one second, would put the next file before an earlier one.
+        """
+        for number, path in enumerate(sorted(self._log_dir.glob(f"{_PREFIX}*"))):
+            rest = path.name.removeprefix(_PREFIX).lstrip("0123456789")
+            if (target := path.with_name(f"{_PREFIX}{number:010d}{rest}")) != path:
+                rename(path, target)
+
     def _shown_steps(self) -> bytearray:
         """Return 1 at the index of each step that the event files show, else 0."""
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         shown = bytearray()
-        for path in sorted(self._log_dir.glob("events.out.tfevents.*")):
+        for path in sorted(self._log_dir.glob(f"{_PREFIX}*")):
             # One event at a time: an EventAccumulator keeps all values in memory.
             for event in LegacyEventFileLoader(str(path)).Load():
                 if event.session_log.status == SessionLog.START:

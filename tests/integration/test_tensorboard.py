@@ -68,6 +68,14 @@ def in_process(run_dir: Path, resume_step: int | None, last: int) -> list[Record
     return list(tracker.history.records())
 
 
+def test_a_clock_that_was_set_back_hides_no_step(tmp_path: Path) -> None:
+    for resume_step, last in ((None, 5), (3, 8), (6, 10)):
+        in_process(tmp_path, resume_step, last)
+        assert tensorboard_curves(tmp_path) == expected(range(last + 1))
+        newest = max((tmp_path / "tensorboard").glob("events*"))
+        newest.rename(newest.with_name("events.out.tfevents.9999999999.host.1.0"))
+
+
 def test_a_lost_tail_is_filled_from_the_history(tmp_path: Path) -> None:
     in_process(tmp_path, None, 8)
     (events,) = (tmp_path / "tensorboard").iterdir()
