@@ -72,7 +72,7 @@ def prepare(
         coordinator.on_domain_leaders(lambda: point_to_newest(run_dir))
     check_same_run(run_dir, trainer, config, run.get("resumed_from"), coordinator)
     _download_history(run_dir, run["run_id"], coordinator)
-    if forks:
+    if source is not None and forks:
         run |= _fork(run_dir, source, coordinator)
     run.pop(AGENTS, None)
     if trainer.overwrite or trainer.resume_mode == "disable":
