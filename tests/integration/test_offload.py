@@ -17,7 +17,7 @@ from rlhf.learning.reference import Reference
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
 from tests.support.engines import CPU, ENGINES, NEEDS_DEEPSPEED, make_engine, state_of, tokens, train
 from tests.support.page_locks import stand_in
-from tests.support.refusals import refused, says
+from tests.support.refusals import says, user_error
 from tests.support.tiny_updates import tiny_qwen2
 
 KINDS = ("fsdp2", "zero2", "zero3")
@@ -81,7 +81,7 @@ def test_page_locked_copies_share_blocks_that_end_with_the_offload(monkeypatch):
     del offload, copy
     assert not locks.spans
     locks.failure = 2
-    message = refused(Offload(None, "param_offload")._pin, {1: 9})
+    message = user_error(Offload(None, "param_offload")._pin, {1: 9})
     says(message, "param_offload=true", "cudaHostRegister: error 2", "Set it to false")
 
 

@@ -11,7 +11,7 @@ from rlhf.checkpoint.state.run_state import RunState
 from rlhf.storage.shards import Shard
 from tests.support.checkpoints import PlainReference, PlainRole, equal_bits, make_driver
 from tests.support.page_locks import stand_in
-from tests.support.refusals import refused, says
+from tests.support.refusals import says, user_error
 
 
 def snapshot_of(size: int):
@@ -74,6 +74,6 @@ def test_page_locked_memory_has_the_size_that_the_plan_counts(monkeypatch):
         # The memory of earlier saves is free again.
         assert locks.spans == {memory.data_ptr(): -(-memory.nbytes // page) * page}
     locks.failure = 2
-    message = refused(partial(stager._reserve, pinned=True), 10 * page)
+    message = user_error(partial(stager._reserve, pinned=True), 10 * page)
     says(message, "no memory", "checkpoint.async_save=false")
     assert not locks.spans

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.convert.deepspeed.deepspeed_files import open_states
-from rlhf.convert.fsdp.fsdp_files import open_mapping
+from rlhf.convert.deepspeed import deepspeed_files
+from rlhf.convert.fsdp import fsdp_files
 from rlhf.convert.pickles import StandIn, open_archive, read_pickle, stand_in
-from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
+from rlhf.convert.stored_tensor import StoredTensor, open_mapping, open_torch_file
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
@@ -233,9 +233,10 @@ def test_another_byte_order_is_told(read, tmp_path):
 def test_no_array_of_numpy_is_made(tmp_path):
     """Its types believe what a pickle says of them: the bytes of an array then count as addresses of objects."""
     state = {"rng": np.random.get_state()}
-    for read in (open_mapping, open_states):
-        found = read(saved(tmp_path / "f.pt", state | {"weight": torch.ones(2)}))
-        assert isinstance(found["rng"][1], StandIn), read
+    for files in (fsdp_files, deepspeed_files):
+        path = saved(tmp_path / "f.pt", state | {"weight": torch.ones(2)})
+        found = open_mapping(path, files.ALLOWED, "another tool")
+        assert isinstance(found["rng"][1], StandIn), files
         assert isinstance(found["weight"], StoredTensor)
 
 

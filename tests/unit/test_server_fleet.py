@@ -22,7 +22,7 @@ from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetLoop, ServersFailed
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.server_engine import server_gpus
-from tests.support.refusals import refused, says
+from tests.support.refusals import says, user_error
 from tests.support.tcp_proxy import Proxy
 
 DEADLINE_S = 60.0
@@ -244,7 +244,7 @@ def test_servers_get_the_gpus_after_those_of_the_ranks(monkeypatch):
         server_gpus(config, cuda, 1)
     assert server_gpus(config, torch.device("cpu"), 1) == [[], [], []]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as with srun --gpus-per-task=1
-    says(refused(server_gpus, config, cuda, 1), "servers.count=3", "3 ranks", "one GPU", "all GPUs", "rollout=vllm")
+    says(user_error(server_gpus, config, cuda, 1), "servers.count=3", "3 ranks", "one GPU", "all GPUs", "rollout=vllm")
 
 
 def test_the_vocabulary_of_a_model_with_several_parts():
