@@ -8,7 +8,7 @@ from rlhf.storage.layout import CONFIG, DRIVER_STATE, SAMPLES, scan
 from rlhf.tracking.history import MACHINE_METRICS
 
 # Fields of a run that are not part of its trajectory. The history is compared separately, without clock metrics.
-OF_THE_RUN = ("run_id", "wall_seconds", "history")
+OF_THE_RUN = ("run_id", "started_on", "wall_seconds", "history")
 
 
 def driver_state(checkpoint: Path) -> dict:
