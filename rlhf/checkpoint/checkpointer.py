@@ -78,15 +78,18 @@ class Checkpointer:
         self.not_copied: list[int] = []
         """The steps that `checkpoint.remote` still lacks; valid on the leader after `committing`."""
         self._saved_step: int | None = None
-        # Step of the reference's last change -> the newest checkpoint that contains the reference since then.
+        # Step of the reference's last change -> the newest checkpoint that contains the reference after this change.
         self._reference_at: dict[int, Path] = {}
 
     def resume(self) -> bool:
-        """Restore the newest intact checkpoint, which rolls back a running process; return False for a run without any.
-        Raises UserError when the checkpoint and the configuration do not fit, or when no intact checkpoint is left."""
+        """Restore the newest intact checkpoint, or return False if the run has no checkpoint.
+
+        In a process that has already trained, this is a rollback. Raises UserError when the checkpoint and the
+        configuration do not fit, or when no intact checkpoint is left.
+        """
         self._settle()
         timeout_s = self._settings.timeout_s
-        # Ranks may restart without a new setup of the directory; no save is in flight here.
+        # Restarted ranks find what killed saves left. No save is in flight here, so removal is safe.
         self._coordinator.on_domain_leaders(lambda: self._deleter.wait(timeout_s) and clean_leftovers(self._run_dir))
         loaded = restore(
             self._run_dir,
@@ -131,8 +134,8 @@ class Checkpointer:
     def save(self, step: int, metrics: Mapping[str, float] | None = None, *, last: bool = False) -> SaveResult | None:
         """Save `step` with its `metrics` unless it is saved already; first wait for the save in flight.
 
-        Returns the save that finished since the last call. A failure ends the run or is reported, by
-        `checkpoint.on_save_error`; a failed `last` save always ends the run.
+        Returns the save that finished since the last call. `checkpoint.on_save_error` decides whether a failure ends
+        the run or is only logged; a failed `last` save always ends the run.
         """
         asked = time.monotonic()
         self._settle()
@@ -257,8 +260,10 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Return whether the save in flight failed on this rank and must end the run, by a raise of `save` on all
-        ranks."""
+        """Return whether the save in flight failed on this rank and must end the run.
+
+        `leave` or `finish` then raises the error on all ranks.
+        """
         save = self._in_flight
         return save is not None and save.error is not None and not self._continues_after(save.error, save.last)
 

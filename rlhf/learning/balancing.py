@@ -87,7 +87,7 @@ class SampleBalance:
 
         Args:
             budget: maximum tokens of a micro-batch. A longer sample is a micro-batch of its own.
-            padded: whether padding counts, so that a micro-batch has rows times its longest row tokens.
+            padded: whether padding counts; the tokens of a micro-batch are then its rows times its longest length.
             mini_batch: number of a mini-batch; None for the whole step.
         """
         parts = range(self.mini_batches) if mini_batch is None else (mini_batch,)
@@ -141,7 +141,7 @@ def lockstep_cost(costs: Sequence[Sequence[int]]) -> int:
 def _in_lockstep(
     ranks: list[list[Placed]], fewest_of_each: list[list[list[Placed]]], budget: int, count: int
 ) -> list[list[list[Placed]]]:
-    """Return `count` micro-batches for each rank whose k-th costs are about equal over the ranks.
+    """Return `count` micro-batches for each rank. The k-th micro-batches of all ranks cost about the same.
 
     Each micro-batch takes samples up to a target cost: the cost of the longest sample left on any rank or, if larger,
     the largest cost left on a rank divided by the micro-batches left.

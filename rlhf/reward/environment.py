@@ -24,7 +24,8 @@ ALLOWED = (
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
     *("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_VERBOSITY"),
 )
-"""Variables that every reward process receives if the trainer has them. Proxy addresses may contain passwords."""
+"""Variables that every reward process receives if the trainer has them. Proxy settings are not among them, because
+their addresses may contain passwords."""
 
 
 def reward_environment(trainer: Mapping[str, str], pass_env: Sequence[str]) -> dict[str, str]:

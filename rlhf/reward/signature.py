@@ -41,8 +41,9 @@ _USUAL = {
 """Arguments in `GIVEN` that `**kwargs` receives, as in verl and TRL."""
 _TRL = {"prompts", "completions", "completion_ids"}
 _OTHER_RESPONSES = ("predict_str", "model_output", "completion")
-"""Names of the response in functions that verl calls by position, and the answer's name in one of them."""
+"""Names of the response in functions that verl calls by position."""
 _OTHER_ANSWER = "test_cases"
+"""Name of the reference answer in verl's prime_code."""
 _RESPONSES = ("solution_str", *_OTHER_RESPONSES, "solution_strs", "completions", "completion_ids")
 
 

@@ -31,7 +31,7 @@ class Scratch:
 
     def __init__(self, *, large: bool = False) -> None:
         where = Path(tempfile.gettempdir())
-        # Large content goes where the user has space for it, and has no sockets.
+        # Large content goes where the user has space for it. It contains no sockets, so the path may be long.
         where = where if large or len(str(where)) <= LONGEST else Path("/tmp")
         sweep(where)
         self._lock: int | None = None

@@ -126,7 +126,7 @@ def test_kept_as_what_it_is(adapter, factors, tmp_path, capsys):
         ({"lora_alpha": None}, "lora_alpha=None"),
         ({"lora_alpha": 10**400}, "which give .* no scale"),
         ({"alpha_pattern": {"(": 2}}, r"alpha_pattern=\{'\(': 2\}, which give .* no scale"),
-        ({"alpha_pattern": {"(q)+_proj": 2}}, "which give .* no scale; patterns may have up to 3 repeats, and no"),
+        ({"alpha_pattern": {"(q)+_proj": 2}}, "which give .* no scale. A pattern may have up to 3 of"),
         ({"alpha_pattern": {".*.*.*.*x": 2}}, "which give .* no scale"),
         ({"alpha_pattern": [3]}, r"alpha_pattern=\[3\], which give"),
         ({"base_model_name_or_path": None}, "does not name a base model. Set --hf_model_path"),

@@ -83,7 +83,7 @@ class Stager:
                 self._memory[pinned] = torch.empty(nbytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise UserError(
-                "There is no memory for the copy that a save behind the training is written from "
+                "There is no memory for the copy of the state that a background save writes "
                 f"({nbytes / 2**20:.1f} MiB on this rank). Set checkpoint.async_save=false, or give the machine more "
                 "memory."
             ) from error

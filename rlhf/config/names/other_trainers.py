@@ -13,10 +13,10 @@ TABLE = Path(__file__).with_name("other_trainers.toml")
 class OtherTrainers:
     """Tables of names and values from other trainers.
 
-    `settings` maps their names to our setting or group, and `values` their values to ours. `minus_one` maps settings
-    where verl writes -1 for none or all to our value. `remarks` has a sentence per name without a single equivalent,
-    and `value_remarks` one per pair of setting (or group) and value. `prefixes` are verl's outer sections; their inner
-    sections have our names.
+    `settings` maps their names to our setting or group, and `values` their values to ours. In some settings, verl's -1
+    means none or all; `minus_one` maps each such setting to our value. `remarks` has a sentence per name without a
+    single equivalent, and `value_remarks` one per pair of setting (or group) and value. `prefixes` are verl's outer
+    sections; their inner sections have our names.
     """
 
     prefixes: tuple[str, ...]

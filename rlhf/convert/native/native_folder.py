@@ -46,7 +46,7 @@ class RolePlan:
 
 @dataclass
 class WrittenCheckpoint:
-    """Result of a conversion: what was converted, and what a new run starts anew, a line each."""
+    """Result of a conversion. Each line names state that was `converted`, or that is `absent` and starts anew."""
 
     path: Path
     manifest: Manifest

@@ -149,8 +149,8 @@ def _scaling(adapter: Adapter, weight: str, rank: int) -> float:
     if not math.isfinite(scale):  # NaN would fill the merged weight
         raise UserError(
             f"{adapter.path} has lora_alpha={config.get('lora_alpha')!r} and alpha_pattern="
-            f"{config.get('alpha_pattern')!r}, which give {weight} no scale; patterns may have up to {MOST_REPEATS} "
-            "repeats, and no repeated groups. Restore its adapter_config.json."
+            f"{config.get('alpha_pattern')!r}, which give {weight} no scale. A pattern may have up to {MOST_REPEATS} "
+            "of the signs * + {, and none after a group. Restore its adapter_config.json."
         )
     return scale / (math.sqrt(rank) if config.get("use_rslora") else rank)
 

@@ -26,7 +26,7 @@ class ReceivingEngine(NCCLWeightTransferEngine):
     _sent: dict[str, Any] | None = None
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Join the trainer's NCCL group, and leave an earlier group in any state."""
+        """Leave an earlier NCCL group, whatever its state, and join the trainer's new group."""
         self.shutdown()
         super().init_transfer_engine(init_info)
 
