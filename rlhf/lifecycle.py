@@ -128,7 +128,7 @@ def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int
             output.progress.phase(0, 0, "writing the report")
         else:
             output.end_bar()
-            # Copies first: an export that fails on a full disk must not prevent copies, or reports of missing ones.
+            # Copies first: if an export fails on a full disk, copies are still made, and missing copies still reported.
             left = _copy(config, finished)
             _catch_up(config, finished)
         text = write_report(config.run_dir)

@@ -90,7 +90,10 @@ class Scheduled:
 
 
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Return the named trained parameters of `model` as AdamW's groups: with and without weight decay, none empty."""
+    """Return the named trained parameters of `model` as AdamW's groups, with and without weight decay.
+
+    An empty group is left out.
+    """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if optim.decay_norm_and_bias or not optim.weight_decay:
         return [{"params": named}]

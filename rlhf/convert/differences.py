@@ -97,7 +97,7 @@ def compare_tensors(
     tables: tuple[Mapping[str, TensorInfo], Mapping[str, TensorInfo]],
     progress: Callable[[int], None] = lambda count: None,
 ) -> Compared:
-    """Compare the tensors of `a` and `b` that `tables` list by name; `progress` gets the bytes compared so far."""
+    """Compare the tensors of `a` and `b` that `tables` list by name; `progress` gets each tensor's bytes in `a`."""
     of_a, of_b = tables
     done = Compared(len(of_a.keys() | of_b.keys()))
     for name, info in of_a.items():

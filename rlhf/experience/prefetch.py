@@ -19,7 +19,7 @@ PREFIX, COUNTS = "ahead.", "ahead.counts"
 
 @dataclass
 class Prefetch:
-    """Generates for at most one later step, and scores the samples at the next save or at their step, if earlier.
+    """Generates for at most one later step. Scores the samples at the next save or at their step, whichever is first.
 
     All ranks are in the same state.
     """
@@ -39,7 +39,7 @@ class Prefetch:
     def begin(self, step: int, size: int | None = None) -> None:
         """Draw `size` prompts (see `PromptShare.next`) and start the generation for `step`. Collective.
 
-        The current policy, after `step` - 2 steps, draws the samples.
+        The samples come from the current policy, which has made `step` - 2 training steps.
         """
         self._before, drawn = self.prompts.position, self.prompts.next(size)
         self.generation.sampler.begin(self.generation.requests(drawn), version=step - 2, step=step)

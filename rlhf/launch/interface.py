@@ -41,7 +41,7 @@ class Stacks:
     texts: dict[int, str] = field(default_factory=dict)
     """Rank -> text of its stacks. A rank that wrote none has no entry."""
     silent: dict[int, str] = field(default_factory=dict)
-    """Rank -> likely reason why it would write no stacks. Every rank that was asked has an entry."""
+    """Rank -> likely reason if the rank wrote no stacks. Every asked rank has an entry, even if it wrote stacks."""
     files: list[Path] = field(default_factory=list)
     """Files with the texts."""
 
@@ -53,7 +53,7 @@ class WatchedRanks(Protocol):
         """Return the newest status of each rank, dead ranks included. A rank without a status file is missing."""
 
     def stacks(self, ranks: Collection[int]) -> Stacks:
-        """Return the stacks of all threads of `ranks`, which can only be killed afterwards. May take some seconds."""
+        """Return the stacks of all threads of `ranks`. Only `kill` may follow for these ranks. May take seconds."""
 
 
 class Ranks(WatchedRanks, Protocol):

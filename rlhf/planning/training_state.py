@@ -74,8 +74,8 @@ def _elements(weights: Shapes) -> int:
 def gathered(model: ModelShapes, units: Mapping[str, int], config: BackendConfig, ranks: int) -> int:
     """Return the bytes of gathered weights in a pass of FSDP2; `units` has the bytes of each unit.
 
-    Gathered are the root, a unit and the next unit. With two or more ranks there is also the flat all-gather buffer
-    (torch.distributed.fsdp._fully_shard._fsdp_collectives).
+    The root, a unit and the next unit are gathered at the same time. With two or more ranks there is also the flat
+    all-gather buffer (torch.distributed.fsdp._fully_shard._fsdp_collectives).
     """
     if not config.reshard_after_forward:
         return sum(units.values())
@@ -103,8 +103,8 @@ def _fsdp2(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingSta
         4 * MOMENTS * shards,
         4 * shards,
         _gathered(model, config, ranks),
-        # Each sum has the gradients in the dtype of the pass, a flat float32 buffer (freed when the next unit's buffer
-        # exists), and this rank's shard of the buffer. A tied head is reduced with the root.
+        # Each sum below has the gradients in the dtype of the pass, a flat float32 buffer (freed when the next unit's
+        # buffer exists), and this rank's shard of the buffer. A tied head is reduced with the root.
         head=(4 + width) * head + 4 * math.ceil(own / ranks),
         head_left=4 * own or width * head,
         layer=(8 + width) * layer + 4 * math.ceil(layer / ranks),

@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 def _lock(path: Path, operation: int, setting: str = "trainer.default_local_dir", fd: int | None = None) -> int | None:
     """Return a locked file descriptor, which is closed on exec; None if another process has the lock.
 
-    `fd` is open with the other kind of lock (exclusive or shared), and is converted. A failed conversion loses that
-    lock and closes `fd`.
+    A given `fd` has the other kind of lock (exclusive or shared), which this call converts. A failed conversion loses
+    that lock and closes `fd`.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if fd is None else fd
     try:

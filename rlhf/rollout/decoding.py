@@ -40,7 +40,7 @@ class Decoding:
         self.prompts = [requests[group[0]].token_ids for group in groups]
         self.lengths = np.array([len(token_ids) for token_ids in self.prompts])
         self.ends = np.array([group.stop for group in groups])
-        """For each prompt, the number of requests up to its last one."""
+        """For each prompt, the index after its last request."""
         self.prompt_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         self.device = model.device
         self.accepts = inspect.signature(model.forward).parameters
@@ -48,7 +48,7 @@ class Decoding:
         self.cache = RowCache(model.config)
         self.cache.span.start = self.cache.span.end = int(self.lengths.max())
         self.columns = 0
-        # A model that accepts a prepared mask, without sliding windows, gets a slice of this mask. Other models build
+        # A model without sliding windows that accepts a prepared mask gets a slice of `self.mask`. Other models build
         # their own mask.
         self.prepared_mask = (
             model._supports_attention_backend
@@ -193,7 +193,7 @@ class Decoding:
 
     def _stop_strings(self, first: int, position: Tensor) -> np.ndarray:
         """Return which rows from `first` on have a stop string in their response's text, special tokens included."""
-        # A token is at least one byte of text, so a string that the newest one completes lies within this many.
+        # A token is at least one byte of text: a stop string that ends in the newest token has at most `window` tokens.
         window = max(len(s.encode()) for s in self.params.stop) + 1
         columns = position[:, None] + torch.arange(1 - window, 1, device=self.device)
         samples, _, birth = self.host[:, first : self.cache.span.rows]

@@ -34,12 +34,12 @@ class Manifest:
     """Lists a checkpoint's contents. `files` maps each path to its size and hashes.
 
     Where nodes have their own disks, each disk has the same manifest, and `DOMAINS` of a file lists the domains that
-    have it. `threads` are the CPU threads of each rank, on which bits depend. `numerics` is the numerics version
-    (`rlhf.numerics`) of the release that saved the checkpoint. `format` is the stored format, but the fields are always
-    those of the present one (see `formats`). `fingerprints` identify the files that settings name (`model.path` and so
-    on), by the settings' present names. `linked` maps each folder of hard links to the checkpoint that it shares files
-    with. `metrics` are the step's. `imported` is the source (`layout` and `path`) of an imported checkpoint, which has
-    no configuration; otherwise it is empty.
+    have it. `threads` are the CPU threads of each rank; the bits of results depend on them. `numerics` is the numerics
+    version (`rlhf.numerics`) of the release that saved the checkpoint. `format` is the stored format, but the fields
+    are always those of the newest format (see `formats`). `fingerprints` map each setting that names files (such as
+    `model.path`), by its name in this release, to a hash of the files. `linked` maps each folder of hard links to the
+    checkpoint that it shares files with. `metrics` are the metrics of the step. `imported` is the source (`layout` and
+    `path`) of an imported checkpoint, which has no configuration; otherwise it is empty.
     """
 
     step: int
@@ -78,7 +78,8 @@ class Manifest:
 
     def expected_at(self, root: Path) -> list[str]:
         """Return the files that must be at `root`: all files or, on a node's own disk, those of its storage domain. The
-        domain of which most files are present counts as the disk's own. Present files of other domains count too."""
+        disk's own domain is the domain with the most files at `root`. Files of other domains that are at `root` are
+        returned, too."""
         domains = {domain for entry in self.files.values() for domain in entry.get(DOMAINS, ())}
         there = {name for name, entry in self.files.items() if DOMAINS not in entry or (root / name).is_file()}
         by_domain = [
@@ -131,7 +132,8 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
         payload = document.get("payload") if isinstance(document, dict) else None
         if not isinstance(payload, dict):
             raise ValueError("it is not a manifest of this trainer")
-        # Each content has one text: comparing texts also finds a flip that JSON ignores, such as one in white space.
+        # `_text` writes a payload in only one way. So this comparison also finds a bit flip that JSON ignores, such as
+        # a flip in white space.
         if _text(payload) != raw:
             raise ValueError("its checksum does not match")
         if not is_read(found := payload.get("format")):

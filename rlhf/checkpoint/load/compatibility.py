@@ -76,8 +76,8 @@ def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerp
 
 
 def same_bits_problems(manifest: Manifest, identity: Identity, world_size: int) -> list[str]:
-    """Return one line per difference from the run that saved the checkpoint that may give other bits with the same
-    settings. Empty for an imported checkpoint, which no run of this trainer saved."""
+    """Compare this run with the run that saved the checkpoint. Return one line per difference, besides settings, that
+    may change bits. Empty for an imported checkpoint, which no run of this trainer saved."""
     if manifest.imported:
         return []
     lines = []

@@ -21,7 +21,7 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
                 yield f"checkpoint.{key}={contents}: {name!r} is not one of {', '.join(CONTENTS)}.{near}"
         if len(set(contents)) < len(contents):
             yield f"checkpoint.{key}={contents}: name each part once."
-    # Also with trainer.save_freq=0: a run that is asked to stop saves.
+    # Check this also with trainer.save_freq=0: a stop request makes the run save.
     if not saved:
         yield f"checkpoint.contents=[]: nothing to save; name any of {', '.join(CONTENTS)}."
     elif resumes and not {"model", "hf_model"} & set(saved):

@@ -13,7 +13,7 @@ STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_t
 """Keys of rollout.structured_outputs; exactly one must be set."""
 STRUCTURE_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 LEAST_TEMPERATURE = 0.01
-"""Below this, vLLM samples greedily, and logits divided by the temperature may overflow."""
+"""vLLM raises smaller temperatures, except 0, to this value. Below it, logits over the temperature may overflow."""
 VLLM_ARGUMENTS_WITH_SETTINGS = {
     "model": "model.path",
     "tokenizer": "model.path",

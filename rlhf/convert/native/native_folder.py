@@ -79,7 +79,7 @@ def write_native_folder(
     """Write the checkpoint `target` of `step`, verify it, and rename it into place.
 
     The weights are stored in float32, and in their own dtype in a Hugging Face folder. Weights without moments get zero
-    moments if others have some. A range of a tensor is in memory at a time.
+    moments if others have some. Only one range of a tensor is in memory at a time.
     """
     done = WrittenCheckpoint(target, _manifest(step, plans))
     with output_folder(target, overwrite=overwrite, sources=[plan.path for plan in plans.values()]) as root:

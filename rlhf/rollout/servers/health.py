@@ -138,7 +138,7 @@ class ServerHealth:
 
     def request_sent(self, now: float) -> None:
         if not self.in_flight:
-            # The next count is compared with the first.
+            # A count is due now. Later counts show progress if they differ from this count.
             self._last_progress = self._next_count = now
         self.in_flight += 1
 
