@@ -68,8 +68,9 @@ def rollout_problems(config: Config) -> Iterator[str]:
     r = config.rollout
     if r.temperature < LEAST_TEMPERATURE:
         yield (
-            f"rollout.temperature={r.temperature:g}: sampling would be greedy, and all samples of a prompt equal; set "
-            "rollout.temperature=1.0. For evaluations, set rollout.val_kwargs.temperature instead."
+            f"rollout.temperature={r.temperature:g}: sampling would be greedy or nearly greedy, and "
+            "samples of a prompt would hardly differ; set rollout.temperature=1.0. For evaluations, set "
+            "rollout.val_kwargs.temperature instead."
         )
     if r.n > 1 and r.top_k == 1:
         yield f"rollout.top_k=1: the {r.n} samples of a prompt (rollout.n) would be equal; set rollout.top_k=-1."

@@ -138,7 +138,7 @@ class ServerHealth:
 
     def request_sent(self, now: float) -> None:
         if not self.in_flight:
-            # A count is due now. Later counts show progress if they differ from this count.
+            # A count is due at once, so that the next count can be compared with it.
             self._last_progress = self._next_count = now
         self.in_flight += 1
 
