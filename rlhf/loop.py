@@ -194,7 +194,7 @@ def roll_back(c: Components) -> None:
     if not c.checkpointer.resume():
         raise UserError(
             f"guards.action=rollback: no checkpoint is left in {c.run_dir} to roll back to. Set guards.action=skip, or "
-            "checkpoint.on_save_error=stop, and start again."
+            "checkpoint.on_save_error=stop to end the run at a failed save, and start again."
         )
     c.guards.recall(memory)
     c.run_log.rewind(c.driver.step)

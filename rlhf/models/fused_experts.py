@@ -64,10 +64,9 @@ def fuse_experts(
 
 
 def parts_in_files(shapes: Mapping[str, Sequence[int]], hf_config: PretrainedConfig) -> FileParts:
-    """Return the tensors that transformers would write to files, for weights that differ in the files.
+    """Return the file tensors of each weight that transformers splits or renames when it writes files.
 
-    The result is empty unless `fuse_experts` fuses some of the weights. Otherwise it also has weights that only have
-    another name in files. `shapes` are those of the model's weights.
+    The result is empty unless `fuse_experts` fuses some of the weights. `shapes` are those of the model's weights.
     """
     mapping = get_checkpoint_conversion_mapping(hf_config.model_type) or []
     known = [entry for entry in mapping if isinstance(entry, WeightRenaming) or _is_stack(entry)]

@@ -21,7 +21,7 @@ MOMENTS = 2
 
 @dataclass(frozen=True)
 class ZeroShares:
-    """Bytes of `count` trained weights on one of `ranks` at a ZeRO stage, in passes in a dtype of `width` bytes."""
+    """Bytes that `count` trained weights need on each of `ranks` at a ZeRO stage, with `width` bytes each in passes."""
 
     count: int
     stage: int
@@ -79,7 +79,8 @@ class ZeroShares:
     def step_temporaries(self) -> int:
         """Return the bytes of temporaries in the optimizer's step: a rank's concatenated gradients.
 
-        Stage 1 reduces only in the step, and needs the bucket or the ranks' parts, or in bfloat16 a copy to send.
+        Stage 1 reduces gradients only in the optimizer's step. With float32 passes it needs the larger of the bucket
+        and the ranks' parts, with bfloat16 passes a float32 copy of the bucket to send.
         """
         if self.stage == 1:
             parts = self.share * (2 if self.ranks > 1 else 1)

@@ -14,7 +14,8 @@ def keep_freed_memory() -> bool:
 
     By default glibc returns a tensor's memory to the kernel when the tensor dies. The kernel then has to zero each page
     of the next tensor, which takes more than a tenth of an update's time. Users' own settings of glibc's allocator
-    (`MALLOC_*_` in the environment) stay in force. Other C libraries have no mallopt and keep their own ways.
+    (`MALLOC_*` or `GLIBC_TUNABLES` in the environment) stay in force. Other C libraries have no mallopt and keep their
+    own ways.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc." in tunables or any(name.startswith("MALLOC_") for name in os.environ):

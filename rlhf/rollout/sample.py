@@ -31,7 +31,7 @@ class Sample:
     finish_reason: FinishReason
     """`stop` for EOS and stop strings, otherwise `length`."""
     versions: Spans
-    """Runs (version, end) in order. The policy after `version` steps drew the tokens from the end of the run before to
+    """Runs (version, end) in order. The policy after `version` steps drew the tokens from the previous run's end to
     `end`. The last run ends with the response."""
     observations: Spans = ()
     """Spans [start, end) in order: tokens that a tool or an environment wrote. The policy wrote all other tokens."""

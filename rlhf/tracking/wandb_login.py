@@ -29,7 +29,7 @@ def check_login(config: WandbConfig, environ: Mapping[str, str] = os.environ) ->
     if mode and mode.lower() not in (*ONLINE, *OFFLINE):
         raise UserError(
             f"WANDB_MODE={mode}: must be online or offline.{did_you_mean(nearest(mode.lower(), (*ONLINE, *OFFLINE)))} "
-            "A run without wandb has no wandb in trainer.logger."
+            "For a run without wandb, remove wandb from trainer.logger."
         )
     if mode_of(config, environ) == "online" and not _has_key(environ):
         raise UserError(f"trainer.logger=[wandb]: {NO_LOGIN}.")

@@ -36,7 +36,7 @@ def check_compatible(
         )
     if missing := [item for item in load_contents if item not in manifest.contents]:
         raise UserError(
-            f"checkpoint.load_contents (or, as it is null, checkpoint.contents)={load_contents} asks for "
+            f"checkpoint.load_contents (if null: checkpoint.contents)={load_contents} asks for "
             f"{', '.join(missing)}, but {path} holds {', '.join(manifest.contents)}. Set checkpoint.load_contents to a "
             "subset of these parts."
         )
@@ -56,7 +56,7 @@ def check_compatible(
         text = "; ".join(others)
         if not allow_change:
             raise UserError(
-                f"{text}. Restore them, or accept that the run changes with trainer.allow_config_change=true."
+                f"{text}. Restore the files, or set trainer.allow_config_change=true to accept that the run changes."
             )
         log.warning("%s; continuing because trainer.allow_config_change=true.", text)
     log_changes(changes)
@@ -76,8 +76,8 @@ def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerp
 
 
 def same_bits_problems(manifest: Manifest, identity: Identity, world_size: int) -> list[str]:
-    """Compare this run with the run that saved the checkpoint. Return one line per difference, besides settings, that
-    may change bits. Empty for an imported checkpoint, which no run of this trainer saved."""
+    """Compare this run with the run that saved the checkpoint. Return one line per difference that may change bits even
+    with equal settings. Empty for an imported checkpoint, which no run of this trainer saved."""
     if manifest.imported:
         return []
     lines = []

@@ -23,8 +23,8 @@ Entries = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint in progress: its temporary directory, and linked folders, on the leader with their files'
-    entries."""
+    """A checkpoint in progress: its temporary directory, and the folders with hard links. On the leader, `linked` also
+    has the manifest entries of each folder's files."""
 
     root: Path
     linked: dict[str, Entries]

@@ -25,7 +25,7 @@ from rlhf.storage.reading import CheckedFiles
 log = logging.getLogger(__name__)
 LOCKS = ("run.lock", "ranks.lock")
 RECORDED = (HISTORY, SAMPLES, "tensorboard", "report", HF_FOLDER)
-"""Records of one run beside its checkpoints, without the run's name in theirs (wandb's files have the run's id)."""
+"""Files and folders with records of one run, except checkpoints. Their names lack the run's id, unlike wandb's."""
 
 
 def make(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
@@ -79,8 +79,8 @@ def _remove(path: Path) -> None:
 
 
 def set_aside_for(run_dir: Path, source: Path) -> None:
-    """Set aside everything that does not descend from `source`, from which the run starts again: its own later
-    checkpoints, all of another run's, and the records of the trajectory that ends here."""
+    """Set aside the records, and the checkpoints later than `source`, from which the run starts again. Set aside all
+    checkpoints if `source` is in another directory."""
     for path in scan(run_dir):
         if source.parent != run_dir.resolve() or (step_of(path) or 0) > (step_of(source) or 0):
             aside = set_aside(path, "superseded").name
@@ -114,7 +114,7 @@ def driver_state_of(path: Path) -> dict[str, Any] | None:
 
 
 def resume_source(trainer: TrainerConfig) -> Path | None:
-    """Return `trainer.resume_from_path`, where a directory without checkpoints starts, if `resume_mode` asks for it."""
+    """Return the absolute `trainer.resume_from_path` if `resume_mode` is `resume_path`, else None."""
     if trainer.resume_mode != "resume_path":
         return None
     # Resolved, because a detour ("..", a link) into the run's own directory must not look like another run's.

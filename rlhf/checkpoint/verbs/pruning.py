@@ -1,4 +1,4 @@
-"""Prunes a run directory at rest: removes checkpoints as retention would, and kills' leftovers.
+"""Prunes a run directory at rest: removes checkpoints as retention would, and leftovers of kills.
 
 The run's lock makes sure that no save is in flight and no other process removes checkpoints. Imports no torch.
 """
@@ -74,8 +74,7 @@ def run_at_rest(run_dir: Path) -> Iterator[None]:
 
 
 def remove_planned(plan: PruningPlan) -> list[Path]:
-    """Make the removals of `plan` within `run_at_rest`, each by a rename first; return the paths that a disk still
-    has."""
+    """Rename and delete the paths of `plan`; return the paths that remain. Call it within `run_at_rest`."""
     if not plan.going:
         return []
     point_to_newest(plan.run_dir)

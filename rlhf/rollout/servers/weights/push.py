@@ -55,9 +55,8 @@ class WeightPush:
     def send(self, urls: Sequence[str], tensors: Iterable[tuple[str, Tensor]], label: str) -> dict[str, str | None]:
         """Send `tensors` to the servers at `urls`, which abort their requests and continue with the new weights.
 
-        After any failure, iterate `tensors` to the end: the other ranks take part in the iteration. Errors of `tensors`
-        propagate.
-        The servers store `label` as vLLM's weight version.
+        After any failure, this method iterates `tensors` to the end, because the other ranks take part in the
+        iteration. Errors of `tensors` propagate. The servers store `label` as vLLM's weight version.
 
         Returns:
             For each URL None, or why the server lacks the weights: an error, or digests that differ from those sent.
