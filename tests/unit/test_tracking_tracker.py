@@ -165,7 +165,7 @@ def test_a_mode_of_wandb_that_is_none_of_a_run_s_is_told(monkeypatch, mode, near
     monkeypatch.setenv("WANDB_MODE", mode)
     with pytest.raises(UserError) as raised:
         check_trackers(["wandb"], WandbConfig())
-    assert str(raised.value).startswith(f"WANDB_MODE={mode}: must be online or offline.{near} A run without wandb has")
+    assert str(raised.value).startswith(f"WANDB_MODE={mode}: must be online or offline.{near} For a run without wandb")
 
 
 def saved_after(run_dir: Path, last: int) -> dict:
