@@ -47,7 +47,8 @@ def hub_cache(environment: Mapping[str, str]) -> Path:
     """Return the folder of the Hub's cache, by huggingface_hub's own rules."""
     caches = Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or "~", ".cache"))
     home = Path(environment.get("HF_HOME") or caches / "huggingface")
-    return Path(environment.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    own = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
+    return Path(own or home / "hub").expanduser()
 
 
 def _in_cache(name: str, revision: str) -> Path | None:

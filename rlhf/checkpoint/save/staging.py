@@ -84,6 +84,6 @@ class Stager:
         except RuntimeError as error:
             raise UserError(
                 "There is no memory for the copy of the state that a background save writes "
-                f"({nbytes / 2**20:.1f} MiB on this rank). Set checkpoint.async_save=false, or give the machine more "
-                "memory."
+                f"({nbytes / 2**20:.1f} MiB on this rank: {str(error).splitlines()[0]}). Set "
+                "checkpoint.async_save=false, or give the machine more memory."
             ) from error
