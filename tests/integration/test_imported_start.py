@@ -97,7 +97,7 @@ def test_a_start_says_where_it_is_from_and_what_begins_anew(tmp_path, trained, s
     with caplog.at_level("INFO", logger="rlhf"):
         start(config, target, make_backend(2), parts={"data": stream}, reference=PlainReference())
     (line,) = [text for text in caplog.messages if "was imported" in text]
-    assert f"{target} was imported from {tmp_path / 'theirs'} (held). A new run begins there, after step 4" in line
+    assert f"{target} was imported from {tmp_path / 'theirs'} (memory). A new run begins there, after step 4" in line
     assert "with actor's weights, actor's moments, actor's schedule" in line
     assert "It does not continue that run bit for bit: reference, generators, data start afresh." in line
     assert stream.state == {"count": 7}, "as it was at the start"

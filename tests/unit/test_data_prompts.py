@@ -220,5 +220,5 @@ def test_changed_data_is_refused_unless_allowed(ten, tokenizer, caplog):
     assert other.state_dict()["consumed"] == 0
     other = PromptStream(changed, seed=3, shuffle=True, allow_change=True)
     other.load_state_dict(stream.state_dict())
-    assert "not those of the checkpoint" in caplog.text
+    assert "differ from the checkpoint" in caplog.text
     assert [drawn.uid for drawn in other.next(2)] == [4, 5]
