@@ -15,7 +15,7 @@ import torch
 from rlhf.config import Config
 from tests.support.adapted_engines import ADAPTED, either_engine
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
-from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, forward_bound, loss_of, state_of, train
+from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, loss_of, mean_loss_bound, state_of, train
 
 pytestmark = NEEDS_DEEPSPEED
 
@@ -125,7 +125,7 @@ def test_opens(matrix, cell):
     if (writer, writers) == (reader, readers):
         assert equal_bits(opened["losses"], saved["losses"])
     # The weights have the same bits before the first loss. A step adds an error of its own, in the order of its sums.
-    first = forward_bound(saved["losses"])
+    first = mean_loss_bound(saved["losses"])
     # In bfloat16 a weight that the step left near the middle of two numbers is rounded to the other one. How many do is
     # not known: 1e-2 allows for a few, and all of them would change a loss by a few percent.
     later = 1e-2 if "bfloat16" in writer else 2 * first

@@ -27,6 +27,8 @@ CPU = torch.device("cpu")
 # Epsilon is far above rounding noise: with a tiny epsilon AdamW takes full steps along gradients that are only noise.
 OPTIM = OptimConfig(lr=0.02, eps=1e-2, weight_decay=0.1, lr_scheduler_type="cosine", lr_warmup_steps=2)
 ROWS, LENGTH, MICRO_BATCHES = 8, 9, 2
+FORWARD_TERMS = forward_terms(layers=2, hidden=16, intermediate=24, head=4, tokens=LENGTH, vocabulary=VOCAB)
+"""Terms of a pass through `tiny_qwen2`."""
 ENGINES = {
     "fsdp2": BackendConfig(),
     "hsdp": BackendConfig(dp_replicate=2),
@@ -69,8 +71,17 @@ def forward_bound(values: Tensor) -> float:
 
     See `forward_terms` for its assumptions. The sizes are those of `tiny_qwen2`. A mean over tokens adds its terms.
     """
-    terms = forward_terms(layers=2, hidden=16, intermediate=24, head=4, tokens=LENGTH, vocabulary=VOCAB)
-    return sum_bound(terms + ROWS * LENGTH) * float(values.abs().max())
+    return sum_bound(FORWARD_TERMS + ROWS * LENGTH) * float(values.abs().max())
+
+
+def mean_loss_bound(losses: Tensor) -> float:
+    """Estimate how far mean losses in float32 can be from another engine's with equal weights.
+
+    Roundings of different operations and tokens are independent: see `independent_bound`. The mean over a batch divides
+    their deviation by the square root of its tokens.
+    """
+    share = independent_bound(FORWARD_TERMS, torch.float32) / math.sqrt(ROWS * (LENGTH - 1))
+    return share * float(losses.abs().max())
 
 
 def rounded_biases_bound(losses: Tensor) -> float:
