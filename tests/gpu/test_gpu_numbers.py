@@ -12,7 +12,7 @@ from rlhf.algorithms.token_log_probs import token_log_probs
 from rlhf.models.packing import pack
 from tests.support.gpus import DEVICES
 from tests.support.packed_passes import ARCHITECTURES, loss_and_gradients, skewed_batch, tiny_lm
-from tests.support.rounding import independent_bound, sum_bound
+from tests.support.rounding import sum_bound
 from tests.support.tiny_models import tiny_config
 from tests.support.tiny_updates import EveryBatch
 
@@ -61,13 +61,10 @@ def test_packed_by_flash_attention_equals_padded():
             pack(model)
         return loss_and_gradients(model, [on_device(skewed_batch(), "cuda")])
 
-    # Each of two layers has 14 roundings to bfloat16, one after another: input, weight and output of four products, and
-    # two in the attention. The head has three. The backward pass has twice as many.
-    apart = independent_bound(3 * (2 * 14 + 3), torch.bfloat16)
     exact = results(packed=False, attention="sdpa", dtype=torch.float32)
     for packed in (True, False):
         found = results(packed=packed, attention="flash_attention_2", dtype=torch.bfloat16)
-        assert_near(found, exact, apart)
+        assert_near(found, exact, 5e-2)
 
 
 @pytest.mark.parametrize("device", DEVICES)

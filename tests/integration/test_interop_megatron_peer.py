@@ -12,7 +12,6 @@ from rlhf.convert.megatron.megatron_folder import write_megatron_folder
 from tests.support import megatron_ranks
 from tests.support.megatron_ranks import CASES, SIZES, TIED, TOKENS
 from tests.support.peers import run_in_peers
-from tests.support.rounding import forward_terms, sum_bound
 from tests.support.sources import opened, whole
 
 pytestmark = pytest.mark.peers
@@ -52,10 +51,7 @@ def tensors_of(folder: Path, architecture: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("architecture", CASES)
 def test_the_merged_model_gives_megatrons_logits(made: Path, architecture: str) -> None:
-    """In float32, up to the order of sums: each tensor is where it belongs, whole and in the right order.
-
-    A tensor in another place changes the logits by about their standard deviation.
-    """
+    """In float32, up to the order of sums: each tensor is where it belongs, whole and in the right order."""
     tensors = tensors_of(made / architecture / "1x1x1" / "dist", made / architecture)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(made / architecture / "huggingface"))
     missing, unexpected = model.float().eval().load_state_dict(tensors, strict=False)
@@ -66,15 +62,7 @@ def test_the_merged_model_gives_megatrons_logits(made: Path, architecture: str) 
         logits = model(torch.tensor(TOKENS)).logits
     expected = torch.load(made / architecture / "logits.pt")
     assert expected.std() > 0.1
-    terms = forward_terms(
-        layers=SIZES["num_hidden_layers"],
-        hidden=SIZES["hidden_size"],
-        intermediate=SIZES["intermediate_size"],
-        head=SIZES["head_dim"],
-        tokens=len(TOKENS[0]),
-        vocabulary=0,  # logits: no log-softmax
-    )
-    torch.testing.assert_close(logits, expected, rtol=0, atol=sum_bound(terms) * float(expected.abs().max()))
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("architecture", "case", "kind"), READ)

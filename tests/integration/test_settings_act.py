@@ -21,8 +21,6 @@ TWO_STEPS = (
     "actor.optim.lr=1e-3",
     "actor.kl_loss_coef=0.1",
 )
-LARGEST_LOGIT = 18
-"""The largest absolute value of the bundled policy's logits for `sums` and its greedy responses is 17.2."""
 
 
 class Runs:
@@ -77,12 +75,11 @@ def test_recomputed_activations_change_nothing(runs):
 def test_autocast_shows_as_rounding(runs):
     plain, autocast = runs()[0], runs("backend.autocast=bfloat16")[0]
     # A unit in the last place is 2^16 times as large in bfloat16: nearer to it than to 1, on a scale of powers.
-    assert 2**8 * plain["rollout/logprob_diff_max"] < autocast["rollout/logprob_diff_max"]
+    assert 2**8 * plain["rollout/logprob_diff_max"] < autocast["rollout/logprob_diff_max"] < 0.5
     # Each of two layers has 14 roundings one after another: input, weight and output of three products and of the gates
     # (the output projection and the last product have rounded inputs), two in the attention, two in the activation. The
     # head has three.
     forward = 2 * 14 + 3
-    assert autocast["rollout/logprob_diff_max"] < LARGEST_LOGIT * independent_bound(forward, torch.bfloat16)
     assert autocast["reward/mean"] == plain["reward/mean"]
     # The backward pass has two products for each of the forward pass.
     apart = independent_bound(3 * forward, torch.bfloat16)
