@@ -23,7 +23,7 @@ class Batch:
     response_lengths: Tensor
     """[N] int64: response tokens before the padding, with end-of-sequence and observations."""
     response_mask: Tensor
-    """[N, R] float32: 1 on tokens that the policy wrote, 0 on padding and on observations of a tool or environment."""
+    """[N, R] bool: True on tokens that the policy wrote, not on padding or on observations of a tool or environment."""
     rollout_log_probs: Tensor
     """[N, R] float32: log-probs by the rollout engine, under the distribution that it sampled from."""
     uids: Tensor
@@ -35,7 +35,7 @@ class Batch:
 
     @property
     def counted(self) -> Tensor:
-        """[N, R] float32: 1 on the tokens that the loss counts."""
+        """[N, R] bool: True on the tokens that the loss counts."""
         return self.response_mask
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class ActorBatch(Batch):
     advantages: Tensor
     """[N, R] float32: zero outside `response_mask`."""
     loss_mask: Tensor
-    """[N, R] float32: 1 on the tokens of `response_mask` that the policy loss counts."""
+    """[N, R] bool: True on the tokens of `response_mask` that the policy loss counts."""
     old_log_probs: Tensor | None
     """[N, R] float32: log-probs by the training engine before the first update; None if the update computes them."""
     ref_log_probs: Tensor | None

@@ -52,7 +52,7 @@ def rollout_is_weights(
 def accepted(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, kind: str, threshold: float, lower: float | None
 ) -> Tensor:
-    """Select tokens for training by rejection sampling: 1 where policy and rollout policy are close enough, else 0.
+    """Select the tokens for training by rejection sampling: those where policy and rollout policy are close enough.
 
     With d = old - rollout, clamped to +-20, the divergence of a token is `k1`: d; `k2`: d^2 / 2; `k3`: exp(d) - 1 - d.
 
@@ -65,7 +65,7 @@ def accepted(
         lower: the smallest ratio for k1; None for 1 / threshold.
 
     Returns:
-        [N, R] in the type of the mask: 1 on accepted tokens, 0 elsewhere.
+        [N, R] bool: True on accepted tokens of the mask.
 
     Source: Liu et al., "When Speed Kills Stability" (2025), as in verl's rollout correction.
     """
@@ -84,4 +84,4 @@ def accepted(
         near = (values >= least) & (values <= math.log(threshold))
     else:
         near = values <= threshold
-    return masked(near.to(mask.dtype).expand_as(mask), mask).to(mask.dtype)
+    return mask.bool() & near

@@ -22,7 +22,8 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
     responses = [len(sample) for _, sample in rows]
     longest = max(map(sum, zip(prompts, responses, strict=True)), default=0)
     input_ids = np.full((len(rows), longest), pad_id, np.int32)
-    log_probs, mask = np.zeros((2, len(rows), max(responses, default=0)), np.float32)
+    log_probs = np.zeros((len(rows), max(responses, default=0)), np.float32)
+    mask = np.zeros(log_probs.shape, np.bool_)
     for row, (group, sample) in enumerate(rows):
         start, length = prompts[row], responses[row]
         input_ids[row, :start] = group.prompt_ids

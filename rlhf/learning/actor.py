@@ -79,7 +79,7 @@ class Actor(Policy):
         return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
 
     def _micro_batch_loss(self, micro: ActorBatch, counts: Counts) -> MicroBatchLoss:
-        config, mask, counted = self._config, micro.response_mask, micro.counted
+        config, mask, counted = self._config, micro.response_mask.float(), micro.counted.float()
 
         def aggregate(values: Tensor) -> Tensor:
             return loss_sum(values, counted, config.loss_agg_mode, self._scale) / counts.loss
@@ -159,7 +159,7 @@ class Actor(Policy):
         assert bounds[0] is not None
         mask = batch.response_mask
         kept = accepted(old, batch.rollout_log_probs, mask, kind, bounds[0], bounds[1])
-        left_out = masked(1 - kept, mask)
+        left_out = mask & ~kept
         shares = [left_out.sum(), mask.sum(), (left_out.sum(dim=1) > 0).sum(), (mask.sum(dim=1) > 0).sum()]
         tokens, of_tokens, responses, of_responses = all_sum(torch.stack(shares).double()).tolist()
         figures = {
@@ -175,7 +175,7 @@ class Actor(Policy):
         the decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298). Without
         `rollout_is` only stale samples are weighted.
         """
-        mask, correction, level = micro.response_mask, self._correction, self._correction.rollout_is
+        mask, correction, level = micro.response_mask.float(), self._correction, self._correction.rollout_is
         bounds = correction.rollout_is_threshold, correction.rollout_is_threshold_lower
         if level is not None:
             return rollout_is_weights(old, micro.rollout_log_probs, mask, level, *bounds)

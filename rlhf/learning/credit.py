@@ -21,14 +21,14 @@ Policies = tuple[Tensor, Tensor]
 
 
 class Credit(NamedTuple):
-    """Advantages and returns of each response token, [N, R] float32 each."""
+    """Advantages and returns of each response token."""
 
     advantages: Tensor
-    """Zero outside the mask."""
+    """[N, R] float32: zero outside the mask."""
     returns: Tensor | None
-    """Targets of the critic; None without a critic."""
+    """[N, R] float32: targets of the critic; None without a critic."""
     mask: Tensor
-    """1 on the tokens that the policy wrote, 0 on truncated responses if `mask_truncated_responses` is set."""
+    """[N, R] bool: tokens that the policy wrote, without truncated responses if `mask_truncated_responses` is set."""
 
     def means(self) -> list[float]:
         """Return the mean advantage of each response."""
@@ -65,7 +65,7 @@ class Advantages:
         if policies is not None:
             kl_rewards, of_kl = self._kl_rewards(policies, mask, guards)
             rewards, figures = rewards - kl_rewards, figures | of_kl
-        inputs = EstimatorInput(rewards, mask, self._group_size, values, baselines, all_sum)
+        inputs = EstimatorInput(rewards, mask.float(), self._group_size, values, baselines, all_sum)
         credit = Credit(*self._estimator(inputs, self._config), mask)
         if self._config.mask_truncated_responses:
             credit, masked_out = _without_truncated(credit, batch.truncated)
@@ -98,12 +98,11 @@ class Advantages:
 
 
 def scores_on_last_tokens(scores: Tensor, mask: Tensor) -> Tensor:
-    """Return token rewards, [N, R] float32: each score of [N] on the last token of `mask`, [N, R], zero elsewhere.
+    """Return token rewards, [N, R] float32: each score of [N] on the last token of `mask`, [N, R] bool, zero elsewhere.
 
     A response without a token of the policy gets no reward.
     """
-    written = mask.long()  # CUDA has no deterministic kernel for sums of floats along rows
-    last = (written == 1) & (written.cumsum(1) == written.sum(1, keepdim=True))
+    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
     return torch.where(last, scores[:, None], 0.0)
 
 
@@ -114,7 +113,7 @@ def _without_truncated(credit: Credit, truncated: Tensor) -> tuple[Credit, dict[
     """
     cut = truncated[:, None]
     returns = None if credit.returns is None else credit.returns.masked_fill(cut, 0.0)
-    left = Credit(credit.advantages.masked_fill(cut, 0.0), returns, credit.mask.masked_fill(cut, 0.0))
+    left = Credit(credit.advantages.masked_fill(cut, 0.0), returns, credit.mask & ~cut)
     counts = torch.stack([cut.sum(), torch.tensor(len(cut), device=cut.device)])
     masked_out, samples = all_sum(counts.double()).tolist()
     return left, {"advantages/truncated_masked": masked_out / max(samples, 1.0)}
@@ -133,5 +132,5 @@ def _advantage_figures(advantages: Tensor, mask: Tensor) -> dict[str, float]:
 
 
 def _highest(values: Tensor, mask: Tensor) -> Tensor:
-    inside = torch.where(mask.bool(), values.double(), -torch.inf)
+    inside = torch.where(mask, values.double(), -torch.inf)
     return inside.max() if inside.numel() else inside.new_tensor(-torch.inf)

@@ -59,7 +59,7 @@ class Critic:
         return {f"critic/{name}": value for name, value in figures.items()}
 
     def _micro_batch_loss(self, micro: CriticBatch, counts: Counts) -> MicroBatchLoss:
-        config, mask, returns = self._config, micro.response_mask, micro.returns
+        config, mask, returns = self._config, micro.response_mask.float(), micro.returns
         values = response_values(self.backend.module, micro)
         losses, clipped = value_loss(values, micro.values, returns, config.cliprange_value)
         loss = loss_sum(losses, mask, config.loss_agg_mode, self._scale) / counts.loss

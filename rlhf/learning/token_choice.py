@@ -33,18 +33,18 @@ class TokenChoice:
         At least one token is chosen over all ranks if there is a candidate.
 
         Args:
-            mask: [N, R], 1 on the tokens of the mini-batch that the loss counts.
+            mask: [N, R] bool, True on the tokens of the mini-batch that the loss counts.
             log_probs: [N, R], by the current policy.
         """
         config = self._config.policy_loss
         values, tokens = covariances(log_probs, batch.advantages, mask, RANKS)
         if self.kind == "largest":
-            candidates, order, share = mask.bool(), -values, config.kl_cov_ratio
+            candidates, order, share = mask, -values, config.kl_cov_ratio
         else:
             old = log_probs if batch.old_log_probs is None else batch.old_log_probs
             clipped = vanilla(log_probs, old, batch.advantages, mask, self._config).figures["pg_clipfrac"]
             inside = (values > config.clip_cov_lb) & (values < config.clip_cov_ub)
-            candidates, share = mask.bool() & inside & (clipped == 0), config.clip_cov_ratio
+            candidates, share = mask & inside & (clipped == 0), config.clip_cov_ratio
             order = torch.zeros_like(values)
         count = max(int(share * tokens), 1)
         return smallest(order, self._keys(batch, step), candidates, count, RANKS).float()

@@ -82,10 +82,10 @@ class Sample:
         return len(self) - sum(end - start for start, end in self.observations)
 
     def mask(self) -> np.ndarray:
-        """Return [T] float32, 1 on the tokens that the policy wrote and 0 on observations."""
-        mask = np.ones(len(self), np.float32)
+        """Return [T] bool: True on the tokens that the policy wrote, False on observations."""
+        mask = np.ones(len(self), np.bool_)
         for start, end in self.observations:
-            mask[start:end] = 0.0
+            mask[start:end] = False
         return mask
 
     def _facts(self) -> tuple[object, ...]:

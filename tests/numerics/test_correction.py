@@ -55,9 +55,9 @@ def test_rejected_tokens_and_responses(kind, threshold, lower):
         old = [[r + rng.gauss(0, scale) for r in row] for row in rollout]
         m = torch.tensor(mask)
         ours = accepted(tensor(old, mask), tensor(rollout, mask), m, kind, threshold, lower)
-        assert ours.dtype == m.dtype
+        assert ours.dtype == torch.bool
         expected = reference.accepted(old, rollout, mask, kind, threshold, lower)
-        close(ours, reference.on_tokens(expected, mask))
+        close(ours.float(), reference.on_tokens(expected, mask))
         seen |= {kept for row in expected for kept in row}
     assert seen == ({1.0} if threshold == 1e80 else {0.0, 1.0})
 
@@ -65,7 +65,7 @@ def test_rejected_tokens_and_responses(kind, threshold, lower):
 @pytest.mark.parametrize("kind", ROLLOUT_RS)
 def test_equal_log_probs_reject_no_token(kind):
     log_probs, mask = torch.randn(3, 5), torch.ones(3, 5)
-    assert torch.equal(accepted(log_probs, log_probs, mask, kind, 1.001, None), mask)
+    assert torch.equal(accepted(log_probs, log_probs, mask, kind, 1.001, None), mask.bool())
     assert accepted(log_probs[:, :0], log_probs[:, :0], mask[:, :0], kind, 1.001, None).shape == (3, 0)
 
 

@@ -35,7 +35,7 @@ def batch_with(empty: int, others: int) -> EveryBatch:
     """Return `empty` samples without response tokens, followed by `others` longer samples with a response."""
     batch = random_batch(seed=21, samples=empty + others, prompt=(3, 3))
     batch.response_lengths[:empty] = 0
-    batch.response_mask[:empty] = 0
+    batch.response_mask[:empty] = False
     for tensor in (batch.rollout_log_probs, batch.advantages, batch.returns):
         assert tensor is not None
         tensor[:empty] = math.nan  # outside the mask, so it must not be read

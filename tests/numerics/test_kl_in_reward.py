@@ -26,7 +26,7 @@ def whole_batch(seed: int = 4) -> EveryBatch:
     old, ref = (torch.randn(batch.rollout_log_probs.shape, generator=generator) for _ in range(2))
     values = torch.randn(batch.rollout_log_probs.shape, generator=generator) * batch.response_mask
     # Large values in the padding would change the results if they were read.
-    outside = batch.response_mask == 0
+    outside = ~batch.response_mask
     return replace(
         batch,
         old_log_probs=old.masked_fill(outside, 50.0),
@@ -53,7 +53,7 @@ def filled(estimator: str, kind: str = "adaptive") -> dict[str, Any]:
         figures = fill(advantages, batch, guards())
         rewards = torch.zeros(len(batch), whole_batch(seed).rollout_log_probs.shape[1])
         rewards[:, : batch.token_rewards.shape[1]] = batch.token_rewards
-        estimated = batch.advantages[batch.response_mask.bool()].tolist()
+        estimated = batch.advantages[batch.response_mask].tolist()
         result = {"figures": figures, "token_rewards": rewards, "coef": advantages.kl_coef, "advantages": estimated}
         results.append(result)
     return {"results": results, "state": advantages.state_dict()}

@@ -110,7 +110,7 @@ def test_padding_tokens_do_not_change_results():
     ):
         assert one.dtype == torch.float32
         assert torch.equal(one, two)
-        assert not one[batch.response_mask == 0].any()
+        assert not one[~batch.response_mask].any()
 
 
 @pytest.mark.parametrize("samples", [1, 4])

@@ -97,6 +97,6 @@ def test_each_pass_uses_its_own_budget(update, forward):
     critic = Critic(backend, CriticConfig(), scale=9, budget=update, forward_budget=forward)
     values = critic.all_values(batch, held)
     found = [calls.pop()]
-    assert torch.equal(values != 0, batch.response_mask.bool())
+    assert torch.equal(values != 0, batch.response_mask)
     critic.update(replace(batch, values=values), held, guards)
     assert [*found, calls.pop()] == expected

@@ -85,8 +85,8 @@ def test_bounds_are_exclusive_and_ties_are_broken_at_random():
     """Many tokens have a covariance of exactly 1, and many of exactly -1."""
     made = batch()
     rows, columns = made.counted.shape
-    made.loss_mask = torch.zeros(rows, columns)
-    made.loss_mask[:, :2] = 1
+    made.loss_mask = torch.zeros(rows, columns, dtype=torch.bool)
+    made.loss_mask[:, :2] = True
     made.advantages = torch.tensor([1.0, -1.0]).repeat(rows // 2)[:, None].expand(rows, columns).contiguous()
     log_probs = torch.tensor([-1.0, -3.0]).repeat(columns)[:columns].expand(rows, columns).contiguous()
     made.old_log_probs = log_probs.clone()

@@ -61,7 +61,7 @@ def test_scores_of_truncated_responses_count_but_their_advantages_are_zero(name:
     assert not masked.advantages[CUT].any()
     assert not masked.response_mask[CUT].any()
     assert torch.equal(masked.response_mask[~CUT], whole.response_mask[~CUT])
-    kept = masked.advantages[masked.response_mask.bool()]
+    kept = masked.advantages[masked.response_mask]
     error = sum_bound(len(kept)) * kept.abs().mean().item()
     assert figures["advantages/mean"] == pytest.approx(kept.mean().item(), rel=0, abs=error)
     assert figures["advantages/max"] == kept.max().item()
@@ -100,7 +100,7 @@ def test_the_update_equals_that_of_a_batch_without_truncated_responses(role: str
 def test_a_mini_batch_without_tokens_is_a_step_that_does_not_adapt_the_entropy_bonus() -> None:
     """Its mean entropy over no tokens would be 0, and would raise the adaptive bonus."""
     made, _ = filled("gae", True)
-    made.response_mask[:6] = 0
+    made.response_mask[:6] = False
     control = EntropyCtrlConfig("adaptive", target_entropy=1e-3, delta=0.1)
     config = ActorConfig(ppo_max_token_len_per_gpu=60, optim=OPTIM, entropy_coeff=0.5, entropy_ctrl=control)
     with single_rank():

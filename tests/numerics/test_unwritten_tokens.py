@@ -49,7 +49,7 @@ PER_TOKEN = ("rollout_log_probs", "advantages", "returns", "values", "old_log_pr
 def whole_batch() -> EveryBatch:
     """Return responses with observations between and after the policy's tokens, and with all per-token values."""
     batch = random_batch(seed=8, samples=12, response=(2, 9))
-    batch.response_mask[torch.arange(12), batch.response_lengths - 1] = 0  # the last token is an observation
+    batch.response_mask[torch.arange(12), batch.response_lengths - 1] = False  # the last token is an observation
     batch = with_observations(batch)
     assert (batch.response_mask.sum(1) > 0).all()
     generator = torch.Generator().manual_seed(3)
@@ -66,7 +66,7 @@ def whole_batch() -> EveryBatch:
 
 def disturbed(batch: EveryBatch) -> EveryBatch:
     """Return the batch with other values outside the mask, and another id for each sequence's last token."""
-    outside = batch.response_mask == 0
+    outside = ~batch.response_mask
     changes: dict[str, Tensor] = {name: getattr(batch, name).masked_fill(outside, -math.inf) for name in PER_TOKEN}
     ids = batch.input_ids.clone()
     last = torch.arange(len(batch)), batch.prompt_lengths + batch.response_lengths - 1
@@ -107,7 +107,7 @@ def trained(batch: EveryBatch, role: str, mode: str) -> dict[str, Tensor | float
 def test_an_update_does_not_depend_on_unwritten_tokens(role, mode):
     expected, found = (trained(batch, role, mode) for batch in (whole_batch(), disturbed(whole_batch())))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    written = replace(whole_batch(), response_mask=(whole_batch().rollout_log_probs != 0).float())
+    written = replace(whole_batch(), response_mask=whole_batch().rollout_log_probs != 0)
     loss = "critic/loss" if role == "critic" else "actor/loss"
     assert trained(written, role, mode)[loss] != expected[loss], "with the tokens in the mask the loss differs"
 
@@ -123,25 +123,25 @@ def test_advantages_do_not_depend_on_unwritten_tokens(name, kl_in_reward):
     for result in ("token_rewards", "advantages", "returns"):
         one, other = (getattr(batch, result) for batch in batches)
         assert one is None if other is None else torch.equal(one, other)
-        assert one is None or not one[batches[0].response_mask == 0].any()
+        assert one is None or not one[~batches[0].response_mask].any()
     assert batches[0].advantages.any()
     # Responses without the unwritten tokens have the same advantages.
     short = squeezed(whole_batch())
     with single_rank():
         fill(Advantages(config, GROUP), short, guards())
-    written = batches[0].response_mask.bool()
-    torch.testing.assert_close(short.advantages[short.response_mask.bool()], batches[0].advantages[written])
+    written = batches[0].response_mask
+    torch.testing.assert_close(short.advantages[short.response_mask], batches[0].advantages[written])
 
 
 def squeezed(batch: EveryBatch) -> EveryBatch:
     """Return the batch with the per-token values of the written tokens only, contiguous in each row."""
-    written = batch.response_mask.bool()
+    written = batch.response_mask
     counts = written.sum(1)
     kept = torch.arange(int(counts.max())) < counts[:, None]
     changes = {}
     for name in PER_TOKEN:
         changes[name] = torch.zeros(kept.shape).masked_scatter(kept, getattr(batch, name)[written])
-    return replace(batch, response_lengths=counts, response_mask=kept.float(), **changes)
+    return replace(batch, response_lengths=counts, response_mask=kept, **changes)
 
 
 def test_log_probs_and_values_of_unwritten_tokens_are_zero():
@@ -154,7 +154,7 @@ def test_log_probs_and_values_of_unwritten_tokens_are_zero():
         critic = Critic(value_model, config, scale=9, budget=60, forward_budget=60)
         values = critic.all_values(batch, as_held(batch))
     for found in (log_probs, values):
-        assert torch.equal(found != 0, batch.response_mask.bool())
+        assert torch.equal(found != 0, batch.response_mask)
 
 
 def test_the_overlong_punishment_counts_written_tokens():

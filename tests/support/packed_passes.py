@@ -47,7 +47,7 @@ def skewed_batch(seed: int = 5) -> EveryBatch:
     short = random_batch(seed + 2, 3, prompt=(1, 1), response=(1, 1))
     whole = joined([short, long, batch])
     whole.response_lengths[0] = 0
-    whole.response_mask[0] = 0
+    whole.response_mask[0] = False
     return whole
 
 

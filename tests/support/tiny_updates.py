@@ -99,7 +99,7 @@ def random_batch(
         input_ids=pad_sequence(sequences, batch_first=True),
         prompt_lengths=prompts,
         response_lengths=responses,
-        response_mask=pad_sequence([torch.ones(int(n)) for n in responses], batch_first=True),
+        response_mask=pad_sequence([torch.ones(int(n), dtype=torch.bool) for n in responses], batch_first=True),
         rollout_log_probs=pad_sequence(log_probs, batch_first=True),
         scores=torch.randint(0, 2, (samples,), generator=generator).float(),
         uids=torch.arange(samples) // 2,

@@ -171,7 +171,7 @@ def test_scores_lie_on_the_last_written_token_and_nowhere_without_one():
         [0, 0, 0, 0],
         [0, 0, 0, 2.5],
     ]
-    assert not (rewards * (1 - batch.response_mask)).any()
+    assert not rewards[~batch.response_mask].any()
 
 
 @pytest.mark.parametrize("spans", [((0, 4),), ((2, 1),), ((1, 2), (0, 1)), ((-1, 2),)])

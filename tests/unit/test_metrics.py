@@ -56,7 +56,7 @@ def test_step_metrics():
         input_ids=torch.zeros(4, 13, dtype=torch.int64),
         prompt_lengths=torch.tensor(prompts),
         response_lengths=torch.tensor(responses),
-        response_mask=torch.ones(4, 8),
+        response_mask=torch.ones(4, 8, dtype=torch.bool),
         rollout_log_probs=torch.zeros(4, 8),
         uids=torch.tensor([0, 0, 1, 1]),
         numbers=torch.tensor([0, 1, 0, 1]),
