@@ -1,7 +1,8 @@
 """Computes attention over a packed row sequence by sequence, without a mask of the whole row.
 
 A dense mask of a row of T tokens has T x T entries, most of them wasted. Here transformers' own function computes
-each sequence alone, and sequences of equal length as a batch. Results are exact, and masks are as long as one sequence.
+each sequence alone, and sequences of equal length as a batch; on a GPU, one kernel computes the row where it can
+(`varlen_attention.py`). Results are exact, and masks are as long as one sequence.
 Registered with transformers as `sdpa_by_sequence` and `eager_by_sequence`; without `sequence_runs` they equal `sdpa`
 and `eager`.
 """
@@ -17,9 +18,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from rlhf.models.varlen_attention import varlen_attention
+
 BY_SEQUENCE = {"sdpa": "sdpa_by_sequence", "eager": "eager_by_sequence"}
 """Attention implementations, and their versions that separate packed sequences."""
 
+SDPA: Callable[..., Any] = sdpa_attention_forward
 Runs = tuple[tuple[int, int], ...]  # count and length of each run of sequences in a packed row
 
 
@@ -41,7 +45,7 @@ class RowMasks:
     """
 
     def __init__(self, make: Callable[..., Any], plain_up_to: int | None, options: dict[str, Any]) -> None:
-        self._make, self._plain_up_to, self._options = make, plain_up_to, options
+        self._make, self.plain_up_to, self._options = make, plain_up_to, options
         # If the model passes position ids, transformers' rule separates sequences by their place in the row, so a mask
         # needs the sequence's real offset. Otherwise the rule counts from the row's beginning.
         self._knows_sequences = not options.get("allow_is_causal_skip", True)
@@ -54,7 +58,7 @@ class RowMasks:
 
     def of(self, start: int, length: int) -> Any:
         """Return the mask [1, 1, length, length] of the sequence of `length` tokens from token `start` of the row."""
-        if self._plain_up_to is None or length <= self._plain_up_to:
+        if self.plain_up_to is None or length <= self.plain_up_to:
             return None
         if length not in self._made:
             first = start if self._knows_sequences else 0
@@ -90,6 +94,11 @@ def _attend(
         mask = attention_mask if masks is None else masks.whole()
         result: tuple[Tensor, Any] = plain(module, query, key, value, mask, **options)
         return result
+    if plain is SDPA:
+        limit = None if masks is None else masks.plain_up_to
+        output = varlen_attention(module, query, key, value, limit, options)
+        if output is not None:
+            return output, None
     # One split has one backward pass; a slice per run would have a backward pass over the whole row each.
     sizes = [count * length for count, length in sequence_runs]
     parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
@@ -103,7 +112,7 @@ def _attend(
     return cat(outputs)[None], None
 
 
-AttentionInterface.register(BY_SEQUENCE["sdpa"], partial(_attend, sdpa_attention_forward))
+AttentionInterface.register(BY_SEQUENCE["sdpa"], partial(_attend, SDPA))
 AttentionInterface.register(BY_SEQUENCE["eager"], partial(_attend, None))
 AttentionMaskInterface.register(BY_SEQUENCE["sdpa"], partial(_masks, sdpa_mask, causal_without_mask=True))
 AttentionMaskInterface.register(BY_SEQUENCE["eager"], partial(_masks, eager_mask, causal_without_mask=False))

@@ -1,5 +1,6 @@
 """Packing and the log-prob head on a device against plain results in float64 on the CPU."""
 
+import logging
 from dataclasses import fields
 from importlib.util import find_spec
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlhf.algorithms.token_log_probs import token_log_probs
+from rlhf.models import varlen_attention
 from rlhf.models.packing import pack
 from tests.support.gpus import DEVICES
 from tests.support.packed_passes import ARCHITECTURES, loss_and_gradients, skewed_batch, tiny_lm
@@ -48,23 +50,35 @@ def test_packed_by_sdpa_equals_padded_on_the_cpu(device, architecture):
     assert_near(loss_and_gradients(model, [on_device(skewed_batch(), device)]), expected, bound)
 
 
+def on_gpu(*, packed: bool, attention: str, dtype: torch.dtype, window: int | None = None) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    limit = {} if window is None else {"sliding_window": window}
+    config = tiny_config("qwen2" if window is None else "mistral", **sizes, **limit)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to("cuda", dtype).train()
+    if packed:
+        pack(model)
+    return loss_and_gradients(model, [on_device(skewed_batch(), "cuda")])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.skipif(find_spec("flash_attn") is None, reason="needs flash-attn")
 def test_packed_by_flash_attention_equals_padded():
-    def results(*, packed: bool, attention: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        torch.manual_seed(1)
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-        config = tiny_config("qwen2", **sizes)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to("cuda", dtype).train()
-        if packed:
-            pack(model)
-        return loss_and_gradients(model, [on_device(skewed_batch(), "cuda")])
-
-    exact = results(packed=False, attention="sdpa", dtype=torch.float32)
+    exact = on_gpu(packed=False, attention="sdpa", dtype=torch.float32)
     for packed in (True, False):
-        found = results(packed=packed, attention="flash_attention_2", dtype=torch.bfloat16)
-        assert_near(found, exact, 5e-2)
+        assert_near(on_gpu(packed=packed, attention="flash_attention_2", dtype=torch.bfloat16), exact, 5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 5])
+def test_packed_by_one_kernel_equals_padded(window, caplog):
+    caplog.set_level(logging.INFO)
+    exact = on_gpu(packed=False, attention="sdpa", dtype=torch.float32, window=window)
+    varlen_attention._works.cache_clear()
+    assert_near(on_gpu(packed=True, attention="sdpa", dtype=torch.bfloat16, window=window), exact, 5e-2)
+    assert "attention of packed sequences: torch's varlen_attn" in caplog.text
 
 
 @pytest.mark.parametrize("device", DEVICES)
