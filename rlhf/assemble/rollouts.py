@@ -1,7 +1,7 @@
 """Builds the reward, the rollout engine, the collector and the evaluator."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from rlhf.experience.prompt_share import PromptShare
 from rlhf.models import loading
 from rlhf.models.fused_experts import parts_in_files
 from rlhf.models.packing_probe import choose_packing
+from rlhf.planning.check import engine_share
 from rlhf.ranks import dims
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward, answer_reader
@@ -76,9 +77,10 @@ def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel) ->
         from rlhf.rollout.vllm.native_adapters import build_adapter_engine
 
         lora, seed = config.model.lora, config.trainer.seed
-        if sends_adapters(lora, config.rollout):
-            return build_adapter_engine(lora, config.rollout, files, coordinator, device, seed=seed)
-        return build_vllm_engine(config.rollout, files, coordinator, device, seed=seed)
+        rollout = replace(config.rollout, gpu_memory_utilization=engine_share(config))
+        if sends_adapters(lora, rollout):
+            return build_adapter_engine(lora, rollout, files, coordinator, device, seed=seed)
+        return build_vllm_engine(rollout, files, coordinator, device, seed=seed)
     from rlhf.rollout.servers.server_engine import build_server_engine
 
     logs = config.run_dir / "rollout_servers"

@@ -15,7 +15,7 @@ from rlhf.config.rules.validate import validate
 from rlhf.config.vllm_versions import installation_problem
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.planning.adapter_check import check_adapters
-from rlhf.planning.check import models_of, target_of
+from rlhf.planning.check import check_heads, models_of, target_of
 from rlhf.planning.device_defaults import Machine
 from rlhf.planning.memory_plan import memory_plan
 from rlhf.planning.plan_text import plan_document, plan_page
@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         models = models_of(config, from_config=True)
         assert models is not None
         check_adapters(config.model, models.policy)
+        check_heads(config, models.policy)
     except UserError as error:
         write_error(Redaction(os.environ)(printable_output(str(error))))
         return EXIT_USER_ERROR

@@ -11,7 +11,7 @@ from rlhf.planning.byte_sizes import gib
 from rlhf.planning.devices import count_gpus, gpu_memory, machine_memory
 from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
 from rlhf.planning.model_shapes import ModelShapes, shapes_from_files
-from rlhf.planning.plan_text import cache_problem
+from rlhf.planning.plan_text import cache_problem, host_problem
 from rlhf.planning.remedies import remedies
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,9 @@ def target_of(config: Config, device_memory: int | None = None, ranks: int | Non
     ranks, local = ranks or here, int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.ranks))
     device = config.trainer.device
     if device == "cuda" or (device == "auto" and (device_memory is not None or count_gpus() > 0)):
-        return Target(True, ranks, device_memory if device_memory is not None else gpu_memory())
+        if device_memory is not None:
+            return Target(True, ranks, device_memory)
+        return Target(True, ranks, gpu_memory(), machine_memory() // local)
     # The ranks of a machine share its memory.
     return Target(False, ranks, device_memory if device_memory is not None else machine_memory() // local)
 
@@ -74,13 +76,41 @@ def plan_of(config: Config) -> tuple[Models, Plan] | None:
     return None if models is None else (models, memory_plan(config, models, target_of(config)))
 
 
-def check_fits(config: Config) -> None:
-    """Raise UserError with the peak and remedies if the plan exceeds a GPU's memory; without GPUs only log a
-    warning."""
+def check_heads(config: Config, policy: ModelShapes) -> None:
+    """Raise UserError if vLLM cannot split the attention heads of the policy over the GPUs of an engine."""
+    rollout, heads, key_heads = config.rollout, policy.heads, policy.key_heads
+    if rollout.name == "embedded" or rollout.servers.urls:
+        return
+
+    def splits(gpus: int) -> bool:
+        return heads % gpus == 0 and (key_heads % gpus == 0 or gpus % key_heads == 0)
+
+    if not splits(rollout.tensor_model_parallel_size):
+        right = ", ".join(str(gpus) for gpus in range(1, heads + 1) if splits(gpus))
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: vLLM cannot split {heads} "
+            f"attention heads with {key_heads} heads of keys ({config.model.path}) evenly. Set it to one of {right}."
+        )
+
+
+def engine_share(config: Config) -> float:
+    """Return the fraction of a GPU's memory for vLLM in the ranks: the setting, or what the plan leaves."""
     found = plan_of(config)
-    if found is None or found[1].fits or found[1].target.memory is None:
+    return config.rollout.vllm_share if found is None else found[1].engine_share or config.rollout.vllm_share
+
+
+def check_fits(config: Config) -> None:
+    """Raise UserError with the peak and remedies if the plan exceeds a GPU's memory or its part of the host's.
+
+    Without GPUs only log a warning. Raise UserError also if vLLM can't split the attention heads.
+    """
+    found = plan_of(config)
+    if found is None:
         return
     models, plan = found
+    check_heads(config, models.policy)
+    if plan.fits or plan.target.memory is None:
+        return
     peak, memory = plan.peak, plan.target.memory
     assert memory is not None
     largest = sorted(peak.items.items(), key=lambda item: -item[1])[:3]
@@ -89,7 +119,11 @@ def check_fits(config: Config) -> None:
         f"{', '.join(f'{name} {gib(size)}' for name, size in largest)})."
     )
     if memory >= peak.total:
-        needs = f"the engine would not start: {cache_problem(config.rollout, plan)}"
+        needs = (
+            host_problem(plan)
+            if plan.engine_starts
+            else f"the engine would not start: {cache_problem(config.rollout, plan)}"
+        )
     lower = ", ".join(
         f"{remedy} ({gib(remedy.saved)} less)" for remedy in remedies(config, models, plan)[:MAX_REMEDIES]
     )

@@ -14,8 +14,9 @@ from rlhf.planning.pass_sizes import StepSize, passes
 from rlhf.planning.rollout_memory import EngineMemory, engine_memory
 from rlhf.planning.training_state import TrainingState, compute_width, frozen_state, trained_state
 
-CUDA_BASE = 3 << 29
-"""Estimate for CUDA's context, the libraries' workspaces and NCCL's buffers on a device: 1.5 GiB."""
+CUDA_BASE, NCCL_BASE = 3 << 29, 3 << 29
+"""Estimates for a device: 1.5 GiB for CUDA's context and the libraries' workspaces. With several ranks, NCCL's
+communicators of the trainer and of vLLM take as much again."""
 HOST_BASE = 390 << 20
 """Memory of a rank with its imports and no model, on a CPU (measured: Python 3.11, torch 2.13, transformers 5.23)."""
 DEEPSPEED_BASE = 60 << 20
@@ -44,6 +45,8 @@ class Target:
     ranks: int
     memory: int | None = None
     """Bytes for one rank: its GPU's memory, or on a CPU its part of the host's memory. None if unknown."""
+    host_memory: int | None = None
+    """Bytes of the host's memory for one rank with a GPU. None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Phase:
 
     name: str
     items: Mapping[str, int]
+    fills: bool = False
+    """Whether vLLM's cache takes all that the other uses leave. Then the total does not fall with the other uses."""
 
     @property
     def total(self) -> int:
@@ -74,16 +79,25 @@ class Plan:
     """Tokens that fit into the engine's KV cache; None if no setting limits the cache."""
     sample_tokens: int
     """Tokens of the longest sample."""
+    engine_share: float | None
+    """vLLM's fraction of the GPU; None for other engines, or on a CPU."""
 
     @property
     def peak(self) -> Phase:
-        """Return the phase with the most memory."""
-        return max(self.phases, key=lambda phase: phase.total)
+        """Return the phase with the most memory. A phase that vLLM's cache fills counts only if it does not fit."""
+        decisive = [phase for phase in self.phases if not phase.fills or phase.total > (self.target.memory or 0)]
+        return max(decisive or self.phases, key=lambda phase: phase.total)
 
     @property
     def fits(self) -> bool:
-        """Return whether every phase fits into the memory and the engine starts. True if the memory is unknown."""
-        return self.target.memory is None or (self.peak.total <= self.target.memory and self.engine_starts)
+        """Return whether every phase and the host's part fit, and the engine starts. True if the memory is unknown."""
+        memory = self.target.memory
+        return memory is None or (self.peak.total <= memory and self.engine_starts and self.fits_host)
+
+    @property
+    def fits_host(self) -> bool:
+        """Return whether the host's part fits into the host's memory. True if unknown."""
+        return self.target.host_memory is None or sum(self.host.values()) <= self.target.host_memory
 
     @property
     def engine_starts(self) -> bool:
@@ -97,26 +111,40 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     step = StepSize.of(config.data, config.rollout, config.actor, config.algorithm, ranks)
     policy = adapted(models.policy, config.model.lora, config.backend) if config.model.lora.enabled else None
     by_role = _model_passes(config, models, policy, target)
-    engine = engine_memory(
-        models.policy,
-        config.rollout,
-        config.data,
-        step.together,
-        ranks,
-        config.model.attn_implementation,
-        target.memory if target.cuda else None,
-        policy,
-    )
+    with_old_log_probs = needs_old_log_probs(config.actor, config.algorithm, mini_batches(config.data, config.actor))
+    base = CUDA_BASE + (NCCL_BASE if ranks > 1 else 0)
+    rest = _batch(step, by_role, with_old_log_probs) | ({"CUDA and NCCL": base} if target.cuda else {})
+
+    def resident(name: str) -> dict[str, int]:
+        return rest | {item: size for each in by_role.values() for item, size in each.resident(name).items()}
+
+    def plan_engine(taken: int) -> EngineMemory:
+        return engine_memory(
+            models.policy,
+            config.rollout,
+            config.data,
+            step.together,
+            ranks,
+            config.model.attn_implementation,
+            target.memory if target.cuda else None,
+            taken,
+            policy,
+        )
+
+    engine = plan_engine(sum(resident("generation").values()))
+    if not config.rollout.sleep_level:
+        # The engine keeps its cache in all phases, so the largest of them decides what is left for it.
+        others = _phases(config, by_role, EngineMemory({}, {}, {}), step, with_old_log_probs)
+        engine = plan_engine(max(sum((resident(name) | items).values()) for name, items in others))
     trained = {role: each.adapted or each.model for role, each in by_role.items() if role in ("actor", "critic")}
     moving = models.policy if "reference" in by_role and config.ref.update_freq is not None else None
     checkpoint = checkpoint_size(trained, moving, config.checkpoint, ranks)
     host = _host(config.backend.name, by_role, engine, checkpoint, step, cuda=target.cuda)
-    with_old_log_probs = needs_old_log_probs(config.actor, config.algorithm, mini_batches(config.data, config.actor))
-    rest = _batch(step, by_role, with_old_log_probs) | ({"CUDA and NCCL": CUDA_BASE} if target.cuda else host)
+    here = {} if target.cuda else host
+    derived = engine.share is not None and config.rollout.gpu_memory_utilization is None
 
     def phase(name: str, items: dict[str, int]) -> Phase:
-        resident = {item: size for each in by_role.values() for item, size in each.resident(name).items()}
-        return Phase(name, resident | rest | items)
+        return Phase(name, resident(name) | here | items, derived and "engine cache" in items)
 
     return Plan(
         target,
@@ -128,6 +156,7 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
         step.update(config.token_budgets.actor).tokens,
         engine.cached_tokens,
         step.longest,
+        engine.share,
     )
 
 

@@ -89,7 +89,20 @@ class ModelShapes:
     @cached_property
     def key_values(self) -> int:
         """Return the width of all keys of a token in one layer, which is also that of its values."""
-        return self.attention // self.heads * (self._size("num_key_value_heads") or self.heads)
+        return self.attention // self.heads * self.key_heads
+
+    @cached_property
+    def key_heads(self) -> int:
+        return self._size("num_key_value_heads") or self.heads
+
+    @cached_property
+    def windows(self) -> list[int | None]:
+        """Return the sliding window of each layer in tokens; None for attention to all tokens before a token."""
+        window = self._size("sliding_window") if self.config.get("use_sliding_window", True) else None
+        kinds = self.config.get("layer_types")
+        if not isinstance(kinds, list) or len(kinds) != len(self.layers):
+            kinds = ["sliding_attention"] * len(self.layers)
+        return [window if kind == "sliding_attention" else None for kind in kinds]
 
     @cached_property
     def inner(self) -> int:

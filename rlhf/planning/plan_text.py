@@ -9,6 +9,14 @@ from rlhf.planning.byte_sizes import gib
 from rlhf.planning.memory_plan import Models, Plan
 from rlhf.planning.remedies import Remedy
 
+HOST_REMEDIES = {
+    "Python and torch": "a smaller trainer.nproc",
+    "copy for saves": "checkpoint.async_save=false",
+    "offloaded": "param_offload=false or optimizer_offload=false",
+    "engine's weights asleep": "rollout.sleep_level=2",
+    "rollouts": "a smaller data.train_batch_size",
+}
+"""The setting that lowers each part of the host's memory."""
 TIGHT = 0.9
 """Fraction of the memory above which the plan warns of the allocator's fragmentation."""
 
@@ -39,6 +47,8 @@ def _head(rollout: RolloutConfig, models: Models, plan: Plan) -> Iterator[str]:
     ranks = "1 rank" if plan.target.ranks == 1 else f"{plan.target.ranks:,} ranks"
     yield f"{named}; {ranks}, each with {memory} ({kind}); {plan.backend}, rollout {rollout.name}"
     cached = "" if plan.cached_tokens is None else f"; KV cache of the engine: {plan.cached_tokens:,} tokens"
+    if plan.engine_share is not None:
+        cached += f" (gpu_memory_utilization {plan.engine_share:.2g})"
     yield (
         f"at most {plan.tokens_per_step:,} tokens per step, {plan.tokens_per_micro_batch:,} per micro-batch of a rank"
         f"{cached}"
@@ -81,11 +91,23 @@ def _elsewhere(plan: Plan, disk_speed: int) -> Iterator[str]:
 
 def cache_problem(rollout: RolloutConfig, plan: Plan) -> str:
     """Return a sentence about an engine that cannot start because its cache is too small, with remedies."""
-    share, gpus = rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size
+    share, gpus = plan.engine_share, rollout.tensor_model_parallel_size
+    given = rollout.gpu_memory_utilization is not None
     return (
-        f"rollout.gpu_memory_utilization={share} leaves a KV cache of {plan.cached_tokens:,} tokens beside the "
-        f"engine's weights, but a sample may have {plan.sample_tokens:,} tokens. Raise "
-        f"rollout.gpu_memory_utilization, or set rollout.tensor_model_parallel_size={2 * gpus}."
+        f"{f'rollout.gpu_memory_utilization={share}' if given else f'training leaves {share:.2g} of the GPU, which'} "
+        f"leaves a KV cache of {plan.cached_tokens:,} tokens beside the engine's weights, but a sample may have "
+        f"{plan.sample_tokens:,} tokens. {'Raise rollout.gpu_memory_utilization, or set' if given else 'Set'} "
+        f"rollout.tensor_model_parallel_size={2 * gpus}."
+    )
+
+
+def host_problem(plan: Plan) -> str:
+    """Return a sentence about host memory that is too small, with remedies."""
+    assert plan.target.host_memory is not None
+    largest, size = max(plan.host.items(), key=lambda item: item[1])
+    return (
+        f"each rank needs {gib(sum(plan.host.values()))} of host memory, and the machine has "
+        f"{gib(plan.target.host_memory)} for each (largest part: {largest} {gib(size)}). Set {HOST_REMEDIES[largest]}."
     )
 
 
@@ -96,12 +118,15 @@ def _verdict(rollout: RolloutConfig, plan: Plan, found: Sequence[Remedy]) -> Ite
     elif not plan.fits:
         if peak > memory:
             yield f"The run does not fit: {plan.peak.name} needs {gib(peak - memory)} more than a rank has."
+        if not plan.fits_host:
+            yield f"The run does not fit: {host_problem(plan)}"
         if not plan.engine_starts:
             yield f"The engine would not start: {cache_problem(rollout, plan)}"
     elif peak > TIGHT * memory:
         yield f"The run fits with {gib(memory - peak)} to spare, but memory fragmentation may need more than that."
     else:
-        yield f"The run fits with {gib(memory - peak)} to spare."
+        fills = " While generating, vLLM's cache takes the rest." if any(each.fills for each in plan.phases) else ""
+        yield f"The run fits with {gib(memory - peak)} to spare.{fills}"
     if found:
         yield "Settings that lower the peak:"
         for remedy in found:

@@ -69,12 +69,12 @@ def _smaller_budgets(role: str) -> Values:
 
 def _smaller_share(config: Config, plan: Plan) -> Iterable[float]:
     """Return the fraction of a GPU that the rest of the peak leaves to the engine, if the engine's weights fit."""
-    weights, memory = plan.peak.items.get("engine weights", 0), plan.target.memory
-    engine = weights + plan.peak.items.get("engine cache", 0)
-    if memory is None or not engine:
+    given, memory = config.rollout.gpu_memory_utilization, plan.target.memory
+    engine = sum(size for name, size in plan.peak.items.items() if name.startswith("engine "))
+    if memory is None or given is None or "engine cache" not in plan.peak.items:
         return []
     share = math.floor(20 * (memory - plan.peak.total + engine) / memory) / 20
-    return [share] if 1.1 * weights / memory < share < config.rollout.gpu_memory_utilization else []
+    return [share] if 1.1 * plan.peak.items["engine weights"] / memory < share < given else []
 
 
 TABLE = (

@@ -5,13 +5,19 @@ from dataclasses import dataclass
 
 from rlhf.config import DataConfig, RolloutConfig
 from rlhf.config.buffer_sizes import GATHER_BUCKET, PREFILL_TOKENS, PUSH_BUCKET, grown_cache
+from rlhf.config.derived import longest_sample
 from rlhf.planning.activations import pass_cost
 from rlhf.planning.adapter_state import Adapted
 from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.training_state import WIDTHS
 
-ASLEEP = 1 << 30
-"""Estimate for a sleeping vLLM's memory on a GPU: CUDA graphs and the libraries' buffers."""
+ENGINE_BASE = 1 << 30
+"""Estimate for what vLLM keeps on a GPU beside weights and cache, also asleep: CUDA graphs and the libraries' buffers,
+1 GiB."""
+LARGE_GPU, PROFILED_TOKENS = 70 << 30, (16384, 8192)
+"""vLLM's default `max_num_batched_tokens` on GPUs of at least 70 GiB, and on smaller ones. A pass of this size, before
+vLLM allocates the cache, shows how much the activations need."""
+LARGEST_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -25,11 +31,30 @@ class EngineMemory:
     host: int = 0
     cached_tokens: int | None = None
     """Tokens that fit into the cache; None if the engine allocates on demand."""
+    share: float | None = None
+    """vLLM's fraction of the GPU; None for other engines, or on a CPU."""
 
 
 def token_bytes(model: ModelShapes, rollout: RolloutConfig) -> int:
     """Return the bytes of a token's keys and values in all layers."""
     return 2 * len(model.layers) * model.key_values * WIDTHS[rollout.engine_dtype]
+
+
+def vllm_token_bytes(model: ModelShapes, rollout: RolloutConfig, longest: int) -> int:
+    """Return the bytes of a token in a vLLM device's cache, averaged over a sample of `longest` tokens.
+
+    A layer with a sliding window keeps only the window's tokens. Devices of an engine split the heads of the keys;
+    devices beyond the number of heads get copies.
+    """
+    kept = sum(min(longest, window or longest) for window in model.windows)
+    devices = min(rollout.tensor_model_parallel_size, model.key_heads)
+    return math.ceil(2 * kept * model.key_values * WIDTHS[rollout.engine_dtype] / (longest * devices))
+
+
+def free_share(device_memory: int, taken: int) -> float:
+    """Return the fraction of the memory, in steps of 0.05, beside `taken` bytes of training and a tenth of slack."""
+    share = math.floor(20 * (LARGEST_SHARE - taken / device_memory)) / 20
+    return min(max(share, 0.05), LARGEST_SHARE)
 
 
 def engine_memory(
@@ -40,12 +65,14 @@ def engine_memory(
     ranks: int,
     attention: str,
     device_memory: int | None,
+    taken: int,
     policy: Adapted | None = None,
 ) -> EngineMemory:
     """Return the memory of the engine `rollout.name` on a rank that generates `samples` samples at once.
 
     Args:
         device_memory: bytes of a GPU; None on a CPU, or if unknown.
+        taken: bytes of everything else on the GPU while vLLM's cache is there.
         policy: the policy with adapters, if `model` is its base.
     """
     synced = _weight_sync(model, WIDTHS[rollout.engine_dtype], ranks)
@@ -62,20 +89,34 @@ def engine_memory(
     tensor_parallel = rollout.tensor_model_parallel_size
     count = model.count + (policy.count if policy is not None and native else 0)
     weights_bytes = math.ceil(WIDTHS[rollout.engine_dtype] * count / tensor_parallel)
-    per_token = math.ceil(token_bytes(model, rollout) / tensor_parallel)
+    longest = longest_sample(data)
+    per_token = vllm_token_bytes(model, rollout, longest)
+    syncing, share = {"engine weights": weights_bytes}, None
+    generating = dict(syncing)
     if device_memory is None:
-        cache = rollout.max_num_seqs * (data.max_prompt_length + data.max_response_length) * per_token
+        cache = rollout.max_num_seqs * longest * per_token
     else:
-        cache = max(0, int(rollout.gpu_memory_utilization * device_memory) - weights_bytes)
-    generating = {"engine weights": weights_bytes, "engine cache": cache}
+        share = rollout.gpu_memory_utilization or free_share(device_memory, taken)
+        syncing["engine graphs and buffers"] = ENGINE_BASE
+        generating = syncing | {"engine passes": _profiled(model, rollout, PROFILED_TOKENS[device_memory < LARGE_GPU])}
+        cache = max(0, int(share * device_memory) - sum(generating.values()))
+    generating["engine cache"] = cache
     sleeps = rollout.sleep_level > 0 and device_memory is not None
     return EngineMemory(
         generating,
-        {"engine asleep": ASLEEP} if sleeps else generating,
-        {"engine weights": weights_bytes, "weight sync": synced} | ({} if sleeps else {"engine cache": cache}),
+        {"engine asleep": ENGINE_BASE} if sleeps else generating,
+        (syncing if sleeps else generating) | {"weight sync": synced},
         weights_bytes if sleeps and (rollout.sleep_level == 1 or native) else 0,
         cache // max(per_token, 1),
+        share,
     )
+
+
+def _profiled(model: ModelShapes, rollout: RolloutConfig, tokens: int) -> int:
+    """Return the bytes of the larger of vLLM's two profiled passes: a layer's activations, and the sampler's logits."""
+    width, devices = WIDTHS[rollout.engine_dtype], rollout.tensor_model_parallel_size
+    layer = width * (3 * model.hidden + math.ceil((3 * model.inner + model.attention) / devices))
+    return max(tokens * layer, 3 * 4 * rollout.max_num_seqs * model.vocabulary)
 
 
 def _weight_sync(model: ModelShapes, width: int, ranks: int) -> int:

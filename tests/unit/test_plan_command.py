@@ -20,6 +20,7 @@ from rlhf.planning.devices import gpu_memory, smallest_gpu
 from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
 from rlhf.planning.plan_text import plan_page
 from rlhf.planning.remedies import remedies
+from rlhf.planning.rollout_memory import free_share
 from rlhf.train import main as train
 from tests.support.launching import TINY_POLICY, write_sums
 
@@ -128,6 +129,7 @@ def test_each_model_and_phase_has_its_part(capsys):
 
 def test_what_is_offloaded_is_where_it_is_needed(seven_b, capsys):
     common = (f"model.path={seven_b}", "trainer.nproc=8", "--device-memory", "80GB", "actor.ppo_mini_batch_size=32")
+    common += ("rollout.gpu_memory_utilization=0.5",)
     settings = [f"{role}.fsdp_config.param_offload=true" for role in ("actor", "critic", "ref")]
     settings += [f"{role}.fsdp_config.optimizer_offload=true" for role in ("actor", "critic")]
     more = ("algorithm=ppo", "actor.use_kl_loss=true", "model.enable_gradient_checkpointing=true", "rollout=vllm")
@@ -264,11 +266,14 @@ def test_settings_written_as_options(capsys):
 
 def test_an_engine_that_is_not_installed_is_planned(seven_b, capsys):
     options = [f"model.path={seven_b}", "rollout=vllm", "trainer.nproc=8", "--device-memory", "80GB"]
+    options += ["rollout.gpu_memory_utilization=0.5", "rollout.dtype=bfloat16"]
     asleep, awake = (
         document(capsys, *options, f"rollout.sleep_level={level}", code=DOES_NOT_FIT)["phases"] for level in (2, 0)
     )
-    engine = sum(awake["generation"][name] for name in ("engine weights", "engine cache"))
-    assert engine == 40_000_000_000
+    uses = ("weights", "cache", "passes", "graphs and buffers")
+    assert sum(awake["generation"][f"engine {use}"] for use in uses) == 40_000_000_000
+    # A profiled pass of 16,384 tokens in bfloat16: 3 widths of the MLP, 3 of the residual stream, and the queries.
+    assert awake["generation"]["engine passes"] == 16384 * 2 * (3 * 18944 + 4 * 3584)
     assert awake["actor update"]["engine cache"] == awake["generation"]["engine cache"]
     assert "engine cache" not in asleep["actor update"]
 
@@ -280,6 +285,7 @@ def test_an_engine_without_room_for_a_sample_does_not_fit(seven_b):
     config.model.enable_gradient_checkpointing = True
     config.backend.autocast = config.rollout.dtype = "bfloat16"
     config.rollout.name, config.actor.ppo_max_token_len_per_gpu = "vllm", 1024
+    config.rollout.gpu_memory_utilization = 0.5
     kept = config.actor.fsdp_config
     kept.param_offload = kept.optimizer_offload = config.ref.fsdp_config.param_offload = True
     models = models_of(config, from_config=True)
@@ -364,6 +370,76 @@ def test_a_run_that_cannot_fit_ends_before_it_starts(driver, tmp_path, capsys):
     assert re.search(r" Set \w+\.\S+=\S+ \(\d+ MiB less\)", output)
     assert "trainer.check_memory=false" in output
     assert not (tmp_path / "rlhf").exists()
+
+
+def test_vllm_gets_what_training_leaves(seven_b, capsys):
+    options = (f"model.path={seven_b}", "rollout=vllm", "trainer.nproc=8", "--device-memory", "80GB")
+    options += ("backend.autocast=bfloat16", "rollout.dtype=bfloat16", "model.enable_gradient_checkpointing=true")
+    memory, shares = 80 * 10**9, []
+    for more in ((), ("actor.fsdp_config.optimizer_offload=true",), ("rollout.sleep_level=0",)):
+        found = document(capsys, *options, *more)
+        for name in list(found["phases"]) if "rollout.sleep_level=0" in more else ["generation"]:
+            uses = found["phases"][name]
+            engine = sum(size for use, size in uses.items() if use.startswith("engine "))
+            # Steps of 0.05, and a tenth of the memory for fragments.
+            assert sum(uses.values()) <= 0.9 * memory
+        shares.append(engine / memory)
+        if not more:
+            assert 0.85 * memory < sum(found["phases"]["generation"].values())
+            assert found["peak"]["phase"] == "actor update"
+    assert shares[1] > shares[0] > shares[2]
+    assert [share * 20 for share in shares] == pytest.approx([round(share * 20) for share in shares], abs=1e-6)
+    main(["recipes=null", "data.train_files=x.jsonl", *options])
+    assert f"(gpu_memory_utilization {shares[0]:.2g})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("taken", "share"), [(0, 0.9), (30, 0.6), (39, 0.5), (60, 0.3), (85, 0.05), (200, 0.05)])
+def test_the_share_is_what_is_left_in_steps(taken, share):
+    assert free_share(100, taken) == pytest.approx(share)
+
+
+def test_layers_with_a_window_cache_only_the_window(seven_b, capsys):
+    options = (f"model.path={seven_b}", "rollout=vllm", "trainer.nproc=8", "--device-memory=80GB")
+    options += ("backend.autocast=bfloat16", "rollout.dtype=bfloat16", "model.enable_gradient_checkpointing=true")
+    options += ("rollout.gpu_memory_utilization=0.5", "data.max_prompt_length=1024", "data.max_response_length=3072")
+    plain = document(capsys, *options)["tokens"]["cache"]
+    changed = QWEN_7B | {"sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"] * 14}
+    Path(seven_b, "config.json").write_text(json.dumps(changed))
+    # Half of the layers keep a quarter of a sample's 4,096 tokens.
+    assert document(capsys, *options)["tokens"]["cache"] == pytest.approx(plain / (5 / 8), rel=1e-3)
+    Path(seven_b, "config.json").write_text(json.dumps(changed | {"use_sliding_window": False}))
+    assert document(capsys, *options)["tokens"]["cache"] == plain
+
+
+def test_devices_beyond_the_heads_of_the_keys_get_copies(seven_b, capsys):
+    options = (f"model.path={seven_b}", "rollout=vllm", "trainer.nproc=28", "--device-memory=800GB")
+    options += ("data.train_batch_size=28", "actor.ppo_mini_batch_size=28")
+    options += ("backend.autocast=bfloat16", "rollout.dtype=bfloat16", "rollout.gpu_memory_utilization=0.5")
+    found = {
+        gpus: document(
+            capsys,
+            *options,
+            f"rollout.tensor_model_parallel_size={gpus}",
+            "data.train_batch_size=28",
+            "actor.ppo_mini_batch_size=28",
+        )
+        for gpus in (4, 28)
+    }
+    per_token = {gpus: of["phases"]["generation"]["engine cache"] / of["tokens"]["cache"] for gpus, of in found.items()}
+    assert per_token[4] == pytest.approx(per_token[28], rel=1e-3)  # the model has 4 heads of keys
+    assert main(["recipes=null", "data.train_files=x.jsonl", *options, "rollout.tensor_model_parallel_size=14"]) == 2
+    facts = ("rollout.tensor_model_parallel_size=14", "28 attention heads", "4 heads of keys", "one of 1, 2, 4, 28")
+    message = capsys.readouterr().err
+    assert all(fact in message for fact in facts), message
+
+
+def test_a_host_without_room_is_an_error(driver, tmp_path, monkeypatch):
+    config = small(tmp_path)
+    config.trainer.device = "cuda"
+    check_fits(config)
+    monkeypatch.setattr("rlhf.planning.check.machine_memory", lambda: 1 << 30)
+    with pytest.raises(UserError, match=r"needs 3\.\d GiB of host memory, and the machine has 1\.0 GiB"):
+        check_fits(config)
 
 
 def test_a_switch_overrides_the_refusal(driver, tmp_path):

@@ -38,6 +38,8 @@ def test_settings_become_flags():
     assert "--no-enforce-eager" in words
     on_cpu = flags(config, Path("model"), 96, CPU)
     assert not any("gpu-memory" in word or "enforce-eager" in word for word in on_cpu)
+    config.gpu_memory_utilization = None  # a server has its GPUs to itself
+    assert not any("gpu-memory" in word for word in flags(config, Path("model"), 96, CUDA))
 
 
 def test_vllms_own_arguments_win_and_keep_their_types():

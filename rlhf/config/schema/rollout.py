@@ -79,8 +79,9 @@ class RolloutConfig:
     """Dtype of the engine's weights and cache; null means bfloat16 on CUDA, float32 on a CPU."""
     tensor_model_parallel_size: int = setting(1, ge=1)
     """Devices per vLLM engine (tensor parallelism)."""
-    gpu_memory_utilization: float = setting(0.5, gt=0, le=1, resume="harmless")
-    """Fraction of a GPU's memory (on a CPU: of the machine's) that vLLM may use for weights and cache."""
+    gpu_memory_utilization: float | None = setting(None, gt=0, le=1, resume="harmless")
+    """Fraction of a GPU's memory (on a CPU: of the machine's) that vLLM may use for weights and cache. null: `vllm`
+    uses what training leaves by `python -m rlhf.plan`, or 0.5 if that is unknown; servers use vLLM's own default."""
     enforce_eager: bool = setting(False)
     """Run vLLM without CUDA graphs: slower, less memory. Always on for a CPU."""
     sleep_level: int = setting(2, ge=0, le=2, resume="harmless")
@@ -98,6 +99,11 @@ class RolloutConfig:
     engine_kwargs: EngineKwargsConfig = setting(EngineKwargsConfig)
     servers: ServersConfig = setting(ServersConfig)
     val_kwargs: ValKwargsConfig = setting(ValKwargsConfig)
+
+    @property
+    def vllm_share(self) -> float:
+        """Return `gpu_memory_utilization`, or 0.5 if it is null and the plan is unknown."""
+        return 0.5 if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     @property
     def engine_dtype(self) -> str:

@@ -130,7 +130,7 @@ def _arguments(config: RolloutConfig, policy: PolicyFiles, hf_config: Any, devic
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "distributed_executor_backend": "external_launcher",
-        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "gpu_memory_utilization": config.vllm_share,
         "enforce_eager": config.enforce_eager,
         "enable_sleep_mode": config.sleep_level > 0,
         "logprobs_mode": "processed_logprobs",
@@ -152,7 +152,7 @@ def _cpu_cache_bytes(config: RolloutConfig, hf_config: Any, max_model_len: int) 
     blocks = config.max_num_seqs * math.ceil(max_model_len / BLOCK) + 1  # vLLM keeps one for itself
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or dims.everyone().size)
-    return min(blocks * BLOCK * token, int(machine * config.gpu_memory_utilization / local))
+    return min(blocks * BLOCK * token, int(machine * config.vllm_share / local))
 
 
 def _weights_in_files(folder: Path) -> tuple[WeightsInFiles, Any]:
