@@ -31,6 +31,7 @@ from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.embedded import build_embedded_engine, eos_token_ids
 from rlhf.rollout.policy_files import PolicyFiles
+from rlhf.rollout.vllm.hidden_tensors import HiddenTensors, hidden_tensors
 from rlhf.rollout.weight_digest import WeightsMismatch
 from rlhf.storage.scratch import SHARED_MEMORY, Scratch
 from tests.support.launching import TINY_POLICY, question
@@ -492,3 +493,19 @@ def test_on_two_ranks_each_gets_its_own(function, tmp_path):
         assert greedy == [(s.uid, s.sample, s.token_ids.tolist()) for s in expected]
         assert [(uid, sample) for uid, sample, _ in drawn] == [(r.uid, i) for r in own for i in range(3)]
         assert result["one"] == (drawn if rank else [])
+
+
+def test_what_a_sleep_loses_beside_weights_and_buffers_comes_back(pair: Pair):
+    """A CPU's engine cannot sleep, so the values are overwritten here."""
+    before = [sample.token_ids.tolist() for sample in pair.sampled(GREEDY)]
+    model = pair.vllm._model()
+    for layer in model.model.layers:  # as models that keep tables outside buffers do
+        layer.table = layer.input_layernorm.weight.detach().clone()
+    saved, hidden = HiddenTensors(model), hidden_tensors(model)
+    values = [tensor.clone() for tensor in hidden]
+    assert len(hidden) >= len(model.model.layers)
+    for tensor in hidden:
+        tensor.zero_()
+    saved.restore()
+    assert all(torch.equal(tensor, value) for tensor, value in zip(hidden, values, strict=True))
+    assert [sample.token_ids.tolist() for sample in pair.sampled(GREEDY)] == before

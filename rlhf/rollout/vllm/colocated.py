@@ -17,6 +17,7 @@ from rlhf.rollout.engine import Request, Weights, indices_by_params, siblings
 from rlhf.rollout.exchange import gather_requests
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.sample import Sample
+from rlhf.rollout.vllm.hidden_tensors import HiddenTensors
 from rlhf.rollout.vllm.model_digests import model_digests, plain_name, record_packing, weight_check
 from rlhf.rollout.vllm.process_state import ProcessState
 from rlhf.rollout.vllm.repacking import repack
@@ -70,6 +71,7 @@ class VllmEngine:
         self._group = group
         self._scratch = scratch
         self._asleep: set[str] = set()
+        self._hidden: HiddenTensors | None = None
         self._check_weights: WeightCheck | None = None
         self._sent: dict[str, Tensor] = {}
 
@@ -118,6 +120,8 @@ class VllmEngine:
         if self._config.sleep_level and self._asleep != set(PARTS):
             with self._process_state.entered():
                 self._wake(*PARTS)
+                if self._config.sleep_level == 2:
+                    self._hidden = HiddenTensors(self._model())
                 self._llm.sleep(level=self._config.sleep_level)
             self._asleep = set(PARTS)
         return self._config.sleep_level == 2
@@ -137,6 +141,9 @@ class VllmEngine:
         if parts := tuple(part for part in parts if part in self._asleep):
             self._llm.wake_up(tags=list(parts))
             self._asleep -= set(parts)
+            if "weights" in parts and self._hidden is not None:
+                self._hidden.restore()
+                self._hidden = None
 
     def _model(self) -> Any:
         (model,) = self._llm.apply_model(lambda model: model)
