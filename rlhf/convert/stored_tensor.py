@@ -1,7 +1,7 @@
 """Describes tensors in files (path, offset, shape, dtype) and reads ranges without mapping the file."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rlhf.convert.pickles import Allowed, StandIn, TensorStandIn, open_archive, restrict_unpickling
 from rlhf.convert.record_sum import RecordSum
-from rlhf.models.hf.source import TensorInfo, cut
+from rlhf.models.hf.named_tensors import JoinedTensor
+from rlhf.models.hf.source import TensorInfo
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.shards import as_bytes
 
@@ -74,28 +75,19 @@ Piece = tuple[StoredTensor, int, int]
 """Elements [start, stop) of a stored tensor."""
 
 
-def as_pieces(tensor: StoredTensor) -> list[Piece]:
-    return [(tensor, 0, tensor.numel)]
+def as_pieces(tensors: Iterable[StoredTensor]) -> list[Piece]:
+    return [(tensor, 0, tensor.numel) for tensor in tensors]
 
 
 def numel_of(pieces: Sequence[Piece]) -> int:
     return sum(stop - start for _, start, stop in pieces)
 
 
-@dataclass(frozen=True)
-class JoinedTensor:
-    """A tensor whose flattened elements are consecutive pieces of stored tensors."""
-
-    info: TensorInfo
-    pieces: Sequence[Piece]
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """See `ReadableTensor.read`. Raises DamagedCheckpoint for pieces of another dtype."""
-        pieces, dtype = cut(self.pieces, start, stop), self.info.dtype
-        if odd := next((tensor for tensor, _, _ in pieces if tensor.dtype != dtype), None):
-            raise DamagedCheckpoint(f"{odd.path} has {odd.dtype} instead of {dtype}: the files are not all of one save")
-        parts = [tensor.read(first, last) for tensor, first, last in pieces]
-        return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=dtype), *parts])
+def join_pieces(shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> JoinedTensor:
+    """Return a tensor that consists of `pieces`. Raises DamagedCheckpoint for a piece of another dtype."""
+    if odd := next((tensor for tensor, _, _ in pieces if tensor.dtype != dtype), None):
+        raise DamagedCheckpoint(f"{odd.path} has {odd.dtype} instead of {dtype}: the files are not all of one save")
+    return JoinedTensor(TensorInfo(tuple(shape), dtype), pieces)
 
 
 def open_torch_file(path: Path, allowed: Allowed = (), *, start: int = 0, size: int | None = None) -> Any:

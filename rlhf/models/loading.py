@@ -184,7 +184,7 @@ def _load(
     # transformers initialises missing weights with a warning; we raise an error.
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        with _quiet():
+        with quiet_transformers():
             options["trust_remote_code"] = source.trust_remote_code
             if tensors is None:
                 model, found = loader.from_pretrained(folder, use_safetensors=True, **options)
@@ -225,7 +225,8 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
+    """Hide warnings of transformers in the context."""
     verbosity = library_logging.get_verbosity()
     library_logging.set_verbosity_error()
     try:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf.models.hf.source import TensorInfo
 from rlhf.models.model_files import FileTensor
 from rlhf.models.token_values import HEADS
-from rlhf.storage.shards import DTYPES
+from rlhf.storage.shards import DTYPE_NAMES, DTYPES
 
 
 def skeleton(
@@ -83,6 +84,10 @@ def materialise(model: PreTrainedModel) -> None:
         return nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad) if p.is_meta else p
 
     replace_parameters(model, filled)
+
+
+def headers_of(tensors: Mapping[str, TensorInfo]) -> dict[str, FileTensor]:
+    return {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}
 
 
 def stand_ins(headers: Mapping[str, FileTensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from rlhf.checkpoint.__main__ import main
 from rlhf.convert.dcp import dcp_writer, layout_dcp
-from rlhf.convert.dcp.dcp_folder import nbytes_of_dcp, write_dcp_folder
+from rlhf.convert.dcp.dcp_folder import as_dcp, write_dcp_folder
 from rlhf.convert.layouts import open_source
 from rlhf.errors import UserError
 from rlhf.models.hf.source import Origin, TrainedSoFar
@@ -88,7 +88,8 @@ def test_the_type_and_the_small_files(tmp_path):
     (tmp_path / "written").mkdir()
     reported: list[int] = []
     write_dcp_folder(source, tmp_path / "written", dtype="bfloat16", moments=False, progress=reported.append)
-    assert sum(reported) == nbytes_of_dcp(source, dtype="bfloat16", moments=False)
+    converted = as_dcp(source, "bfloat16", moments=False).contents.tensors
+    assert sum(reported) == sum(info.nbytes for info in converted.values())
     again = open_source(Origin(tmp_path / "written"))
     assert_equal(whole(again), {n: t.bfloat16() if t.is_floating_point() else t for n, t in TENSORS.items()})
     assert again.contents.model_files == tmp_path / "written"

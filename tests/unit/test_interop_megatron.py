@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.convert import slices, torch_file
-from rlhf.convert.megatron import layout_megatron
+from rlhf.convert import torch_file
+from rlhf.convert.megatron import columns, layout_megatron
 from rlhf.convert.megatron.megatron_folder import write_megatron_folder
 from rlhf.errors import UserError
 from rlhf.models.hf.source import Origin, TensorSource
@@ -71,7 +71,7 @@ def test_written_folders_of_ranks_hold_what_whole_tensor_operations_make(
     models: Any, tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is written equals the reference split of the model rank by rank, and is read back."""
-    monkeypatch.setattr(slices, "ROWS_BYTES", 300)
+    monkeypatch.setattr(columns, "ROWS_BYTES", 300)
     monkeypatch.setattr(torch_file, "SLAB_BYTES", 700)
     model, folder = models(architecture)
     with opened(folder) as source:

@@ -6,14 +6,14 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
+from rlhf.convert.bands import Band, StoredPart, bands_of, read_bands
 from rlhf.convert.pickles import StandIn, stand_in
 from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
 from rlhf.errors import UserError
@@ -50,27 +50,6 @@ UNREAD = (
 )
 """Classes of objects that some savers add; a StandIn replaces each object."""
 STAND_INS: dict[str, type[StandIn]] = {name: stand_in(name)[0] for name in UNREAD}
-
-
-class ReadableChunk(Protocol):
-    """A part of a tensor in a file."""
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of the flattened part, 1-D."""
-        ...
-
-
-@dataclass(frozen=True)
-class Band:
-    """Rows [row, row + rows) and columns [column, column + columns) of a tensor, stored from element `at` of the
-    chunk `stored` on."""
-
-    row: int
-    rows: int
-    column: int
-    columns: int
-    at: int
-    stored: "ReadableChunk"
 
 
 @dataclass
@@ -134,22 +113,9 @@ class DcpFolder:
         info = self.tensors[name]
         if name not in self._bands:
             self._bands[name] = list(self._bands_of(name))
-        width = info.shape[-1] if len(info.shape) > 1 else 1
-        first, last = (start // width, -(-stop // width)) if width else (0, 0)
-        rows = torch.empty(last - first, width, dtype=info.dtype)
-        there, filled = torch.zeros(rows.shape, dtype=torch.bool), 0
-        for band in self._bands[name]:
-            begin, end = max(first, band.row), min(last, band.row + band.rows)
-            if begin < end:
-                at = band.at + (begin - band.row) * band.columns
-                block = band.stored.read(at, at + (end - begin) * band.columns).view(-1, band.columns)
-                place = slice(begin - first, end - first), slice(band.column, band.column + band.columns)
-                rows[place], there[place] = block, True
-                filled += block.numel()
-        # The count alone would hide a missing part if other parts overlap.
-        if filled != rows.numel() or not there.all():
+        if (found := read_bands(self._bands[name], info, start, stop)) is None:
             raise DamagedCheckpoint(f"{self.path / METADATA} does not list all parts of {name}")
-        return rows.view(-1)[start - first * width : stop - first * width]
+        return found
 
     def read_object(self, name: str) -> Any:
         """Load one of `objects`; raises UserError unless it has plain values only."""
@@ -159,7 +125,6 @@ class DcpFolder:
         return open_torch_file(self.path / item.relative_path, start=item.offset, size=item.length)
 
     def _bands_of(self, name: str) -> Iterator[Band]:
-        """Yield the bands of all chunks. Rows flatten all dimensions but the last; a vector has one row per element."""
         info, items = self.tensors[name], self._items.get(name, {})
         for offsets, sizes in self._chunks[name]:
             part, item = TensorInfo(sizes, info.dtype), items.get(offsets)
@@ -169,14 +134,14 @@ class DcpFolder:
             yield from self._bands_of_chunk(name, offsets, part.shape, stored)
 
     def _bands_of_chunk(
-        self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], stored: ReadableChunk
+        self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], stored: StoredPart
     ) -> Iterator[Band]:
         """Return the bands of one chunk; raises DamagedCheckpoint unless the chunk is a part of the tensor."""
         shape = self.tensors[name].shape
         fits = len(offsets) == len(sizes) == len(shape)
         if not fits or any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
             raise DamagedCheckpoint(f"{self.path}: a part of {name}, {sizes} at {offsets}, is outside of {shape}")
-        return bands(shape, offsets, sizes, stored)
+        return bands_of(shape, offsets, sizes, stored)
 
     def _check_files(self, stored: Mapping[Any, Any]) -> None:
         ends: dict[str, int] = {}
@@ -252,23 +217,3 @@ class _RestrictedUnpickler(pickle._Unpickler):
         self.load_build()  # type: ignore[attr-defined]
 
     dispatch[pickle.BUILD[0]] = _build
-
-
-def bands(
-    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], stored: ReadableChunk
-) -> Iterator[Band]:
-    """Yield the bands of a chunk of `sizes` that begins at `offsets` of a tensor of `shape`."""
-    if len(shape) < 2:
-        yield Band(sum(offsets), torch.Size(sizes).numel(), 0, 1, 0, stored)
-        return
-    outer, columns = shape[:-1], sizes[-1]
-    # The last outer dimensions that the chunk covers whole, and the one before them, form consecutive rows.
-    split = len(outer) - 1
-    while split > 0 and sizes[split] == shape[split]:
-        split -= 1
-    strides = [torch.Size(outer[axis + 1 :]).numel() for axis in range(len(outer))]
-    rows = sizes[split] * strides[split]
-    for number, index in enumerate(product(*(range(size) for size in sizes[:split]))):
-        row = offsets[split] * strides[split]
-        row += sum((offsets[axis] + index[axis]) * strides[axis] for axis in range(split))
-        yield Band(row, rows, offsets[-1], columns, number * rows * columns, stored)

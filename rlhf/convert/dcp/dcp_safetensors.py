@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf.convert.dcp.dcp_files import Band, DcpFolder, checked_counts
+from rlhf.convert.bands import Band
+from rlhf.convert.dcp.dcp_files import DcpFolder, checked_counts
 from rlhf.convert.stored_tensor import StoredTensor
 from rlhf.errors import UserError
 from rlhf.models.hf.source import TensorInfo

@@ -16,9 +16,9 @@ from rlhf.convert.dcp.dcp_files import METADATA, DcpFolder
 from rlhf.convert.dcp.dcp_safetensors import DcpSafetensors, is_sharded
 from rlhf.convert.dcp.torchtitan_names import EMBEDDING, rotated_rows, to_transformers
 from rlhf.convert.huggingface.layout_trainer import progress_of
-from rlhf.convert.named_tensors import NamedTensors
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.models.hf.hf_folder import same_tensor
+from rlhf.models.hf.named_tensors import NamedTensors
 from rlhf.models.hf.small_files import parse_model_config, read_small_files
 from rlhf.models.hf.source import Contents, Origin, TensorInfo, TrainedSoFar
 from rlhf.storage.hf_layout import MODEL_CONFIG

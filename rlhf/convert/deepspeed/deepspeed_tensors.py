@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from rlhf.convert.deepspeed.deepspeed_files import MODEL_STATES, OPTIM_STATES, open_all, open_first
-from rlhf.convert.named_tensors import MOMENTS
-from rlhf.convert.stored_tensor import JoinedTensor, Piece, StoredTensor, as_pieces, numel_of
-from rlhf.models.hf.source import TensorInfo, cut
+from rlhf.convert.moments import MOMENTS
+from rlhf.convert.stored_tensor import Piece, StoredTensor, as_pieces, join_pieces, numel_of
+from rlhf.models.hf.named_tensors import JoinedTensor
+from rlhf.models.hf.source import cut
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 PARTITIONS, PARTITIONS_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
@@ -37,11 +38,11 @@ class Assembled:
     absent: list[str] = field(default_factory=list)
 
     def add_weight(self, name: str, shape: Sequence[int], pieces: list[Piece]) -> None:
-        self.tensors[name] = JoinedTensor(TensorInfo(tuple(shape), pieces[0][0].dtype), pieces)
+        self.tensors[name] = join_pieces(shape, pieces[0][0].dtype, pieces)
 
     def add_moments(self, name: str, shape: Sequence[int], moments: Mapping[str, list[Piece]], step: Any) -> None:
         for moment, pieces in moments.items():
-            self.moments[f"{name}.{moment}"] = JoinedTensor(TensorInfo(tuple(shape), pieces[0][0].dtype), pieces)
+            self.moments[f"{name}.{moment}"] = join_pieces(shape, pieces[0][0].dtype, pieces)
         self.steps[name] = _scalar(step)
 
 
@@ -72,7 +73,7 @@ def _stage_0(states: Mapping[str, Any]) -> Assembled:
     """Assemble whole parameters; float32 copies and moments are in the optimizer's order, without names."""
     made = Assembled()
     for name, tensor in _unique_tensors(states["module"], {}):
-        made.add_weight(name, tensor.shape, as_pieces(tensor))
+        made.add_weight(name, tensor.shape, as_pieces([tensor]))
     shapes = {name: made.tensors[name].info.shape for name in made.tensors if name not in states["buffer_names"]}
     optimizer = states.get("optimizer") or {}
     flat, parts = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
@@ -86,8 +87,8 @@ def _stage_0(states: Mapping[str, Any]) -> Assembled:
     if len(inner["param_groups"]) > 1 or found != expected:
         made.absent.append(NO_NAMES.format("The float32 weights and the moments" if flat or parts else "The moments"))
         return made
-    weights = [piece for tensor in (flat or (parts[0] if parts else [])) for piece in as_pieces(tensor)]
-    moments = {moment: [piece for each in state for piece in as_pieces(each[moment])] for moment in MOMENTS}
+    weights = as_pieces(flat or (parts[0] if parts else []))
+    moments = {moment: as_pieces(each[moment] for each in state) for moment in MOMENTS}
     _add_consecutive(
         made, shapes, [0] * len(shapes), weights, moments, state[0].get("step", inner["param_groups"][0].get("step"))
     )
@@ -99,9 +100,9 @@ def _stages_1_and_2(save: Path, states: Mapping[str, Any], ranks: Sequence[Mappi
     trained = {name for shapes in states["param_shapes"] for name in shapes}
     for name, tensor in _unique_tensors(states["module"], states.get("shared_params") or {}):
         if name not in trained:
-            made.add_weight(name, tensor.shape, as_pieces(tensor))
+            made.add_weight(name, tensor.shape, as_pieces([tensor]))
     for group, shapes in enumerate(states["param_shapes"]):
-        weights = [piece for rank in ranks for piece in as_pieces(rank[PARTITIONS][group])]
+        weights = as_pieces(rank[PARTITIONS][group] for rank in ranks)
         paddings = ranks[0].get("param_alignment_paddings")
         gaps = paddings[group] if paddings else [0] * len(shapes)
         needed, found = sum(map(math.prod, shapes.values())) + sum(gaps), numel_of(weights)
@@ -139,15 +140,14 @@ def _check_order(save: Path, groups: Sequence[Shapes], ranks: Sequence[Mapping[s
 def _stage_3(save: Path, states: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Assembled:
     made = Assembled()
     for name in states["buffer_names"]:
-        made.add_weight(name, states["module"][name].shape, as_pieces(states["module"][name]))
+        made.add_weight(name, states["module"][name].shape, as_pieces([states["module"][name]]))
     if frozen := states.get("frozen_param_shapes"):
         parts = [each["frozen_param_fragments"] for each in open_all(save, MODEL_STATES, len(ranks))]
         for name, shape in frozen.items():
-            pieces = [piece for part in parts for piece in as_pieces(part[name])]
-            made.add_weight(name, shape, cut(pieces, 0, math.prod(shape)))
+            made.add_weight(name, shape, cut(as_pieces(part[name] for part in parts), 0, math.prod(shape)))
     shapes = {name: shape for group in states["param_shapes"] for name, shape in group.items()}
     groups = range(len(ranks[0][PARTITIONS_3]))
-    weights = [[piece for group in groups for piece in as_pieces(rank[PARTITIONS_3][group])] for rank in ranks]
+    weights = [as_pieces(rank[PARTITIONS_3][group] for group in groups) for rank in ranks]
     found = [_moments([rank], group) for rank in ranks for group in groups]
     complete = all(set(moments) == set(MOMENTS) for moments, _ in found)
     _check_steps([{"step": step} for _, step in found if step is not None])
@@ -210,7 +210,7 @@ def _moments(ranks: Sequence[Mapping[str, Any]], group: int) -> tuple[dict[str, 
     _check_steps(states)
     if step is None and isinstance(inner, dict):
         step = inner["param_groups"][group].get("step")
-    return {moment: [piece for state in states for piece in as_pieces(state[moment])] for moment in MOMENTS}, step
+    return {moment: as_pieces(state[moment] for state in states) for moment in MOMENTS}, step
 
 
 def _check_steps(states: Sequence[Mapping[str, Any]]) -> None:

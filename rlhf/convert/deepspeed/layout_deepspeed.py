@@ -16,8 +16,8 @@ from torch import Tensor
 from rlhf.convert.deepspeed.deepspeed_files import MODEL_STATES, check_supported, find_save, open_first
 from rlhf.convert.deepspeed.deepspeed_tensors import assemble
 from rlhf.convert.huggingface.layout_trainer import progress_of
-from rlhf.convert.named_tensors import NamedTensors
 from rlhf.errors import UserError
+from rlhf.models.hf.named_tensors import NamedTensors
 from rlhf.models.hf.source import Contents, FunctionTensor, Origin, TensorInfo, TrainedSoFar
 from rlhf.storage.disk_errors import DamagedCheckpoint
 

@@ -4,6 +4,7 @@ FSDP2 has one entry per parameter. FSDP1 concatenates the parameters of a wrappe
 rank's piece. With `use_orig_params`, FSDP1 has one entry per parameter: the rank's piece of the parameter.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 
 from rlhf.convert.fsdp.fsdp_files import ALLOWED, OPTIMIZER, missing_among, paths_of
 from rlhf.convert.fsdp.fsdp_tensors import assemble
-from rlhf.convert.named_tensors import MOMENTS, Unmapped
-from rlhf.convert.stored_tensor import JoinedTensor, StoredWrapper, as_pieces, numel_of, open_mapping
-from rlhf.models.hf.source import ReadableTensor, TensorInfo, cut
+from rlhf.convert.moments import MOMENTS, Unmapped
+from rlhf.convert.stored_tensor import StoredWrapper, as_pieces, join_pieces, numel_of, open_mapping
+from rlhf.models.hf.source import ReadableTensor, cut
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
@@ -103,9 +104,9 @@ def _of_units(
         there = [entries[index] for entries in ranks if index in entries]
         if not there:  # never updated
             continue
-        numel = sum(TensorInfo(shape, there[0]["exp_avg"].dtype).numel for _, shape in unit)
+        numel = sum(math.prod(shape) for _, shape in unit)
         for moment in MOMENTS:
-            pieces = [piece for entry in there for piece in as_pieces(entry[moment])]
+            pieces = as_pieces(entry[moment] for entry in there)
             if there[0][moment].numel == numel:  # not split
                 pieces = pieces[:1]
             expected = -(-numel // len(ranks)) * len(ranks) if padded and len(pieces) > 1 else numel
@@ -113,9 +114,9 @@ def _of_units(
                 raise Unmapped(f"entry {index} of the optimizer has {numel_of(pieces)} elements instead of {numel}")
             at = 0
             for name, shape in unit:
-                info = TensorInfo(shape, there[0][moment].dtype)
-                found[f"{name}.{moment}"] = JoinedTensor(info, cut(pieces, at, at + info.numel))
-                at += info.numel
+                end = at + math.prod(shape)
+                found[f"{name}.{moment}"] = join_pieces(shape, there[0][moment].dtype, cut(pieces, at, end))
+                at = end
         for name, _ in unit:
             found[f"{name}.step"] = there[0]["step"]
     return found

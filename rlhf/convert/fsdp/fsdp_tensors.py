@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.convert.bands import bands_of, read_bands
 from rlhf.convert.fsdp.fsdp_files import fields_of
 from rlhf.convert.stored_tensor import StoredTensor, StoredWrapper
 from rlhf.errors import UserError
@@ -31,25 +32,13 @@ class AssembledTensor:
     boxes: Sequence[StoredBox]
 
     def read(self, start: int, stop: int) -> Tensor:
-        shape = self.info.shape
-        if not shape or len(self.boxes) == 1:
-            return self.boxes[0].stored.read(start, stop)
-        width = math.prod(shape[1:])
-        first, last = start // max(width, 1), -(-stop // max(width, 1))
-        rows = torch.empty((last - first, *shape[1:]), dtype=self.info.dtype)
-        there = torch.zeros(rows.shape, dtype=torch.bool)
-        for box in self.boxes:
-            begin, size = box.begin[0], box.stored.shape[0]
-            low, high = max(first, begin), min(last, begin + size)
-            if low < high:
-                each = math.prod(box.stored.shape[1:])
-                part = box.stored.read((low - begin) * each, (high - begin) * each)
-                columns = [slice(at, at + n) for at, n in zip(box.begin[1:], box.stored.shape[1:], strict=True)]
-                place = (slice(low - first, high - first), *columns)
-                rows[place], there[place] = part.view(high - low, *box.stored.shape[1:]), True
-        if not there.all():  # the sizes add up, because other parts overlap
-            raise DamagedCheckpoint(f"{self.boxes[0].stored.path}: the ranks' parts do not form a tensor of {shape}")
-        return rows.view(-1)[start - first * width : stop - first * width]
+        shape, boxes = self.info.shape, self.boxes
+        if len(boxes) == 1:
+            return boxes[0].stored.read(start, stop)
+        bands = (band for box in boxes for band in bands_of(shape, box.begin, box.stored.shape, box.stored))
+        if (found := read_bands(bands, self.info, start, stop)) is None:
+            raise DamagedCheckpoint(f"{boxes[0].stored.path}: the ranks' parts do not form a tensor of {shape}")
+        return found
 
 
 @dataclass(frozen=True)

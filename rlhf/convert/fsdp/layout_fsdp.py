@@ -24,11 +24,12 @@ from rlhf.convert.fsdp.fsdp_files import (
 from rlhf.convert.fsdp.fsdp_moments import read_moments
 from rlhf.convert.fsdp.fsdp_tensors import DTensorPart, ReplicatedTensor, assemble
 from rlhf.convert.huggingface import layout_huggingface
-from rlhf.convert.named_tensors import NamedTensors, Unmapped, with_updates
+from rlhf.convert.moments import Unmapped, with_updates
 from rlhf.convert.stored_tensor import StoredTensor, StoredWrapper, open_mapping
 from rlhf.errors import UserError
 from rlhf.models.hf import adapters
 from rlhf.models.hf.architecture import architecture_of
+from rlhf.models.hf.named_tensors import NamedTensors
 from rlhf.models.hf.small_files import LARGEST
 from rlhf.models.hf.source import Contents, Origin, ReadableTensor, TrainedSoFar, tensors_of
 from rlhf.storage.disk_errors import DamagedCheckpoint

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.convert.huggingface import layout_huggingface
-from rlhf.convert.named_tensors import MOMENTS, NamedTensors, Unmapped, with_updates
+from rlhf.convert.moments import MOMENTS, Unmapped, with_updates
 from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
 from rlhf.errors import UserError
 from rlhf.models.hf import adapters
 from rlhf.models.hf.architecture import architecture_of
+from rlhf.models.hf.named_tensors import NamedTensors
 from rlhf.models.hf.source import Contents, Origin, ReadableTensor, TrainedSoFar, tensors_of
 from rlhf.models.loading import ModelSource, resolve_path
 from rlhf.storage.disk_errors import DamagedCheckpoint

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.convert.megatron.megatron_model import EMBEDDING, LAYERS, NORM
-from rlhf.convert.megatron.megatron_names import RankPart, as_transformers, find_model, has_value_head
+from rlhf.convert.megatron.megatron_names import as_transformers, find_model, has_value_head
 from rlhf.convert.megatron.megatron_paths import find_folder
 from rlhf.convert.pickles import stand_in
-from rlhf.convert.slices import SlicedSource
 from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
 from rlhf.errors import UserError
-from rlhf.models.hf.source import Origin
+from rlhf.models.hf.named_tensors import NamedTensors
+from rlhf.models.hf.source import Origin, ReadableTensor
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 NAME = "megatron"
@@ -48,7 +48,7 @@ UNREAD = (
 """Classes that Megatron-LM saves beside the weights (arguments, random states); a StandIn replaces each object."""
 ALLOWED = [stand_in(name) for name in UNREAD]
 
-Chunk = dict[str, list[RankPart]]
+Chunk = dict[str, list[ReadableTensor]]
 """Tensors of one (virtual) pipeline stage by name, one per tensor parallel rank."""
 
 
@@ -57,7 +57,7 @@ def recognises(origin: Origin) -> bool:
     return find_folder(origin, _has_ranks) is not None
 
 
-def open_source(origin: Origin) -> SlicedSource:
+def open_source(origin: Origin) -> NamedTensors:
     """Open the model of all ranks; raises UserError that names a rank without folder or file."""
     folder = find_folder(origin, _has_ranks)
     if folder is None:
@@ -124,7 +124,7 @@ def _stage(files: Mapping[tuple[int, int], Path], contents: Mapping[Path, Any], 
             if len(chunks) != len(ranks[0]) or chunks[number].keys() != first.keys():
                 raise UserError(f"{path} and {paths[0]} have different tensors. Restore both from one save.")
             for name, tensor in chunks[number].items():
-                result[-1][name].append(RankPart(tensor, tensor.shape))
+                result[-1][name].append(tensor)
     return result
 
 

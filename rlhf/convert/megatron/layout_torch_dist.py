@@ -5,20 +5,16 @@ wrote it. The layers are stacked in one tensor, or each layer has names of its o
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from rlhf.convert.dcp.dcp_files import LARGEST, METADATA, DcpFolder
 from rlhf.convert.megatron.megatron_model import LAYERS
-from rlhf.convert.megatron.megatron_names import RankPart, as_transformers, find_model, has_value_head
+from rlhf.convert.megatron.megatron_names import as_transformers, find_model, has_value_head
 from rlhf.convert.megatron.megatron_paths import find_folder
-from rlhf.convert.slices import SlicedSource, TensorSlice
 from rlhf.errors import UserError
-from rlhf.models.hf.source import Origin, SourceTensor
+from rlhf.models.hf.named_tensors import JoinedTensor, NamedTensors
+from rlhf.models.hf.source import FunctionTensor, Origin, ReadableTensor, TensorInfo
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.reading import read_regular
 
@@ -31,28 +27,12 @@ GATE, UP = "_w", "_v"
 """Suffixes of the two halves of `linear_fc1`, where they are separate tensors."""
 
 
-@dataclass(frozen=True)
-class DcpTensor:
-    """A `Readable` tensor of a folder, from its element `first` on."""
-
-    folder: DcpFolder
-    name: str
-    first: int = 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.folder.tensors[self.name].dtype
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self.folder.read(self.name, self.first + start, self.first + stop)
-
-
 def recognises(origin: Origin) -> bool:
     """Return whether `dist_checkpointing` wrote the folder, or the role's folder in it."""
     return find_folder(origin, _is_distributed) is not None
 
 
-def open_source(origin: Origin) -> SlicedSource:
+def open_source(origin: Origin) -> NamedTensors:
     """Open the model; raises UserError for a missing file, or a format other than `torch_dist`."""
     path = find_folder(origin, _is_distributed)
     if path is None:
@@ -81,27 +61,30 @@ def _config(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _model_tensors(folder: DcpFolder) -> dict[str, list[RankPart]]:
-    parts: dict[str, list[RankPart]] = {}
+def _model_tensors(folder: DcpFolder) -> dict[str, list[ReadableTensor]]:
+    parts: dict[str, list[ReadableTensor]] = {}
     for name, info in folder.tensors.items():
         rest = name.removeprefix(LAYERS)
         if name.startswith(NOT_MODEL):
             continue
         if rest == name or rest.partition(".")[0].isdigit():
-            parts[name] = [RankPart(DcpTensor(folder, name), info.shape)]
+            parts[name] = [_part(folder, name, info)]
             continue
-        layers, *shape = info.shape
-        size = torch.Size(shape).numel()
-        for layer in range(layers):
-            parts[f"{LAYERS}{layer}.{rest}"] = [RankPart(DcpTensor(folder, name, layer * size), tuple(shape))]
+        one = TensorInfo(info.shape[1:], info.dtype)
+        for layer in range(info.shape[0]):
+            parts[f"{LAYERS}{layer}.{rest}"] = [_part(folder, name, one, layer * one.numel)]
     for name in [name for name in parts if name.endswith(GATE) and name.removesuffix(GATE) + UP in parts]:
         _join_halves(parts, name.removesuffix(GATE))
     return parts
 
 
-def _join_halves(parts: dict[str, list[RankPart]], name: str) -> None:
+def _part(folder: DcpFolder, name: str, info: TensorInfo, first: int = 0) -> FunctionTensor:
+    """Return the tensor that begins at element `first` of the folder's tensor `name`."""
+    return FunctionTensor(info, lambda start, stop: folder.read(name, first + start, first + stop))
+
+
+def _join_halves(parts: dict[str, list[ReadableTensor]], name: str) -> None:
     halves = [parts.pop(name + GATE)[0], parts.pop(name + UP)[0]]
-    slices = [TensorSlice(half.tensor, 0, torch.Size(half.shape).numel()) for half in halves]
-    shape = (sum(half.shape[0] for half in halves), *halves[0].shape[1:])
-    both = SlicedSource(NAME, {name: shape}, {name: slices})
-    parts[name] = [RankPart(SourceTensor(both, name), shape)]
+    (_, *rest), dtype = halves[0].info.shape, halves[0].info.dtype
+    info = TensorInfo((sum(half.info.shape[0] for half in halves), *rest), dtype)
+    parts[name] = [JoinedTensor(info, [(half, 0, half.info.numel) for half in halves])]

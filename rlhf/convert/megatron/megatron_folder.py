@@ -1,18 +1,19 @@
 """Writes a model as a Megatron checkpoint, in one process without Megatron's code."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rlhf.convert.dcp.dcp_folder import ConvertedSource
+from rlhf.convert.dcp.dcp_folder import as_dcp
 from rlhf.convert.dcp.dcp_writer import write_dcp
 from rlhf.convert.megatron.megatron_model import EMBEDDING, LAYERS, OUTPUT, MegatronModel, read_model
-from rlhf.convert.megatron.megatron_names import Shapes, Slices, as_megatron
-from rlhf.convert.slices import SlicedSource
+from rlhf.convert.megatron.megatron_names import as_megatron
 from rlhf.convert.torch_file import torch_save_bytes, write_torch_file
 from rlhf.errors import UserError
 from rlhf.models.hf.hf_plan import Progress
+from rlhf.models.hf.named_tensors import JoinedTensor, NamedTensors
 from rlhf.models.hf.small_files import read_small_files
-from rlhf.models.hf.source import TensorSource
+from rlhf.models.hf.source import TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_file, write_json
 
 VOCABULARY_MULTIPLE = 128
@@ -49,7 +50,7 @@ def write_megatron_folder(
     model = _model(source)
     model.check_tensor_ranks(tensor_ranks, "--tp")
     model.check_pipeline_ranks(pipeline_ranks, "--pp")
-    converted = ConvertedSource(source, dtype, moments=False)
+    converted = as_dcp(source, dtype, moments=False)
     if layout == "torch_dist":
         written = _write_distributed(model, converted, folder, progress)
     else:
@@ -60,22 +61,21 @@ def write_megatron_folder(
 def _write_distributed(
     model: MegatronModel, source: TensorSource, folder: Path, progress: Progress
 ) -> list[WrittenFile]:
-    shapes, slices = as_megatron(model, source)
-    of_layers: Slices = {}
-    whole: Shapes = {}
-    for name, shape in shapes.items():
-        if not name.startswith(LAYERS):
-            whole[name], of_layers[name] = shape, slices[name]
-            continue
-        stacked = LAYERS + name.removeprefix(LAYERS).partition(".")[2]
-        whole[stacked] = (model.layers, *shape)
-        of_layers.setdefault(stacked, []).extend(slices[name])
-    stacked_source = SlicedSource("megatron", whole, of_layers)
-    written = write_dcp(folder, stacked_source, objects=_extra_states(model), progress=progress)
+    groups: defaultdict[str, list[JoinedTensor]] = defaultdict(list)
+    for name, tensor in as_megatron(model, source).items():
+        in_layer = name.startswith(LAYERS)
+        groups[LAYERS + name.removeprefix(LAYERS).partition(".")[2] if in_layer else name].append(tensor)
+    tensors = {name: _stacked(group) if name.startswith(LAYERS) else group[0] for name, group in groups.items()}
+    written = write_dcp(folder, NamedTensors("megatron", tensors), objects=_extra_states(model), progress=progress)
     # The state shared by all ranks, such as the arguments of a run: none here.
     written.append(write_file(folder, "common.pt", torch_save_bytes({}, iter(()))))
     # Write this file last, as megatron-core does: its presence makes the folder a checkpoint.
     return [*written, write_json(folder, "metadata.json", DISTRIBUTED)]
+
+
+def _stacked(tensors: Sequence[JoinedTensor]) -> JoinedTensor:
+    info = TensorInfo((len(tensors), *tensors[0].info.shape), tensors[0].info.dtype)
+    return JoinedTensor(info, [piece for tensor in tensors for piece in tensor.pieces])
 
 
 def _extra_states(model: MegatronModel) -> dict[str, bytes]:
@@ -95,7 +95,7 @@ def _write_ranks(
     for rank in range(ranks):
         whole = as_megatron(model, source, rank=rank, ranks=ranks, vocabulary=rows)
         for stage in range(stages):
-            part = _of_stage(model, *whole, stage, stages)
+            part = NamedTensors("megatron", _of_stage(model, whole, stage, stages))
             path = f"mp_rank_{rank:02d}_{stage:03d}/model_states.pt"
             written.append(write_torch_file(folder, path, part, {"checkpoint_version": 3.0}, "model", progress))
     return written
@@ -110,21 +110,22 @@ def _model(source: TensorSource) -> MegatronModel:
     return read_model(contents.model_files, values="score.weight" in contents.tensors)
 
 
-def _of_stage(model: MegatronModel, shapes: Shapes, slices: Slices, stage: int, stages: int) -> SlicedSource:
-    """Return the tensors of pipeline rank `stage`, from one tensor-parallel rank's tensors. Layers restart at 0."""
+def _of_stage(
+    model: MegatronModel, whole: Mapping[str, JoinedTensor], stage: int, stages: int
+) -> dict[str, JoinedTensor]:
+    """Return the tensors of pipeline rank `stage` of a tensor parallel rank's `whole` tensors. Layers restart at 0."""
     count = model.layers // stages
-    names = {}
-    for name in shapes:
+    found = {}
+    for name, tensor in whole.items():
         if name.startswith(LAYERS):
             number, _, rest = name.removeprefix(LAYERS).partition(".")
             if int(number) // count == stage:
-                names[f"{LAYERS}{int(number) % count}.{rest}"] = name
+                found[f"{LAYERS}{int(number) % count}.{rest}"] = tensor
         elif stage == (0 if name == EMBEDDING else stages - 1):
-            names[name] = name
+            found[name] = tensor
     if model.tied and not model.values and 0 < stage == stages - 1:
-        names[OUTPUT] = EMBEDDING
-    own = {name: shapes[origin] for name, origin in names.items()}
-    return SlicedSource("megatron", own, {name: slices[origin] for name, origin in names.items()})
+        found[OUTPUT] = whole[EMBEDDING]
+    return found
 
 
 def _write_model_files(source: TensorSource, folder: Path) -> Iterator[WrittenFile]:

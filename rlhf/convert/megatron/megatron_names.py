@@ -3,9 +3,9 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf.convert.megatron.columns import column_slice, joined_columns
 from rlhf.convert.megatron.megatron_model import (
     LAYERS,
     OUTPUT,
@@ -16,50 +16,38 @@ from rlhf.convert.megatron.megatron_model import (
     read_model,
 )
 from rlhf.convert.megatron.megatron_paths import step_of
-from rlhf.convert.slices import ColumnSlice, JoinedColumns, Readable, SlicedSource, TensorSlice, Zeros
 from rlhf.errors import UserError
-from rlhf.models.hf.source import Origin, SourceTensor, TensorSource, TrainedSoFar
+from rlhf.models.hf.named_tensors import JoinedTensor, NamedTensors, Piece, zeros
+from rlhf.models.hf.source import Contents, Origin, ReadableTensor, SourceTensor, TensorInfo, TensorSource, TrainedSoFar
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.hf_layout import MODEL_CONFIG
 
-Shapes = dict[str, tuple[int, ...]]
-Slices = dict[str, list[TensorSlice]]
+Parts = Mapping[str, Sequence[ReadableTensor]]
+"""Tensors by Megatron's names: one part per tensor parallel rank."""
 ABSENT = ("the optimizer's moments", "the learning rate schedule")
 NO_WEIGHTS = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$")
 """Names in the model's state dict that are not weights."""
 
 
-@dataclass(frozen=True)
-class RankPart:
-    """One rank's part of a tensor, and its shape."""
-
-    tensor: Readable
-    shape: tuple[int, ...]
-
-
 def find_model(origin: Origin, folder: Path, *, values: bool) -> tuple[MegatronModel, Path]:
-    """Return the model in `folder`, and the folder with its config.json: `--hf_model_path`, or one beside the
+    """Return the model in `folder`, and the folder with its config.json: `--hf_model_path`, or a folder beside the
     tensors."""
-    if origin.model_files is not None:
-        return read_model(origin.model_files, values=values), origin.model_files
-    for place in (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface"):
-        if (place / MODEL_CONFIG).is_file():
-            return read_model(place, values=values), place
-    raise UserError(f"{folder} has no config.json. Set --hf_model_path to a folder with it.")
+    beside = (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface")
+    found = origin.model_files or next((path for path in beside if (path / MODEL_CONFIG).is_file()), None)
+    if found is None:
+        raise UserError(f"{folder} has no config.json. Set --hf_model_path to a folder with config.json.")
+    return read_model(found, values=values), found
 
 
-def has_value_head(parts: Mapping[str, Sequence[RankPart]]) -> bool:
+def has_value_head(parts: Parts) -> bool:
     """Return whether the output layer is the head of a critic, one value per token."""
-    return OUTPUT in parts and parts[OUTPUT][0].shape[0] == 1
+    return OUTPUT in parts and parts[OUTPUT][0].info.shape[0] == 1
 
 
-def as_transformers(
-    model: MegatronModel, parts: Mapping[str, Sequence[RankPart]], where: Path, files: Path
-) -> SlicedSource:
-    """Return transformers' tensors of `model`. `parts`, read from `where`, has a part per tensor parallel rank by
-    Megatron's names. Raises UserError for a missing tensor, a wrong shape, or a tensor that the model lacks."""
-    shapes: Shapes = {}
-    slices: Slices = {}
+def as_transformers(model: MegatronModel, parts: Parts, where: Path, files: Path) -> NamedTensors:
+    """Return transformers' tensors of `model` from `parts`, which were read in `where`. Raises UserError for a missing
+    tensor, a wrong shape, or a tensor that the model lacks."""
+    tensors: dict[str, ReadableTensor] = {}
     known = {OUTPUT} if model.tied else set()
     for part in model.parts():
         for layer in range(model.layers if part.stage == "layer" else 1):
@@ -69,47 +57,45 @@ def as_transformers(
             if name not in parts:
                 raise UserError(_missing(model, where, name, files))
             known.add(name)
-            _check(model, part, parts[name], f"{where}: {name}", files)
-            for member, found in _slices(part, parts[name]).items():
-                rows = dict(part.members)[member]
-                slices[member_name(layer, part, member)] = found
-                shapes[member_name(layer, part, member)] = part.shape(rows)
+            _check(part, parts[name], f"{where}: {name}", files)
+            for member, pieces in _pieces(part, parts[name]).items():
+                info = TensorInfo(part.shape(dict(part.members)[member]), parts[name][0].info.dtype)
+                tensors[member_name(layer, part, member)] = JoinedTensor(info, pieces)
     if unknown := sorted(name for name in parts if name not in known and not NO_WEIGHTS.search(name)):
         raise UserError(
             f"{where} has {unknown[0]}, which transformers' {model.model_type} lacks. Set --hf_model_path to the "
             f"trained model (config.json was read in {files})."
         )
-    source = SlicedSource("megatron", shapes, slices, model_files=files, absent=ABSENT)
-    source.contents.progress = TrainedSoFar(step_of(where))
-    return source
+    contents = Contents({}, progress=TrainedSoFar(step_of(where)), model_files=files, absent=list(ABSENT))
+    return NamedTensors("megatron", tensors, contents=contents)
 
 
-def _slices(part: MegatronTensor, tensors: Sequence[RankPart]) -> Slices:
+def _pieces(part: MegatronTensor, tensors: Sequence[ReadableTensor]) -> dict[str, list[Piece]]:
+    """Return the pieces of transformers' tensors in the ranks' parts of one tensor."""
     if part.split == "columns":
         ((member, rows),) = part.members
-        beside = JoinedColumns([own.tensor for own in tensors], part.width // len(tensors))
-        return {member: [TensorSlice(beside, 0, rows * part.width)]}
-    found: defaultdict[str, list[tuple[int, TensorSlice]]] = defaultdict(list)
+        return {member: [(joined_columns(tensors), 0, rows * part.width)]}
+    found: defaultdict[str, list[tuple[int, Piece]]] = defaultdict(list)
     for rank, own in enumerate(tensors if part.split == "rows" else tensors[:1]):
         runs = part.runs(rank, len(tensors))
-        for run in [part.vocabulary_run(rank, own.shape[0])] if part.is_vocabulary else runs:
-            piece = TensorSlice(own.tensor, run.at * part.width, (run.at + run.rows) * part.width)
+        for run in [part.vocabulary_run(rank, own.info.shape[0])] if part.is_vocabulary else runs:
+            piece = own, run.at * part.width, (run.at + run.rows) * part.width
             found[run.name].append((run.row, piece))
     return {name: [piece for _, piece in sorted(rows, key=lambda row: row[0])] for name, rows in found.items()}
 
 
-def _check(model: MegatronModel, part: MegatronTensor, tensors: Sequence[RankPart], where: str, files: Path) -> None:
-    if len({own.tensor.dtype for own in tensors}) > 1:
+def _check(part: MegatronTensor, tensors: Sequence[ReadableTensor], where: str, files: Path) -> None:
+    if len({own.info.dtype for own in tensors}) > 1:
         raise DamagedCheckpoint(f"{where} has different dtypes on different ranks")
     ranks = len(tensors)
     rows = part.rows // (ranks if part.split == "rows" else 1)
-    for own in tensors:
+    for shape in (own.info.shape for own in tensors):
         if part.is_vocabulary:
-            right = len(own.shape) == 2 and own.shape == tensors[0].shape and own.shape[0] * ranks >= part.rows
-            rows = own.shape[0] if right else -(-part.rows // ranks)
-        if own.shape != part.shape(rows, ranks):
+            right = len(shape) == 2 and shape == tensors[0].info.shape and shape[0] * ranks >= part.rows
+            rows = shape[0] if right else -(-part.rows // ranks)
+        if shape != part.shape(rows, ranks):
             raise UserError(
-                f"{where} has the shape {list(own.shape)} where {list(part.shape(rows, ranks))} is expected of "
+                f"{where} has the shape {list(shape)} where {list(part.shape(rows, ranks))} is expected of "
                 f"{ranks} tensor parallel {'rank' if ranks == 1 else 'ranks'}: another rank's folder is missing, or "
                 f"config.json ({files}) is another model's."
             )
@@ -124,44 +110,41 @@ def _missing(model: MegatronModel, where: Path, name: str, files: Path) -> str:
 
 def as_megatron(
     model: MegatronModel, source: TensorSource, *, rank: int = 0, ranks: int = 1, vocabulary: int | None = None
-) -> tuple[Shapes, Slices]:
-    """Return shapes and slices of tensor parallel rank `rank`'s tensors, by Megatron's names; `vocabulary` is the
-    number of padded rows. Raises UserError when `source` lacks a tensor of the model, or has it in another shape."""
-    shapes: Shapes = {}
-    slices: Slices = {}
+) -> dict[str, JoinedTensor]:
+    """Return the tensors of tensor parallel rank `rank` by Megatron's names; `vocabulary` is the number of padded rows.
+    Raises UserError when `source` lacks a tensor of the model, or has a tensor in another shape."""
+    tensors: dict[str, JoinedTensor] = {}
     known = {"lm_head.weight"} if model.tied else set()
     for part in model.parts():
         for layer in range(model.layers if part.stage == "layer" else 1):
             for member, rows in part.members:
                 known.add(full := member_name(layer, part, member))
                 _check_member(source, full, part.shape(rows))
-            name = layer_name(layer, part)
-            shapes[name], slices[name] = _rank_slices(part, layer, source, rank, ranks, vocabulary)
+            tensors[layer_name(layer, part)] = _rank_tensor(part, layer, source, rank, ranks, vocabulary)
     if unknown := sorted(set(source.contents.tensors) - known):
         raise UserError(f"{unknown[0]} would be lost: Megatron's {model.model_type} has no such tensor.")
-    return shapes, slices
+    return tensors
 
 
-def _rank_slices(
+def _rank_tensor(
     part: MegatronTensor, layer: int, source: TensorSource, rank: int, ranks: int, vocabulary: int | None
-) -> tuple[tuple[int, ...], list[TensorSlice]]:
+) -> JoinedTensor:
     if part.split == "columns":
         columns = part.width // ranks
         whole = SourceTensor(source, member_name(layer, part, part.members[0][0]))
-        chosen = ColumnSlice(whole, part.width, rank * columns, columns)
-        return part.shape(part.rows, ranks), [TensorSlice(chosen, 0, part.rows * columns)]
+        chosen = column_slice(whole, rank * columns, columns)
+        return JoinedTensor(chosen.info, [(chosen, 0, chosen.info.numel)])
     rows, runs = part.rows // (ranks if part.split == "rows" else 1), list(part.runs(rank, ranks))
     if part.is_vocabulary:
         rows = (vocabulary or part.rows) // ranks
         runs = [part.vocabulary_run(rank, rows)]
-    found = []
+    pieces: list[Piece] = []
     for run in runs:
         tensor = SourceTensor(source, member_name(layer, part, run.name))
-        found.append(TensorSlice(tensor, run.row * part.width, (run.row + run.rows) * part.width))
-    filled = sum(run.rows for run in runs)
-    if filled < rows:
-        found.append(TensorSlice(Zeros(found[0].tensor.dtype), 0, (rows - filled) * part.width))
-    return part.shape(rows), found
+        pieces.append((tensor, run.row * part.width, (run.row + run.rows) * part.width))
+    info = TensorInfo(part.shape(rows), pieces[0][0].info.dtype)
+    padding = (rows - sum(run.rows for run in runs)) * part.width
+    return JoinedTensor(info, [*pieces, (zeros(info), 0, padding)])
 
 
 def _check_member(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:

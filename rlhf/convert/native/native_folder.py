@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,15 +13,16 @@ from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
 from rlhf.checkpoint.commit.output_folder import output_folder, verify_written
 from rlhf.checkpoint.start.run_dir import new_run_id
 from rlhf.checkpoint.state.driver_state import DriverState
-from rlhf.convert.named_tensors import MOMENTS
-from rlhf.convert.native.native_component import Part, part_of, write_component, zeros
+from rlhf.convert.moments import MOMENTS
+from rlhf.convert.native.native_component import write_component
 from rlhf.convert.native.trained_tensors import TrainedTensor, trained_tensors
 from rlhf.convert.open_roles import CRITIC
 from rlhf.models.hf.hf_folder import plan_hf_folder
 from rlhf.models.hf.hf_plan import HfOptions, HfPlan
 from rlhf.models.hf.hf_writer import write_hf_folder
+from rlhf.models.hf.named_tensors import zeros
 from rlhf.models.hf.regrouped import as_in_files, as_trained
-from rlhf.models.hf.source import TensorInfo, TensorSource
+from rlhf.models.hf.source import FunctionTensor, ReadableTensor, TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_json
 from rlhf.storage.layout import DRIVER_STATE, HF_FOLDER, SCHEDULE
 
@@ -97,7 +99,10 @@ def _write_role(
 ) -> list[WrittenFile]:
     """Write the files of one role below `root`; add to `done` what was converted and what is absent."""
     source, have = plan.source, done.manifest.contents
-    weights = [part_of(source, tensor.source_name, name, tensor.info) for name, tensor in plan.named.items()]
+    weights = {
+        name: FunctionTensor(tensor.info, partial(source.read, tensor.source_name))
+        for name, tensor in plan.named.items()
+    }
     files = write_component(root, f"{role}/model", weights, progress)
     folder = f"{role}/{HF_FOLDER}"
     files += [
@@ -122,28 +127,23 @@ def _write_role(
     return files
 
 
-def _moments(source: TensorSource, named: Mapping[str, TrainedTensor]) -> tuple[list[Part], list[str]]:
-    """Return the optimizer's state of all trained weights, and the weights without one in `source`."""
-    parts, lacking = [], []
+def _moments(source: TensorSource, named: Mapping[str, TrainedTensor]) -> tuple[dict[str, ReadableTensor], list[str]]:
+    """Return the optimizer's state of all trained weights, and the names of the weights whose state `source` lacks."""
+    state: dict[str, ReadableTensor] = {}
+    lacking = []
     for name, tensor in named.items():
         if not tensor.trained:
             continue
         forms = {moment: TensorInfo(tensor.info.shape, torch.float32) for moment in MOMENTS}
         forms["step"] = TensorInfo((), torch.float32)
-        there = all(_fits(source, f"{tensor.source_name}.{moment}", info) for moment, info in forms.items())
-        if not there:
+        stored = {moment: source.contents.moments.get(f"{tensor.source_name}.{moment}") for moment in forms}
+        complete = all(info is not None and info.numel == forms[moment].numel for moment, info in stored.items())
+        if not complete:
             lacking.append(name)
         for moment, info in forms.items():
-            whole = f"{name}.{moment}"
-            parts.append(
-                part_of(source, f"{tensor.source_name}.{moment}", whole, info) if there else zeros(whole, info)
-            )
-    return parts, lacking
-
-
-def _fits(source: TensorSource, name: str, wanted: TensorInfo) -> bool:
-    found = source.contents.moments.get(name)
-    return found is not None and found.numel == wanted.numel
+            read = partial(source.read, f"{tensor.source_name}.{moment}")
+            state[f"{name}.{moment}"] = FunctionTensor(info, read) if complete else zeros(info)
+    return state, lacking
 
 
 def _position(source: TensorSource) -> int | None:

@@ -10,9 +10,7 @@ import torch
 from rlhf.errors import UserError
 from rlhf.models.hf.source import TensorInfo
 from rlhf.models.loading import ModelSource, ModelStart, load_model, load_model_config, load_value_model
-from rlhf.models.model_files import FileTensor
-from rlhf.models.skeleton import skeleton
-from rlhf.storage.shards import DTYPE_NAMES
+from rlhf.models.skeleton import headers_of, skeleton
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,8 @@ def trained_tensors(
     `path`, if `tensors` do not fit the model."""
     origin = ModelSource("SOURCE", str(path))
     hf_config = load_model_config(origin, model_files)
-    headers = {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}
     load = load_value_model if role == "critic" else load_model
-    built = skeleton(partial(load, ModelStart(origin, model_files, hf_config)), headers)
+    built = skeleton(partial(load, ModelStart(origin, model_files, hf_config)), headers_of(tensors))
     if built is None:
         raise UserError(
             f"{path}: these tensors are not the weights that transformers uses for {hf_config.model_type}. Load the "

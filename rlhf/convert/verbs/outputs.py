@@ -62,13 +62,14 @@ def to_other_folder(
 ) -> dict[str, Any]:
     """Write a checkpoint as the torch DCP or Megatron (`to`) folder `target`. Return the fields of `--json`. `options`
     are the keyword arguments of `write_dcp_folder` or `write_megatron_folder`."""
-    from rlhf.convert.dcp.dcp_folder import nbytes_of_dcp, write_dcp_folder
+    from rlhf.convert.dcp.dcp_folder import as_dcp, write_dcp_folder
     from rlhf.convert.layouts import open_source
     from rlhf.convert.megatron.megatron_folder import write_megatron_folder
 
     write, dtype = write_dcp_folder if to == "dcp" else write_megatron_folder, options["dtype"]
     with closing(open_source(origin, backend)) as source:
-        size = nbytes_of_dcp(source, dtype=dtype, moments=to == "dcp")
+        written_tensors = as_dcp(source, dtype, moments=to == "dcp").contents.tensors
+        size = sum(info.nbytes for info in written_tensors.values())
         with output_folder(target, overwrite=overwrite, sources=_sources(origin)) as folder:
             with work_bar(f"{target}", size) as progress:
                 written = partial(write, **options)(source, folder, progress=progress)

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForTokenClassification, PreTrainedModel
-from transformers.utils import logging as library_logging
 
 from rlhf.errors import UserError
 from rlhf.models.fused_experts import fuse_experts
 from rlhf.models.hf.source import TensorInfo
-from rlhf.models.model_files import FileTensor
-from rlhf.models.skeleton import stand_ins
+from rlhf.models.loading import quiet_transformers
+from rlhf.models.skeleton import headers_of, stand_ins
 from rlhf.models.token_values import value_class
-from rlhf.storage.shards import DTYPE_NAMES
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +29,6 @@ class Architecture:
     config: Any
     tied: dict[str, str]
     parameters: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.kind.__name__
 
 
 def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool | None = None) -> Architecture | None:
@@ -98,29 +92,24 @@ def check_fit(
 
     The suggested remedy depends on `value_model`: whether the user asked for a value model.
     """
-    headers = {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}
     # transformers would allocate memory to fuse the experts.
-    headers, _ = fuse_experts(headers, architecture.config)
+    headers, _ = fuse_experts(headers_of(tensors), architecture.config)
     options: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": torch.float32}
-    verbosity = library_logging.get_verbosity()
-    library_logging.set_verbosity_error()
-    try:
+    with quiet_transformers():
         _, found = architecture.kind.from_pretrained(
             None, config=copy.deepcopy(architecture.config), state_dict=stand_ins(headers), **options
         )
-    finally:
-        library_logging.set_verbosity(verbosity)
-    asked = f"config.json of {model_files} ({architecture.name})"
+    expected = f"config.json of {model_files} ({architecture.kind.__name__})"
     remedy = "Name the right folder with --hf_model_path"
     for names, what in (
         (found["unexpected_keys"], "has tensors that {} does not know"),
         (found["missing_keys"], "lacks tensors that {} asks for"),
     ):
         if names:
-            problem = f"{what.format(asked)}, such as {min(names)} ({len(names)} in all)"
+            problem = f"{what.format(expected)}, such as {min(names)} ({len(names)} in all)"
             raise UserError(f"{where}: {problem}. {remedy}{_hint(names, value_model)}.")
     for name, here, wanted in sorted(found["mismatched_keys"]):
-        raise UserError(f"{where}: {name} has the shape {list(here)}; {asked} asks for {list(wanted)}. {remedy}.")
+        raise UserError(f"{where}: {name} has the shape {list(here)}; {expected} asks for {list(wanted)}. {remedy}.")
 
 
 def _hint(names: Iterable[str], value_model: bool) -> str:

@@ -57,7 +57,7 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
             # A checkpoint's own configuration is in a scratch folder, which the user does not know.
             named = contents.model_files if options.compared else where
             check_fit(where, tensors, found, named, options.value_model)
-            changes["architectures"] = [found.name]
+            changes["architectures"] = [found.kind.__name__]
     if options.value_model:
         changes |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "classifier_dropout": 0.0}
         config.pop("num_labels", None)

@@ -117,10 +117,6 @@ class SourceTensor:
     def info(self) -> TensorInfo:
         return self.source.contents.tensors.get(self.name) or self.source.contents.moments[self.name]
 
-    @property
-    def dtype(self) -> "torch.dtype":
-        return self.info.dtype
-
     def read(self, start: int, stop: int) -> "Tensor":
         return self.source.read(self.name, start, stop)
 
