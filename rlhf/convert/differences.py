@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,12 +46,12 @@ class TensorDifference:
     """Largest absolute difference; NaN if either tensor has a NaN."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Compared:
     """Result of a comparison: the number of tensors in A or B, and the tensors that differ."""
 
-    tensors: int = 0
-    different: list[TensorDifference] = field(default_factory=list)
+    tensors: int
+    different: list[TensorDifference]
 
 
 def documents(roles: Mapping[str, TensorSource]) -> dict[str, dict[str, Any]]:
@@ -64,12 +64,8 @@ def documents(roles: Mapping[str, TensorSource]) -> dict[str, dict[str, Any]]:
         found["driver state"] = _flat(first.files.document(DRIVER_STATE))
     for role, source in roles.items():
         trained, files = source.contents.progress, source.contents.model_files
-        progress = {
-            "step": trained.step,
-            "optimizer_steps": trained.optimizer_steps,
-            "schedule": trained.schedule or {},
-        }
-        found[f"{role}'s progress"] = {key: value for key, value in _flat(progress).items() if value is not None}
+        progress = _flat(vars(trained) | {"schedule": trained.schedule or {}})
+        found[f"{role}'s progress"] = {key: value for key, value in progress.items() if value is not None}
         if files is not None and (files / MODEL_CONFIG).is_file():
             found[f"{role}'s {MODEL_CONFIG}"] = _flat(parse_model_config(read_small_files(files), files))
     return found
@@ -85,8 +81,8 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 def value_differences(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> list[ValueDifference]:
     """Return the values that differ between two documents, or one difference if only one document exists."""
     if a is None or b is None:
-        there = [ABSENT if document is None else f"{len(document)} values" for document in (a, b)]
-        return [ValueDifference("all of it", *there)]
+        sizes = [ABSENT if document is None else f"{len(document)} values" for document in (a, b)]
+        return [ValueDifference("whole document", *sizes)]
     pairs = ((key, a.get(key, ABSENT), b.get(key, ABSENT)) for key in sorted(a.keys() | b.keys()))
     return [ValueDifference(key, left, right) for key, left, right in pairs if left != right]
 
@@ -99,16 +95,15 @@ def compare_tensors(
 ) -> Compared:
     """Compare the tensors of `a` and `b` that `tables` list by name; `progress` gets each tensor's bytes in `a`."""
     of_a, of_b = tables
-    done = Compared(len(of_a.keys() | of_b.keys()))
+    different = []
     for name, info in of_a.items():
         if name not in of_b:
-            done.different.append(TensorDifference(name, "only in A", _form(info), ""))
+            different.append(TensorDifference(name, "only in A", _form(info), ""))
         elif a is not None and b is not None and (found := _compare(a, b, name, info, of_b[name])) is not None:
-            done.different.append(found)
+            different.append(found)
         progress(info.nbytes)
-    extra = (name for name in of_b if name not in of_a)
-    done.different += [TensorDifference(name, "only in B", "", _form(of_b[name])) for name in extra]
-    return done
+    different += [TensorDifference(name, "only in B", "", _form(of_b[name])) for name in of_b if name not in of_a]
+    return Compared(len(of_a.keys() | of_b.keys()), different)
 
 
 def _compare(

@@ -18,7 +18,7 @@ OTHER_ROLES = ("critic", "ref")
 
 
 class Layout(Protocol):
-    """A module `layout_...` that reads one layout; `LAYOUTS` lists these modules."""
+    """Interface of the modules `layout_...`, each of which reads one layout."""
 
     NAME: str
 
@@ -39,7 +39,7 @@ class LayoutEntry:
     module: str
     known_by: str
     tagged: bool = False
-    """Whether a folder has several saves, of which `--tag` selects one."""
+    """Whether a folder can have several saves; `--tag` then selects a save."""
 
     def load(self) -> Layout:
         module: Any = importlib.import_module(self.module)
@@ -90,40 +90,37 @@ def open_source(origin: Origin, backend: str = AUTO) -> TensorSource:
     """Open a checkpoint with the layout `backend`, or for `auto` with the first layout that recognises the folder.
     Raises UserError for an unrecognised folder, a missing folder, and an unknown backend."""
     if backend not in backends():
-        found = did_you_mean(nearest(backend, backends()))
-        raise UserError(f"--backend={backend} is unknown. Give one of {', '.join(backends())}.{found}")
+        near = did_you_mean(nearest(backend, backends()))
+        raise UserError(f"--backend={backend} is unknown. Give one of {', '.join(backends())}.{near}")
     check_folder(origin.path)
-    asked = [entry for entry in LAYOUTS if backend in (AUTO, entry.backend)]
-    for entry in asked:
+    candidates = [entry for entry in LAYOUTS if backend in (AUTO, entry.backend)]
+    for entry in candidates:
         if entry.load().recognises(origin):
-            return _opened(entry, origin)
-    if roles := _roles_in(origin, asked):
-        there = ", ".join(roles)
+            return _open(entry, origin)
+    if roles := _roles_in(origin, candidates):
         raise UserError(
-            f"{origin.path} has no role {origin.role}; it has {there}. Set --role, or give a role's folder."
+            f"{origin.path} has no role {origin.role}; it has {', '.join(roles)}. Set --role, or give a role's folder."
         )
     for step in scan(origin.path):
-        if _is_known(replace(origin, path=step), asked):
+        if _is_known(replace(origin, path=step), candidates):
             raise UserError(f"{origin.path} contains the steps of another trainer. Give one step, such as {step}.")
     # The error of the selected layout names the missing file.
-    if backend != AUTO and len(asked) == 1:
-        return _opened(asked[0], origin)
-    if within := _checkpoint_around(origin, asked):
+    if backend != AUTO and len(candidates) == 1:
+        return _open(candidates[0], origin)
+    if within := _checkpoint_around(origin, candidates):
         raise UserError(f"{origin.path} is a part of the checkpoint {within}. {_role_hint(origin, within)}")
-    looked_for = "; ".join(f"{entry.known_by} ({entry.backend})" for entry in asked)
-    raise UserError(f"{origin.path} contains no checkpoint of a known layout. Looked for: {looked_for}.")
+    known_by = "; ".join(f"{entry.known_by} ({entry.backend})" for entry in candidates)
+    raise UserError(f"{origin.path} contains no checkpoint of a known layout. Looked for: {known_by}.")
 
 
-def _is_known(origin: Origin, asked: list[LayoutEntry]) -> bool:
-    return any(entry.load().recognises(origin) for entry in asked)
+def _is_known(origin: Origin, candidates: list[LayoutEntry]) -> bool:
+    return any(entry.load().recognises(origin) for entry in candidates)
 
 
-def _checkpoint_around(origin: Origin, asked: list[LayoutEntry]) -> Path | None:
+def _checkpoint_around(origin: Origin, candidates: list[LayoutEntry]) -> Path | None:
     """Return the checkpoint that contains the folder `origin`, such as the parent of our `global_step_N/actor`."""
-    around = origin.path.absolute().parents[:2]
-    return next(
-        (path for path in around if step_of(path) is not None and _is_known(replace(origin, path=path), asked)), None
-    )
+    parents = [path for path in origin.path.absolute().parents[:2] if step_of(path) is not None]
+    return next((path for path in parents if _is_known(replace(origin, path=path), candidates)), None)
 
 
 def _role_hint(origin: Origin, within: Path) -> str:
@@ -131,13 +128,13 @@ def _role_hint(origin: Origin, within: Path) -> str:
     return f"Give {within}" + (f" and --role {part}." if part in OTHER_ROLES and part != origin.role else ".")
 
 
-def _roles_in(origin: Origin, asked: list[LayoutEntry]) -> list[str]:
+def _roles_in(origin: Origin, candidates: list[LayoutEntry]) -> list[str]:
     """Return the model folders in a step folder of verl that lacks the folder of `origin.role`."""
     names = sorted(path.name for path in islice(origin.path.iterdir(), MOST_ROLES) if path.is_dir())
-    return [name for name in names if any(entry.load().recognises(replace(origin, role=name)) for entry in asked)]
+    return [name for name in names if any(entry.load().recognises(replace(origin, role=name)) for entry in candidates)]
 
 
-def _opened(entry: LayoutEntry, origin: Origin) -> TensorSource:
+def _open(entry: LayoutEntry, origin: Origin) -> TensorSource:
     if origin.tag is not None and not entry.tagged:
         raise UserError(
             f"--tag={origin.tag} selects one of several saves in a folder, but {origin.path} has one save (layout "

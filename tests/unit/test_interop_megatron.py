@@ -237,9 +237,9 @@ def test_what_cannot_be_split_is_refused_before_anything_is_written(models: Any,
     """The flag, its value, and what it does not divide."""
     _, folder = models("llama")
     with opened(folder) as source:
-        with pytest.raises(UserError, match=r"--tp=4 does not divide the model's 2 key-value heads\. Give --tp 1 or 2"):
+        with pytest.raises(UserError, match=r"--tp=4 does not divide .* 2 key-value heads\. Set --tp to one of 1, 2\."):
             write_megatron_folder(source, tmp_path / "new", tensor_ranks=4)
-        with pytest.raises(UserError, match=r"--pp=3 does not divide the model's 4 layers\. Give --pp 1, 2 or 4\."):
+        with pytest.raises(UserError, match=r"--pp=3 does not divide .* 4 layers\. Set --pp to one of 1, 2, 4\."):
             write_megatron_folder(source, tmp_path / "new", pipeline_ranks=3)
     assert not list(tmp_path.iterdir())
 

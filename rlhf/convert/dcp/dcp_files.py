@@ -74,9 +74,9 @@ class _Chunk:
 class DcpFolder:
     """Reads the tensors of a folder by their names in `.metadata`; no file is open between reads.
 
-    `objects` names the entries that are not tensors. `paths` maps each entry to its keys in the nested state dict, if
-    `.metadata` has them. Raises UserError for a folder without `.metadata`, a missing or a compressed data file;
-    DamagedCheckpoint for an unreadable `.metadata`.
+    `objects` lists the entries that are not tensors. `paths` maps each entry to its keys in the nested state dict, if
+    `.metadata` has the keys. Raises UserError for a folder without `.metadata`, and for a missing or compressed data
+    file; DamagedCheckpoint for an unreadable `.metadata`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,7 +118,7 @@ class DcpFolder:
         return found
 
     def read_object(self, name: str) -> Any:
-        """Load one of `objects`; raises UserError unless it has plain values only."""
+        """Load one of `objects`; raises UserError unless the object has plain values only."""
         if len(found := self._items.get(name, {})) != 1:
             raise DamagedCheckpoint(f"{self.path / METADATA} does not list {name}")
         [item] = found.values()
@@ -185,7 +185,7 @@ def read_metadata(path: Path) -> metadata.Metadata:
 
 
 class _RestrictedUnpickler(pickle._Unpickler):
-    """Unpickles the allowed classes and rejects every other class by name.
+    """Unpickles the allowed classes, and rejects all others by name.
 
     In Python, not C: the C unpickler allocates as much memory as a pickle claims to need, and lets a pickle set
     attributes of the allowed classes themselves, for the whole process.
@@ -199,15 +199,13 @@ class _RestrictedUnpickler(pickle._Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        asked = f"{module}.{name}"
-        if asked in ALLOWED:
-            return ALLOWED[asked]
-        if asked in STAND_INS:
-            return STAND_INS[asked]
+        full = f"{module}.{name}"
+        if (known := ALLOWED.get(full) or STAND_INS.get(full)) is not None:
+            return known
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise UserError(
-            f"{self._path} uses {asked}, which is not allowed in a checkpoint: loading it could run any code. If you "
+            f"{self._path} uses {full}, which is not allowed in a checkpoint: loading it could run any code. If you "
             "trust the file, save it again with torch.distributed.checkpoint."
         )
 

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rlhf.convert.bands import Band
 from rlhf.convert.dcp.dcp_files import DcpFolder, checked_counts
@@ -26,9 +25,9 @@ def is_sharded(folder: Path) -> bool:
 
 
 class DcpSafetensors(DcpFolder):
-    """Reads the tensors of a HuggingFaceStorageWriter folder. It has no `.metadata`: each file describes its tensors.
+    """Reads the tensors of a HuggingFaceStorageWriter folder, whose files describe their own tensors.
 
-    Raises UserError for a missing file between two ranks, DamagedCheckpoint for a truncated file. Missing files of the
+    Raises UserError if the files of a rank are missing, DamagedCheckpoint for a truncated file. Missing files of the
     last ranks cannot be detected here: the tensors are then shorter than the model's.
     """
 
@@ -49,7 +48,9 @@ class DcpSafetensors(DcpFolder):
 
     def _add(self, files: UnverifiedFiles, name: str) -> None:
         header, length = read_safetensors_header(files, name)
-        places = self._places(files, name, length)
+        metadata = parse_json(files.start(name, length)[8:], name).get("__metadata__")
+        sharding = metadata.get(SHARDING) if isinstance(metadata, dict) else None
+        places = parse_json(sharding.encode(), name) if isinstance(sharding, str) else None
         for tensor, entry in header.items():
             if entry["dtype"] not in DTYPES:
                 raise UserError(f"{self.path / name} has tensors of type {entry['dtype']}, which is not supported.")
@@ -66,11 +67,6 @@ class DcpSafetensors(DcpFolder):
             if len(offsets) != len(stored.shape):
                 raise DamagedCheckpoint(f"{self.path / name}: {tensor} begins at {offsets} and is {stored.shape}")
             self._parts.setdefault(tensor, []).append((offsets, stored))
-
-    def _places(self, files: UnverifiedFiles, name: str, length: int) -> Any:
-        own = parse_json(files.start(name, length)[8:], name).get("__metadata__")
-        sharding = own.get(SHARDING) if isinstance(own, dict) else None
-        return parse_json(sharding.encode(), name) if isinstance(sharding, str) else None
 
     def _bands_of(self, name: str) -> Iterator[Band]:
         for offsets, stored in self._parts[name]:

@@ -57,14 +57,15 @@ def write_dcp(
     filled = 0
     for name, info in source.contents.tensors.items():
         chunks = list(_chunks(name, info))
-        places = [ChunkStorageMetadata(torch.Size(_offsets(chunk)), torch.Size(chunk.shape)) for chunk in chunks]
-        entries[name] = TensorStorageMetadata(TensorProperties(info.dtype), torch.Size(info.shape), places)
+        listed = [ChunkStorageMetadata(torch.Size(_offsets(chunk)), torch.Size(chunk.shape)) for chunk in chunks]
+        entries[name] = TensorStorageMetadata(TensorProperties(info.dtype), torch.Size(info.shape), listed)
         for chunk in chunks:
-            if filled and filled + TensorInfo(chunk.shape, info.dtype).nbytes > SHARD_BYTES:
+            nbytes = TensorInfo(chunk.shape, info.dtype).nbytes
+            if filled and filled + nbytes > SHARD_BYTES:
                 files.append([])
                 filled = 0
             files[-1].append(chunk)
-            filled += TensorInfo(chunk.shape, info.dtype).nbytes
+            filled += nbytes
     written = []
     for number, chunks in enumerate(files):
         file = f"__0_{number}.distcp"

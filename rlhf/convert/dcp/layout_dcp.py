@@ -43,13 +43,30 @@ def recognises(origin: Origin) -> bool:
         return True
 
 
-def open_source(origin: Origin) -> "DcpSource":
-    """Open a folder. Raises UserError for a missing file, and for a torchtitan model that is unknown or lacks a
-    config.json."""
-    found = _folders(origin)
-    if found is None:
+def open_source(origin: Origin) -> NamedTensors:
+    """Open a folder, or accelerate's two folders. Raises UserError for a missing file, and for a torchtitan model that
+    is unknown or lacks a config.json."""
+    if (found := _folders(origin)) is None:
         raise UserError(f"{origin.path} has no {METADATA}. Give the folder of a finished DCP save.")
-    return DcpSource(origin, *found)
+    path, optimizer = found
+    folders = [DcpFolder(path) if _is_save(path) else DcpSafetensors(path)]
+    folders += [DcpFolder(optimizer)] if optimizer is not None else []
+    beside = [folder for folder in (path, path.parent) if (folder / MODEL_CONFIG).is_file()]
+    files = origin.model_files or next(iter(beside), None)
+    weights, moments = _named(folders)
+    if not weights:
+        names = ", ".join(list(folders[0].tensors)[:3])
+        raise UserError(f"{path} has no tensors of a model: {names or 'nothing'}. Give the folder of a model.")
+    if EMBEDDING in weights:
+        weights, moments = _renamed_from_torchtitan(path, files, weights, moments)
+    moments = {name: tensor for name, tensor in moments.items() if name.rpartition(".")[0] in weights}
+    absent = [] if moments else ["The moments: the checkpoint has none under the parameters' names."]
+    source = NamedTensors(NAME, weights, moments, Contents({}, model_files=files, absent=absent))
+    _drop_tied(source)
+    steps = [name for name in source.contents.moments if name.endswith(".step")]
+    updates = int(source.read(steps[0], 0, 1).item()) if steps else None
+    source.contents.progress = _progress(folders[0], path.parent, updates)
+    return source
 
 
 def _is_save(folder: Path) -> bool:
@@ -57,7 +74,7 @@ def _is_save(folder: Path) -> bool:
 
 
 def _folders(origin: Origin) -> tuple[Path, Path | None] | None:
-    """Return the model's folder and the optimizer's, if separate; None if neither exists."""
+    """Return the model's folder, and the optimizer's folder if there is one; None without a save."""
     path = origin.path
     if origin.tag is None and _is_save(path):
         match = ACCELERATE_MODEL.fullmatch(path.resolve().name)
@@ -66,12 +83,10 @@ def _folders(origin: Origin) -> tuple[Path, Path | None] | None:
         return path, None
     if origin.tag is None and _is_save(path / "pytorch_model_fsdp_0"):
         return path / "pytorch_model_fsdp_0", _if_save(path / "optimizer_0")
-    steps = sorted(
-        (int(each.name[5:]), each) for each in path.glob("step-*") if each.name[5:].isdigit() and _is_save(each)
-    )
-    if not steps:
+    steps = {int(name): folder for folder in path.glob("step-*") if (name := folder.name[5:]).isdigit()}
+    names = [steps[step].name for step in sorted(steps) if _is_save(steps[step])]
+    if not names:
         return None
-    names = [each.name for _, each in steps]
     if origin.tag is not None and origin.tag not in names:
         near = did_you_mean(nearest(origin.tag, names))
         raise UserError(f"--tag={origin.tag} is not in {path}. There are {', '.join(names)}.{near}")
@@ -84,7 +99,7 @@ def _if_save(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class _FolderTensor:
-    """A tensor in a folder; `head` is the rows per head if the rows have torchtitan's order, else 0."""
+    """A tensor of a folder. `head` is the number of rows per head if the rows have torchtitan's order, else 0."""
 
     folder: DcpFolder
     name: str
@@ -104,42 +119,17 @@ class _FolderTensor:
         return heads.transpose(1, 2).reshape(-1)[start - first * block : stop - first * block]
 
 
-class DcpSource(NamedTensors):
-    """An open folder, or accelerate's two folders for model and optimizer; no file is open between reads."""
-
-    def __init__(self, origin: Origin, model: Path, optimizer: Path | None) -> None:
-        folders = [DcpSafetensors(model) if not _is_save(model) else DcpFolder(model)]
-        if optimizer is not None:
-            folders.append(DcpFolder(optimizer))
-        beside = [folder for folder in (model, model.parent) if (folder / MODEL_CONFIG).is_file()]
-        files = origin.model_files or next(iter(beside), None)
-        weights, moments = _named(folders)
-        if not weights:
-            names = ", ".join(list(folders[0].tensors)[:3])
-            raise UserError(f"{model} has no tensors of a model: {names or 'nothing'}.")
-        if EMBEDDING in weights:
-            weights, moments = _renamed_from_torchtitan(model, files, weights, moments)
-        moments = {name: tensor for name, tensor in moments.items() if name.rpartition(".")[0] in weights}
-        absent = [] if moments else ["The moments: the checkpoint has none under the parameters' names."]
-        super().__init__(NAME, weights, moments, Contents({}, model_files=files, absent=absent))
-        self._drop_tied()
-        self.contents.progress = _progress(folders[0], model.parent, self._updates())
-
-    def _drop_tied(self) -> None:
-        """Drop the output embedding if the configuration ties it and its values equal the input embedding's."""
-        tensors, files = self.contents.tensors, self.contents.model_files
-        copy, original = "lm_head.weight", "model.embed_tokens.weight"
-        if files is None or copy not in tensors or tensors[copy] != tensors.get(original):
-            return
-        config = parse_model_config(read_small_files(files), files)
-        if config.get("tie_word_embeddings") and same_tensor(self, copy, original):
-            del tensors[copy]
-            for name in [name for name in self.contents.moments if name.startswith(f"{copy}.")]:
-                del self.contents.moments[name]
-
-    def _updates(self) -> int | None:
-        counts = [name for name in self.contents.moments if name.endswith(".step")]
-        return int(self.read(counts[0], 0, 1).item()) if counts else None
+def _drop_tied(source: NamedTensors) -> None:
+    """Drop the output embedding if the configuration ties it and its values equal the input embedding's."""
+    tensors, moments, files = source.contents.tensors, source.contents.moments, source.contents.model_files
+    copy, original = "lm_head.weight", "model.embed_tokens.weight"
+    if files is None or copy not in tensors or tensors[copy] != tensors.get(original):
+        return
+    config = parse_model_config(read_small_files(files), files)
+    if config.get("tie_word_embeddings") and same_tensor(source, copy, original):
+        del tensors[copy]
+        for name in [name for name in moments if name.startswith(f"{copy}.")]:
+            del moments[name]
 
 
 def _named(folders: list[DcpFolder]) -> tuple[dict[str, _FolderTensor], dict[str, _FolderTensor]]:
@@ -153,7 +143,7 @@ def _named(folders: list[DcpFolder]) -> tuple[dict[str, _FolderTensor], dict[str
 
 
 def _kind(path: tuple[Any, ...]) -> tuple[str, str]:
-    """Return the kind (nested, top, moments or other) and the name of the tensor saved under the keys `path`."""
+    """Return the kind (nested, top, moments or other) and the name of the tensor with the keys `path`."""
     parts = [str(part) for part in path]
     if len(parts) == 1 and (first := parts[0].partition("."))[0] in OPTIMIZER:
         parts = [first[0], first[2]]
@@ -186,7 +176,7 @@ def _renamed_from_torchtitan(
         )
     config = parse_model_config(read_small_files(files), files)
     renamed: dict[str, _FolderTensor] = {}
-    of_moments: dict[str, _FolderTensor] = {}
+    renamed_moments: dict[str, _FolderTensor] = {}
     for name, tensor in weights.items():
         if (to := to_transformers(name, config, where)) is None:
             continue
@@ -196,14 +186,14 @@ def _renamed_from_torchtitan(
         renamed[to] = replace(tensor, head=head)
         for moment in ("exp_avg", "exp_avg_sq", "step"):
             if (stored := moments.get(f"{name}.{moment}")) is not None:
-                of_moments[f"{to}.{moment}"] = replace(stored, head=head if moment != "step" else 0)
-    return renamed, of_moments
+                renamed_moments[f"{to}.{moment}"] = replace(stored, head=head if moment != "step" else 0)
+    return renamed, renamed_moments
 
 
 def _progress(folder: DcpFolder, beside: Path, updates: int | None) -> TrainedSoFar:
     """Return torchtitan's step and schedule, or those in the files of transformers' Trainer in the folder `beside`."""
-    noted = progress_of(beside)
-    step = noted.step
+    trainer = progress_of(beside)
+    step = trainer.step
     for key in [key for key, path in folder.paths.items() if path[-2:] == ("train_state", "step")]:
         step = int(folder.read(key, 0, 1).item()) if key in folder.tensors else int(folder.read_object(key))
     schedule = {
@@ -211,4 +201,4 @@ def _progress(folder: DcpFolder, beside: Path, updates: int | None) -> TrainedSo
         for key, path in folder.paths.items()
         if path[0] in SCHEDULE and path[-1] in ("last_epoch", "base_lrs", "_last_lr") and key in folder.objects
     }
-    return TrainedSoFar(step=step, optimizer_steps=updates, schedule=schedule or noted.schedule)
+    return TrainedSoFar(step=step, optimizer_steps=updates, schedule=schedule or trainer.schedule)

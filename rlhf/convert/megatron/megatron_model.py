@@ -5,7 +5,7 @@ gate and up of a layer in another. Names and orders are those of megatron-core 0
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,7 +24,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Run(NamedTuple):
-    """Rows [row, row + rows) of transformers' tensor `name`, which begin at row `at` of Megatron's tensor."""
+    """Rows [row, row + rows) of transformers' tensor `name`, stored from row `at` of Megatron's tensor on."""
 
     name: str
     row: int
@@ -34,11 +34,11 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class MegatronTensor:
-    """A tensor of Megatron; `members` are the transformers tensors in it, with their rows.
+    """A tensor of Megatron, which contains the rows of transformers' tensors `members` (name, number of rows).
 
-    Each tensor parallel rank has some of the rows, some of the columns, or the whole tensor. A layer's tensor is named
-    without `decoder.layers.N.`, and its members without `model.layers.N.`. `alias` is its name where the layer norms
-    are modules of their own (Megatron's local specification).
+    Each tensor parallel rank has some of the rows, some of the columns, or the whole tensor. A layer's `name` lacks the
+    prefix `decoder.layers.N.`, and the names of its members lack `model.layers.N.`. `alias` is the name in models whose
+    layer norms are modules of their own (Megatron's local specification).
     """
 
     name: str
@@ -48,7 +48,7 @@ class MegatronTensor:
     stage: Literal["layer", "first", "last"] = "layer"
     alias: str | None = None
     groups: int | None = None
-    """Number of key-value heads if the members alternate per head, as q, k and v do."""
+    """Number of key-value heads if the members' rows alternate per head, as those of q, k and v; else None."""
 
     @property
     def rows(self) -> int:
@@ -64,13 +64,13 @@ class MegatronTensor:
         return self.name in (EMBEDDING, OUTPUT) and self.split == "rows"
 
     def shape(self, rows: int, ranks: int = 1) -> tuple[int, ...]:
-        """Return the shape of a tensor with `rows` rows and one rank's share of the columns."""
+        """Return the shape of a tensor with `rows` rows and one rank's part of the columns."""
         if self.columns is None:
             return (rows,)
         return rows, self.columns // (ranks if self.split == "columns" else 1)
 
     def runs(self, rank: int = 0, ranks: int = 1) -> Iterator[Run]:
-        """Yield the rows of rank `rank` of `ranks`, in stored order. Use `vocabulary_run` for a vocabulary."""
+        """Yield the rows that rank `rank` of `ranks` stores, in order. Use `vocabulary_run` if `is_vocabulary`."""
         if self.split != "rows":
             rank, ranks = 0, 1
         units = self.groups or ranks
@@ -144,21 +144,20 @@ class MegatronModel:
             "key-value heads": self.groups,
             "intermediate units (intermediate_size)": self.intermediate,
         }
-        for name, count in divided.items():
-            if ranks < 1 or count % ranks:
-                remedy = remedy or _give(what, math.gcd(*divided.values()))
-                raise UserError(f"{what}={ranks} does not divide the model's {count} {name}. {remedy}")
+        _check_divisor(divided, ranks, what, remedy)
 
     def check_pipeline_ranks(self, ranks: int, what: str) -> None:
         """Raise UserError unless the layers split over `ranks` pipeline parallel ranks."""
-        if ranks < 1 or self.layers % ranks:
-            remedy = _give(what, self.layers)
-            raise UserError(f"{what}={ranks} does not divide the model's {self.layers} layers. {remedy}")
+        _check_divisor({"layers": self.layers}, ranks, what)
 
 
-def _give(what: str, count: int) -> str:
-    *most, last = [str(number) for number in range(1, count + 1) if count % number == 0]
-    return f"Give {what} {', '.join(most)} or {last}." if most else f"Give {what} {last}."
+def _check_divisor(counts: Mapping[str, int], ranks: int, what: str, remedy: str = "") -> None:
+    for name, count in counts.items():
+        if ranks < 1 or count % ranks:
+            largest = math.gcd(*counts.values())
+            possible = [str(number) for number in range(1, largest + 1) if largest % number == 0]
+            remedy = remedy or f"Set {what} to one of {', '.join(possible)}."
+            raise UserError(f"{what}={ranks} does not divide the model's {count} {name}. {remedy}")
 
 
 def layer_name(layer: int, part: MegatronTensor) -> str:
@@ -178,7 +177,8 @@ def read_model(folder: Path, *, values: bool = False) -> MegatronModel:
     except (OSError, DamagedCheckpoint, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a config.json of transformers: {error}. Set --hf_model_path.") from None
     if model_type not in MODEL_TYPES:
-        raise UserError(f"model_type={model_type} ({path}): conversion to or from Megatron supports {_known()} only.")
+        known = f"{', '.join(MODEL_TYPES[:-1])} and {MODEL_TYPES[-1]}"
+        raise UserError(f"model_type={model_type} ({path}): conversion to or from Megatron supports {known} only.")
     biased = ("attention_bias",) if model_type != "qwen2" else ()
     for setting in (*biased, "mlp_bias"):
         if config.get(setting):
@@ -201,7 +201,3 @@ def read_model(folder: Path, *, values: bool = False) -> MegatronModel:
         )
     except KeyError as error:
         raise UserError(f"{path} lacks {error}. Set --hf_model_path to a folder with the whole config.json.") from None
-
-
-def _known() -> str:
-    return f"{', '.join(MODEL_TYPES[:-1])} and {MODEL_TYPES[-1]}"

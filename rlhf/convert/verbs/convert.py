@@ -30,7 +30,7 @@ ONLY_FOR = {
     "pp": (MEGATRON,),
     "megatron_layout": (MEGATRON,),
 }
-"""Outputs that accept an option, for options that some outputs do not accept."""
+"""Options that only some outputs accept, with these outputs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,13 +126,13 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.to is None:
         raise UserError(f"Give --to, the layout of TARGET: {', '.join((HF, NATIVE, DCP, MEGATRON))}.")
     if arguments.adapter == "keep" and arguments.to != HF:
-        raise UserError(f"--adapter=keep is for --to {HF}, not for --to {arguments.to}. Leave it out.")
-    for name, known in ONLY_FOR.items():
-        if getattr(arguments, name) not in (None, False) and arguments.to not in known:
+        raise UserError(f"--adapter=keep is for --to {HF}, not for --to {arguments.to}. Remove it.")
+    for name, outputs in ONLY_FOR.items():
+        if getattr(arguments, name) not in (None, False) and arguments.to not in outputs:
             option = name if name.startswith("hf_") else name.replace("_", "-")
-            raise UserError(f"--{option} is for --to {' or '.join(known)}, not for --to {arguments.to}. Leave it out.")
+            raise UserError(f"--{option} is for --to {' or '.join(outputs)}, not for --to {arguments.to}. Remove it.")
     if arguments.private and arguments.hf_upload_path is None:
-        raise UserError("--private is for an upload. Give --hf_upload_path NAME, or leave it out.")
+        raise UserError("--private is for an upload. Give --hf_upload_path NAME, or remove --private.")
 
 
 def _to_hf(origin: "Origin", target: Path, arguments: argparse.Namespace) -> dict[str, Any]:

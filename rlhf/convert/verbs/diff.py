@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from rlhf.models.hf.source import Origin
 
     only = arguments.only or [DOCUMENTS, WEIGHTS, MOMENTS]
-    # Our own checkpoints do not need the model's files, and `model.path` may be gone.
+    # Native checkpoints do not need the model's files, and `model.path` may be gone.
     given = arguments.hf_model_path
     origins = [Origin(p, given or (p if recognises(Origin(p)) else None)) for p in (arguments.a, arguments.b)]
     values: dict[str, list[ValueDifference]] = {}
@@ -84,8 +84,8 @@ def _tensors(
         contents = roles[role].contents
         return contents.tensors if kind == WEIGHTS else contents.moments
 
-    asked = [(role, kind) for role in {**a, **b} for kind in (WEIGHTS, MOMENTS) if kind in only]
-    tables = {key: (table(a, *key), table(b, *key)) for key in asked}
+    keys = [(role, kind) for role in {**a, **b} for kind in (WEIGHTS, MOMENTS) if kind in only]
+    tables = {key: (table(a, *key), table(b, *key)) for key in keys}
     size = sum(info.nbytes for of_a, _ in tables.values() for info in of_a.values())
     found = {}
     with work_bar("compared", size) as progress:

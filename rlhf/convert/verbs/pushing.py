@@ -4,7 +4,7 @@ import argparse
 import errno
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -60,14 +60,15 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _push_folder(arguments: argparse.Namespace) -> tuple[str, str]:
-    from rlhf.convert.huggingface.hub import files_to_send
+    from rlhf.convert.huggingface.hub import files_to_send, prepare_repository, upload_folder
     from rlhf.convert.huggingface.model_card import bare_card
 
     folder = arguments.path
     files_to_send(folder)
-    repo_id = _prepared(arguments)
+    repo_id = prepare_repository(arguments.repo_id, **_repository(arguments))
     message = arguments.commit_message or f"Upload {folder.absolute().name}"
-    return _uploaded(folder, repo_id, bare_card(repo_id), message, arguments), repo_id
+    card = bare_card(repo_id)
+    return upload_folder(folder, repo_id, **_repository(arguments), message=message, card=card), repo_id
 
 
 def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
@@ -76,6 +77,7 @@ def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
 
     from rlhf.checkpoint.export.layout_native import NAME as NATIVE
     from rlhf.checkpoint.export.layout_native import open_source
+    from rlhf.convert.huggingface.hub import prepare_repository, upload_folder
     from rlhf.convert.huggingface.model_card import card_of
     from rlhf.models.hf.hf_plan import HfOptions
     from rlhf.models.hf.source import Origin
@@ -90,18 +92,17 @@ def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
 
             adapter_choice(arguments.adapter, source.path)
         message = arguments.commit_message or f"Step {source.manifest.step}"
-    repo_id = _prepared(arguments)
+    repo_id = prepare_repository(arguments.repo_id, **_repository(arguments))
     card = card_of(origin, NATIVE, repo_id)
     options = HfOptions(dtype=arguments.dtype, shard_bytes=arguments.max_shard_size)
     with Scratch(large=True) as scratch:
-        _merge(origin, options, scratch.folder / "model")
-        return _uploaded(scratch.folder / "model", repo_id, card, message, arguments), repo_id
+        folder = scratch.folder / "model"
+        _merge(origin, options, folder)
+        return upload_folder(folder, repo_id, **_repository(arguments), message=message, card=card), repo_id
 
 
-def _prepared(arguments: argparse.Namespace) -> str:
-    from rlhf.convert.huggingface.hub import prepare_repository
-
-    return prepare_repository(arguments.repo_id, private=arguments.private, revision=arguments.revision)
+def _repository(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"private": arguments.private, "revision": arguments.revision}
 
 
 def _merge(origin: "Origin", options: "HfOptions", target: Path) -> None:
@@ -114,11 +115,3 @@ def _merge(origin: "Origin", options: "HfOptions", target: Path) -> None:
             f"{target.parents[1]} has no space for the merged model; nothing was uploaded. Set TMPDIR to a folder on a "
             "larger disk, or run merge and push the merged folder."
         ) from None
-
-
-def _uploaded(folder: Path, repo_id: str, card: str, message: str, arguments: argparse.Namespace) -> str:
-    from rlhf.convert.huggingface.hub import upload_folder
-
-    return upload_folder(
-        folder, repo_id, private=arguments.private, revision=arguments.revision, message=message, card=card
-    )

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from rlhf.convert.layouts import open_source
     from rlhf.models.hf.source import Origin
 
-    with closing(open_source(Origin(arguments.test_hf_dir), "huggingface")) as known:
+    with closing(open_source(Origin(arguments.test_hf_dir), "huggingface")) as reference:
         first, *parts = arguments.local_dir
         given = arguments.hf_model_path, arguments.role, arguments.tag, arguments.adapter
         origin = Origin(first, *given, parts=tuple(parts))
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         if origin.adapter != "merge":
             origin = replace(origin, model_files=origin.model_files or arguments.test_hf_dir)
         with closing(open_source(origin, arguments.backend)) as source:
-            verdict = _verdict(arguments, source, known)
+            verdict = _verdict(arguments, source, reference)
     if arguments.json:
         console.print_json(json.dumps(spelled(asdict(verdict))))
     else:
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     return EXIT_DONE if verdict.equal else EXIT_CRASHED
 
 
-def _verdict(arguments: argparse.Namespace, source: "TensorSource", known: "TensorSource") -> Verdict:
+def _verdict(arguments: argparse.Namespace, source: "TensorSource", reference: "TensorSource") -> Verdict:
     from rlhf.convert.differences import compare_tensors
     from rlhf.convert.logits import largest_difference
     from rlhf.models.hf.architecture import architecture_of
@@ -99,27 +99,25 @@ def _verdict(arguments: argparse.Namespace, source: "TensorSource", known: "Tens
 
     architecture = architecture_of(arguments.test_hf_dir, value_model=arguments.is_value_model)
     if architecture is not None:
-        source, known = (as_in_files(each, architecture.config) for each in (source, known))
+        source, reference = (as_in_files(each, architecture.config) for each in (source, reference))
     tied = {} if architecture is None else architecture.tied
-    tables = _without_tied_copies(source, tied), _without_tied_copies(known, tied)
+    tables = _without_tied_copies(source, tied), _without_tied_copies(reference, tied)
     with work_bar("compared", sum(info.nbytes for info in tables[0].values())) as progress:
-        compared = compare_tensors(source, known, tables, progress)
+        compared = compare_tensors(source, reference, tables, progress)
     verdict = Verdict(compared.tensors)
     for difference in compared.different:
         _judge(verdict, difference, arguments.atol, arguments.ignore_dtype)
     fits = not (verdict.missing or verdict.extra or verdict.shapes)
     if arguments.rows and architecture is not None and fits:
-        folder = arguments.local_dir[0]
-        verdict.logits = largest_difference(
-            (source, folder), (known, arguments.test_hf_dir), architecture, arguments.rows
-        )
-    wrong = (verdict.missing, verdict.extra, verdict.shapes, verdict.dtypes, verdict.values)
-    verdict.equal = not any(wrong) and (verdict.logits is None or verdict.logits <= arguments.atol)
+        pair = (source, arguments.local_dir[0]), (reference, arguments.test_hf_dir)
+        verdict.logits = largest_difference(*pair, architecture, arguments.rows)
+    differences = (verdict.missing, verdict.extra, verdict.shapes, verdict.dtypes, verdict.values)
+    verdict.equal = not any(differences) and (verdict.logits is None or verdict.logits <= arguments.atol)
     return verdict
 
 
 def _without_tied_copies(source: "TensorSource", tied: dict[str, str]) -> "dict[str, TensorInfo]":
-    """Return the tensors of a source; of two tied tensors only the first."""
+    """Return the tensors of a source without the second of two equal, tied tensors."""
     from rlhf.models.hf.hf_folder import same_tensor
 
     tensors = dict(source.contents.tensors)
@@ -154,8 +152,7 @@ def _lines(verdict: Verdict, atol: float) -> list[str]:
     found += [f"values: {name}, largest difference {largest:.6g}" for name, largest in by_size]
     lines = found[:SHOWN] + ([f"and {len(found) - SHOWN} more (--json has all)"] if len(found) > SHOWN else [])
     logits = "not compared" if verdict.logits is None else f"largest difference {verdict.logits:.6g}"
-    judged = "equal" if verdict.equal else "NOT equal"
     lines.append(f"{verdict.tensors} tensors, largest difference {verdict.largest:.6g}; logits: {logits}")
     if verdict.dtypes:
-        lines.append("dtypes differ; --ignore-dtype ignores that")
-    return [*lines, f"{judged} within {atol:g}"]
+        lines.append("dtypes differ; set --ignore-dtype to compare values only")
+    return [*lines, f"{'equal' if verdict.equal else 'NOT equal'} within {atol:g}"]
