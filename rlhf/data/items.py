@@ -1,4 +1,4 @@
-"""A raw row of any source, its tokenized prompt, and the prompt's position in a run."""
+"""Defines a row of any source, the tokenized prompt of a row, and the position of a prompt in a run."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -43,19 +43,20 @@ def open_or_make(folder: Path, key: str, make: Callable[[Path], None]) -> Mapped
     Raises:
         UserError: nothing was written for STALLED_S seconds, or the folder cannot be written, or as `make`.
     """
-    entry, logged, moved, seen = folder / key, False, time.monotonic(), -1
-    while (prompts := _opened(entry)) is None:
-        with _writable(folder), _lock(folder, key) as mine:
-            if mine:
-                # Another process may have made the set before this one got the lock.
-                prompts = _opened(entry)
-                return _made(entry, make) if prompts is None else prompts
-        if (size := _size_in_the_making(folder, key)) != seen:
-            moved, seen = time.monotonic(), size
-        elif time.monotonic() - moved > STALLED_S:
+    entry, logged, grown_at, last_size = folder / key, False, time.monotonic(), -1
+    while (prompts := _open(entry)) is None:
+        with _writable(folder), _lock(folder, key) as locked:
+            if locked:
+                # Another process may have made the set before this process got the lock.
+                prompts = _open(entry)
+                return _make(entry, make) if prompts is None else prompts
+        if (size := _size_of_unfinished(folder, key)) != last_size:
+            grown_at, last_size = time.monotonic(), size
+        elif time.monotonic() - grown_at > STALLED_S:
             raise UserError(
                 f"data.cache_dir={folder}: the process that tokenizes the prompts has written nothing for "
-                f"{STALLED_S:g} s. Find it with `fuser {folder / key}.lock`, end it and run the same command again."
+                f"{STALLED_S:g} s. Find this process with `fuser {folder / key}.lock`, end it and run the same command "
+                "again."
             )
         if not logged:
             logged = True
@@ -64,7 +65,7 @@ def open_or_make(folder: Path, key: str, make: Callable[[Path], None]) -> Mapped
     return prompts
 
 
-def _opened(entry: Path) -> MappedPrompts | None:
+def _open(entry: Path) -> MappedPrompts | None:
     try:
         return MappedPrompts(entry)
     except PermissionError as error:
@@ -82,15 +83,15 @@ def _opened(entry: Path) -> MappedPrompts | None:
 @contextmanager
 def _lock(folder: Path, key: str) -> Iterator[bool]:
     make_dir(folder)
-    with lock_if_free(folder / f"{key}.lock", "data.cache_dir") as mine:
-        yield mine
+    with lock_if_free(folder / f"{key}.lock", "data.cache_dir") as locked:
+        yield locked
 
 
-def _made(entry: Path, make: Callable[[Path], None]) -> MappedPrompts:
+def _make(entry: Path, make: Callable[[Path], None]) -> MappedPrompts:
     started = time.monotonic()
     if entry.exists():
         rename(entry, entry.with_name(fresh_name(TEMPORARY, entry.name)))
-    for leftover in _in_the_making(entry.parent, entry.name):
+    for leftover in _unfinished(entry.parent, entry.name):
         remove_dir(leftover, ignore_errors=True)  # over NFS, a file that is still open cannot be removed
     temporary = entry.with_name(fresh_name(TEMPORARY, entry.name))
     log.info("Tokenizing the prompts into %s; later starts reuse them.", entry)
@@ -105,13 +106,13 @@ def _made(entry: Path, make: Callable[[Path], None]) -> MappedPrompts:
     return prompts
 
 
-def _in_the_making(folder: Path, key: str) -> list[Path]:
+def _unfinished(folder: Path, key: str) -> list[Path]:
     return list(folder.glob(f"{TEMPORARY}{key}-*"))
 
 
-def _size_in_the_making(folder: Path, key: str) -> int:
+def _size_of_unfinished(folder: Path, key: str) -> int:
     size = 0
-    for path in (path for temporary in _in_the_making(folder, key) for path in temporary.rglob("*")):
+    for path in (path for temporary in _unfinished(folder, key) for path in temporary.rglob("*")):
         with suppress(FileNotFoundError):
             size += path.stat().st_size
     return size

@@ -1,8 +1,8 @@
 """Stores tokenized prompts in Arrow's streaming format (`datasets.Dataset.from_file` reads it), mapped into memory.
 
 Columns: `index` (of the row in its source), `row` (JSON: messages, data source, reference answer, extra info, and
-columns for rewards, if any), `token_ids`, and `check`, the xxh3-64 of the other three, which every read verifies. The
-file contains no code, and a rank loads only the rows in use.
+columns for rewards, if any), `token_ids`, and `check`, the xxh3-64 of the other three columns, which each read
+verifies. The file contains no code, and a rank loads only the rows in use.
 """
 
 import json
@@ -40,15 +40,15 @@ def write_prompts(folder: Path, prompts: Iterable[tuple[Row, list[int]]], length
     Args:
         prompts: from `LengthLimit.tokenized`, which fills `lengths`.
     """
-    digest, counted = PromptsHash(), _Count()
+    digest = PromptsHash()
     try:
-        written = write_file(folder, ARROW, _stream(prompts, digest, counted))
+        written = write_file(folder, ARROW, _stream(prompts, digest))
     except NotPlain as error:
         remove_file(folder / ARROW)
         _write_about(folder, {"not_plain": str(error)})
         return False
     about = {
-        "rows": counted.rows,
+        "rows": digest.rows,
         "size": written.size,
         "fingerprint": digest.of_rows(),
         "tokens_fingerprint": digest.of_tokens(),
@@ -71,10 +71,6 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 def _hash_of(about: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(about, sort_keys=True).encode())
-
-
-class _Count:
-    rows = 0
 
 
 class _Sink:
@@ -105,7 +101,7 @@ def _schema() -> Any:
     return pa.schema([*fields, ("check", pa.uint64())])
 
 
-def _stream(prompts: Iterable[tuple[Row, list[int]]], digest: PromptsHash, counted: _Count) -> Iterator[bytes]:
+def _stream(prompts: Iterable[tuple[Row, list[int]]], digest: PromptsHash) -> Iterator[bytes]:
     import pyarrow as pa
 
     sink, schema = _Sink(), _schema()
@@ -121,7 +117,6 @@ def _stream(prompts: Iterable[tuple[Row, list[int]]], digest: PromptsHash, count
             writer.write_batch(
                 pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema)
             )
-            counted.rows += len(part)
             yield sink.pop()
     yield sink.pop()
 

@@ -51,7 +51,7 @@ class PromptSet:
 
     @property
     def count_text(self) -> str:
-        """Return the number of prompts, and of dropped prompts, in words for the terminal."""
+        """Return the numbers of prompts and of dropped prompts, in words for the terminal."""
         count = f"{len(self):,}"
         if not self.dropped:
             return count
@@ -100,21 +100,16 @@ class PromptsInMemory:
 
 
 class PromptsHash:
-    """Hashes rows in order (xxh3-128), by all fields that can affect a run, and apart from them the rows' tokens."""
+    """Hashes rows in order (xxh3-128), with all fields that can affect a run. A second hash is of the rows' tokens."""
 
     def __init__(self) -> None:
-        self._rows, self._tokens = xxhash.xxh3_128(), xxhash.xxh3_128()
+        self.rows, self._rows, self._tokens = 0, xxhash.xxh3_128(), xxhash.xxh3_128()
 
     def add(self, row: Row, token_ids: np.ndarray) -> str:
         """Add the next row and its tokens (int32); return the row's JSON that is hashed."""
-        facts = (
-            row.messages,
-            row.data_source,
-            row.ground_truth,
-            row.extra_info,
-            *([row.columns] if row.columns else []),
-        )
-        text = json.dumps(facts, default=str)
+        columns = [row.columns] if row.columns else []
+        text = json.dumps([row.messages, row.data_source, row.ground_truth, row.extra_info, *columns], default=str)
+        self.rows += 1
         self._rows.update(text.encode())
         self._rows.update(b"\n")
         self._tokens.update(len(token_ids).to_bytes(8, "little"))

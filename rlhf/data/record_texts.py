@@ -29,11 +29,7 @@ def jsonl_records(setting: str, path: Path) -> Iterator[Record]:
                 record = json.loads(line)
             except BROKEN as error:
                 raise UserError(f"{where} is not JSON: {error}. Correct or delete the line.") from error
-            if not isinstance(record, dict):
-                raise UserError(
-                    f"{where} is not a JSON object but {type(record).__name__}. Correct or delete the line."
-                )
-            yield where, record
+            yield where, _checked(record, where)
 
 
 def json_records(setting: str, path: Path) -> Iterator[Record]:
@@ -49,9 +45,7 @@ def json_records(setting: str, path: Path) -> Iterator[Record]:
         raise UserError(f"{setting}: {path} is not JSON: {error}. Correct it.") from error
     for number, record in enumerate(records):
         where = f"{setting}: {path} entry {number}"
-        if not isinstance(record, dict):
-            raise UserError(f"{where} is not a JSON object but {type(record).__name__}. Correct or delete it.")
-        yield where, record
+        yield where, _checked(record, where)
 
 
 def csv_records(setting: str, path: Path) -> Iterator[Record]:
@@ -62,7 +56,7 @@ def csv_records(setting: str, path: Path) -> Iterator[Record]:
         rows = csv.reader(file, strict=True)
         names = next(rows, [])
         if len(names) == 1 and (others := [mark for mark in ";\t|" if mark in names[0]]):
-            raise UserError(f"{setting}: {path}: columns are separated by {others[0]!r}. Write it with commas.")
+            raise UserError(f"{setting}: {path}: columns are separated by {others[0]!r}. Write the file with commas.")
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"{setting}: {path}: two columns are called {twice[0]!r}. Rename one.")
         try:
@@ -78,6 +72,12 @@ def csv_records(setting: str, path: Path) -> Iterator[Record]:
                     yield where, {name: value or None for name, value in zip(names, row, strict=True)}
         except csv.Error as error:
             raise UserError(f"{setting}: {path} line {rows.line_num} is not CSV: {error}. Correct it.") from error
+
+
+def _checked(record: Any, where: str) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise UserError(f"{where} is not a JSON object but {type(record).__name__}. Correct or delete this record.")
+    return record
 
 
 def _lines_or_error(setting: str, path: Path, text: str) -> Iterator[Record]:
@@ -103,7 +103,7 @@ def _reading(setting: str, path: Path, line: Any) -> Iterator[None]:
     except UnicodeDecodeError as error:
         if (other := extension_by_content(path)) not in (None, ".jsonl"):
             raise UserError(f"{setting}: {path} is a {other} file, not text. Rename or unpack it.") from error
-        where = f"{setting}: {path} line {_first_line_of_another_encoding(path)}"
+        where = f"{setting}: {path} line {_first_line_not_utf8(path)}"
         raise UserError(
             f"{where} is not UTF-8 ({error.reason}). Convert the file, as in `iconv -f latin1 -t UTF-8 OLD > NEW` "
             "(instead of latin1, the file's encoding)."
@@ -126,13 +126,11 @@ def extension_by_content(path: Path) -> str | None:
     return next((form for magic, form in forms.items() if start.startswith(magic)), None)
 
 
-def _first_line_of_another_encoding(path: Path) -> int:
-    number = 1
+def _first_line_not_utf8(path: Path) -> int:
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             try:
                 line.decode()
             except UnicodeDecodeError:
-                break
-            number += 1
-    return number
+                return number
+    return 1

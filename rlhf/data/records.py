@@ -4,7 +4,7 @@ import glob
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +41,17 @@ class Source:
 
     @cached_property
     def hub_split(self) -> Any:
-        return _hub_split(self)
+        """The rows of the split, loaded from the Hub or from the local cache."""
+        match = HUB_NAME.fullmatch(self.spec)
+        assert match is not None
+        splits = _load_from_hub(self, match["path"], match["config"])
+        split = match["split"] or self.default_split
+        if split not in splits:
+            raise UserError(
+                f"{self.setting}={self.spec}: no split {split!r}; it has {listed(map(str, splits))}. Name one, for "
+                f"instance {self.setting}={self.spec.partition('@')[0]}@{next(iter(splits))}."
+            )
+        return splits[split]
 
     def files(self) -> list[Path]:
         """Return the local files of the records. A Hub dataset has its cache files, if any."""
@@ -55,8 +65,8 @@ class Source:
         if self.path is None:
             return ((f"{self.setting}: {self.spec} row {n}", record) for n, record in enumerate(self.hub_split))
         if self.path.suffix == ".parquet":
-            ours = {prompt_key, answer_key, *VERL_COLUMNS}
-            return _parquet_records(self, lambda name: name in ours or wanted.reads(name))
+            used = {prompt_key, answer_key, *VERL_COLUMNS}
+            return _parquet_records(self, lambda name: name in used or wanted.reads(name))
         texts = {".csv": csv_records, ".json": json_records}.get(self.path.suffix, jsonl_records)
         return texts(self.setting, self.path)
 
@@ -126,21 +136,8 @@ def _parquet_records(source: Source, wanted: Callable[[str], bool]) -> Iterator[
         ) from error
 
 
-def _hub_split(source: Source) -> Any:
-    match = HUB_NAME.fullmatch(source.spec)
-    assert match is not None
-    splits = _load_from_hub(source, match["path"], match["config"])
-    split = match["split"] or source.default_split
-    if split not in splits:
-        raise UserError(
-            f"{source.setting}={source.spec}: no split {split!r}; it has {listed(map(str, splits))}. Name one, for "
-            f"instance {source.setting}={source.spec.partition('@')[0]}@{next(iter(splits))}."
-        )
-    return splits[split]
-
-
 def _load_from_hub(source: Source, path: str, config: str | None) -> Any:
-    """Return all splits of a Hub dataset, from the network or the local cache; UserError if neither has it."""
+    """Return all splits of a Hub dataset, from the network or the local cache. Raise UserError if both lack it."""
     import datasets
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -157,10 +154,8 @@ def _load_from_hub(source: Source, path: str, config: str | None) -> Any:
     except Exception as error:
         unreachable = error
     try:
-        if unreachable is None:
-            return datasets.load_dataset(path, config)
-        # Without the probe above, load_dataset retries for half a minute before it reads the cache.
-        with _offline():
+        # Without the request above, load_dataset would retry for half a minute before it reads the cache.
+        with nullcontext() if unreachable is None else _offline():
             return datasets.load_dataset(path, config)
     except (ValueError, FileNotFoundError, ConnectionError) as error:
         if unreachable is None:

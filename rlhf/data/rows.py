@@ -52,29 +52,19 @@ def parse_row(
 
 
 def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
-    if isinstance(prompt, str):
-        return _reject_empty([{"role": "user", "content": prompt}], where, prompt_key)
+    column = f"{where}: column {prompt_key!r} (data.prompt_key)"
     if prompt is None:
+        raise UserError(f"{column} is null in this row. Fill it in, or delete the row.")
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    is_chat = isinstance(chat, list) and chat and all(isinstance(message, dict) for message in chat)
+    if not is_chat or not all(isinstance(message.get(key), str) for message in chat for key in ("role", "content")):
         raise UserError(
-            f"{where}: column {prompt_key!r} (data.prompt_key) is null in this row. Fill it in, or delete the row."
+            f"{column} must be a string or a list of {{role, content}} with two strings, not {type(prompt).__name__}: "
+            f"{_short(prompt)}. Correct the column, or set data.prompt_key to another column."
         )
-    is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
-    if not is_chat or not all(isinstance(m.get(key), str) for m in prompt for key in ("role", "content")):
-        raise UserError(
-            f"{where}: column {prompt_key!r} (data.prompt_key) must be a string or a list of {{role, content}} with "
-            f"two strings, not {type(prompt).__name__}: {_short(prompt)}."
-        )
-    texts = [{key: value for key, value in message.items() if isinstance(value, str)} for message in prompt]
-    return _reject_empty(texts, where, prompt_key)
-
-
-def _reject_empty(messages: list[dict[str, str]], where: str, prompt_key: str) -> list[dict[str, str]]:
-    if not any(message["content"].strip() for message in messages):
-        raise UserError(
-            f"{where}: column {prompt_key!r} (data.prompt_key) has an empty prompt in this row. Fill it in, or delete "
-            "the row."
-        )
-    return messages
+    if not any(message["content"].strip() for message in chat):
+        raise UserError(f"{column} has an empty prompt in this row. Fill it in, or delete the row.")
+    return [{key: value for key, value in message.items() if isinstance(value, str)} for message in chat]
 
 
 def with_system_prompt(row: Row, text: str | None) -> Row:

@@ -98,8 +98,8 @@ def _split(setting: str) -> str:
 def _gym_set(data: DataConfig, reward: RewardConfig, tokenizer: Any, rows: list[Row], limit: LengthLimit) -> PromptSet:
     if rows:
         WantedColumns.of(reward).of_record({}, data.prompt_key, rows[0].where)
-    asked = [with_system_prompt(row, data.system_prompt) for row in rows]
-    return PromptSet.in_memory(asked, tokenizer, limit)
+    rows = [with_system_prompt(row, data.system_prompt) for row in rows]
+    return PromptSet.in_memory(rows, tokenizer, limit)
 
 
 def _limit(data: DataConfig, setting: str, day: date | None) -> LengthLimit:
@@ -114,19 +114,18 @@ def _file_set(
     value = data.train_files if setting == _TRAIN else data.val_files
     sources = resolve(setting, value, _split(setting))
     if is_large(sources) and (tokens := tokenizer_identity(tokenizer, limit.day)) is not None:
-        other_inputs: list[Any] = [data.prompt_key, data.answer_key, max_samples, _need_answer(reward.functions)]
-        other_inputs += [_verifier_release(reward.functions), WantedColumns.of(reward).as_json()]
+        # The release of reasoning-gym counts only if its verifier checks rows.
+        verifier = version("reasoning-gym") if "reasoning_gym" in reward.functions else None
+        other_inputs = [tokens, data.prompt_key, data.answer_key, max_samples, _need_answer(reward.functions)]
+        other_inputs += [verifier, WantedColumns.of(reward).as_json()]
         other_inputs += [data.system_prompt, data.apply_chat_template_kwargs]
+
+        def read() -> Iterator[Row]:
+            return islice(_read(data, reward, sources), max_samples)
+
         try:
-            stored = cached_prompts(
-                cache_folder(data.cache_dir),
-                sources,
-                lambda: islice(_read(data, reward, sources), max_samples),
-                tokenizer,
-                limit,
-                [tokens, *other_inputs],
-            )
-            return PromptSet(stored, limit)
+            folder = cache_folder(data.cache_dir)
+            return PromptSet(cached_prompts(folder, sources, read, tokenizer, limit, other_inputs), limit)
         except NotPlain as error:
             log.warning("%s, so every rank stores all prompts of %s in its own memory.", error, setting)
     rows = list(islice(_read(data, reward, sources), max_samples))
@@ -150,11 +149,6 @@ def _read(data: DataConfig, reward: RewardConfig, sources: list[Source]) -> Iter
 def _need_answer(rewards: Sequence[str]) -> bool:
     # User functions and reward models can score without a reference answer; the named verifiers cannot.
     return not set(VERIFIERS).isdisjoint(rewards)
-
-
-def _verifier_release(rewards: Sequence[str]) -> str | None:
-    """Return the release of reasoning-gym, if it checks rows."""
-    return version("reasoning-gym") if "reasoning_gym" in rewards else None
 
 
 def _check_reward_fits(rewards: Sequence[str], row: Row) -> None:

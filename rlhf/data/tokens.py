@@ -1,7 +1,6 @@
 """Tokenizes prompts with the chat template, and drops, truncates or rejects over-long prompts."""
 
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 from rlhf.data.items import Row
 from rlhf.data.template_date import uses_date, with_date
 from rlhf.errors import UserError
+from rlhf.models.template_check import check_variables, missing_template
 
 log = logging.getLogger(__name__)
 
@@ -108,11 +108,8 @@ def _tokenized(
     import jinja2
 
     if tokenizer.chat_template is None:
-        raise UserError(
-            f"model.path={tokenizer.name_or_path}: its tokenizer has no chat template, so prompts cannot be rendered. "
-            f"Use an instruction-tuned model, or set model.chat_template to a Jinja file."
-        )
-    _check_variables(tokenizer, variables)
+        raise missing_template(tokenizer.name_or_path)
+    check_variables(f"model.path={tokenizer.name_or_path}", str(tokenizer.chat_template), variables)
     options = {**variables, "add_generation_prompt": True}
     template = tokenizer.chat_template
     template = template.get("default") if isinstance(template, dict) else template
@@ -130,16 +127,6 @@ def _tokenized(
                 "model.chat_template."
             )
         yield from zip(part, ids, strict=True)
-
-
-def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
-    text = str(tokenizer.chat_template)
-    for name, value in variables.items():
-        if not re.search(rf"\b{re.escape(name)}\b", text):
-            raise UserError(
-                f"data.apply_chat_template_kwargs.{name}={value}: has no effect, since the chat template of "
-                f"{tokenizer.name_or_path} has no such variable. Remove it, or correct the name."
-            )
 
 
 def _tokenize_one(row: Row, tokenizer: Any, options: Mapping[str, Any]) -> list[int]:

@@ -11,11 +11,8 @@ from rlhf.models.fingerprint import fingerprint
 from rlhf.models.folder_check import safetensors_problem
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PLAIN = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-}
-"""Values in adapter_config.json of plain LoRA on linear layers."""
+PLAIN = {"peft_type": "LORA", "bias": "none"}
+"""Settings in adapter_config.json of plain LoRA on linear layers."""
 EMPTY = (
     "modules_to_save",
     "rank_pattern",
@@ -53,10 +50,10 @@ def check_adapter_folder(lora: LoraConfig, model_path: str, *, needed: bool = Tr
 
 
 def _check_kind(prefix: str, config: dict[str, Any]) -> None:
-    others = [name for name, plain in PLAIN.items() if config.get(name) and config[name] not in plain]
-    others += [*unsupported_settings(config), *(name for name in EMPTY if config.get(name))]
-    if others:
-        found = ", ".join(f"{name} {config[name]!r}" for name in others)
+    unsupported = [name for name, plain in PLAIN.items() if config.get(name) and config[name] != plain]
+    unsupported += [*unsupported_settings(config), *(name for name in EMPTY if config.get(name))]
+    if unsupported:
+        found = ", ".join(f"{name} {config[name]!r}" for name in unsupported)
         raise UserError(
             f"{prefix}: has {found}, but only plain LoRA of linear layers is supported. Merge the adapter into its "
             "base with peft, set model.path to the result and model.lora.path=null."
@@ -70,10 +67,10 @@ def _check_settings(prefix: str, config: dict[str, Any], lora: LoraConfig) -> No
         "use_rslora": (bool(config.get("use_rslora")), lora.use_rslora),
         "use_dora": (bool(config.get("use_dora")), lora.use_dora),
     }
-    others = {name: stored for name, (stored, present) in pairs.items() if stored != present}
-    if others:
-        found = ", ".join(f"{name} {stored} (here {pairs[name][1]})" for name, stored in others.items())
-        remedy = " ".join(f"model.lora.{name}={str(stored).lower()}" for name, stored in others.items())
+    different = {name: stored for name, (stored, present) in pairs.items() if stored != present}
+    if different:
+        found = ", ".join(f"{name} {stored} (here {pairs[name][1]})" for name, stored in different.items())
+        remedy = " ".join(f"model.lora.{name}={str(stored).lower()}" for name, stored in different.items())
         raise UserError(f"{prefix}: was trained with {found}. Set {remedy}.")
 
 
@@ -82,14 +79,15 @@ def _check_base(prefix: str, config: dict[str, Any], model_path: str) -> None:
     if not named or named == model_path:
         return
     try:
-        theirs, ours = Path(str(named)).expanduser(), Path(model_path).expanduser()
+        base, model = Path(str(named)).expanduser(), Path(model_path).expanduser()
         # A folder and a Hub name cannot be compared here.
-        same = fingerprint(theirs) == fingerprint(ours) if theirs.is_dir() and ours.is_dir() else None
-        if same is None and not theirs.is_absolute() and not theirs.is_dir() and not ours.is_dir():
-            same = False
+        if base.is_dir() and model.is_dir():
+            other = fingerprint(base) != fingerprint(model)
+        else:
+            other = not (base.is_absolute() or base.is_dir() or model.is_dir())
     except (OSError, RuntimeError):  # not a valid path, or an unreadable folder
-        same = None
-    if same is False:
+        other = False
+    if other:
         raise UserError(
             f"{prefix}: is an adapter of {named}, but model.path={model_path} is another model. Set model.path={named}."
         )

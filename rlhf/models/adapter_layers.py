@@ -14,7 +14,7 @@ from rlhf.config.schema.lora import ALL_LINEAR, LoraConfig
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.models.adapter_config import peft_settings
 from rlhf.models.adapter_targets import chosen_layers, largest_rank, name_matches
-from rlhf.models.merged_weight import Factors, output_norms
+from rlhf.models.merged_weight import merged_weight, output_norms
 from rlhf.models.skeleton import cast_parameters
 
 ADAPTER = "default"  # name of the only adapter of a model, peft's default
@@ -66,18 +66,18 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """
     layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
-    fitting = {name for name in layers if model.get_submodule(name) is not head}
-    _named(model, "exclude_modules", config.exclude_modules, fitting)
+    linear = {name for name in layers if model.get_submodule(name) is not head}
+    _modules_called(model, "exclude_modules", config.exclude_modules, linear)
     ends = [] if config.target_modules == ALL_LINEAR else list(config.target_modules)
-    if wrong := sorted(_named(model, "target_modules", ends, fitting) - fitting):
+    if wrong := sorted(_modules_called(model, "target_modules", ends, linear) - linear):
         what = f"a {type(model.get_submodule(wrong[0])).__name__}, and adapters are for linear layers"
         if wrong[0] in layers:
             what = "the head, which computes log-probs in chunks from its own weight"
         raise UserError(
             f"model.lora.target_modules={ends}: {wrong[0]} is {what}. Remove it. Linear layers of the model "
-            f"are {_ends(fitting)}."
+            f"are {_last_parts(linear)}."
         )
-    names = chosen_layers(config, fitting)
+    names = chosen_layers(config, linear)
     if not names:
         raise UserError(
             f"model.lora.exclude_modules={list(config.exclude_modules)}: excludes every layer that "
@@ -98,21 +98,21 @@ def _check_rank(model: PreTrainedModel, rank: int, names: Iterable[str]) -> None
         )
 
 
-def _named(model: PreTrainedModel, key: str, ends: Iterable[str], fitting: set[str]) -> set[str]:
+def _modules_called(model: PreTrainedModel, key: str, ends: Iterable[str], linear: set[str]) -> set[str]:
     found: set[str] = set()
     for end in ends:
-        meant = {name for name, _ in model.named_modules() if name_matches(name, [end])}
-        if not meant:
-            near = did_you_mean(nearest(end, _ends(fitting).split(", ")))
+        modules = {name for name, _ in model.named_modules() if name_matches(name, [end])}
+        if not modules:
+            near = did_you_mean(nearest(end, _last_parts(linear).split(", ")))
             raise UserError(
                 f"model.lora.{key}={list(ends)}: {model.config.model_type} has no module called {end!r}.{near} Its "
-                f"linear layers are {_ends(fitting)}."
+                f"linear layers are {_last_parts(linear)}."
             )
-        found |= meant
+        found |= modules
     return found
 
 
-def _ends(names: Iterable[str]) -> str:
+def _last_parts(names: Iterable[str]) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
 
 
@@ -189,15 +189,12 @@ class Adapters:
             if _is_adapter(name):
                 parts[name] = tensor
             elif layer in self._layers and kind == "weight":
-                yield name, self._merge(layer, tensor.float(), parts).to(dtype)
+                own = {part.removeprefix(f"{layer}.").removesuffix(".weight"): parts[part] for part in parts}
+                adapted = self._layers[layer]
+                yield name, merged_weight(tensor, own, adapted.scaling, transposed=adapted.transposed).to(dtype)
                 parts.clear()
             else:
                 yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    def _merge(self, layer: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-        known, magnitude = self._layers[layer], parts.get(f"{layer}.{MAGNITUDE}")
-        a, b = parts[f"{layer}.{A}"], parts[f"{layer}.{B}"]
-        return Factors(a, b, known.scaling, magnitude, known.transposed).merged(weight)
 
     def norms(self, base: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield DoRA's initial magnitudes for the unsharded weights `base`, by the magnitudes' names in checkpoints."""

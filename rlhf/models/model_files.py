@@ -57,11 +57,6 @@ class ModelFiles:
     def reads(self) -> bool:
         return self.reader is None or self.reader == dims.everyone().rank
 
-    @contextmanager
-    def as_user_errors(self) -> Iterator[None]:
-        with _as_user_errors(self.source):
-            yield
-
 
 def find_files(
     source: ModelSource, loading: str, coordinator: Coordinator, device: torch.device, scratch: Path
@@ -81,7 +76,7 @@ def find_files(
     if others:
         _check_same_files(source, loading, seen, reader, others, coordinator)
     shared = bool(others) or loading == "broadcast"
-    small, mark = _read_small(source, folder, shared, reader, coordinator)
+    small, reader_fingerprint = _read_small(source, folder, shared, reader, coordinator)
     if shared:
         small = _send(small, reader, coordinator, device)
     headers = _decoded(small.pop(HEADERS))
@@ -89,7 +84,7 @@ def find_files(
     if copies:
         folder = scratch / source.setting
     on_every_rank(lambda: _write(small, folder) if copies else None, coordinator)
-    return ModelFiles(source, folder, reader if shared else None, headers, mark)
+    return ModelFiles(source, folder, reader if shared else None, headers, reader_fingerprint)
 
 
 def _find_folder(source: ModelSource, loading: str, coordinator: Coordinator) -> tuple[Path, list[str | None]]:
@@ -143,14 +138,14 @@ def _read_small(
     is_reader = coordinator.rank == reader
 
     def look() -> tuple[dict[str, bytes], str]:
-        with _as_user_errors(source):
+        with as_user_errors(source):
             small = _small_files(folder, source.trust_remote_code) if shared and is_reader else {}
             if is_reader or not shared:
                 small[HEADERS] = _encoded(read_headers(folder))
             return small, fingerprint(folder) if is_reader else ""
 
-    small, own_mark = on_every_rank(look, coordinator)
-    return small, coordinator.all_gather(own_mark)[reader]
+    small, own_fingerprint = on_every_rank(look, coordinator)
+    return small, coordinator.all_gather(own_fingerprint)[reader]
 
 
 def _encoded(headers: Mapping[str, FileTensor] | None) -> bytes:
@@ -185,7 +180,8 @@ def read_headers(folder: Path) -> dict[str, FileTensor] | None:
 
 
 @contextmanager
-def _as_user_errors(source: ModelSource) -> Iterator[None]:
+def as_user_errors(source: ModelSource) -> Iterator[None]:
+    """Turn errors of reading the model's files into a UserError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -209,7 +205,7 @@ def _hash_by_rank(
     source: ModelSource, folder: Path, is_present: Callable[[Path], bool], coordinator: Coordinator
 ) -> list[str | None]:
     def look() -> str | None:
-        with _as_user_errors(source):
+        with as_user_errors(source):
             return _quick_hash(folder) if is_present(folder) else None
 
     return coordinator.everywhere(look)

@@ -44,9 +44,9 @@ def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
 
 def log_choice(setting: str, wanted: bool | None, reason: str | None, device: torch.device) -> None:
     """Log that sequences are packed, or why not. Warn if a GPU computes padding that the user did not ask for."""
-    unasked = reason is not None and wanted is None and device.type == "cuda"
+    level = logging.WARNING if reason is not None and wanted is None and device.type == "cuda" else logging.INFO
     choice = "packed without padding" if reason is None else f"padded, since {reason}"
-    log.log(logging.WARNING if unasked else logging.INFO, "%s: sequences %s", setting.split(".")[0], choice)
+    log.log(level, "%s: sequences %s", setting.split(".")[0], choice)
 
 
 @torch.no_grad()

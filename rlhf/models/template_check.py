@@ -31,10 +31,14 @@ def check_template(name: str, template: str | None) -> None:
             check_syntax(f"model.path={name}: {where}", text)
         own_class = (folder / "tekken.json").is_file() or any(folder.glob("tokenization_*.py"))
         if not found and not own_class:
-            raise UserError(
-                f"model.path={name}: its tokenizer has no chat template, so prompts cannot be rendered. Use an "
-                "instruction-tuned model, or set model.chat_template to a Jinja file."
-            )
+            raise missing_template(name)
+
+
+def missing_template(name: str) -> UserError:
+    return UserError(
+        f"model.path={name}: its tokenizer has no chat template, so prompts cannot be rendered. Use an "
+        "instruction-tuned model, or set model.chat_template to a Jinja file."
+    )
 
 
 def check_rendering(
@@ -57,18 +61,21 @@ def check_rendering(
         if found is None:
             return
         prefix, text = f"model.path={name}: {found[0]}", found[2]
-    for key, value in variables.items():
-        if not re.search(rf"\b{re.escape(key)}\b", text):
-            raise UserError(
-                f"data.apply_chat_template_kwargs.{key}={value}: has no effect, since the chat template ({prefix}) has "
-                "no such variable. Remove it, or correct the name."
-            )
-    given = _special_tokens(folder) | dict(variables)
-
-    if problem := rendering_problem(text, messages, given):
+    check_variables(prefix, text, variables)
+    if problem := rendering_problem(text, messages, _special_tokens(folder) | dict(variables)):
         raise UserError(
             f"{where}: the chat template ({prefix}) {problem}, or set model.chat_template to another template."
         )
+
+
+def check_variables(where: str, text: str, variables: Mapping[str, Any]) -> None:
+    """Raise UserError unless the chat template `text` uses all `variables`; `where` names the template."""
+    for name, value in variables.items():
+        if not re.search(rf"\b{re.escape(name)}\b", text):
+            raise UserError(
+                f"data.apply_chat_template_kwargs.{name}={value}: has no effect, since the chat template ({where}) has "
+                f"no variable {name}. Remove the setting, or correct the name."
+            )
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:

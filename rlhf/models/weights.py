@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf.errors import UserError
 from rlhf.models.fused_experts import fuse_experts
-from rlhf.models.model_files import ModelFiles, on_every_rank
+from rlhf.models.model_files import ModelFiles, as_user_errors, on_every_rank
 from rlhf.models.skeleton import skeleton
 from rlhf.ranks.collectives import broadcast
 from rlhf.ranks.coordinator import Coordinator
@@ -132,7 +132,7 @@ class ModelReader:
     def read(self, name: str, low: int, high: int) -> Tensor:
         """Return rows [low, high) of a tensor from the file, flattened."""
         tensor = self._headers[name]
-        with self._files.as_user_errors():
+        with as_user_errors(self._files.source):
             if self._open is None or self._open[0] != tensor.file:
                 self._open = tensor.file, safe_open(self._files.folder / tensor.file, framework="pt")
             part = self._open[1].get_slice(name)

@@ -62,7 +62,7 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
         (
             "a.json",
             '[{"prompt": "x", "answer": "1"},\n3]',
-            " entry 1 is not a JSON object but int. Correct or delete it.",
+            " entry 1 is not a JSON object but int. Correct or delete this record.",
         ),
         ("a.json", '[{"prompt": "x",}]', " is not JSON: "),
         (
@@ -72,7 +72,7 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
         ),
         ("a.json", '{"prompt": "x", "answer": "1"}\n{"prompt" "x"}', " line 2 is not JSON: "),
         ("a.csv", "prompt,answer\nx,1\ny,2,3\n", " line 3 has 3 values for 2 columns (prompt, answer). Put texts with"),
-        ("a.csv", "prompt;answer\nx;1\n", ": columns are separated by ';'. Write it with commas."),
+        ("a.csv", "prompt;answer\nx;1\n", ": columns are separated by ';'. Write the file with commas."),
         ("a.csv", "prompt,answer,answer\n", ": two columns are called 'answer'."),
         ("a.csv", 'prompt,answer\n"x"y,1\n', " line 2 is not CSV: "),
         (

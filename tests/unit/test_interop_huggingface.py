@@ -89,7 +89,7 @@ def test_broken_folders(model, tmp_path):
     os.truncate(first, 5)
     check_rejected(DamagedCheckpoint, first.name)
     first.unlink()
-    check_rejected(UserError, rf"lacks {first.name}, which model\.safetensors\.index\.json names\. Restore it")
+    check_rejected(UserError, rf"lacks {first.name}, which model\.safetensors\.index\.json lists\. Restore")
     saved(model, folder, max_shard_size="4KB")
     index.write_text(json.dumps({"weight_map": listed | {"more.weight": first.name}}))
     check_rejected(DamagedCheckpoint, f"{first.name} lacks more.weight, which the index says")

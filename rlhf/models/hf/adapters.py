@@ -12,10 +12,9 @@ from torch import Tensor
 from rlhf.errors import UserError
 from rlhf.models.adapter_config import PREFIX, unsupported_settings
 from rlhf.models.hf.source import ReadableTensor, TensorInfo
-from rlhf.models.merged_weight import KINDS, factors_of
+from rlhf.models.merged_weight import KINDS, merged_weight
 
 KEEP, MERGE = "keep", "merge"
-CHOICES = (KEEP, MERGE)
 FACTOR = re.compile(rf"(.+)\.({'|'.join(KINDS)})(?:\.weight)?")
 REPLACED = re.compile(r"\.(?:modules_to_save|base_layer)(?=\.)")
 REPEATS, REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
@@ -25,17 +24,17 @@ WITH_NAME = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)\.([^.]+)(?=\.|$)")
 
 @dataclass
 class Adapter:
-    """Adapter tensors by peft's names (`base_model.model.X.lora_A.weight`) and settings; `path` is for messages."""
+    """Adapter tensors by peft's names (`base_model.model.X.lora_A.weight`), and settings; messages name `path`."""
 
     path: Path
     config: Mapping[str, Any]
     tensors: dict[str, ReadableTensor]
 
 
-def adapter_choice(asked: str | None, path: Path) -> str:
-    """Return the user's choice for the adapter in `path`; raise UserError without a choice."""
-    if asked in CHOICES:
-        return str(asked)
+def adapter_choice(choice: str | None, path: Path) -> str:
+    """Return `choice`, the value of `--adapter`; raise UserError, which names `path`, without a choice."""
+    if choice in (KEEP, MERGE):
+        return str(choice)
     raise UserError(
         f"{path} has a LoRA adapter: its base model alone is not what was trained. Set --adapter={MERGE} to merge "
         f"the adapter into its base, or --adapter={KEEP} to keep the adapter alone."
@@ -71,8 +70,8 @@ def is_adapted(names: Mapping[str, Any]) -> bool:
 def merged(base: Mapping[str, ReadableTensor], adapter: Adapter) -> dict[str, ReadableTensor]:
     """Return the tensors of the base with the adapter merged.
 
-    A weight with factors becomes W + scaling * B A, with DoRA's magnitude if any. It is computed in float32 when it is
-    read, and rounded once to W's type. Fully trained modules (`modules_to_save`) replace the base's.
+    A weight with factors becomes W + scaling * B A, with DoRA's magnitude if any. A read computes the weight in float32
+    and rounds once to W's type. Fully trained modules (`modules_to_save`) replace the base's.
 
     Raises:
         UserError: the adapter is of an unknown kind, or belongs to another base.
@@ -99,9 +98,9 @@ def _plain(name: str) -> str:
 
 def _check(adapter: Adapter) -> None:
     config = adapter.config
-    others = ["peft_type"] if config.get("peft_type") not in ("LORA", None) else []
-    if others := [*others, *unsupported_settings(config)]:
-        found = ", ".join(f"{setting}={config[setting]}" for setting in others)
+    kind = ["peft_type"] if config.get("peft_type") not in ("LORA", None) else []
+    if unsupported := [*kind, *unsupported_settings(config)]:
+        found = ", ".join(f"{setting}={config[setting]}" for setting in unsupported)
         raise UserError(
             f"{adapter.path} is an adapter with {found}, which is not merged here. Merge it with peft "
             f"(merge_and_unload), or set --adapter={KEEP}."
@@ -110,8 +109,8 @@ def _check(adapter: Adapter) -> None:
 
 def _check_base(adapter: Adapter, name: str, base: Mapping[str, ReadableTensor], shape: tuple[int, ...]) -> None:
     if name not in base or base[name].info.shape != shape:
-        there = f"has shape {base[name].info.shape} there, not {shape}" if name in base else "is missing there"
-        raise UserError(f"{adapter.path} does not fit this base: {name} {there}. Set --hf_model_path to its base.")
+        problem = f"has shape {base[name].info.shape} there, not {shape}" if name in base else "is missing there"
+        raise UserError(f"{adapter.path} does not fit this base: {name} {problem}. Set --hf_model_path to its base.")
 
 
 def _with_factors(
@@ -176,8 +175,9 @@ class MergedTensor:
         return whole[start:stop].clone()
 
     def _merge(self) -> Tensor:
-        factors = factors_of({n: _whole(t) for n, t in self.factors.items()}, self.scaling, transposed=self.transposed)
-        return factors.merged(_whole(self.base)).to(self.base.info.dtype).reshape(-1)
+        factors = {name: _whole(tensor) for name, tensor in self.factors.items()}
+        merged = merged_weight(_whole(self.base), factors, self.scaling, transposed=self.transposed)
+        return merged.to(self.base.info.dtype).reshape(-1)
 
 
 def _whole(tensor: ReadableTensor) -> Tensor:

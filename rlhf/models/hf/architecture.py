@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Architecture:
-    """A transformers class, its tied tensors (name to source), and its parameters in order, each tied group once."""
+    """A class of transformers, its tied tensors (name to source), and its parameters in order, without tied copies."""
 
     kind: Any
     config: Any
@@ -43,11 +43,7 @@ def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool 
     try:
         config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning(
-            "%s: tensors are not compared with config.json (%s).",
-            model_files,
-            str(error).split("\n")[0],
-        )
+        log.warning("%s: tensors are not compared with config.json (%s).", model_files, str(error).split("\n")[0])
         return None
     if tied is not None:
         config.tie_word_embeddings = tied
@@ -58,11 +54,8 @@ def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool 
     with torch.device("meta"):
         model: PreTrainedModel = kind(copy.deepcopy(config))
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
-    return Architecture(kind, config, {name: str(source) for name, source in pairs.items()}, _parameters(model))
-
-
-def _parameters(model: PreTrainedModel) -> tuple[str, ...]:
-    return tuple(name for name, _ in model.named_parameters())
+    parameters = tuple(name for name, _ in model.named_parameters())
+    return Architecture(kind, config, {name: str(source) for name, source in pairs.items()}, parameters)
 
 
 def _kind(config: Any) -> Any:

@@ -1,9 +1,8 @@
-"""Opens a Hugging Face folder of safetensors files as a checkpoint, and reads only the ranges asked for."""
+"""Opens a Hugging Face folder of safetensors files as a checkpoint, and reads ranges of tensors."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,15 +36,14 @@ def open_safetensors(path: Path, model_files: Path | None = None) -> "Safetensor
 
 def check_not_quantised(path: Path) -> None:
     """Raise UserError if config.json in `path` describes quantised weights."""
-    if (path / MODEL_CONFIG).is_file() and "quantization_config" in _config(path):
-        raise UserError(f"{path} is quantised ({MODEL_CONFIG}); name the folder with the weights before quantisation.")
-
-
-def _config(path: Path) -> dict[str, Any]:
-    return parse_model_config({MODEL_CONFIG: (path / MODEL_CONFIG).read_bytes()}, path)
+    if not (path / MODEL_CONFIG).is_file():
+        return
+    if "quantization_config" in parse_model_config({MODEL_CONFIG: (path / MODEL_CONFIG).read_bytes()}, path):
+        raise UserError(f"{path} is quantised ({MODEL_CONFIG}). Name the folder with the weights before quantisation.")
 
 
 def weight_map(path: Path, index: str) -> dict[str, list[str] | None]:
+    """Return the tensor names of each weights file that the index lists. Raise UserError for a missing file."""
     try:
         entries = json.loads((path / index).read_bytes())["weight_map"]
         files: dict[str, list[str] | None] = {}
@@ -55,11 +53,8 @@ def weight_map(path: Path, index: str) -> dict[str, list[str] | None]:
             files[file] = [*(files.get(file) or ()), name]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path / index} is not an index of weights: {error}") from None
-    missing = [file for file in files if not (path / file).is_file()]
-    if missing:
-        raise UserError(
-            f"{path} lacks {', '.join(missing)}, which {index} names. Restore {'it' if len(missing) == 1 else 'them'}."
-        )
+    if missing := [file for file in files if not (path / file).is_file()]:
+        raise UserError(f"{path} lacks {', '.join(missing)}, which {index} lists. Restore the missing files.")
     return files
 
 
@@ -89,8 +84,7 @@ class SafetensorsFolder:
                     f"weights in {', '.join(DTYPES)}."
                 )
             end = length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            if files.size(f"{folder}/{file}") != end:
-                size = files.size(f"{folder}/{file}")
+            if (size := files.size(f"{folder}/{file}")) != end:
                 raise DamagedCheckpoint(f"{path / file} has {size} bytes, its header needs {end}: the file is cut off")
             found |= dict.fromkeys(header, file)
         compare_with_index(path, listed, found)
