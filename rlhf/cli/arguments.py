@@ -60,8 +60,8 @@ def _explained(typed: str, name: str, value: str, options: Sequence[str]) -> str
     key = name.replace("-", "_")
     if text := remark(key):
         return f"{typed}: there is no such option. {text}"
-    if meant := nearest_setting(key):
-        meant = override_for(meant, value) or f"{meant}={value or 'VALUE'}"
-        return f"{typed}: settings are written without dashes. Did you mean {meant}?"
+    if setting := nearest_setting(key):
+        override = override_for(setting, value) or f"{setting}={value or 'VALUE'}"
+        return f"{typed}: settings are written without dashes. Did you mean {override}?"
     option = nearest(f"--{name}", options)
     return f"{typed}: there is no such option.{did_you_mean(option)} --help shows the usage."

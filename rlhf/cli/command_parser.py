@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Callable
 from typing import NoReturn
 
 from rlhf.errors import EXIT_USER_ERROR, did_you_mean, nearest
@@ -25,6 +26,17 @@ def byte_size(text: str) -> int:
         hint = f"; {text}GB is one" if re.fullmatch(r"[1-9]\d{0,5}", text) else ""
         raise argparse.ArgumentTypeError(f"{text} is not a size with a unit, such as 80GB or 79.2GiB{hint}")
     return size
+
+
+def count_of(what: str, least: int = 0) -> Callable[[str], int]:
+    """Return a function for `type` of an option: a whole number of at least `least`."""
+
+    def convert(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"{text} is not a number of {what}")
+        return int(text)
+
+    return convert
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from rlhf.cli.arguments import check_options
-from rlhf.cli.command_parser import CommandParser, byte_size
+from rlhf.cli.command_parser import CommandParser, byte_size, count_of
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
 from rlhf.config.redaction import Redaction
@@ -70,7 +70,9 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="python -m rlhf.plan", description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m rlhf.train")
-    parser.add_argument("--ranks", type=_count, metavar="N", help="ranks on all machines (default: trainer.nproc)")
+    parser.add_argument(
+        "--ranks", type=count_of("ranks", 1), metavar="N", help="ranks on all machines (default: trainer.nproc)"
+    )
     parser.add_argument(
         "--device-memory",
         type=byte_size,
@@ -87,9 +89,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="as for python -m rlhf.train")
     parser.add_argument("--json", action="store_true", help="print a JSON document; sizes are in bytes")
     return parser
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks")
-    return int(text)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rlhf.cli.command_parser import CommandParser
+from rlhf.cli.command_parser import CommandParser, count_of
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.printable import write_error
 from rlhf.storage.layout import SAMPLES
@@ -18,17 +18,22 @@ SHOWN = 10
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Show samples as the arguments say. Return the exit code: 0, or 2 if no sample matches."""
+    """Print the samples that the arguments select. Return the exit code: 0, or 2 if no sample matches."""
     parser = CommandParser(prog="python -m rlhf.samples", description=__doc__)
+    count = count_of("samples")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("--step", type=int, metavar="N", help="show samples of step N (default: the newest)")
     parser.add_argument("--all", action="store_true", help="show samples of all steps")
     parser.add_argument("--split", choices=(ROLLOUT, VALIDATION), help="show rollouts or evaluations only")
-    parser.add_argument("--worst", type=_count, metavar="K", help="show the K samples with the lowest scores")
-    parser.add_argument("--best", type=_count, metavar="K", help="show the K samples with the highest scores")
+    parser.add_argument("--worst", type=count, metavar="K", help="show the K samples with the lowest scores")
+    parser.add_argument("--best", type=count, metavar="K", help="show the K samples with the highest scores")
     parser.add_argument("--grep", metavar="TEXT", help="show samples whose prompt or response contains TEXT")
     parser.add_argument(
-        "--count", type=_count, default=SHOWN, metavar="N", help=f"show at most N samples (default: {SHOWN}); 0 for all"
+        "--count",
+        type=count,
+        default=SHOWN,
+        metavar="N",
+        help=f"show at most N samples (default: {SHOWN}); 0 for all",
     )
     parser.add_argument("--json", action="store_true", help="print a line of JSON per sample, with its step")
     arguments = parser.parse_args(argv)
@@ -56,19 +61,13 @@ def _chosen(arguments: argparse.Namespace) -> Iterable[tuple[int, ShownSample]]:
         )
     for count, sign in ((arguments.worst, 1), (arguments.best, -1)):
         if count is not None:
-            return sorted(found, key=lambda each: _rank(sign * float(each[1]["score"])))[:count]
+            return sorted(found, key=lambda pair: _rank(sign * float(pair[1]["score"])))[:count]
     return found[: arguments.count or None]
 
 
 def _rank(score: float) -> tuple[bool, float]:
     """Return a sort key that puts NaN last."""
     return math.isnan(score), score
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of samples")
-    return int(text)
 
 
 def _steps(files: SampleFiles, arguments: argparse.Namespace) -> list[int]:

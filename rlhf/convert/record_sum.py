@@ -3,7 +3,6 @@
 import os
 import threading
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +18,8 @@ class RecordSum:
     """Compares bytes [start, stop) of a file with the archive's `crc`; 0 means that the writer computed none.
 
     Several threads may read ranges in any order. A range that continues the summed bytes is added at once. When at most
-    a quarter is left, or half was read out of order, `update` reads the rest itself. Otherwise it would never compare a
-    record with rarely read bytes, such as padding at the end of a partition.
+    a quarter is left, or half was read out of order, `update` reads the rest itself. Otherwise a record with rarely
+    read bytes, such as padding at the end of a partition, would never be compared.
     """
 
     path: Path
@@ -44,22 +43,17 @@ class RecordSum:
             self._add(view[max(0, self._at - position) :] if not jumped else view[:0])
             self._seen += len(view)
             if 4 * (self.stop - self._at) <= size or (jumped and 2 * self._seen >= size):
-                for part in self._rest(descriptor):
-                    self._add(part)
-                self._compare()
+                self._compare(descriptor)
 
-    def _add(self, view: memoryview) -> None:
-        self._sum = zlib.crc32(view, self._sum)
-        self._at += len(view)
+    def _add(self, part: bytes | memoryview) -> None:
+        self._sum = zlib.crc32(part, self._sum)
+        self._at += len(part)
 
-    def _rest(self, descriptor: int) -> Iterator[memoryview]:
+    def _compare(self, descriptor: int) -> None:
         while self._at < self.stop:
-            part = os.pread(descriptor, min(AHEAD_BYTES, self.stop - self._at), self._at)
-            if not part:
+            if not (part := os.pread(descriptor, min(AHEAD_BYTES, self.stop - self._at), self._at)):
                 raise DamagedCheckpoint(f"{self.path} is truncated: it ends at byte {self._at}")
-            yield memoryview(part)
-
-    def _compare(self) -> None:
+            self._add(part)
         if self._sum != self.crc:
             where = f"bytes {self.start} to {self.stop}"
             raise DamagedCheckpoint(f"{self.path} is damaged: {where} do not have the archive's CRC-32. {COPY_AGAIN}")

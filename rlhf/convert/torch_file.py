@@ -60,7 +60,7 @@ def _all_slabs(source: TensorSource, progress: Progress) -> Iterator[memoryview]
 
 
 def torch_save_bytes(content: Any, tensors: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes that `torch.save` writes for `content`; `tensors` yields those of its fake tensors, in order."""
+    """Yield the bytes that `torch.save` writes for `content`; `tensors` yields the bytes of its tensors, in order."""
     frame = _Frame()
     with skip_data(materialize_fake_tensors=True):
         torch.save(content, frame)  # type: ignore[arg-type]  # torch uses only the methods of _Frame

@@ -1,6 +1,6 @@
 """Computes the cache key of a prompt set from all its inputs, and builds the set if it is new.
 
-The cache remembers the hashes of data files, and reads a file again only if the file may have changed.
+The cache stores the hashes of data files, and reads a file again only if the file may have changed.
 """
 
 import json
@@ -97,11 +97,12 @@ def file_hash(path: Path, folder: Path, *, again: bool = False) -> str:
     A cached hash needs the same inode, size and times, and a last change well before the file was read. `again` always
     reads. Raises UserError for a file that cannot be read.
     """
-    known = folder / "files" / f"{xxhash.xxh3_128_hexdigest(os.fsencode(path.resolve()))}.json"
+    entry = folder / "files" / f"{xxhash.xxh3_128_hexdigest(os.fsencode(path.resolve()))}.json"
     try:
-        identity = _identity(path)
-        if not again and (found := _remembered(known, identity)) is not None:
-            return found
+        stat = path.stat()
+        identity = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        if not again and (cached := _cached_hash(entry, identity)) is not None:
+            return cached
         digest, started = xxhash.xxh3_128(), time.time_ns()
         with path.open("rb") as file:
             while chunk := file.read(CHUNK):
@@ -110,19 +111,14 @@ def file_hash(path: Path, folder: Path, *, again: bool = False) -> str:
         raise UserError(f"{path} cannot be read: {error.strerror}. Restore it.") from error
     if started - max(identity[-2:]) > SETTLED_NS:
         with suppress(OSError):  # the next start reads the file again
-            make_dir(known.parent)
-            write_small(known, json.dumps({"identity": identity, "xxh3_128": digest.hexdigest()}).encode())
+            make_dir(entry.parent)
+            write_small(entry, json.dumps({"identity": identity, "xxh3_128": digest.hexdigest()}).encode())
     return digest.hexdigest()
 
 
-def _identity(path: Path) -> list[int]:
-    stat = path.stat()
-    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-
-
-def _remembered(known: Path, identity: list[int]) -> str | None:
+def _cached_hash(entry: Path, identity: list[int]) -> str | None:
     try:
-        entry = json.loads(known.read_bytes())
-        return str(entry["xxh3_128"]) if entry["identity"] == identity else None
+        document = json.loads(entry.read_bytes())
+        return str(document["xxh3_128"]) if document["identity"] == identity else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

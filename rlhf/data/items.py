@@ -34,7 +34,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """A prompt with its position in the stream of all prompts, its `uid` for the whole run."""
+    """A prompt and its `uid`: the position in the stream of all prompts of a run."""
 
     uid: int
     prompt: Prompt

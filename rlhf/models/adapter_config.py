@@ -22,7 +22,7 @@ VARIANTS = (
 
 def unsupported_settings(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the settings with which an adapter is not plain LoRA: scale * B A, added to the stored base."""
-    if (begun := config.get("init_lora_weights")) and begun not in KEEPS_BASE:
+    if (initial := config.get("init_lora_weights")) and initial not in KEEPS_BASE:
         yield "init_lora_weights"
     yield from (name for name in VARIANTS if config.get(name))
 

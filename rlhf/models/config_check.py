@@ -16,7 +16,7 @@ from rlhf.errors import UserError, did_you_mean, nearest
 CAUSAL, CLASSIFIER = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 """transformers' tables of architectures with a class for policies, and with a class for reward models."""
 KNOWN = "CONFIG_MAPPING_NAMES"
-_WHAT = {CAUSAL: "generates text from text (a causal LM)", CLASSIFIER: "gives a text a score (a sequence classifier)"}
+_TASKS = {CAUSAL: "generates text from text (a causal LM)", CLASSIFIER: "gives a text a score (a sequence classifier)"}
 
 
 def check_policy(name: str, trust_remote_code: bool, max_prompt: int, max_response: int) -> None:
@@ -74,7 +74,7 @@ def check_positions(positions: int | None, max_prompt: int, max_response: int) -
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if there is none or the file cannot be read (reported elsewhere)."""
+    """Return the object in a JSON file; None if the file is missing or unreadable, which other checks report."""
     if not path.is_file():  # reading a pipe would never end
         return None
     try:
@@ -104,7 +104,7 @@ def _check_architecture(setting: str, name: str, trust_remote_code: bool, table:
         )
     if table is not None and _lacks(table, kind):
         raise UserError(
-            f"{prefix}: model_type {kind} has no class that {_WHAT[table]} in the installed transformers. Set "
+            f"{prefix}: model_type {kind} has no class that {_TASKS[table]} in the installed transformers. Set "
             f"{setting} to another model."
         )
 

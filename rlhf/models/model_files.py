@@ -44,7 +44,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model, and how this rank reads them."""
+    """Describes the files of a model, and which ranks read the weights."""
 
     source: ModelSource
     folder: Path  # the model's folder, or this rank's own folder with copies of the small files

@@ -21,9 +21,9 @@ def skeleton(
     Return None if some weight is not exactly one tensor of the files: it is fused, or tied to a weight that the files
     have as well.
 
-    `load_from` lets transformers map names, find missing weights and create buffers. It loads stand-ins, views of one
-    small tensor. A weight that is still such a view after loading is unchanged. Strides differ in every dimension, so
-    that a transposed view is recognised.
+    `load_from` lets transformers map names, find missing weights and create buffers. The loaded tensors are stand-ins,
+    views of one small tensor. A weight that is a stand-in after loading is unchanged. Strides differ in every
+    dimension, so that a transposed view is recognised.
     """
     tensors = stand_ins(headers)
     origins = {_identity(tensor): name for name, tensor in tensors.items()}

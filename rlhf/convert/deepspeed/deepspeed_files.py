@@ -51,12 +51,12 @@ def find_save(origin: Origin) -> Path | None:
         tag = latest.read_text(errors="replace").strip()
     if tag in tags:
         return origin.path / tag
-    there = f"There are {', '.join(tags)}."
+    saves = f"There are {', '.join(tags)}."
     if origin.tag is not None:
-        raise UserError(f"--tag={tag} is not in {origin.path}. {there}{did_you_mean(nearest(tag or '', tags))}")
+        raise UserError(f"--tag={tag} is not in {origin.path}. {saves}{did_you_mean(nearest(tag or '', tags))}")
     if tag is None:
-        raise UserError(f"{origin.path} has no file `{LATEST}` that selects a save. Set --tag. {there}")
-    raise UserError(f"{origin.path / LATEST} names {tag!r}, which is missing or has no file. Set --tag. {there}")
+        raise UserError(f"{origin.path} has no file `{LATEST}` that selects a save. Set --tag. {saves}")
+    raise UserError(f"{origin.path / LATEST} names {tag!r}, which is missing or has no file. Set --tag. {saves}")
 
 
 def _is_save(folder: Path) -> bool:
@@ -72,7 +72,7 @@ def check_supported(save: Path) -> None:
     }
     for pattern, what in found.items():
         if path := next(iter(sorted(save.glob(pattern))), None):
-            raise UserError(f"{save} has {what} ({path.name}), which is not supported. Save without it.")
+            raise UserError(f"{save} has {what} ({path.name}), which is not supported. Save without this.")
     for path in sorted(save.glob("*_states.pt")):
         if (match := RANK.fullmatch(path.name)) and int(match[2]):
             raise UserError(
@@ -110,6 +110,6 @@ def open_first(save: Path, pattern: str) -> dict[str, Any]:
     """Load the file of rank 0 that matches `pattern`. Raises UserError when the file is missing."""
     files = files_by_rank(save, pattern)
     if 0 not in files:
-        there = f"of rank 0; there is {next(iter(files.values())).name}" if files else "at all"
-        raise UserError(f"{save} has no file {pattern} {there}. Copy the missing files.")
+        other = f", but {next(iter(files.values())).name}" if files else ""
+        raise UserError(f"{save} has no file {pattern} of rank 0{other}. Copy the missing files.")
     return open_mapping(files[0], ALLOWED, "DeepSpeed")

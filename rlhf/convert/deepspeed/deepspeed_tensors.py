@@ -30,7 +30,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass
 class Assembled:
-    """Tensors of a save."""
+    """The weights, the moments and the step counts of a save, by name, and a line for each part that is absent."""
 
     tensors: dict[str, JoinedTensor] = field(default_factory=dict)
     moments: dict[str, JoinedTensor] = field(default_factory=dict)
@@ -115,21 +115,21 @@ def _stages_1_and_2(save: Path, states: Mapping[str, Any], ranks: Sequence[Mappi
 
 
 def _check_order(save: Path, groups: Sequence[Shapes], ranks: Sequence[Mapping[str, Any]], config: Any) -> None:
-    """Raise DamagedCheckpoint when a rank's partition has other parameters than its file lists."""
+    """Raise DamagedCheckpoint if a rank's file does not list the parameters in the rank's partition."""
     # With round_robin_gradients the files list the parameters in another order than the partition has.
     if not isinstance(config, dict) or config.get("zero_optimization", {}).get("round_robin_gradients"):
         return
     for group, shapes in enumerate(groups):
         gaps = ranks[0].get("param_alignment_paddings", [[0] * len(shapes)] * len(groups))[group]
-        at, places = 0, {}
+        at, ranges = 0, {}
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-            places[name] = at, at + math.prod(shape)
-            at = places[name][1] + gap
+            ranges[name] = at, at + math.prod(shape)
+            at = ranges[name][1] + gap
         begin = 0
         for number, rank in enumerate(ranks):
             end = begin + rank[PARTITIONS][group].numel
-            there = {name for name, (first, last) in places.items() if first < end and begin < last}
-            if "param_slice_mappings" in rank and there != rank["param_slice_mappings"][group].keys():
+            present = {name for name, (first, last) in ranges.items() if first < end and begin < last}
+            if "param_slice_mappings" in rank and present != rank["param_slice_mappings"][group].keys():
                 raise DamagedCheckpoint(
                     f"{save}: the optimizer states of rank {number} have other parameters: the file is another rank's "
                     "or another save's. Copy it again, or set another --tag."
@@ -175,7 +175,7 @@ def _stage_3(save: Path, states: Mapping[str, Any], ranks: Sequence[Mapping[str,
 
 
 def _cut_ranks(flats: Sequence[list[Piece]], here: tuple[int, int], numel: int) -> list[Piece]:
-    """Return the first `numel` elements of the ranks' ranges `here`, concatenated."""
+    """Return the first `numel` elements of the concatenation of each rank's range `here`."""
     return cut([piece for flat in flats for piece in cut(flat, *here)], 0, numel)
 
 
@@ -228,9 +228,9 @@ def _unique_tensors(
     """Yield the tensors of a module. Of tensors that share bytes in the file, yield only the first."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     for name, tensor in module.items():
-        place = tensor.byte, tensor.shape
-        if name not in shared and (place not in seen or not tensor.numel):
-            seen.add(place)
+        key = tensor.byte, tensor.shape
+        if name not in shared and (key not in seen or not tensor.numel):
+            seen.add(key)
             yield name, tensor
 
 

@@ -46,8 +46,10 @@ def open_source(origin: Origin) -> NamedTensors:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(f"{save} lacks DeepSpeed's structure: {error!r}. Set another --tag.") from None
     steps = {f"{name}.step": _in_memory(step) for name, step in made.steps.items()}
-    files, progress = _model_files(origin, save), _progress(states, save.parent)
-    contents = Contents({}, progress=progress, model_files=files, absent=made.absent)
+    # The Trainer of transformers writes the model's files beside the saves.
+    beside = (folder for folder in (origin.path, save.parent) if (folder / "config.json").is_file())
+    files = origin.model_files or next(beside, None)
+    contents = Contents({}, progress=_progress(states, save.parent), model_files=files, absent=made.absent)
     return NamedTensors(NAME, made.tensors, {**made.moments, **steps}, contents)
 
 
@@ -55,15 +57,9 @@ def _in_memory(step: Tensor) -> FunctionTensor:
     return FunctionTensor(TensorInfo((), step.dtype), lambda start, stop: step.reshape(-1)[start:stop].clone())
 
 
-def _model_files(origin: Origin, save: Path) -> Path | None:
-    """Return the user's folder, or the one that the Trainer of transformers writes beside the saves."""
-    beside = [folder for folder in (origin.path, save.parent) if (folder / "config.json").is_file()]
-    return origin.model_files or next(iter(beside), None)
-
-
 def _progress(states: Mapping[str, Any], beside: Path) -> TrainedSoFar:
-    """Return steps and schedule. DeepSpeed's own schedules count from the first batch, as torch's do. The Trainer of
-    transformers saves a schedule that the engine lacks beside the saves."""
+    """Return steps and schedule. DeepSpeed's own schedules count from the first batch, as torch's do. If the engine has
+    no schedule, the Trainer of transformers saves its schedule beside the saves."""
     steps = int(states["global_steps"])
     schedule = states.get("lr_scheduler")
     if schedule and "last_batch_iteration" in schedule:

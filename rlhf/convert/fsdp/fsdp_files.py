@@ -87,15 +87,15 @@ def world_size_of(folder: Path) -> int:
     path = folder / FSDP_CONFIG
     if path.is_file():
         try:
-            stated = int(json.loads(path.read_bytes())["world_size"])
+            world_size = int(json.loads(path.read_bytes())["world_size"])
         except (ValueError, KeyError, TypeError, RecursionError):
             raise DamagedCheckpoint(f"{path} has no world_size") from None
-        if stated not in found:
+        if world_size not in found:
             raise UserError(
-                f"{path} has world_size {stated}, but its files are of {' and '.join(map(str, found))} ranks. Copy the "
-                f"files model_world_size_{stated}_rank_*.pt into {folder}."
+                f"{path} has world_size {world_size}, but the folder has files of {' and '.join(map(str, found))} "
+                f"ranks. Copy the files model_world_size_{world_size}_rank_*.pt into {folder}."
             )
-        return stated
+        return world_size
     if len(found) > 1:
         raise UserError(
             f"{folder} has files of {' and '.join(map(str, found))} ranks, and no {FSDP_CONFIG} to choose between "
@@ -127,6 +127,6 @@ def open_ranks(folder: Path, world_size: int) -> list[dict[str, Any]]:
 
 
 def fields_of(made: StandIn | StoredWrapper) -> dict[str, Any]:
-    """Return the attributes that the object would have had, from its dictionary or its slots."""
+    """Return the attributes of the pickled object, from its dictionary or its slots."""
     states = made.state if isinstance(made.state, tuple) else (made.state,)
     return {name: value for state in states if isinstance(state, dict) for name, value in state.items()}

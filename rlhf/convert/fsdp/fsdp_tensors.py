@@ -18,7 +18,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A part of a tensor in a file; `begin` is the position of its first element in the whole, per dimension."""
+    """A part of a tensor in a file; `begin` is the position of the part's first element in the tensor."""
 
     begin: tuple[int, ...]
     stored: StoredTensor
@@ -73,10 +73,10 @@ def assemble(name: str, of_ranks: Sequence[Any]) -> AssembledTensor | Replicated
         return ReplicatedTensor(name, TensorInfo(of_ranks[0].shape, of_ranks[0].dtype), of_ranks)
     else:
         raise DamagedCheckpoint(f"{name} is not a tensor on all ranks: {', '.join(sorted(kinds))}")
-    begins = {box.begin for box in whole.boxes}
-    if len(begins) < len(whole.boxes) or sum(box.stored.numel for box in whole.boxes) != whole.info.numel:
+    boxes = [box for box in whole.boxes if box.stored.numel] or whole.boxes[:1]
+    if len({box.begin for box in boxes}) < len(boxes) or sum(box.stored.numel for box in boxes) != whole.info.numel:
         raise DamagedCheckpoint(f"{name}: the ranks' parts do not form a tensor of {whole.info.shape}")
-    return whole
+    return AssembledTensor(whole.info, boxes)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class DTensorPart:
     """One rank's part of a DTensor.
 
     `coordinates` is the rank's position in the device mesh. `splits` has one entry per mesh dimension: the tensor
-    dimension that it shards, or None if it replicates. `rank` saved the part; None if the file does not store it.
+    dimension that the mesh dimension shards, or None if it replicates. `rank` saved the part; None if unknown.
     """
 
     shape: tuple[int, ...]
@@ -105,7 +105,7 @@ class DTensorPart:
             splits = tuple(int(values[0]) if kind == "Shard" else None for kind, values in placements)
             path = local.path
         except (KeyError, TypeError, IndexError, AttributeError, ValueError):
-            raise DamagedCheckpoint(f"{name}: its DTensor does not describe how it is sharded") from None
+            raise DamagedCheckpoint(f"{name}: the DTensor does not describe its sharding") from None
         if odd := [kind for kind, _ in placements if kind not in ("Shard", "Replicate")]:
             raise UserError(f"{path} has tensors with placement {odd[0]}, which is not supported.")
         return cls(part.shape, local, coordinates, splits, rank)
@@ -145,9 +145,7 @@ def _of_shards(name: str, parts: Sequence[DTensorPart]) -> AssembledTensor:
             raise DamagedCheckpoint(f"{part.local.path}: the part of {name} is {part.local.shape}, not {extent}")
         if not part.is_copy:
             boxes.append(StoredBox(begin, part.local))
-    return AssembledTensor(
-        TensorInfo(first.shape, first.local.dtype), [b for b in boxes if b.stored.numel] or boxes[:1]
-    )
+    return AssembledTensor(TensorInfo(first.shape, first.local.dtype), boxes)
 
 
 def _of_sharded_tensors(name: str, tensors: Sequence[StoredWrapper]) -> AssembledTensor:
@@ -162,8 +160,6 @@ def _of_sharded_tensors(name: str, tensors: Sequence[StoredWrapper]) -> Assemble
                 if stored.shape != extent or not fits:
                     raise DamagedCheckpoint(f"{stored.path}: the part of {name} is {stored.shape}, not {extent}")
                 boxes.append(StoredBox(begin, stored))
-        return AssembledTensor(
-            TensorInfo(size, boxes[0].stored.dtype), [b for b in boxes if b.stored.numel] or boxes[:1]
-        )
+        return AssembledTensor(TensorInfo(size, boxes[0].stored.dtype), boxes)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError):
-        raise DamagedCheckpoint(f"{name}: its ShardedTensor does not describe how it is sharded") from None
+        raise DamagedCheckpoint(f"{name}: the ShardedTensor does not describe its sharding") from None

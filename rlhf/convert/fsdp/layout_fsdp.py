@@ -58,7 +58,9 @@ def open_source(origin: Origin) -> NamedTensors:
         )
     world_size = world_size_of(folder)
     ranks = [{WRAPPERS.sub("", name): part for name, part in rank.items()} for rank in open_ranks(folder, world_size)]
-    model_files = origin.model_files or _model_files(folder)
+    model_files = origin.model_files
+    if model_files is None and (folder / MODEL_FILES / "config.json").is_file():
+        model_files = folder / MODEL_FILES
     contents = Contents({}, model_files=model_files, progress=_progress(folder, world_size))
     if contents.progress.schedule is None:
         contents.absent.append(f"the learning rate schedule: no {EXTRA} file has one")
@@ -72,10 +74,6 @@ def open_source(origin: Origin) -> NamedTensors:
     return NamedTensors(NAME, tensors, _moments(folder, ranks, tensors, contents), contents)
 
 
-def _model_files(folder: Path) -> Path | None:
-    return folder / MODEL_FILES if (folder / MODEL_FILES / "config.json").is_file() else None
-
-
 def _tensors(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> dict[str, ReadableTensor]:
     if any(name.endswith("_flat_param") for name in ranks[0]):
         raise UserError(f"{folder} has FSDP1's flattened weights (LOCAL_STATE_DICT). Save it with SHARDED_STATE_DICT.")
@@ -86,13 +84,13 @@ def _tensors(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Read
 
 
 def _tied(rank: Mapping[str, Any], model_files: Path | None) -> set[str]:
-    """Return the names of tied copies: FSDP2 stores both at one place in the file, FSDP1 at two."""
+    """Return the names of tied copies. FSDP2 stores a tensor and its copy once in the file, FSDP1 stores both."""
     names = {name for name, other in _tied_by_config(model_files).items() if name in rank and other in rank}
-    places: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     for name, part in rank.items():
         wraps = isinstance(part, StoredWrapper) and part.kind == "DTensor"
         stored = fields_of(part)["_local_tensor"] if wraps else part
-        if isinstance(stored, StoredTensor) and stored.numel and places.setdefault(stored, name) != name:
+        if isinstance(stored, StoredTensor) and stored.numel and first_names.setdefault(stored, name) != name:
             names.add(name)
     return names
 
@@ -152,20 +150,18 @@ def _adapted(
     if choice == adapters.KEEP:
         contents.adapter = adapter.config
         return factors
-    if not base:  # `save_lora_only`
-        base = _base_of(folder, origin)
+    if not base:
+        if origin.model_files is None:
+            raise UserError(
+                f"{folder} has an adapter and no base model (save_lora_only). Set --hf_model_path to the base model."
+            )
+        base = tensors_of(layout_huggingface.open_source(Origin(origin.model_files)))
     tied = _tied_by_config(contents.model_files)
     return adapters.merged({name: tensor for name, tensor in base.items() if name not in tied}, adapter)
 
 
-def _base_of(folder: Path, origin: Origin) -> dict[str, ReadableTensor]:
-    if origin.model_files is None:
-        raise UserError(f"{folder} has an adapter and no base model (save_lora_only). Set --hf_model_path to the base.")
-    return tensors_of(layout_huggingface.open_source(Origin(origin.model_files)))
-
-
 def _adapter_config(folder: Path, factors: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
-    """Return the content of adapter_config.json; verl keeps only rank, alpha and task type."""
+    """Return the content of adapter_config.json; verl saves only rank, alpha and task type."""
     path = folder / LORA_META
     try:
         meta = parse_json(read_regular(path, LARGEST), LORA_META)

@@ -30,14 +30,14 @@ FILES_AT_A_TIME = 4
 TRANSIENT = {408, 409, 412, 429, 500, 502, 503, 504}
 """Status codes that are retried: the server is busy, or another commit came first."""
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Files of a model that an upload replaces: the repository must not keep those of an older model."""
+"""Files that an upload replaces: the repository must not keep the weights of an older model."""
 
 
 def prepare_repository(repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
     """Create the model repository `repo_id` and its branch `revision` if missing. Return its full name.
 
-    Call it before the work whose result is uploaded. Raises UserError when the Hub cannot be used: no token, no
-    permission, an invalid name, no connection. Raises UserError for `private` if the repository is public.
+    Call this function before the work whose result is uploaded. Raises UserError when the Hub cannot be used (no token,
+    no permission, an invalid name, no connection), and for `private` if the repository is public.
     """
     with _client(repo_id) as api:
         # None without `private`: an organization may have its own default.
@@ -64,9 +64,9 @@ def upload_folder(
     """Upload the Hugging Face folder `folder` as the model repository `repo_id`, created if missing. Return the
     commit's URL.
 
-    Files go first; then one commit shows all of them at once and deletes the weights of an older model. Files that the
-    Hub has, from a killed upload or another commit, are not sent again. `card` is the model card (README.md) for a
-    folder without one. Raises UserError as `prepare_repository`, and when all retries fail.
+    Weights are sent first; then one commit adds all files at once and deletes the weights of an older model. Files that
+    the Hub has, from a killed upload or another commit, are not sent again. `card` is the model card for a folder
+    without a README.md. Raises UserError as `prepare_repository`, and when all retries fail.
     """
     files = files_to_send(folder)
     repo_id = prepare_repository(repo_id, private=private, revision=revision)
@@ -245,7 +245,7 @@ def _remedy(error: BaseException) -> str:
         return "Unset HF_HUB_OFFLINE."
     remedies = {
         400: "The Hub rejected the request.",
-        401: "The token is not valid: log in with `hf auth login`, or set HF_TOKEN to one that may write.",
+        401: "The token is not valid: log in with `hf auth login`, or set HF_TOKEN to a token that may write.",
         403: "The token lacks the permission: give a repository of your own, or a token that may write there.",
         404: "Check the name and --revision; a token that may not see a repository gets the same answer.",
     }

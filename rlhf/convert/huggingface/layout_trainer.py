@@ -58,7 +58,7 @@ def open_source(origin: Origin) -> NamedTensors:
 
 
 def progress_of(path: Path) -> TrainedSoFar:
-    """Return step and schedule from the Trainer's files in `path`; DeepSpeed and FSDP saves have them, too."""
+    """Return step and schedule from the Trainer's files in `path`; DeepSpeed and FSDP saves have these files, too."""
     step, schedule = None, None
     if (path / STATE).is_file():
         step = _json(path / STATE).get("global_step")

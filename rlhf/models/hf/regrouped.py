@@ -1,4 +1,4 @@
-"""Shows an open checkpoint with experts as Hugging Face files store them, or as the trainer stores them."""
+"""Fuses or splits the experts of an open checkpoint, as the trainer or as Hugging Face files store experts."""
 
 from dataclasses import replace
 

@@ -68,7 +68,7 @@ class Contents:
         parameter NAME; empty if the checkpoint has none.
     model_files: folder with config.json, tokenizer and chat template, if known.
     adapter: content of adapter_config.json if `tensors` are an adapter's, by peft's names.
-    absent: state that our runs need and this layout lacks, a line each.
+    absent: state that a run needs and the checkpoint lacks, one line each.
     """
 
     tensors: dict[str, TensorInfo]
