@@ -44,7 +44,7 @@ def answer(request: str, library: Library) -> str:
         word = os.environ.get("COMP_LINE", "").rpartition(" ")[2]
         return "\n".join(choices(word, library)) + "\n"
     shells = " or ".join(f"{verb}={shell}" for verb in ("install", "uninstall") for shell in SHELLS)
-    raise UserError(f"--shell-completion {request}: must be {shells}.")
+    raise UserError(f"--shell-completion {request} is unknown. Give {shells}.")
 
 
 def choices(word: str, library: Library) -> list[str]:

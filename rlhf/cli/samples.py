@@ -79,7 +79,7 @@ def _steps(files: SampleFiles, arguments: argparse.Namespace) -> list[int]:
             "has finished a step."
         )
     if arguments.step is not None and arguments.step not in steps:
-        raise UserError(f"--step={arguments.step}: the run has samples of {_ranges(steps)}.")
+        raise UserError(f"--step={arguments.step}: the run has samples of {_ranges(steps)}. Give one of these steps.")
     return steps if arguments.all else [steps[-1] if arguments.step is None else arguments.step]
 
 

@@ -23,7 +23,7 @@ ABSENT = "(none)"
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """A setting or state value that differs. `key` is its dotted name; `a` or `b` is `ABSENT` if it has none."""
+    """A setting or state value that differs. `key` is the dotted name; a missing value is `ABSENT`."""
 
     key: str
     a: Any

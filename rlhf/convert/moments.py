@@ -1,4 +1,4 @@
-"""Names of AdamW's state, and the progress that its step counts show."""
+"""Names AdamW's moments, and reads the progress of a run from AdamW's step counts."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Reads prompts, tokenizes them and draws them in order. Importing this loads no torch."""
+"""Reads prompts, tokenizes them and draws them in order. Importing this package loads no torch."""
 
 from rlhf.data.items import DrawnPrompt, Prompt
 from rlhf.data.prompts import PromptSet

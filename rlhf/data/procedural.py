@@ -13,13 +13,13 @@ VAL_SEED_OFFSET = 10_000_019
 
 
 def check_task(task: str, setting: str) -> None:
-    """Raise UserError with the nearest names if reasoning-gym has no such task."""
+    """Raise UserError with the nearest names if reasoning-gym has no task of this name."""
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
         raise UserError(
-            f"{setting}={task}: reasoning-gym has no such task.{suggestion(task, DATASETS)} "
-            f"It has {listed(sorted(DATASETS))}."
+            f"{setting}={task}: reasoning-gym has no task of this name.{suggestion(task, DATASETS)} Set one of "
+            f"{listed(sorted(DATASETS))}."
         )
 
 
@@ -34,13 +34,13 @@ def make_dataset(data: DataConfig, seed: int, size: int) -> Any:
     for key in settings:
         if key in ("seed", "size"):
             raise UserError(
-                f"data.reasoning_gym.config.{key} cannot be set: the seed is trainer.seed, the sizes are "
-                f"data.reasoning_gym.train_size and data.reasoning_gym.val_size."
+                f"data.reasoning_gym.config.{key} cannot be set. Set trainer.seed, data.reasoning_gym.train_size or "
+                "data.reasoning_gym.val_size instead."
             )
         if key not in choices:
             raise UserError(
-                f"data.reasoning_gym.config.{key}: {task} has no such setting."
-                f"{suggestion(str(key), choices)} It has {listed(choices)}."
+                f"data.reasoning_gym.config.{key}: {task} has no setting of this name.{suggestion(str(key), choices)} "
+                f"Set one of {listed(choices)}."
             )
     try:
         return create_dataset(task, seed=seed, size=size, **settings)

@@ -75,7 +75,7 @@ def resolve(setting: str, value: Any, default_split: str) -> list[Source]:
     """Return the sources of `data.*_files`, with globs in sorted order. Raise UserError for a missing source."""
     specs = [value] if isinstance(value, str) else value
     if not isinstance(specs, Sequence) or not specs or not all(isinstance(s, str) and s for s in specs):
-        raise UserError(f"{setting}={value!r} must be a file, a glob, a Hub name or a non-empty list of them.")
+        raise UserError(f"{setting}={value!r} names no data. Set a file, a glob, a Hub name or a non-empty list.")
     return [source for spec in specs for source in _resolve_one(setting, spec, default_split)]
 
 
@@ -160,7 +160,8 @@ def _load_from_hub(source: Source, path: str, config: str | None) -> Any:
     except (ValueError, FileNotFoundError, ConnectionError) as error:
         if unreachable is None:
             raise UserError(
-                f"{source.setting}={source.spec}: the data set on the Hub cannot be loaded: {error}"
+                f"{source.setting}={source.spec}: the data set on the Hub cannot be loaded: {error}. Correct the name, "
+                "or download the data set and set its local files."
             ) from error
         reason = " ".join(str(error).split())
         raise UserError(

@@ -40,7 +40,7 @@ def parse_row(
         )
     for name, kind, what in (("extra_info", dict, "a mapping"), ("data_source", str, "a string")):
         if (value := record.get(name)) is not None and not isinstance(value, kind):
-            raise UserError(f"{where}: {name} must be {what}, not {type(value).__name__}: {_short(value)}.")
+            raise UserError(f"{where}: {name} must be {what}, not {type(value).__name__}: {_short(value)}. Correct it.")
     return Row(
         index=index,
         where=where,

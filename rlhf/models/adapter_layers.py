@@ -88,7 +88,7 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 
 def _check_rank(model: PreTrainedModel, rank: int, names: Iterable[str]) -> None:
-    """Raise UserError if `rank` is too large for all weights. Often it is too large for some (gates of experts)."""
+    """Raise UserError if `rank` is too large for all weights; it may be too large for some, such as experts' gates."""
     shapes = {name: tuple(model.get_submodule(name).get_parameter("weight").shape) for name in names}
     if rank > (limit := largest_rank(shapes.values())):
         name = next(name for name, shape in shapes.items() if min(shape) == limit)

@@ -23,7 +23,8 @@ def check_policy(name: str, trust_remote_code: bool, max_prompt: int, max_respon
     """Check the policy in the folder `name`; `max_prompt` and `max_response` are lengths in tokens.
 
     Raises:
-        UserError: transformers has no causal LM of its architecture, it is quantised, or it has too few positions.
+        UserError: the policy's architecture has no causal LM in transformers, or the policy is quantised or has too few
+            positions.
     """
     _check_architecture("model.path", name, trust_remote_code, CAUSAL)
     if (config := read_object(Path(name).expanduser() / "config.json")) is not None:
@@ -94,8 +95,8 @@ def _check_architecture(setting: str, name: str, trust_remote_code: bool, table:
     if _lacks(KNOWN, kind):
         if "auto_map" in config:
             raise UserError(
-                f"{prefix}: model_type {kind} is defined by code in the folder. If you trust it, set "
-                "model.trust_remote_code=true."
+                f"{prefix}: model_type {kind} is defined by code in the folder. If you trust the code, "
+                "set model.trust_remote_code=true."
             )
         raise UserError(
             f"{prefix}: model_type {kind} is not supported by the installed transformers."
@@ -120,7 +121,7 @@ def _labels(config: dict[str, Any]) -> int | None:
 
 
 def _positions(config: dict[str, Any]) -> int | None:
-    """Return the number of positions in config.json; None if it leaves the number to the architecture."""
+    """Return the number of positions in config.json; None if config.json leaves the number to the architecture."""
     text = config.get("text_config")
     part = text if isinstance(text, dict) else config
     found = part.get("max_position_embeddings", part.get("n_positions"))

@@ -60,15 +60,15 @@ def _indexed(prefix: str, folder: Path) -> list[str]:
 
 
 def _missing(folder: Path, named: list[str]) -> Iterator[str]:
-    """Yield descriptions of missing weights: all of them, or files `named` in the index."""
-    if lost := [file for file in named if not (folder / file).is_file()]:
-        yield f"{lost[0]}, which its index lists ({len(lost)} of {len(named)} listed files are missing)"
+    """Yield descriptions of missing weights: all weights, or the files `named` in the index."""
+    if missing := [file for file in named if not (folder / file).is_file()]:
+        yield f"{missing[0]}, which its index lists ({len(missing)} of {len(named)} listed files are missing)"
     elif not named and not any(folder.glob("*.safetensors")):
         yield "weights (*.safetensors)"
 
 
 def safetensors_problem(path: Path) -> str | None:
-    """Return what is wrong with a safetensors file, and the remedy; None for an intact file.
+    """Return the problem of a safetensors file, and the remedy; None for an intact file.
 
     Only the header and the size are checked. A file is 8 bytes with the header's length, the JSON header, and tensors
     up to the last offset.

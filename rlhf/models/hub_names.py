@@ -39,11 +39,11 @@ def fetch(setting: str, name: str, revision: str | None, weights: bool) -> Path:
         wanted = [*HUB_PATTERNS, HUB_WEIGHTS] if weights else HUB_PATTERNS
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=wanted, etag_timeout=10))
     except HFValidationError:
-        raise UserError(f"{prefix} is neither a folder nor a Hub name of the form org/name.") from None
+        raise UserError(f"{prefix} is neither a folder nor a Hub name of the form org/name. Correct it.") from None
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise UserError(
-            f"{prefix} (revision {revision}) is not a local folder, and the Hub has no such model or requires a "
-            f"login (`hf auth login`): {str(error).splitlines()[0]}"
+            f"{prefix} (revision {revision}) is not a local folder, and the Hub has no such model or requires a login: "
+            f"{str(error).splitlines()[0].rstrip('.')}. Correct the name, or log in with `hf auth login`."
         ) from None
     except (LocalEntryNotFoundError, OSError) as error:
         raise UserError(

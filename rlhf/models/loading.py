@@ -74,11 +74,11 @@ def load_tokenizer(source: ModelSource, folder: Path) -> PreTrainedTokenizerBase
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"{source} has no usable tokenizer: {error}") from error
+        raise UserError(f"{source} has no usable tokenizer: {error}. Restore its files.") from error
     if source.chat_template is not None:
         template = Path(source.chat_template).expanduser()
         if not template.is_file():
-            raise UserError(f"model.chat_template={source.chat_template} is not a file.")
+            raise UserError(f"model.chat_template={source.chat_template} is not a file. Correct the path.")
         tokenizer.chat_template = template.read_text(encoding="utf-8-sig")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -90,7 +90,7 @@ def load_model_config(source: ModelSource, folder: Path) -> PretrainedConfig:
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"{source} has no usable config.json: {error}") from error
+        raise UserError(f"{source} has no usable config.json: {error}. Restore it.") from error
     return without_dropout(hf_config)
 
 
@@ -178,7 +178,7 @@ def load_reward_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = 
 def _load(
     loader: Any, start: ModelStart, tensors: Mapping[str, Tensor] | None, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, tuple[int, ...] | None]]:
-    """Load a model. Also return its wrong weights: None for a missing weight, the shape in the files if it differs."""
+    """Load a model. Also return its wrong weights: None for a missing weight, the shape in the files for others."""
     source, folder, hf_config = start.source, start.folder, start.hf_config
     options |= {"config": hf_config, "dtype": torch.float32, "attn_implementation": source.attn_implementation}
     # transformers initialises missing weights with a warning; we raise an error.
@@ -194,13 +194,13 @@ def _load(
                 if model.can_generate():
                     model.generation_config = _generation_config(folder)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{source} can't be loaded from safetensors: {error}") from error
+        raise UserError(f"{source} can't be loaded from safetensors: {error}. Restore its files.") from error
     except ValueError as error:
         if "attn_implementation" not in str(error):
             raise
         raise UserError(
             f"model.attn_implementation={source.attn_implementation} is not supported by {source} "
-            f"({hf_config.model_type}); set model.attn_implementation=eager."
+            f"({hf_config.model_type}). Set model.attn_implementation=eager."
         ) from error
     wrong: dict[str, tuple[int, ...] | None] = dict.fromkeys(sorted(found["missing_keys"]))
     return model, wrong | {name: tuple(shape) for name, shape, _ in sorted(found["mismatched_keys"])}

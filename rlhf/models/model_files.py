@@ -1,4 +1,4 @@
-"""Finds which ranks see a model's files, and copies the small ones to the ranks that do not."""
+"""Finds the ranks that see a model's files, and copies the small files to the other ranks."""
 
 import json
 import logging
@@ -88,7 +88,7 @@ def find_files(
 
 
 def _find_folder(source: ModelSource, loading: str, coordinator: Coordinator) -> tuple[Path, list[str | None]]:
-    """Return the model's folder, downloaded for a Hub name, and each rank's `_quick_hash` of it, or None without it."""
+    """Return the model's folder, downloaded for a Hub name, and each rank's `_quick_hash`, or None without folder."""
     folder = Path(source.path).expanduser()
     seen = _hash_by_rank(source, folder, _has_model, coordinator)
     if any(seen):
@@ -108,7 +108,7 @@ def _check_same_files(
     others: Sequence[int],
     coordinator: Coordinator,
 ) -> None:
-    """Report the ranks `others`, which do not see the same files as rank `reader`.
+    """Report the ranks `others`, which lack the files of rank `reader` or see different files.
 
     With `loading=shard`, raise UserError. Otherwise log a warning about ranks that see different files.
     """
@@ -185,7 +185,7 @@ def as_user_errors(source: ModelSource) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{source} can't be loaded from safetensors: {error}") from error
+        raise UserError(f"{source} can't be loaded from safetensors: {error}. Restore its files.") from error
 
 
 def on_every_rank(action: Callable[[], T], coordinator: Coordinator) -> T:

@@ -105,12 +105,12 @@ def check_syntax(where: str, text: str) -> None:
         tree = environment().parse(text)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
-            f"{where}, line {error.lineno}: not a valid chat template: {str(error.message).rstrip('.')}."
+            f"{where}, line {error.lineno}: not a valid chat template: {str(error.message).rstrip('.')}. Correct it."
         ) from error
     except RecursionError as error:
-        raise UserError(f"{where}: not a valid chat template: nested too deeply.") from error
+        raise UserError(f"{where}: not a valid chat template: nested too deeply. Simplify it.") from error
     if all(name.name != "messages" for name in tree.find_all(nodes.Name)):
-        raise UserError(f"{where}: not a chat template: it never mentions `messages`, so no prompt would be in it.")
+        raise UserError(f"{where}: not a chat template: it would print no prompt without `messages`. Correct it.")
 
 
 def _templates(folder: Path) -> Iterator[tuple[str, str, str]]:

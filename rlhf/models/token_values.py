@@ -20,8 +20,8 @@ token classifiers."""
 def value_class(hf_config: PretrainedConfig) -> tuple[Any, dict[str, str] | None] | None:
     """Return a class for `from_pretrained` and its `key_mapping`; None if the architecture has no causal LM.
 
-    The class is transformers' token classifier. Where transformers has none (5.23: OLMo, Gemma 3, Granite and more), it
-    is transformers' mixin over the architecture's base class, and only this package can open the saved model.
+    The class is transformers' token classifier. For architectures without one (in 5.23: OLMo, Gemma 3, Granite and
+    more), the class is transformers' mixin over the base class, and only this package can open the saved model.
     """
     kind: Any = type(hf_config)
     if AutoModelForTokenClassification.__name__ in getattr(hf_config, "auto_map", {}):

@@ -73,7 +73,8 @@ def test_our_own_folder_and_a_name_of_the_hub_pass():
         ({"model_type": None}, "config.json has no model_type"),
         (
             {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}},
-            "model_type mine is defined by code in the folder. If you trust it, set model.trust_remote_code=true.",
+            "model_type mine is defined by code in the folder. If you trust the code, set "
+            "model.trust_remote_code=true.",
         ),
     ],
 )

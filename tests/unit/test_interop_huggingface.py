@@ -92,7 +92,7 @@ def test_broken_folders(model, tmp_path):
     check_rejected(UserError, rf"lacks {first.name}, which model\.safetensors\.index\.json lists\. Restore")
     saved(model, folder, max_shard_size="4KB")
     index.write_text(json.dumps({"weight_map": listed | {"more.weight": first.name}}))
-    check_rejected(DamagedCheckpoint, f"{first.name} lacks more.weight, which the index says")
+    check_rejected(DamagedCheckpoint, f"{first.name} lacks more.weight, which the index lists")
     for text in ("{", "[]", '{"weight_map": 3}', json.dumps({"weight_map": {"a": "../x.safetensors"}})):
         index.write_text(text)
         check_rejected(DamagedCheckpoint, "is not an index of weights")

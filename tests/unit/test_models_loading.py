@@ -134,7 +134,7 @@ def test_attention_that_an_architecture_lacks_names_the_setting(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     save_file({"score": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
     source = ModelSource("reward_model.path", str(tmp_path))
-    with pytest.raises(UserError, match=r"model\.attn_implementation=sdpa .*set model\.attn_implementation=eager"):
+    with pytest.raises(UserError, match=r"model\.attn_implementation=sdpa .*Set model\.attn_implementation=eager"):
         load_reward_model(ModelStart(source, tmp_path, load_model_config(source, tmp_path)))
 
 

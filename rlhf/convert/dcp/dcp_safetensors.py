@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rlhf.convert.bands import Band
 from rlhf.convert.dcp.dcp_files import DcpFolder, checked_counts
@@ -50,10 +51,12 @@ class DcpSafetensors(DcpFolder):
         header, length = read_safetensors_header(files, name)
         metadata = parse_json(files.start(name, length)[8:], name).get("__metadata__")
         sharding = metadata.get(SHARDING) if isinstance(metadata, dict) else None
-        places = parse_json(sharding.encode(), name) if isinstance(sharding, str) else None
+        described: Any = parse_json(sharding.encode(), name) if isinstance(sharding, str) else None
         for tensor, entry in header.items():
             if entry["dtype"] not in DTYPES:
-                raise UserError(f"{self.path / name} has tensors of type {entry['dtype']}, which is not supported.")
+                raise UserError(
+                    f"{self.path / name} has tensors of type {entry['dtype']}. Save them as one of {', '.join(DTYPES)}."
+                )
             begin, end = entry["data_offsets"]
             if length + end > files.size(name):
                 raise DamagedCheckpoint(f"{self.path / name} is truncated: it ends before {tensor}")
@@ -61,7 +64,7 @@ class DcpSafetensors(DcpFolder):
             if end - begin != stored.numel * stored.dtype.itemsize:
                 raise DamagedCheckpoint(f"{self.path / name}: the size of {tensor} does not fit its shape")
             try:
-                offsets = checked_counts(places[tensor][OFFSETS])
+                offsets = checked_counts(described[tensor][OFFSETS])
             except (KeyError, TypeError, ValueError):
                 raise DamagedCheckpoint(f"{self.path / name} does not list the offsets of {tensor}") from None
             if len(offsets) != len(stored.shape):

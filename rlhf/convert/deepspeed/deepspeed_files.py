@@ -39,8 +39,8 @@ ALLOWED: Allowed = [
 
 
 def find_save(origin: Origin) -> Path | None:
-    """Return the folder of the save: `origin` itself, its tag, or the tag in `latest`; None if there is no save. Raises
-    UserError when there are saves, but the selected one is missing or none is selected."""
+    """Return the folder of the save: `origin` itself, its tag, or the tag in `latest`; None without a save. Raises
+    UserError if the selected save is missing, or no save is selected."""
     if origin.tag is None and _is_save(origin.path):
         return origin.path
     tags = sorted(path.name for path in origin.path.iterdir() if path.is_dir() and _is_save(path))

@@ -107,7 +107,7 @@ class DTensorPart:
         except (KeyError, TypeError, IndexError, AttributeError, ValueError):
             raise DamagedCheckpoint(f"{name}: the DTensor does not describe its sharding") from None
         if odd := [kind for kind, _ in placements if kind not in ("Shard", "Replicate")]:
-            raise UserError(f"{path} has tensors with placement {odd[0]}, which is not supported.")
+            raise UserError(f"{path} has tensors with placement {odd[0]}, which is not supported. Save it with FSDP.")
         return cls(part.shape, local, coordinates, splits, rank)
 
     @property

@@ -107,7 +107,7 @@ def files_to_send(folder: Path) -> dict[str, Path]:
                 raise UserError(f"{path} is not a regular file. Remove it: a repository contains only files.")
             files[name.as_posix()] = path
     except (OSError, RuntimeError) as error:
-        raise UserError(f"{folder} cannot be read ({error}); nothing was sent.") from None
+        raise UserError(f"{folder} cannot be read ({error}); nothing was sent. Restore it.") from None
     if "config.json" not in files:
         raise UserError(f"{folder} is not a Hugging Face folder: it has no config.json. Make one with `merge`.")
     return files

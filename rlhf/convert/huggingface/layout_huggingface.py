@@ -37,7 +37,8 @@ def open_source(origin: Origin) -> "SafetensorsFolder | PickleFolder":
     if (path / PICKLE).is_file():
         return PickleFolder(path, {PICKLE: None}, files)
     raise UserError(
-        f"{path} has no weights of a Hugging Face model ({WEIGHTS}, {PICKLE}, or one in parts with its index)."
+        f"{path} has no weights of a Hugging Face model ({WEIGHTS}, {PICKLE}, or the index of numbered files). Give "
+        "the model's folder."
     )
 
 

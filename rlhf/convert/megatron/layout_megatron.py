@@ -90,7 +90,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
     found = {}
     for path in folder.glob("mp_rank_*"):
         if (match := RANK.fullmatch(path.name)) is None:
-            raise UserError(f"{path}: checkpoints with expert parallel ranks are not supported.")
+            raise UserError(f"{path}: expert parallel ranks are not supported. Save with one expert parallel rank.")
         file = next((path / name for name in FILES if (path / name).is_file()), None)
         if file is None:
             raise UserError(f"{path} has no {FILES[0]} (nor {' or '.join(FILES[1:])}). Restore it.")
@@ -141,7 +141,7 @@ def _chunks(content: Any, path: Path) -> list[dict[str, StoredTensor]]:
     for chunk in content:
         tensors = {key: value for key, value in chunk.items() if isinstance(value, StoredTensor)}
         if not tensors:
-            raise UserError(f"{path} has no named tensors. Only megatron-core models are supported, not legacy ones.")
+            raise UserError(f"{path} has no named tensors: it is a legacy model. Save it with megatron-core.")
         found.append({str(key).removeprefix("module."): value for key, value in tensors.items()})
     return found
 

@@ -22,7 +22,7 @@ NAME = "megatron"
 CONFIG = "metadata.json"
 FORMAT = "torch_dist"
 NOT_MODEL = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
-"""Prefixes of the names of everything that a run saves beside its model."""
+"""Prefixes of the names of everything but the model."""
 GATE, UP = "_w", "_v"
 """Suffixes of the two halves of `linear_fc1`, where they are separate tensors."""
 

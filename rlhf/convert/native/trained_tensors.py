@@ -40,7 +40,7 @@ def trained_tensors(
     model, names = built
     trained = {name for name, _ in model.named_parameters()}
     if heads := trained - names.keys():
-        raise UserError(f"{path} has no value head ({min(heads)}), so it is not a critic.")
+        raise UserError(f"{path} has no value head ({min(heads)}). Give a checkpoint of a critic.")
     found = {}
     for name, source_name in names.items():
         info = tensors[source_name]

@@ -71,7 +71,10 @@ def _value_kind(model_files: Path, config: Any) -> Any:
     config.classifier_dropout = 0.0
     found = value_class(config)
     if found is None:
-        raise UserError(f"--is-value-model: {config.model_type} of {model_files} has no value head in transformers.")
+        raise UserError(
+            f"--is-value-model: {config.model_type} of {model_files} has no value head in transformers. Remove the "
+            "option."
+        )
     kind: Any = found[0]
     if kind is AutoModelForTokenClassification:
         kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)]

@@ -24,7 +24,7 @@ takes longer than reading."""
 
 
 def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfPlan:
-    """Plan the Hugging Face folder of an open checkpoint; `where` is its path in messages.
+    """Plan the Hugging Face folder of an open checkpoint; messages name its path `where`.
 
     Raises:
         UserError: the configuration is missing or does not fit the tensors.
@@ -115,6 +115,6 @@ def _table(tensors: Mapping[str, TensorInfo]) -> Tensors:
 def _require_equal(source: TensorSource, where: Path, name: str, origin: str) -> None:
     if not same_tensor(source, name, origin):
         raise UserError(
-            f"{where}: {name} and {origin} differ, but the configuration ties them. Name "
+            f"{where}: {name} and {origin} differ, but the configuration ties the two. Name "
             "the model's own folder with --hf_model_path, or keep both: use merge with --no-tie-word-embedding."
         )

@@ -63,7 +63,7 @@ def compare_with_index(path: Path, listed: Mapping[str, list[str] | None], found
     for file, names in listed.items():
         for name in names or ():
             if found.get(name) != file:
-                raise DamagedCheckpoint(f"{path / file} lacks {name}, which the index says is in it")
+                raise DamagedCheckpoint(f"{path / file} lacks {name}, which the index lists for this file")
 
 
 class SafetensorsFolder:
