@@ -131,7 +131,7 @@ def _role_hint(origin: Origin, within: Path) -> str:
 def _roles_in(origin: Origin, candidates: list[LayoutEntry]) -> list[str]:
     """Return the model folders in a step folder of verl that lacks the folder of `origin.role`."""
     names = sorted(path.name for path in islice(origin.path.iterdir(), MOST_ROLES) if path.is_dir())
-    return [name for name in names if any(entry.load().recognises(replace(origin, role=name)) for entry in candidates)]
+    return [name for name in names if _is_known(replace(origin, role=name), candidates)]
 
 
 def _open(entry: LayoutEntry, origin: Origin) -> TensorSource:

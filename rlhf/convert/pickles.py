@@ -239,9 +239,6 @@ class _Part(io.RawIOBase):
             raise ValueError("it is too short" if self.size else "it is empty")
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer)[: max(0, self.size - self._at)]
         self._file.seek(self._start + self._at)

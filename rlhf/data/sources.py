@@ -116,14 +116,8 @@ def _file_set(
     if is_large(sources) and (tokens := tokenizer_identity(tokenizer, limit.day)) is not None:
         # The release of reasoning-gym counts only if its verifier checks rows.
         verifier = version("reasoning-gym") if "reasoning_gym" in reward.functions else None
-        other_inputs: list[Any] = [
-            tokens,
-            data.prompt_key,
-            data.answer_key,
-            max_samples,
-            _need_answer(reward.functions),
-        ]
-        other_inputs += [verifier, WantedColumns.of(reward).as_json()]
+        other_inputs: list[Any] = [tokens, data.prompt_key, data.answer_key, max_samples]
+        other_inputs += [_need_answer(reward.functions), verifier, WantedColumns.of(reward).as_json()]
         other_inputs += [data.system_prompt, data.apply_chat_template_kwargs]
 
         def read() -> Iterator[Row]:

@@ -19,9 +19,8 @@ from rlhf.convert.huggingface.layout_trainer import progress_of
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.models.hf.hf_folder import same_tensor
 from rlhf.models.hf.named_tensors import NamedTensors
-from rlhf.models.hf.small_files import parse_model_config, read_small_files
+from rlhf.models.hf.small_files import folder_with_config, parse_model_config, read_small_files
 from rlhf.models.hf.source import Contents, Origin, TensorInfo, TrainedSoFar
-from rlhf.storage.hf_layout import MODEL_CONFIG
 
 NAME = "dcp"
 MEGATRON_FILES = ("metadata.json", "common.pt")
@@ -51,8 +50,7 @@ def open_source(origin: Origin) -> NamedTensors:
     path, optimizer = found
     folders = [DcpFolder(path) if _is_save(path) else DcpSafetensors(path)]
     folders += [DcpFolder(optimizer)] if optimizer is not None else []
-    beside = [folder for folder in (path, path.parent) if (folder / MODEL_CONFIG).is_file()]
-    files = origin.model_files or next(iter(beside), None)
+    files = origin.model_files or folder_with_config(path, path.parent)
     weights, moments = _named(folders)
     if not weights:
         names = ", ".join(list(folders[0].tensors)[:3])

@@ -18,6 +18,7 @@ from rlhf.convert.deepspeed.deepspeed_tensors import assemble
 from rlhf.convert.huggingface.layout_trainer import progress_of
 from rlhf.errors import UserError
 from rlhf.models.hf.named_tensors import NamedTensors
+from rlhf.models.hf.small_files import folder_with_config
 from rlhf.models.hf.source import Contents, FunctionTensor, Origin, TensorInfo, TrainedSoFar
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
@@ -47,8 +48,7 @@ def open_source(origin: Origin) -> NamedTensors:
         raise DamagedCheckpoint(f"{save} lacks DeepSpeed's structure: {error!r}. Set another --tag.") from None
     steps = {f"{name}.step": _in_memory(step) for name, step in made.steps.items()}
     # The Trainer of transformers writes the model's files beside the saves.
-    beside = (folder for folder in (origin.path, save.parent) if (folder / "config.json").is_file())
-    files = origin.model_files or next(beside, None)
+    files = origin.model_files or folder_with_config(origin.path, save.parent)
     contents = Contents({}, progress=_progress(states, save.parent), model_files=files, absent=made.absent)
     return NamedTensors(NAME, made.tensors, {**made.moments, **steps}, contents)
 

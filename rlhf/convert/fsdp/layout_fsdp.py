@@ -30,7 +30,7 @@ from rlhf.errors import UserError
 from rlhf.models.hf import adapters
 from rlhf.models.hf.architecture import architecture_of
 from rlhf.models.hf.named_tensors import NamedTensors
-from rlhf.models.hf.small_files import LARGEST
+from rlhf.models.hf.small_files import LARGEST, folder_with_config
 from rlhf.models.hf.source import Contents, Origin, ReadableTensor, TrainedSoFar, tensors_of
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import step_of
@@ -58,9 +58,7 @@ def open_source(origin: Origin) -> NamedTensors:
         )
     world_size = world_size_of(folder)
     ranks = [{WRAPPERS.sub("", name): part for name, part in rank.items()} for rank in open_ranks(folder, world_size)]
-    model_files = origin.model_files
-    if model_files is None and (folder / MODEL_FILES / "config.json").is_file():
-        model_files = folder / MODEL_FILES
+    model_files = origin.model_files or folder_with_config(folder / MODEL_FILES)
     contents = Contents({}, model_files=model_files, progress=_progress(folder, world_size))
     if contents.progress.schedule is None:
         contents.absent.append(f"the learning rate schedule: no {EXTRA} file has one")

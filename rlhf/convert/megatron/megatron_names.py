@@ -18,6 +18,7 @@ from rlhf.convert.megatron.megatron_model import (
 from rlhf.convert.megatron.megatron_paths import step_of
 from rlhf.errors import UserError
 from rlhf.models.hf.named_tensors import JoinedTensor, NamedTensors, Piece, zeros
+from rlhf.models.hf.small_files import folder_with_config
 from rlhf.models.hf.source import Contents, Origin, ReadableTensor, SourceTensor, TensorInfo, TensorSource, TrainedSoFar
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.hf_layout import MODEL_CONFIG
@@ -33,8 +34,7 @@ def find_model(origin: Origin, folder: Path, *, values: bool) -> tuple[MegatronM
     """Return the model in `folder`, and the folder with its config.json: `--hf_model_path`, or a folder beside the
     tensors."""
     beside = (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface")
-    found = origin.model_files or next((path for path in beside if (path / MODEL_CONFIG).is_file()), None)
-    if found is None:
+    if (found := origin.model_files or folder_with_config(*beside)) is None:
         raise UserError(f"{folder} has no config.json. Set --hf_model_path to a folder with config.json.")
     return read_model(found, values=values), found
 

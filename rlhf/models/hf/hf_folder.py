@@ -51,9 +51,14 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
         found = architecture_of(contents.model_files, value_model=options.value_model, tied=options.tied)
         if found is not None:
             for name, origin in found.tied.items():
-                if name in tensors and origin in tensors:
-                    _require_equal(source, where, name, origin)
-                    del tensors[name]
+                if name not in tensors or origin not in tensors:
+                    continue
+                if not same_tensor(source, name, origin):
+                    raise UserError(
+                        f"{where}: {name} and {origin} differ, but the configuration ties the two. Name the "
+                        "model's own folder with --hf_model_path, or keep both: use merge with --no-tie-word-embedding."
+                    )
+                del tensors[name]
             # A checkpoint's own configuration is in a scratch folder, which the user does not know.
             named = contents.model_files if options.compared else where
             check_fit(where, tensors, found, named, options.value_model)
@@ -110,11 +115,3 @@ def prefetch_next(items: Iterator[T]) -> Iterator[T]:
 
 def _table(tensors: Mapping[str, TensorInfo]) -> Tensors:
     return {name: (DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}
-
-
-def _require_equal(source: TensorSource, where: Path, name: str, origin: str) -> None:
-    if not same_tensor(source, name, origin):
-        raise UserError(
-            f"{where}: {name} and {origin} differ, but the configuration ties the two. Name "
-            "the model's own folder with --hf_model_path, or keep both: use merge with --no-tie-word-embedding."
-        )

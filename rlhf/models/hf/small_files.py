@@ -26,6 +26,11 @@ def is_small_file(name: str) -> bool:
     return belongs and path.parent in (Path(), Path(TEMPLATES))
 
 
+def folder_with_config(*folders: Path) -> Path | None:
+    """Return the first of `folders` that has a config.json."""
+    return next((folder for folder in folders if (folder / MODEL_CONFIG).is_file()), None)
+
+
 def read_small_files(folder: Path) -> dict[str, bytes]:
     """Return the small files of `folder` by name; raise UserError if it is not a model's folder."""
     try:
