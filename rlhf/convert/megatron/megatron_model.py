@@ -33,8 +33,8 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MegatronTensor:
-    """A tensor of Megatron, which contains the rows of transformers' tensors `members` (name, number of rows).
+class TensorSpec:
+    """Specifies a tensor of Megatron: the rows of transformers' tensors `members` (name, number of rows).
 
     Each tensor parallel rank has some of the rows, some of the columns, or the whole tensor. A layer's `name` lacks the
     prefix `decoder.layers.N.`, and the names of its members lack `model.layers.N.`. `alias` is the name in models whose
@@ -104,9 +104,9 @@ class MegatronModel:
     values: bool = False
     """Whether the output is one value instead of a distribution over the vocabulary (a critic)."""
 
-    def parts(self) -> list[MegatronTensor]:
-        """Return all tensors of the model, one entry for all layers."""
-        hidden, tensor = self.hidden, MegatronTensor
+    def specs(self) -> list[TensorSpec]:
+        """Return the specifications of all tensors of the model; one specification is for all layers."""
+        hidden, spec = self.hidden, TensorSpec
         rows = {"q": self.heads * self.head_dim, "k": self.groups * self.head_dim, "v": self.groups * self.head_dim}
         weights = tuple((f"self_attn.{name}_proj.weight", count) for name, count in rows.items())
         biases = tuple((f"self_attn.{name}_proj.bias", count) for name, count in rows.items())
@@ -114,27 +114,27 @@ class MegatronModel:
         norm, mlp_norm = (("input_layernorm.weight", hidden),), (("post_attention_layernorm.weight", hidden),)
         output, down = (("self_attn.o_proj.weight", hidden),), (("mlp.down_proj.weight", hidden),)
         tokens, final = (("model.embed_tokens.weight", self.vocabulary),), (("model.norm.weight", hidden),)
-        parts = [
-            tensor("self_attention.linear_qkv.layer_norm_weight", norm, alias="input_layernorm.weight"),
-            tensor("self_attention.linear_qkv.weight", weights, hidden, "rows", groups=self.groups),
-            tensor("self_attention.linear_proj.weight", output, rows["q"], "columns"),
-            tensor("mlp.linear_fc1.layer_norm_weight", mlp_norm, alias="pre_mlp_layernorm.weight"),
-            tensor("mlp.linear_fc1.weight", gate_up, hidden, "rows"),
-            tensor("mlp.linear_fc2.weight", down, self.intermediate, "columns"),
-            tensor(EMBEDDING, tokens, hidden, "rows", stage="first"),
-            tensor(NORM, final, stage="last"),
+        specs = [
+            spec("self_attention.linear_qkv.layer_norm_weight", norm, alias="input_layernorm.weight"),
+            spec("self_attention.linear_qkv.weight", weights, hidden, "rows", groups=self.groups),
+            spec("self_attention.linear_proj.weight", output, rows["q"], "columns"),
+            spec("mlp.linear_fc1.layer_norm_weight", mlp_norm, alias="pre_mlp_layernorm.weight"),
+            spec("mlp.linear_fc1.weight", gate_up, hidden, "rows"),
+            spec("mlp.linear_fc2.weight", down, self.intermediate, "columns"),
+            spec(EMBEDDING, tokens, hidden, "rows", stage="first"),
+            spec(NORM, final, stage="last"),
         ]
         if self.model_type == "qwen2":
-            parts.append(tensor("self_attention.linear_qkv.bias", biases, None, "rows", groups=self.groups))
+            specs.append(spec("self_attention.linear_qkv.bias", biases, None, "rows", groups=self.groups))
         if self.model_type == "qwen3":
             norms = {name: ((f"self_attn.{name}_norm.weight", self.head_dim),) for name in "qk"}
-            parts += [tensor(f"self_attention.{name}_layernorm.weight", member) for name, member in norms.items()]
+            specs += [spec(f"self_attention.{name}_layernorm.weight", member) for name, member in norms.items()]
         if self.values:
-            parts.append(tensor(OUTPUT, (("score.weight", 1),), hidden, stage="last"))
-            parts.append(tensor("output_layer.bias", (("score.bias", 1),), stage="last"))
+            specs.append(spec(OUTPUT, (("score.weight", 1),), hidden, stage="last"))
+            specs.append(spec("output_layer.bias", (("score.bias", 1),), stage="last"))
         elif not self.tied:
-            parts.append(tensor(OUTPUT, (("lm_head.weight", self.vocabulary),), hidden, "rows", stage="last"))
-        return parts
+            specs.append(spec(OUTPUT, (("lm_head.weight", self.vocabulary),), hidden, "rows", stage="last"))
+        return specs
 
     def check_tensor_ranks(self, ranks: int, what: str, remedy: str = "") -> None:
         """Raise UserError unless the model splits over `ranks` tensor parallel ranks. The message calls the setting
@@ -160,12 +160,12 @@ def _check_divisor(counts: Mapping[str, int], ranks: int, what: str, remedy: str
             raise UserError(f"{what}={ranks} does not divide the model's {count} {name}. {remedy}")
 
 
-def layer_name(layer: int, part: MegatronTensor) -> str:
-    return f"{LAYERS}{layer}.{part.name}" if part.stage == "layer" else part.name
+def layer_name(layer: int, spec: TensorSpec) -> str:
+    return f"{LAYERS}{layer}.{spec.name}" if spec.stage == "layer" else spec.name
 
 
-def member_name(layer: int, part: MegatronTensor, name: str) -> str:
-    return f"model.layers.{layer}.{name}" if part.stage == "layer" else name
+def member_name(layer: int, spec: TensorSpec, name: str) -> str:
+    return f"model.layers.{layer}.{name}" if spec.stage == "layer" else name
 
 
 def read_model(folder: Path, *, values: bool = False) -> MegatronModel:

@@ -10,7 +10,7 @@ from rlhf.convert.megatron.megatron_model import (
     LAYERS,
     OUTPUT,
     MegatronModel,
-    MegatronTensor,
+    TensorSpec,
     layer_name,
     member_name,
     read_model,
@@ -49,55 +49,55 @@ def as_transformers(model: MegatronModel, parts: Parts, where: Path, files: Path
     tensor, a wrong shape, or a tensor that the model lacks."""
     tensors: dict[str, ReadableTensor] = {}
     known = {OUTPUT} if model.tied else set()
-    for part in model.parts():
-        for layer in range(model.layers if part.stage == "layer" else 1):
-            name = layer_name(layer, part)
-            if part.alias is not None and f"{LAYERS}{layer}.{part.alias}" in parts:
-                name = f"{LAYERS}{layer}.{part.alias}"
+    for spec in model.specs():
+        for layer in range(model.layers if spec.stage == "layer" else 1):
+            name = layer_name(layer, spec)
+            if spec.alias is not None and f"{LAYERS}{layer}.{spec.alias}" in parts:
+                name = f"{LAYERS}{layer}.{spec.alias}"
             if name not in parts:
                 raise UserError(_missing(model, where, name, files))
             known.add(name)
-            _check(part, parts[name], f"{where}: {name}", files)
-            for member, pieces in _pieces(part, parts[name]).items():
-                info = TensorInfo(part.shape(dict(part.members)[member]), parts[name][0].info.dtype)
-                tensors[member_name(layer, part, member)] = JoinedTensor(info, pieces)
+            _check(spec, parts[name], f"{where}: {name}", files)
+            for member, pieces in _pieces(spec, parts[name]).items():
+                info = TensorInfo(spec.shape(dict(spec.members)[member]), parts[name][0].info.dtype)
+                tensors[member_name(layer, spec, member)] = JoinedTensor(info, pieces)
     if unknown := sorted(name for name in parts if name not in known and not NO_WEIGHTS.search(name)):
         raise UserError(
-            f"{where} has {unknown[0]}, which transformers' {model.model_type} lacks. Set --hf_model_path to the "
-            f"trained model (config.json was read in {files})."
+            f"{where} has {unknown[0]}, which transformers' {model.model_type} lacks (config.json in {files}). Set "
+            "--hf_model_path to the trained model."
         )
     contents = Contents({}, progress=TrainedSoFar(step_of(where)), model_files=files, absent=list(ABSENT))
     return NamedTensors("megatron", tensors, contents=contents)
 
 
-def _pieces(part: MegatronTensor, tensors: Sequence[ReadableTensor]) -> dict[str, list[Piece]]:
+def _pieces(spec: TensorSpec, tensors: Sequence[ReadableTensor]) -> dict[str, list[Piece]]:
     """Return the pieces of transformers' tensors in the ranks' parts of one tensor."""
-    if part.split == "columns":
-        ((member, rows),) = part.members
-        return {member: [(joined_columns(tensors), 0, rows * part.width)]}
+    if spec.split == "columns":
+        ((member, rows),) = spec.members
+        return {member: [(joined_columns(tensors), 0, rows * spec.width)]}
     found: defaultdict[str, list[tuple[int, Piece]]] = defaultdict(list)
-    for rank, own in enumerate(tensors if part.split == "rows" else tensors[:1]):
-        runs = part.runs(rank, len(tensors))
-        for run in [part.vocabulary_run(rank, own.info.shape[0])] if part.is_vocabulary else runs:
-            piece = own, run.at * part.width, (run.at + run.rows) * part.width
+    for rank, part in enumerate(tensors if spec.split == "rows" else tensors[:1]):
+        runs = spec.runs(rank, len(tensors))
+        for run in [spec.vocabulary_run(rank, part.info.shape[0])] if spec.is_vocabulary else runs:
+            piece = part, run.at * spec.width, (run.at + run.rows) * spec.width
             found[run.name].append((run.row, piece))
     return {name: [piece for _, piece in sorted(rows, key=lambda row: row[0])] for name, rows in found.items()}
 
 
-def _check(part: MegatronTensor, tensors: Sequence[ReadableTensor], where: str, files: Path) -> None:
-    if len({own.info.dtype for own in tensors}) > 1:
+def _check(spec: TensorSpec, tensors: Sequence[ReadableTensor], where: str, files: Path) -> None:
+    if len({part.info.dtype for part in tensors}) > 1:
         raise DamagedCheckpoint(f"{where} has different dtypes on different ranks")
     ranks = len(tensors)
-    rows = part.rows // (ranks if part.split == "rows" else 1)
-    for shape in (own.info.shape for own in tensors):
-        if part.is_vocabulary:
-            right = len(shape) == 2 and shape == tensors[0].info.shape and shape[0] * ranks >= part.rows
-            rows = shape[0] if right else -(-part.rows // ranks)
-        if shape != part.shape(rows, ranks):
+    rows = spec.rows // (ranks if spec.split == "rows" else 1)
+    for shape in (part.info.shape for part in tensors):
+        if spec.is_vocabulary:
+            right = len(shape) == 2 and shape == tensors[0].info.shape and shape[0] * ranks >= spec.rows
+            rows = shape[0] if right else -(-spec.rows // ranks)
+        if shape != spec.shape(rows, ranks):
             raise UserError(
-                f"{where} has the shape {list(shape)} where {list(part.shape(rows, ranks))} is expected of "
+                f"{where} has the shape {list(shape)} where {list(spec.shape(rows, ranks))} is expected of "
                 f"{ranks} tensor parallel {'rank' if ranks == 1 else 'ranks'}: another rank's folder is missing, or "
-                f"config.json ({files}) is another model's."
+                f"config.json ({files}) is another model's. Restore the folder, or set --hf_model_path."
             )
 
 
@@ -115,41 +115,45 @@ def as_megatron(
     Raises UserError when `source` lacks a tensor of the model, or has a tensor in another shape."""
     tensors: dict[str, JoinedTensor] = {}
     known = {"lm_head.weight"} if model.tied else set()
-    for part in model.parts():
-        for layer in range(model.layers if part.stage == "layer" else 1):
-            for member, rows in part.members:
-                known.add(full := member_name(layer, part, member))
-                _check_member(source, full, part.shape(rows))
-            tensors[layer_name(layer, part)] = _rank_tensor(part, layer, source, rank, ranks, vocabulary)
+    for spec in model.specs():
+        for layer in range(model.layers if spec.stage == "layer" else 1):
+            for member, rows in spec.members:
+                known.add(full := member_name(layer, spec, member))
+                _check_member(source, full, spec.shape(rows))
+            tensors[layer_name(layer, spec)] = _rank_tensor(spec, layer, source, rank, ranks, vocabulary)
     if unknown := sorted(set(source.contents.tensors) - known):
-        raise UserError(f"{unknown[0]} would be lost: Megatron's {model.model_type} has no such tensor.")
+        raise UserError(
+            f"{unknown[0]} would be lost: Megatron's {model.model_type} lacks it. Convert a model without this tensor."
+        )
     return tensors
 
 
 def _rank_tensor(
-    part: MegatronTensor, layer: int, source: TensorSource, rank: int, ranks: int, vocabulary: int | None
+    spec: TensorSpec, layer: int, source: TensorSource, rank: int, ranks: int, vocabulary: int | None
 ) -> JoinedTensor:
-    if part.split == "columns":
-        columns = part.width // ranks
-        whole = SourceTensor(source, member_name(layer, part, part.members[0][0]))
+    if spec.split == "columns":
+        columns = spec.width // ranks
+        whole = SourceTensor(source, member_name(layer, spec, spec.members[0][0]))
         chosen = column_slice(whole, rank * columns, columns)
         return JoinedTensor(chosen.info, [(chosen, 0, chosen.info.numel)])
-    rows, runs = part.rows // (ranks if part.split == "rows" else 1), list(part.runs(rank, ranks))
-    if part.is_vocabulary:
-        rows = (vocabulary or part.rows) // ranks
-        runs = [part.vocabulary_run(rank, rows)]
+    rows, runs = spec.rows // (ranks if spec.split == "rows" else 1), list(spec.runs(rank, ranks))
+    if spec.is_vocabulary:
+        rows = (vocabulary or spec.rows) // ranks
+        runs = [spec.vocabulary_run(rank, rows)]
     pieces: list[Piece] = []
     for run in runs:
-        tensor = SourceTensor(source, member_name(layer, part, run.name))
-        pieces.append((tensor, run.row * part.width, (run.row + run.rows) * part.width))
-    info = TensorInfo(part.shape(rows), pieces[0][0].info.dtype)
-    padding = (rows - sum(run.rows for run in runs)) * part.width
+        tensor = SourceTensor(source, member_name(layer, spec, run.name))
+        pieces.append((tensor, run.row * spec.width, (run.row + run.rows) * spec.width))
+    info = TensorInfo(spec.shape(rows), pieces[0][0].info.dtype)
+    padding = (rows - sum(run.rows for run in runs)) * spec.width
     return JoinedTensor(info, [*pieces, (zeros(info), 0, padding)])
 
 
 def _check_member(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:
     info = source.contents.tensors.get(name)
     if info is None:
-        raise UserError(f"The checkpoint has no {name}, which its config.json requires.")
+        raise UserError(f"The checkpoint has no {name}, which config.json requires. Set --hf_model_path.")
     if info.shape != shape:
-        raise UserError(f"{name} has the shape {list(info.shape)}, but config.json requires {list(shape)}.")
+        raise UserError(
+            f"{name} has the shape {list(info.shape)}, but config.json requires {list(shape)}. Set --hf_model_path."
+        )
