@@ -13,6 +13,7 @@ from rlhf.storage.hf_layout import FLOAT_TYPES
 from rlhf.storage.shards import DTYPES
 
 STATE = "optimizer.state."
+"""Prefix of the moments' names."""
 
 
 def write_dcp_folder(
@@ -43,9 +44,8 @@ def write_dcp_folder(
 
 def as_dcp(source: TensorSource, dtype: str | None, moments: bool = True) -> NamedTensors:
     """Return `source` with the names and dtypes of a DCP folder."""
-    contents = source.contents
-    tensors = {name: _in_dtype(SourceTensor(source, name), dtype) for name in contents.tensors}
-    state = {STATE + name: SourceTensor(source, name) for name in contents.moments if moments}
+    tensors = {name: _in_dtype(SourceTensor(source, name), dtype) for name in source.contents.tensors}
+    state = {STATE + name: SourceTensor(source, name) for name in source.contents.moments if moments}
     return NamedTensors(source.layout, {**tensors, **state})
 
 

@@ -81,10 +81,10 @@ def _folders(origin: Origin) -> tuple[Path, Path | None] | None:
         return path, None
     if origin.tag is None and _is_save(path / "pytorch_model_fsdp_0"):
         return path / "pytorch_model_fsdp_0", _if_save(path / "optimizer_0")
-    steps = {int(name): folder for folder in path.glob("step-*") if (name := folder.name[5:]).isdigit()}
-    names = [steps[step].name for step in sorted(steps) if _is_save(steps[step])]
-    if not names:
+    saves = [folder for folder in path.glob("step-*") if folder.name[5:].isdigit() and _is_save(folder)]
+    if not saves:
         return None
+    names = [folder.name for folder in sorted(saves, key=lambda folder: int(folder.name[5:]))]
     if origin.tag is not None and origin.tag not in names:
         near = did_you_mean(nearest(origin.tag, names))
         raise UserError(f"--tag={origin.tag} is not in {path}. There are {', '.join(names)}.{near}")
