@@ -37,9 +37,7 @@ def open_source(origin: Origin) -> NamedTensors:
     """Open a save. Raises UserError for an unknown tag, a rank's missing file, and a split other than ZeRO's."""
     save = find_save(origin)
     if save is None:
-        raise UserError(
-            f"{origin.path} has no DeepSpeed save, a folder with {MODEL_STATES}. Give the folder of a save."
-        )
+        raise UserError(f"{origin.path} has no DeepSpeed save ({MODEL_STATES}). Give the folder of a save.")
     check_supported(save)
     states = open_first(save, MODEL_STATES)
     if not {"module", "buffer_names", "global_steps"} <= states.keys():
