@@ -78,15 +78,12 @@ class TrainingBackend(Model, TrainState, Protocol):
         return adapters.merged(gather_tensors(shards, self._shard_group, device=self._device), dtype)
 
     def merged_shards(self) -> Shards:
-        """See `TrainState.merged_shards`."""
         return split_over_ranks(self.full_tensors())
 
     def merged_bytes(self) -> int:
-        """See `TrainState.merged_bytes`."""
         return split_bytes(shard.shape for shard in self.base_shards().values())
 
     def hf_parts(self) -> FileParts:
-        """See `TrainState.hf_parts`."""
         weights = self.base_shards() or self.model_shards()
         return parts_in_files({name: shard.shape for name, shard in weights.items()}, self._hf_config)
 

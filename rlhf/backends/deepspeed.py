@@ -42,22 +42,20 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
     def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training) -> None:
         optim, grad_clip = training.optim, training.grad_clip
         deepspeed = import_deepspeed(device)
+        dtype = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
         float32_weights: dict[str, Tensor] = {}
         # Keep the float32 weights: DeepSpeed would compute the master weights from weights already cast to bfloat16.
-        if config.autocast == "bfloat16":
+        if dtype == torch.bfloat16:
             float32_weights = {
                 name: p.data for name, p in model.named_parameters() if p.requires_grad and not p.is_meta
             }
         settings = _settings(config, grad_clip, [(p.numel(), p.requires_grad) for p in model.parameters()])
         if config.zero_stage == 3:
-            dtype = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
             partition(model, deepspeed.zero.Init(nn.Module(), config_dict_or_path=settings, dtype=dtype), device, dtype)
         groups = parameter_groups(model, optim)
-        optimizer: torch.optim.AdamW
-        if config.zero_stage == 0:
-            optimizer = ClippedAdamW(groups, grad_clip, **adamw_options(optim))
-        else:
-            optimizer = torch.optim.AdamW(groups, **adamw_options(optim))
+        options = adamw_options(optim)
+        stage_0 = config.zero_stage == 0
+        optimizer = ClippedAdamW(groups, grad_clip, **options) if stage_0 else torch.optim.AdamW(groups, **options)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use
             self._engine, *_ = deepspeed.initialize(
                 model=with_log_probs(model, use_liger=config.use_liger).train(), optimizer=optimizer, config=settings
@@ -66,9 +64,7 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
         super().__init__(optimizer, training)
         self._hf_config = model.config
         # The module's dtype if every rank has the module's weights unsharded; None at stage 3.
-        self._unsharded_dtype: torch.dtype | None = None
-        if config.zero_stage < 3:
-            self._unsharded_dtype = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
+        self._unsharded_dtype = dtype if config.zero_stage < 3 else None
         self._adapters = Adapters.of(self._engine.module)
         self._shard_group, self._device = dims.model(device), self._engine.device
         self._state = ZeroState(self._engine, optimizer, training.offload)
@@ -80,15 +76,13 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
         self._state.move_to_host()
 
     def on_device(self) -> AbstractContextManager[None]:
-        """See `Model.on_device`."""
         return self._state.for_passes()
 
     def backward(self, loss: Tensor) -> None:
-        """See `TrainingBackend.backward`. Undo DeepSpeed's average over ranks, because the interface asks for a sum."""
+        """Undo DeepSpeed's average over ranks, because the interface asks for a sum."""
         self._engine.backward(loss * dims.data().size)
 
     def optimizer_step(self) -> dict[str, float]:
-        """See `TrainingBackend.optimizer_step`."""
         lr = self.scheduler.get_last_lr()[0]
         clipped = self.optimizer if isinstance(self.optimizer, ClippedAdamW) else None
         if clipped is not None:
@@ -102,34 +96,32 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
         return {"grad_norm": norm, "lr": float(lr)}
 
     def zero_grad(self) -> None:
-        """See `TrainingBackend.zero_grad`."""
         self._state.clear_gradients()
 
     def model_shards(self) -> Shards:
-        """See `TrainState.model_shards`. Views of the float32 master weights."""
+        """Return views of the float32 master weights."""
         if self._adapters is not None:
             return dict(self._adapters.trained(self._state.weights()))
         return dict(self._state.weights()) | self._buffer_shards()
 
     def base_shards(self) -> Shards:
-        """See `TrainingBackend.base_shards`. Views of the module's own weights."""
+        """Return views of the module's own weights."""
         if self._adapters is None:
             return {}
         return dict(self._adapters.base([*self._state.frozen(), *self._buffer_shards().items()]))
 
     def optimizer_shards(self) -> Shards:
-        """See `TrainState.optimizer_shards`."""
         moments = self._state.moments()
         return dict(moments if self._adapters is None else self._adapters.trained(moments))
 
     def after_load(self) -> None:
-        """See `TrainState.after_load`. Recompute the module's weights from the master weights."""
+        """Recompute the module's weights from the master weights."""
         with self._state.for_weights():
             self._state.refresh()
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainingBackend.full_tensors`. Needs no gather if the module's own weights have the right type."""
+        """Yield every weight and buffer, without a gather if the module's own weights have the right type."""
         if self._adapters is not None:
             yield from self.merged_tensors(self._adapters, dtype)
             return
@@ -155,7 +147,6 @@ class ClippedAdamW(torch.optim.AdamW):
         """Norm of the last step's gradient before clipping."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Clip and step."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.grad_norm = nn.utils.clip_grad_norm_(parameters, self._grad_clip)
         if torch.isfinite(self.grad_norm):

@@ -88,13 +88,13 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
         # off (models/loading.py).
         self.module.train()
         self._adapters = Adapters.of(self.module)
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameter_groups(self.module, optim), **adamw_options(optim))
         Scheduled.__init__(self, optimizer, training)
         self._hf_config = model.config
         self._grad_clip = training.grad_clip
-        for parameter in trained:
-            optimizer.state[parameter] = empty_moments(parameter)
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                optimizer.state[parameter] = empty_moments(parameter)
         self._moments = Offload(
             self._local_moments if offload.optimizer_offload else None, "fsdp_config.optimizer_offload"
         )
@@ -104,11 +104,10 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
         return (local_part(state[moment]) for state in self.optimizer.state.values() for moment in MOMENTS)
 
     def backward(self, loss: Tensor) -> None:
-        """See `TrainingBackend.backward`. Undo FSDP2's average over ranks, because the interface asks for a sum."""
+        """Undo FSDP2's average over ranks, because the interface asks for a sum."""
         (loss * dims.data().size).backward()
 
     def optimizer_step(self) -> dict[str, float]:
-        """See `TrainingBackend.optimizer_step`."""
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._grad_clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = self.scheduler.get_last_lr()[0]
@@ -121,29 +120,24 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
         return {"grad_norm": float(norm), "lr": float(lr)}
 
     def zero_grad(self) -> None:
-        """See `TrainingBackend.zero_grad`."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def model_shards(self) -> Shards:
-        """See `TrainState.model_shards`."""
         state = self.named_state()
         return self._weights.shards(shards_of(state if self._adapters is None else self._adapters.trained(state)))
 
     def base_shards(self) -> Shards:
-        """See `TrainingBackend.base_shards`."""
         if self._adapters is None:
             return {}
         return self._weights.shards(shards_of(self._adapters.base(self.named_state())))
 
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainingBackend.full_tensors`."""
         if self._adapters is None:
             yield from super().full_tensors(dtype)
             return
         yield from self.merged_tensors(self._adapters, dtype)
 
     def optimizer_shards(self) -> Shards:
-        """See `TrainState.optimizer_shards`."""
         self.reshard()
         named = self.module.named_parameters()
         moments = shards_of(
@@ -154,7 +148,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
         return self._moments.shards(moments)
 
     def after_load(self) -> None:
-        """See `TrainState.after_load`. Do nothing: a load writes to the module's own tensors."""
+        """Do nothing: a load writes to the module's own tensors."""
 
 
 def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> PreTrainedModel:

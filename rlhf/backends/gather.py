@@ -110,24 +110,23 @@ def _parts_of_ranks(shards: Sequence[Shard], ranks: dims.RankGroup, device: torc
     boxes = [shard.box for shard in shards]
     device = device or shards[0].local.device
     ranges = [(box.offsets[0], box.sizes[0]) if box.is_range else (-1, 0) for box in boxes]
-    every = gather_from(ranks, torch.tensor(ranges, device=device)).cpu()
+    ranges_of_ranks = gather_from(ranks, torch.tensor(ranges, device=device)).cpu()
     # Tensor operations instead of loops over ranks: a large model on many ranks has a million parts.
-    starts, sizes = every.unbind(-1)  # [ranks, tensors] each
+    starts, sizes = ranges_of_ranks.unbind(-1)  # [ranks, tensors] each
     wholes = torch.tensor([math.prod(shard.shape) for shard in shards])
     unsharded = (sizes == wholes).all(0)
     equal = (sizes * ranks.size == wholes).all(0) & (starts == sizes * torch.arange(ranks.size)[:, None]).all(0)
     boxed = (starts < 0).any(0)
     found = [_PartsOfRanks(*flags, []) for flags in zip(unsharded.tolist(), equal.tolist(), strict=True)]
     for i in (~(unsharded | equal | boxed)).nonzero().flatten().tolist():
-        found[i].boxes.extend(Box((start,), (size,)) for start, size in every[:, i].tolist())
-    # Ranks exchange boxes at every weight sync. Most boxes are ranges and need two numbers; only the rest is sent in
-    # full.
-    if of_boxes := boxed.nonzero().flatten().tolist():
-        width = max(len(shards[i].shape) for i in of_boxes)
-        rows = torch.tensor([_padded(boxes[i], width) for i in of_boxes], device=device)
-        for i, of_ranks in zip(of_boxes, gather_from(ranks, rows).transpose(0, 1).tolist(), strict=True):
+        found[i].boxes.extend(Box((start,), (size,)) for start, size in ranges_of_ranks[:, i].tolist())
+    # Ranks exchange boxes at every weight sync. Most boxes are ranges, which need two numbers. The others follow here.
+    if tensors := boxed.nonzero().flatten().tolist():
+        width = max(len(shards[i].shape) for i in tensors)
+        rows = torch.tensor([_padded(boxes[i], width) for i in tensors], device=device)
+        for i, rank_rows in zip(tensors, gather_from(ranks, rows).transpose(0, 1).tolist(), strict=True):
             found[i].boxes.extend(
-                Box(tuple(row[1 : 1 + row[0]]), tuple(row[1 + width : 1 + width + row[0]])) for row in of_ranks
+                Box(tuple(row[1 : 1 + row[0]]), tuple(row[1 + width : 1 + width + row[0]])) for row in rank_rows
             )
     return found
 

@@ -18,8 +18,8 @@ ALIGNMENT = 64
 class Offload:
     """Keeps tensors in host memory except inside `on_device`.
 
-    A storage moves once, however many views it has, and has size 0 while it is offloaded. Tensors and views stay the
-    same objects. GPU storages are copied to page-locked memory, which is reused. On a CPU offloading saves no memory.
+    A storage with several views moves once. An offloaded storage has size 0. Tensors and views stay the same objects.
+    GPU storages are copied to page-locked memory, which is reused. On a CPU offloading saves no memory.
 
     Args:
         find: returns the tensors, the same at every call; None offloads nothing.
@@ -63,7 +63,8 @@ class Offload:
         self._pin({key: storage.nbytes() for key, storage in on_cuda.items() if key not in self._pinned})
         for key, storage in here.items():
             # On a CPU at most one storage exists twice.
-            copy = self._pinned[key] if key in on_cuda else self._host_memory(storage.nbytes())
+            with self._shortage_as_user_error(storage.nbytes()):
+                copy = self._pinned[key] if key in on_cuda else torch.empty(storage.nbytes(), dtype=torch.uint8)
             copy.copy_(_bytes_of(storage), non_blocking=True)
             self._away[key] = storage, copy
             storage.resize_(0)
@@ -105,25 +106,22 @@ class Offload:
             return
         spans = {key: -(-size // ALIGNMENT) * ALIGNMENT for key, size in sizes.items()}
         length = sum(spans.values())
-        try:
+        with self._shortage_as_user_error(length):
             memory = PageLockedMemory(length)
-        except RuntimeError as error:
-            raise self._no_memory(length, str(error)) from error
         self._blocks.append(memory)
         for key, part in zip(sizes, memory.content.split([*spans.values()]), strict=True):
             self._pinned[key] = part[: sizes[key]]
 
-    def _host_memory(self, size: int) -> Tensor:
+    @contextmanager
+    def _shortage_as_user_error(self, size: int) -> Iterator[None]:
+        """Raise UserError if the allocation of `size` bytes in the block fails."""
         try:
-            return torch.empty(size, dtype=torch.uint8)
+            yield
         except RuntimeError as error:
-            raise self._no_memory(size, str(error)) from error
-
-    def _no_memory(self, size: int, reason: str) -> UserError:
-        return UserError(
-            f"{self._setting}=true: the host has too little memory for the offloaded tensors ({size / 2**20:.1f} MiB "
-            f"on this rank; {reason}). Set it to false, or use a machine with more memory."
-        )
+            raise UserError(
+                f"{self._setting}=true: the host has too little memory for the offloaded tensors "
+                f"({size / 2**20:.1f} MiB on this rank; {error}). Set it to false, or use a machine with more memory."
+            ) from error
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

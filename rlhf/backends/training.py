@@ -34,8 +34,8 @@ class Training:
 class Scheduled:
     """Advances the learning-rate schedule per optimizer step or per training step, and saves its state.
 
-    Both kinds of steps are counted, so that a resume may change `lr_scheduler_interval`. See
-    `storage.state.TrainState`.
+    Counts both kinds of steps, so that a resume may change `lr_scheduler_interval`. Implements a part of
+    `TrainingBackend`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, training: Training) -> None:
@@ -50,7 +50,6 @@ class Scheduled:
         self._moved = False
 
     def end_update(self) -> None:
-        """See `TrainingBackend.end_update`."""
         if self._moved:
             self._count("training_step")
         self._moved = False
@@ -65,27 +64,25 @@ class Scheduled:
             self.scheduler.step()
 
     def extra_state(self) -> dict[str, Any]:
-        """See `TrainState.extra_state`."""
         state = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
         # Save one rate: all groups have the same, and a resume may change the number of groups.
         schedule = {k: v[:1] if k in ("base_lrs", "_last_lr") else v for k, v in state.items()}
         return {"lr_scheduler": schedule, "steps_taken": dict(self._steps)}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """See `TrainState.load_extra_state`. Load only the schedule's position; the settings define rates and shape."""
+        """Load only the schedule's position; the settings define rates and shape."""
         scheduler = self.scheduler
         rates = scheduler.base_lrs
         self._steps, self._moved = dict(state["steps_taken"]), False
-        position = self._steps[self._interval]
-        place = {"last_epoch": position, "_step_count": position + 1}
-        scheduler.load_state_dict({**state["lr_scheduler"], **place, "base_lrs": rates, "lr_lambdas": [None]})
+        count = self._steps[self._interval]
+        position = {"last_epoch": count, "_step_count": count + 1}
+        scheduler.load_state_dict({**state["lr_scheduler"], **position, "base_lrs": rates, "lr_lambdas": [None]})
         factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
         scheduler._last_lr = [rate * factor for rate in rates]
         for group, lr in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
 
     def hf_files(self) -> Mapping[str, bytes]:
-        """See `TrainState.hf_files`."""
         return self._hf_files
 
 
