@@ -74,7 +74,7 @@ def write_json(root: Path, path: str, document: object) -> WrittenFile:
 
 
 def replace_durably(path: Path, content: str | bytes) -> None:
-    """Replace the content of the small file `path`; at any time, readers see the old or the new content, whole."""
+    """Replace the content of the small file `path`. Readers see either the old content or the new content."""
     fresh = path.with_name(f"{TEMPORARY}{path.name}")
     with _naming(path), fresh.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -113,8 +113,8 @@ def write_small(path: Path, content: bytes) -> None:
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write small files, which nobody needs after a crash, and remove all other files of `folder`. Files that cannot be
-    removed (open in a dying process over NFS) stay."""
+    """Write small files, which nobody needs after a crash, and remove all other files of `folder`, except files that
+    are open in a dying process over NFS."""
     if folder.exists():
         remove_dir(folder, ignore_errors=True)
     make_dir(folder)
@@ -247,12 +247,7 @@ def fsync_files(root: Path) -> None:
     """Sync the content of all files below a directory, but not their names."""
     for path in root.rglob("*"):
         if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                with _naming(path):
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            fsync_file(path)
 
 
 def fsync_tree(root: Path) -> None:

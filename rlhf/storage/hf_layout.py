@@ -4,13 +4,11 @@ Like the Hub: one file up to `SHARD_BYTES`, else numbered files with an index.
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rlhf.storage.index_rows import Tensors
-from rlhf.storage.safetensors_header import make_safetensors_header
-from rlhf.storage.shard_index import ITEM_BYTES
+from rlhf.storage.safetensors_header import ITEM_BYTES, make_safetensors_header, nbytes_of
 
 SHARD_BYTES = 5_000_000_000
 """Upper limit of tensor bytes in one file, unless one tensor is larger."""
@@ -47,7 +45,7 @@ def lay_out_weights(tensors: Tensors, shard_bytes: int | None = None, stem: str 
     groups: list[list[str]] = [[]]
     filled = 0
     for name, (dtype, shape) in tensors.items():
-        nbytes = ITEM_BYTES[dtype] * math.prod(shape)
+        nbytes = nbytes_of(dtype, shape)
         if groups[-1] and filled + nbytes > most:
             groups.append([])
             filled = 0
@@ -62,10 +60,10 @@ def lay_out_weights(tensors: Tensors, shard_bytes: int | None = None, stem: str 
 def _file(name: str, tensors: Tensors) -> WeightsFile:
     ordered = dict(sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0]]))
     header = make_safetensors_header(ordered, METADATA)
-    places, end = {}, len(header)
+    first_byte, end = {}, len(header)
     for key, (dtype, shape) in ordered.items():
-        places[key], end = end, end + ITEM_BYTES[dtype] * math.prod(shape)
-    return WeightsFile(name, header, places, end)
+        first_byte[key], end = end, end + nbytes_of(dtype, shape)
+    return WeightsFile(name, header, first_byte, end)
 
 
 def index_of_weights(files: Iterable[WeightsFile]) -> dict[str, bytes]:

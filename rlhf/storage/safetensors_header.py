@@ -8,10 +8,30 @@ from typing import Any, TypeGuard
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.index_rows import Tensors
 from rlhf.storage.reading import CheckedFiles, parse_json
-from rlhf.storage.shard_index import ITEM_BYTES
 
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""safetensors' name of a type -> bytes of an element."""
+TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""safetensors' name of a type -> torch's name."""
+FLOATS = {kind for kind, name in TORCH_NAMES.items() if "float" in name}
 LARGEST = 100_000_000
 """Bytes of the largest header, as in the safetensors library."""
+
+
+def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a tensor; `kind` is safetensors' name of its type."""
+    return ITEM_BYTES[kind] * math.prod(shape)
 
 
 def make_safetensors_header(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> bytes:
@@ -19,7 +39,7 @@ def make_safetensors_header(tensors: Tensors, metadata: Mapping[str, str] | None
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
-        start, end = end, end + ITEM_BYTES[dtype] * math.prod(shape)
+        start, end = end, end + nbytes_of(dtype, shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -27,8 +47,7 @@ def make_safetensors_header(tensors: Tensors, metadata: Mapping[str, str] | None
 
 
 def read_safetensors_header(files: CheckedFiles, name: str) -> tuple[dict[str, Any], int]:
-    """Return a safetensors file's tensors by name and the position of their data; raise DamagedCheckpoint if
-    invalid."""
+    """Return the header's entries by tensor, and the position of the data. Raise DamagedCheckpoint if invalid."""
     length = 8 + int.from_bytes(files.start(name, 8), "little")
     if length - 8 > LARGEST:
         raise DamagedCheckpoint(f"{name}: its header claims {length - 8} bytes; at most {LARGEST} are valid")

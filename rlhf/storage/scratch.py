@@ -9,7 +9,6 @@ import tempfile
 from contextlib import ExitStack, suppress
 from multiprocessing import shared_memory
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rlhf.storage.files import make_private_dir, remove_dir, remove_file
@@ -57,7 +56,7 @@ class Scratch:
     def __enter__(self) -> "Scratch":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

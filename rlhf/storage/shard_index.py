@@ -7,7 +7,6 @@ are ranges.
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,23 +30,8 @@ from rlhf.storage.index_rows import (
 )
 from rlhf.storage.layout import INDEX
 from rlhf.storage.reading import CheckedFiles
+from rlhf.storage.safetensors_header import ITEM_BYTES, make_safetensors_header, nbytes_of
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""safetensors' name of a type -> bytes of an element."""
-TORCH_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""safetensors' name of a type -> torch's name."""
-FLOATS = {kind for kind, name in TORCH_NAMES.items() if "float" in name}
 _MOST_BYTES = 1 << 60
 """More than any checkpoint has, and few enough for sums in int64."""
 
@@ -74,11 +58,6 @@ class Piece(NamedTuple):
     file: str
     position: int
     shard: Box
-
-
-def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a tensor; `kind` is safetensors' name of its type."""
-    return ITEM_BYTES[kind] * math.prod(shape)
 
 
 def hash_of_table(tensors: Tensors) -> str:
@@ -120,10 +99,7 @@ def merge_shares(tensors: Tensors, shares: Sequence[FileShards]) -> bytes:
     rows = _check(tensors, shares, Table(tensors))
     files = [(share.file, share.first_byte, len(share.rows) // ROW_BYTES) for share in shares if share.rows]
     metadata = {"tensors": json.dumps({name: tensors[name] for name in sorted(tensors)}), "files": json.dumps(files)}
-    entry = {"dtype": "I64", "shape": [len(rows) // ROW_BYTES, 3], "data_offsets": [0, len(rows)]}
-    head = json.dumps({"__metadata__": metadata, "shards": entry}, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    return len(head).to_bytes(8, "little") + head + rows
+    return make_safetensors_header({"shards": ("I64", (len(rows) // ROW_BYTES, 3))}, metadata) + rows
 
 
 class ShardIndex:
@@ -150,7 +126,7 @@ class ShardIndex:
             if dtype not in ITEM_BYTES or not all(type(size) is int and size >= 0 for size in shape):
                 raise ValueError(f"a tensor of type {dtype!r} and shape {shape!r}")
         self._names = list(self.tensors)
-        if sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self.tensors.values()) > _MOST_BYTES:
+        if sum(nbytes_of(dtype, shape) for dtype, shape in self.tensors.values()) > _MOST_BYTES:
             raise ValueError("tensors that are too large")
         self._table = Table(self.tensors)
         self._width = np.array([ITEM_BYTES[dtype] for dtype, _ in self.tensors.values()], dtype=np.int64)

@@ -19,8 +19,8 @@ from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.hashing import BLOCK
 from rlhf.storage.index_rows import Tensors, rows_of
 from rlhf.storage.reading import CheckedFiles
-from rlhf.storage.safetensors_header import make_safetensors_header
-from rlhf.storage.shard_index import FLOATS, TORCH_NAMES, FileShards, Piece, ShardIndex, hash_of_table
+from rlhf.storage.safetensors_header import FLOATS, TORCH_NAMES, make_safetensors_header
+from rlhf.storage.shard_index import FileShards, Piece, ShardIndex, hash_of_table
 from rlhf.storage.whole_tensors import WholeTensors
 
 # Bytes of the page-locked buffer through which tensors are copied to a GPU.

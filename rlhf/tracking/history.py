@@ -37,14 +37,6 @@ class History:
         """
         append_durably(self.path, [_line(record)])
 
-    def mark(self) -> HistoryMark:
-        """Return the present end of the file, for a checkpoint."""
-        return HistoryMark.at_end(self.path)
-
-    def has(self, mark: HistoryMark) -> bool:
-        """Return whether the file still begins with the records up to `mark`."""
-        return mark.fits(self.path)
-
     def cut_after(self, step: int, mark: HistoryMark | None = None) -> None:
         """Drop the records after `step`, and a torn last line.
 
@@ -71,7 +63,7 @@ class History:
         """Yield the complete records from the step `first` on, in the file's order.
 
         Raises:
-            UserError: a line before the last is not a record, which no kill can cause.
+            UserError: a line before the last is not a record. No kill causes this damage.
         """
         with _damage_as_user_error():
             for number, (step, line) in enumerate(read_lines(self.path), start=1):
@@ -84,4 +76,4 @@ def _damage_as_user_error() -> Iterator[None]:
     try:
         yield
     except DamagedHistory as error:
-        raise UserError(f"{error}; remove it or restore the file from a copy") from error
+        raise UserError(f"{error}. Remove the line, or restore the file from a copy.") from error

@@ -26,7 +26,7 @@ SHOWN = (
 """Shown metrics with labels and formats. A run has only one of the two evaluation metrics."""
 EVALUATED = {ACCURACY.metric, REWARD.metric}
 LONGEST_BAR, SHORTEST_BAR = 30, 10
-_NOTHING_AT = -math.inf
+_NEVER = -math.inf
 
 
 class Progress(ProgressDisplay):
@@ -39,9 +39,9 @@ class Progress(ProgressDisplay):
     def __init__(self, write_line: Callable[[str], None]) -> None:
         self._write_line = write_line
         self._step, self._total = 0, 0
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._times: list[tuple[float, int]] = []
-        self._last_line, self._last_phase_line = _NOTHING_AT, _NOTHING_AT
+        self._last_line, self._last_phase_line = _NEVER, _NEVER
         self._phase_step, self._phase, self._since, self._note = 0, "", time.monotonic(), ""
         self._of_ranks: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
         self._counts: dict[int, tuple[int, int]] = {}
@@ -56,20 +56,20 @@ class Progress(ProgressDisplay):
     def start(self, step: int, total: int) -> None:
         """Begin at `step` finished steps of `total`: 0, the resume step, or the target of a rollback."""
         self._step, self._total = step, total
-        self._times, self._figures, self._last_line = [(time.monotonic(), step)], {}, _NOTHING_AT
+        self._times, self._metrics, self._last_line = [(time.monotonic(), step)], {}, _NEVER
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step; step 0 is the evaluation before training."""
         now = time.monotonic()
         # Drop the times of repeated steps, and the time of the evaluation before training.
         self._times = [*(entry for entry in self._times[-RATE_WINDOW:] if entry[1] < step), (now, step)]
-        self._figures |= metrics
+        self._metrics |= metrics
         self._step = step
-        first = self._last_line == _NOTHING_AT
+        first = self._last_line == _NEVER
         due = now - self._last_line >= LINE_INTERVAL_S
         if first or due or step >= self._total or not EVALUATED.isdisjoint(metrics):
-            self._last_line = now if step > 0 else _NOTHING_AT
-            parts = [self._where(step), *(_figure(metrics, *each) for each in SHOWN), self._eta()]
+            self._last_line = now if step > 0 else _NEVER
+            parts = [self._where(step), *(_labelled(metrics, *each) for each in SHOWN), self._eta()]
             self._write_line("  ".join(part for part in parts if part))
 
     def phase(self, rank: int, step: int, name: str, done: int = 0, total: int = 0) -> None:
@@ -86,7 +86,7 @@ class Progress(ProgressDisplay):
             self._of_ranks = {key: counts for key, counts in self._of_ranks.items() if key[0] >= step}
         self._counts = dict(self._of_ranks.get((step, name), {}))  # a copy: another thread draws it
         now = time.monotonic()
-        starting = self._last_line == _NOTHING_AT and begins and ":" not in name
+        starting = self._last_line == _NEVER and begins and ":" not in name
         if starting or now - max(self._last_line, self._last_phase_line) >= PHASE_INTERVAL_S:
             self._last_phase_line = now
             where = self._where(step) if self.started and step else ""
@@ -149,7 +149,7 @@ class Progress(ProgressDisplay):
         with_note = f"{phase} {self._note}" if self._note else phase
         if not self.started:
             return [with_note]
-        reward, accuracy, held_out, speed = (_figure(self._figures, *each) for each in SHOWN)
+        reward, accuracy, held_out, speed = (_labelled(self._metrics, *each) for each in SHOWN)
         shown = [phase, reward, accuracy or held_out, speed, self._eta()]
         if cell_len(with_note) + 2 <= width:
             shown[0] = with_note
@@ -162,7 +162,7 @@ class Progress(ProgressDisplay):
         return [shown[i] for i in sorted(kept)]
 
 
-def _figure(metrics: Mapping[str, float], name: str, label: str, spec: str) -> str:
+def _labelled(metrics: Mapping[str, float], name: str, label: str, spec: str) -> str:
     return f"{label} {format(metrics[name], spec)}" if name in metrics else ""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.storage.files import make_dir_durably, replace_durably
-from rlhf.storage.layout import HISTORY
+from rlhf.storage.layout import HISTORY, MANIFEST, scan
 from rlhf.tracking.headline import ACCURACY, REWARD, Headline, headline
 from rlhf.tracking.history import History, Record
 
@@ -40,12 +40,7 @@ def read_report(run_dir: Path) -> str:
 
 
 def _newest_checkpoint(run_dir: Path) -> Path | None:
-    def step(path: Path) -> int:
-        number = path.parent.name.removeprefix("global_step_")
-        return int(number) if number.isdecimal() else -1
-
-    newest = max(run_dir.glob("global_step_*/manifest.json"), key=step, default=None)
-    return newest.parent if newest is not None and step(newest) >= 0 else None
+    return next((path for path in scan(run_dir) if (path / MANIFEST).is_file()), None)
 
 
 class _Curve:
@@ -120,12 +115,12 @@ def _plot(report: dict[str, Any]) -> bytes:
         )
     shown = _headline(report)
     if report["evaluations"]:
-        steps, figures = zip(*report["evaluations"], strict=True)
-        axes.plot(steps, figures, "o--", color="tab:orange", markersize=6, linewidth=1, label=shown.label)
+        steps, values = zip(*report["evaluations"], strict=True)
+        axes.plot(steps, values, "o--", color="tab:orange", markersize=6, linewidth=1, label=shown.label)
         for index in {0, len(steps) - 1}:
             axes.annotate(
-                format(figures[index], shown.format),
-                (steps[index], figures[index]),
+                format(values[index], shown.format),
+                (steps[index], values[index]),
                 (0, 9),
                 textcoords="offset points",
                 ha="center",
@@ -148,8 +143,8 @@ def _text(report: dict[str, Any], folder: Path) -> str:
     steps = f"{report['first_step']} to {report['steps']}" if report["first_step"] > 1 else str(report["steps"])
     rows = [("steps", f"{steps} in {report['training_seconds']:.0f} s")]
     shown = _headline(report)
-    figures = {"before": report[f"{shown.key}_before"], "after": report[f"{shown.key}_after"], "best": report["best"]}
-    if known := [f"{format(value, shown.format)} {name}" for name, value in figures.items() if value is not None]:
+    values = {"before": report[f"{shown.key}_before"], "after": report[f"{shown.key}_after"], "best": report["best"]}
+    if known := [f"{format(value, shown.format)} {name}" for name, value in values.items() if value is not None]:
         rows.append((shown.label, ", ".join(known)))
     if report["reward"]:
         rows.append(("reward", f"{report['reward'][0][1]:.3f} first step, {report['reward'][-1][1]:.3f} last step"))

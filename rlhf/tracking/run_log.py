@@ -68,8 +68,8 @@ class RunLog:
         if self._log_samples:
             log_samples(step, self._samples)
         self._pending, self._samples = {}, []
-        beside = EVALUATED - {headline(metrics).metric}
-        shown = [name for name, _, _ in SHOWN if name in metrics and name not in beside]
+        hidden = EVALUATED - {headline(metrics).metric}
+        shown = [name for name, _, _ in SHOWN if name in metrics and name not in hidden]
         self._progress.update(step, {name: metrics[name] for name in shown})
 
     def show(self, samples: Sequence[ShownSample]) -> None:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # verl's names for the progress display and metrics.jsonl, which cannot be switched off.
 ALWAYS_ON = ("console", "jsonl")
-PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}
+PACKAGES = ("wandb", "tensorboard")
 
 
 class Sink(Protocol):
@@ -48,12 +48,12 @@ def check_trackers(names: Sequence[str], wandb: WandbConfig) -> None:
     """
     for name in names:
         if name in PACKAGES:
-            spec = importlib.util.find_spec(PACKAGES[name])
+            spec = importlib.util.find_spec(name)
             # A folder named wandb/ in the working directory is a namespace package without an origin.
             if spec is None or spec.origin is None:
                 raise UserError(
-                    f"trainer.logger={list(names)}: {name} is not installed; "
-                    f"run `pip install 'rlhf[{name}]'` or remove it from the list"
+                    f"trainer.logger={list(names)}: {name} is not installed. Run `pip install 'rlhf[{name}]'`, or "
+                    f"remove {name} from the list."
                 )
     if "wandb" in names:
         check_login(wandb)
@@ -101,7 +101,7 @@ class Tracker:
         elif saved:
             forked = saved["run_id"] != self._run_id
             mark = HistoryMark(**saved["mark"])
-        known = mark is not None and self.history.has(mark)
+        known = mark is not None and mark.fits(self.history.path)
         self.history.cut_after(self._last_step, mark)
         self._try_samples(lambda: self.samples.cut_after(self._last_step))
         if not known and not forked and saved != {}:
@@ -113,12 +113,12 @@ class Tracker:
             action()
         except OSError as error:
             if not self._samples_fail:
-                logger.warning("Samples can't be written, training goes on without them: %s", error)
+                logger.warning("Samples can't be written; the training goes on without samples: %s", error)
             self._samples_fail = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the end of the history and the run's id."""
-        return {"run_id": self._run_id, "mark": asdict(self.history.mark())}
+        return {"run_id": self._run_id, "mark": asdict(HistoryMark.at_end(self.history.path))}
 
     def _warn_of_gaps(self) -> None:
         first = next(self.history.steps(), None)
@@ -160,5 +160,5 @@ class Tracker:
             except Exception as error:  # no failure of a tracker may stop the training
                 del self._sinks[name]
                 kind = type(error).__name__
-                logger.error("%s failed to %s and is off, training goes on: %s: %s", name, action, kind, error)
+                logger.error("%s failed to %s and is off; the training goes on: %s: %s", name, action, kind, error)
                 logger.debug("%s failed to %s", name, action, exc_info=True)

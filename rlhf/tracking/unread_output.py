@@ -46,17 +46,12 @@ def is_pipe(fd: int) -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
-def has_room(fd: int, wait_s: float) -> bool:
-    """Wait up to `wait_s` seconds until `fd` accepts select.PIPE_BUF bytes or is broken; return whether it does."""
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(1000 * wait_s))
-
-
 def _write(fd: int, data: bytes, timeout_s: float) -> int:
     """Write `data` as far as the pipe accepts bytes in time, and return the number of bytes written."""
     end = time.monotonic() + timeout_s
     written = 0
-    while written < len(data) and has_room(fd, max(0.0, end - time.monotonic())):
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)  # ready when the pipe accepts select.PIPE_BUF bytes, or is broken
+    while written < len(data) and poll.poll(1000 * max(0.0, end - time.monotonic())):
         written += os.write(fd, data[written : written + select.PIPE_BUF])
     return written

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.errors import UserError
+from rlhf.storage.history_file import HistoryMark
 from rlhf.tracking import History
 
 
@@ -104,7 +105,7 @@ def bytes_read() -> int:
 
 def test_a_cut_at_a_mark_reads_none_of_the_records(tmp_path: Path) -> None:
     history = long_history(tmp_path / "metrics.jsonl", 100_000)
-    mark = history.mark()
+    mark = HistoryMark.at_end(history.path)
     whole = history.path.read_bytes()
     history.append({"step": 100_001, "reward/mean": 0.5})
     tracemalloc.start()
@@ -132,14 +133,14 @@ def test_all_readers_need_little_memory(tmp_path: Path) -> None:
 def test_a_mark_that_does_not_fit_is_no_place_to_cut(tmp_path: Path) -> None:
     """The file was restored from an older copy, is another run's, was edited, or is gone: the steps decide."""
     ours = filled(tmp_path / "ours.jsonl", 6)
-    mark = ours.mark()
+    mark = HistoryMark.at_end(ours.path)
     shorter, edited, other = (
         filled(tmp_path / f"{name}.jsonl", last) for name, last in zip("abc", (4, 9, 9), strict=True)
     )
     edited.path.write_bytes(edited.path.read_bytes().replace(b'"step": 6,', b'"step": 6 ,'))
     other.path.write_bytes(other.path.read_bytes().replace(b"reward", b"Reward"))
     for history, left in ((shorter, 4), (edited, 6), (other, 6), (History(tmp_path / "none.jsonl"), 0)):
-        assert not history.has(mark)
+        assert not mark.fits(history.path)
         history.cut_after(6, mark)
         assert list(history.steps()) == list(range(1, left + 1))
 

@@ -13,7 +13,7 @@ from rlhf.storage.copying import CheckedCopy, RangeCopy
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import write_file
 from rlhf.storage.hf_layout import WeightsFile
-from rlhf.storage.shard_index import ITEM_BYTES
+from rlhf.storage.safetensors_header import ITEM_BYTES
 
 FILES_AT_A_TIME = 32
 """Weight files open at the same time."""

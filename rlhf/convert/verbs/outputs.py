@@ -35,7 +35,7 @@ def to_hf_folder(
     """Write the model of a checkpoint as the Hugging Face folder `target`. Return the fields of `--json`."""
     from rlhf.checkpoint.export.hf_work import hf_work
     from rlhf.convert.layouts import open_source
-    from rlhf.storage.shard_index import TORCH_NAMES
+    from rlhf.storage.safetensors_header import TORCH_NAMES
 
     with (
         output_folder(target, overwrite=overwrite, sources=_sources(origin)) as folder,

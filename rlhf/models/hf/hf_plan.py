@@ -21,7 +21,7 @@ from rlhf.storage.hf_layout import (
     with_dtype,
 )
 from rlhf.storage.index_rows import Tensors
-from rlhf.storage.shard_index import FLOATS, nbytes_of
+from rlhf.storage.safetensors_header import FLOATS, nbytes_of
 
 Progress = Callable[[int], None]  # receives the number of bytes written since the last call
 

@@ -26,7 +26,8 @@ from rlhf.storage.file_parts import FileParts, shards_in_files
 from rlhf.storage.files import SharedFile, WrittenFile, write_file
 from rlhf.storage.hashing import BLOCK
 from rlhf.storage.hf_layout import WeightsFile, with_dtype
-from rlhf.storage.shard_index import ITEM_BYTES, FileShards, parts_of_ranks
+from rlhf.storage.safetensors_header import ITEM_BYTES
+from rlhf.storage.shard_index import FileShards, parts_of_ranks
 from rlhf.storage.shards import DTYPES, Shards, as_bytes, lay_out, strided_view, tensor_table
 
 
