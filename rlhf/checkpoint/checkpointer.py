@@ -137,7 +137,7 @@ class Checkpointer:
         Returns the save that finished since the last call. `checkpoint.on_save_error` decides whether a failure ends
         the run or is only logged; a failed `last` save always ends the run.
         """
-        asked = time.monotonic()
+        called = time.monotonic()
         self._settle()
         if step == self._saved_step:
             return self._pop_result()
@@ -152,7 +152,7 @@ class Checkpointer:
         )
         save = SaveInFlight(step, updated_at, settings.timeout_s, last)
         if self._background is None:
-            save.run(lambda: self._write(snapshot, self._coordinator, asked, started))
+            save.run(lambda: self._write(snapshot, self._coordinator, called, started))
             self._in_flight = save
             self._settle()
             return self._pop_result()
@@ -162,8 +162,8 @@ class Checkpointer:
             self._raise_or_continue(error, last)
             return self._pop_result()
         background, staged = self._background, self._stager.copy(snapshot, draft.linked)
-        blocked = time.monotonic() - asked
-        save.start(lambda: self._write(staged, background, asked, started, draft, blocked))
+        blocked = time.monotonic() - called
+        save.start(lambda: self._write(staged, background, called, started, draft, blocked))
         self._in_flight = save
         return self._pop_result()
 
@@ -171,7 +171,7 @@ class Checkpointer:
         self,
         snapshot: Snapshot,
         coordinator: Coordinator,
-        asked: float,
+        called: float,
         started: float,
         draft: Draft | None = None,
         blocked: float | None = None,
@@ -190,8 +190,8 @@ class Checkpointer:
         result = replace(
             result,
             seconds=now - started,
-            blocked_seconds=now - asked if blocked is None else blocked,
-            wait_seconds=started - asked,
+            blocked_seconds=now - called if blocked is None else blocked,
+            wait_seconds=started - called,
         )
         if coordinator.is_leader:
             size, seconds = result.total_bytes / 2**20, max(result.seconds, 1e-9)

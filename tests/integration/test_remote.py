@@ -183,7 +183,7 @@ def test_a_checkpoint_that_is_gone_before_its_turn_is_passed_over(tmp_path, fold
     copies.start()
     assert copies.finish(DEADLINE_S) == []
     assert complete_steps(config) == [4]
-    assert "global_step_2 was removed before its turn" in caplog.text
+    assert "global_step_2 was removed before the run could copy it" in caplog.text
 
 
 def test_room_for_a_save_goes_before_a_copy_that_nothing_else_keeps(tmp_path, caplog):

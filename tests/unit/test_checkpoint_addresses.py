@@ -179,7 +179,7 @@ DAMAGE = {
     "an end": (WEIGHTS, lambda raw: raw[:-9], "bytes instead of"),
     "one byte more": (WEIGHTS, lambda raw: raw + b"x", "bytes instead of"),
     "a manifest": ("global_step_4/manifest.json", lambda raw: raw[:-9], "is damaged"),
-    "the step": ("global_step_4/manifest.json", None, "is of step 2, but its folder is named for another"),
+    "the step": ("global_step_4/manifest.json", None, "is of step 2, but its folder's name has another step"),
 }
 
 

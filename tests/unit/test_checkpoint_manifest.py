@@ -144,7 +144,7 @@ def test_a_checkpoint_reached_through_a_link_is_intact(checkpoint):
 
 def test_a_checkpoint_in_another_steps_folder_is_none(checkpoint):
     moved = checkpoint.rename(checkpoint.parent / "global_step_4")
-    with pytest.raises(DamagedCheckpoint, match="is of step 3, but its folder is named for another"):
+    with pytest.raises(DamagedCheckpoint, match="is of step 3, but its folder's name has another step"):
         verify(moved)
 
 

@@ -12,7 +12,7 @@ from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import read_manifest, verify, write_manifest
 from rlhf.checkpoint.commit.removal import clean_leftovers, set_aside
-from rlhf.checkpoint.commit.retention import NO_FIGURE, reasons, retire, victims
+from rlhf.checkpoint.commit.retention import NO_VALUE, reasons, retire, victims
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import Transport
@@ -52,7 +52,7 @@ def kept(figures: dict[int, float | None], settings: CheckpointConfig) -> dict[i
 
 
 def test_the_three_rules_and_their_union():
-    figures: dict[int, float | None] = {4: 0.9, 8: 0.5, 12: NO_FIGURE, 16: 0.7, 20: 0.1, 24: 0.6, 28: 0.2}
+    figures: dict[int, float | None] = {4: 0.9, 8: 0.5, 12: NO_VALUE, 16: 0.7, 20: 0.1, 24: 0.6, 28: 0.2}
     assert kept(figures, rules(2)) == {28: "newest", 24: "newest"}
     # Saves at multiples of 4: of the multiples of 10 only those of 20 are there.
     assert kept(figures, rules(1, keep_every=10)) == {28: "newest", 20: "for good"}
@@ -78,7 +78,7 @@ def test_the_newer_of_equals_is_the_better_one():
     assert kept({2: 0.5, 10: 0.5, 9: 0.5, 12: 0.1}, rules(1, keep_best=2)) == {12: "newest", 10: "best", 9: "best"}
 
 
-@pytest.mark.parametrize("figure", [NO_FIGURE, float("inf"), float("-inf")])
+@pytest.mark.parametrize("figure", [NO_VALUE, float("inf"), float("-inf")])
 def test_what_is_no_finite_number_is_never_best(figure):
     assert kept({2: figure, 4: -3.0, 6: 0.0}, rules(1, keep_best=3)) == {6: "newest, best", 4: "best"}
 
@@ -94,9 +94,9 @@ def test_what_was_removed_would_never_have_been_wanted_again(seed, tmp_path, del
     settings = rules(draw.randint(1, 3), draw.choice([None, 6, 7]), draw.randint(0, 3))
     ever: dict[int, float | None] = {}
     for step in range(0, 40, 2):
-        figure = draw.choice([NO_FIGURE, draw.randint(0, 5) / 5])
+        figure = draw.choice([NO_VALUE, draw.randint(0, 5) / 5])
         ever[step] = figure
-        publish(tmp_path, step, {} if figure is NO_FIGURE else {ACCURACY: figure, "val/reward": -figure})
+        publish(tmp_path, step, {} if figure is NO_VALUE else {ACCURACY: figure, "val/reward": -figure})
         retired(tmp_path, settings, step, deleter)
         assert steps(tmp_path) == sorted(kept(ever, settings))
 

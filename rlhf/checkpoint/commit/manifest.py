@@ -120,7 +120,7 @@ def read_manifest(root: Path) -> Manifest:
     manifest = parse_manifest(manifest_bytes(root), root / MANIFEST)
     named = step_of(root.absolute())
     if named is not None and named != manifest.step:
-        raise DamagedCheckpoint(f"{root / MANIFEST} is of step {manifest.step}, but its folder is named for another")
+        raise DamagedCheckpoint(f"{root / MANIFEST} is of step {manifest.step}, but its folder's name has another step")
     return manifest
 
 

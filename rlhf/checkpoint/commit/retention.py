@@ -21,20 +21,18 @@ from rlhf.storage.layout import MANIFEST, scan, step_dir, step_of
 from rlhf.tracking.headline import ACCURACY, REWARD, headline
 
 log = logging.getLogger(__name__)
-NO_FIGURE = math.nan
+NO_VALUE = math.nan
 """Metric value of a checkpoint whose manifest lacks the metric, because its step was not evaluated."""
 
 
-def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> dict[int, list[str]]:
+def reasons(values: Mapping[int, float | None], settings: CheckpointConfig) -> dict[int, list[str]]:
     """Return the reasons to keep each step's checkpoint: any of `newest`, `for good`, `best`, `unreadable`, or none.
 
-    `figures` is from `figures_of`. A value that is not finite is never best; of two equal values the newer is better.
+    `values` is from `metric_values`. A value that is not finite is never best; of two equal values the newer is better.
     None means an unreadable manifest. That checkpoint may be among the best, so it stays while `keep_best` is set.
     """
-    steps = sorted(figures, reverse=True)
-    ranked = sorted(
-        ((figure, step) for step, figure in figures.items() if figure is not None and math.isfinite(figure))
-    )
+    steps = sorted(values, reverse=True)
+    ranked = sorted(((value, step) for step, value in values.items() if value is not None and math.isfinite(value)))
     every, best = settings.keep_every, settings.keep_best
     kept = {
         # Promise 9.
@@ -43,17 +41,17 @@ def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> 
         "for good": {step for step in steps if every and step and step % every == 0},
         "best": {step for _, step in ranked[::-1][:best]},
         # Promise 10.
-        "unreadable": {step for step in steps if best and figures[step] is None},
+        "unreadable": {step for step in steps if best and values[step] is None},
     }
     return {step: [reason for reason, chosen in kept.items() if step in chosen] for step in steps}
 
 
-def figures_of(
+def metric_values(
     metrics: Mapping[int, Mapping[str, float] | None], settings: CheckpointConfig
 ) -> dict[int, float | None]:
     """Return each step's value of the metric by which `keep_best` ranks; None if the metrics are unknown."""
     name = ranking_metric(metrics.values(), settings)
-    return {step: None if each is None else each.get(name, NO_FIGURE) for step, each in metrics.items()}
+    return {step: None if each is None else each.get(name, NO_VALUE) for step, each in metrics.items()}
 
 
 def ranking_metric(metrics: Iterable[Mapping[str, float] | None], settings: CheckpointConfig) -> str:
@@ -90,7 +88,7 @@ def _removable(
     metrics = {step: _stored_metrics(path, settings) for step, path in paths.items() if step <= newest_step}
     if new_metrics is not None:
         metrics[newest_step] = new_metrics
-    reasons_by_step = reasons(figures_of(metrics, settings), settings)
+    reasons_by_step = reasons(metric_values(metrics, settings), settings)
     return {step: step != newest_step and reasons_by_step.get(step) == [] for step in paths}
 
 

@@ -74,15 +74,15 @@ def explain_no_export(run_dir: Path, settings: CheckpointConfig, step: int) -> N
 
 
 def _has_export(checkpoint: Path, manifest: Manifest, settings: CheckpointConfig, target: Path) -> bool:
-    """Return whether the checkpoint itself or `target` has the export, and log where."""
-    place = None
+    """Return whether the checkpoint itself or `target` has the export, and log the folder."""
+    folder = None
     if "hf_model" in manifest.contents and _form(asdict(settings)) == _form(_stored(checkpoint, manifest)):
-        place = checkpoint / manifest.roles[0] / HF_FOLDER
+        folder = checkpoint / manifest.roles[0] / HF_FOLDER
     elif _read_origin(target) == _origin(checkpoint, settings):
-        place = target
-    if place is not None:
-        log.info("The model for other tools is in %s.", place)
-    return place is not None
+        folder = target
+    if folder is not None:
+        log.info("The model for other tools is in %s.", folder)
+    return folder is not None
 
 
 def _origin(checkpoint: Path, settings: CheckpointConfig) -> dict[str, Any]:

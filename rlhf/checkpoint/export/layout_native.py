@@ -103,7 +103,7 @@ class NativeCheckpoint:
         self._progress = self._trained_so_far(origin.role)
         self._given = origin.model_files
         self.adapted = any(".lora_" in name for name in self.weights.tensors)
-        self._asked = origin.adapter if self.adapted else None
+        self._adapter_form = origin.adapter if self.adapted else None
         self._own = None if self._given else NativeModelFiles(self.path, self.manifest, self.files, origin.role)
 
     def _weights_of(self, role: str) -> tuple[str, ShardIndex | WholeTensors]:
@@ -145,13 +145,14 @@ class NativeCheckpoint:
 
     @cached_property
     def contents(self) -> Contents:
-        if self._asked is not None:
+        if self._adapter_form is not None:
             infos = {name: tensor.info for name, tensor in self._adapter_tensors.items()}
-            kept = self._adapter.config if self._asked == KEEP else None
+            kept = self._adapter.config if self._adapter_form == KEEP else None
             absent = ["the optimizer's moments: they are of an adapter", *self._absent]
             return Contents(infos, {}, self._progress, self.model_files, adapter=kept, absent=absent)
         tensors = self._components[0].infos
-        moments = {n: info for part in self._components[1:] for n, info in part.infos.items() if _is_moment(n)}
+        parts = self._components[1:]
+        moments = {n: info for part in parts for n, info in part.infos.items() if n.rpartition(".")[2] in MOMENTS}
         return Contents(tensors, moments, self._progress, self.model_files, absent=self._absent)
 
     @cached_property
@@ -159,11 +160,10 @@ class NativeCheckpoint:
         from rlhf.checkpoint.export.native_tensors import NativeTensors  # imports torch
         from rlhf.storage.shards import TensorReader
 
-        places = [(self.folder, self.weights)]
+        readers = [TensorReader(self.files, self.folder, self.weights)]
         if self._optimizer is not None:
-            places.append((self._optimizer, ShardIndex(self.files, self._optimizer)))
-        together = self.manifest.world_size * BLOCK
-        return [NativeTensors(TensorReader(self.files, *place), together) for place in places]
+            readers.append(TensorReader.of_component(self.files, self._optimizer))
+        return [NativeTensors(reader, self.manifest.world_size * BLOCK) for reader in readers]
 
     @cached_property
     def _adapter(self) -> "Adapter":
@@ -175,7 +175,7 @@ class NativeCheckpoint:
 
     @cached_property
     def _adapter_tensors(self) -> "Mapping[str, ReadableTensor]":
-        if self._asked == KEEP:
+        if self._adapter_form == KEEP:
             return self._adapter.tensors
         from rlhf.checkpoint.export.native_adapter import merged_into
 
@@ -183,7 +183,7 @@ class NativeCheckpoint:
 
     def read(self, name: str, start: int, stop: int) -> "Tensor":
         try:
-            if self._asked is not None:
+            if self._adapter_form is not None:
                 return self._adapter_tensors[name].read(start, stop)
             return self._components[name not in self.contents.tensors].read(name, start, stop)
         except DamagedCheckpoint as error:
@@ -198,10 +198,6 @@ class NativeCheckpoint:
             self.__dict__.pop(name, None)
         if self._own is not None:
             self._own.close()
-
-
-def _is_moment(name: str) -> bool:
-    return name.rpartition(".")[2] in MOMENTS
 
 
 def _files_in(folders: list[Path], manifest: Manifest) -> CheckedFiles:

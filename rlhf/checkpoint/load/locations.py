@@ -1,7 +1,8 @@
-"""Locates a checkpoint's files: which storage domains have each of them, and which are missing. Imports no torch."""
+"""Finds the storage domains that have each file of a checkpoint, and the missing files. Imports no torch."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 import xxhash
@@ -107,7 +108,7 @@ def _locate_over_domains(path: Path, coordinator: Coordinator) -> FileLocations:
     if not found:
         problems = [own.problem for own in parts.values() if own.problem]
         raise DamagedCheckpoint(problems[0] if problems else f"{path} is gone")
-    group = max(found.values(), key=_number_of_files)
+    group = max(found.values(), key=lambda by_domain: reduce(or_, by_domain.values()).bit_count())
     manifest = coordinator.on_rank(min(group), lambda: read_manifest(path))
     names = sorted(manifest.files)
     here = {domain: frozenset(n for i, n in enumerate(names) if group.get(domain, 0) >> i & 1) for domain in domains}
@@ -138,10 +139,3 @@ def _present(path: Path, manifest: Manifest) -> set[str]:
         except DamagedCheckpoint:
             pass
     return present
-
-
-def _number_of_files(group: Mapping[int, int]) -> int:
-    union = 0
-    for present in group.values():
-        union |= present
-    return union.bit_count()

@@ -18,7 +18,7 @@ from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.verification import BlockNumbers, verify_share
 from rlhf.checkpoint.state.driver_state import parse_driver_state
 from rlhf.checkpoint.state.run_state import RunState
-from rlhf.checkpoint.state.throughput import Throughput, throughput_figures
+from rlhf.checkpoint.state.throughput import Throughput, throughput_metrics
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.rng import seed_everything, set_rng_state
@@ -30,7 +30,7 @@ from rlhf.storage.shards import Shards, TensorReader
 
 log = logging.getLogger(__name__)
 REST = "other"
-OF_SAMPLES = ("trainer.seed", "model.", "data.", "rollout.", "reward.", "reward_model.", "algorithm.")
+SAMPLE_SETTINGS = ("trainer.seed", "model.", "data.", "rollout.", "reward.", "reward_model.", "algorithm.")
 """Prefixes of the settings on which samples and their rewards depend."""
 
 
@@ -53,7 +53,7 @@ class LoadResult:
 
     def metrics(self) -> dict[str, float]:
         """Return bytes, seconds and bytes per second: totals as `perf/load_*`, each part's as `perf/load_*/PART`."""
-        return throughput_figures("load", Throughput(self.total_bytes, self.seconds), self.by_part)
+        return throughput_metrics("load", Throughput(self.total_bytes, self.seconds), self.by_part)
 
 
 def load_state(
@@ -187,7 +187,7 @@ class _Loading:
             for name, role in state.roles.items():
                 if self._reads(f"{name}/{SCHEDULE}"):
                     role.load_extra_state(self._documents[f"{name}/{SCHEDULE}"])
-        if state.carried is not None and any(key.startswith(OF_SAMPLES) for key in self._changed):
+        if state.carried is not None and any(key.startswith(SAMPLE_SETTINGS) for key in self._changed):
             state.carried.load_tensors([])
             if self._manifest.in_folder(CARRIED) and self._rank == 0:
                 log.warning("%s has samples for later steps from other settings; they are dropped.", self._path)

@@ -29,17 +29,17 @@ def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> Con
 
 
 def check_base(path: Path, manifest: Manifest, config: ResolvedConfig, diff: ConfigDiff, base: str) -> None:
-    """Raise UserError when the checkpoint's adapters have a base model other than the one with fingerprint `base`: no
-    setting makes them fit. `diff`: the result of `changes_since`."""
+    """Raise UserError unless the base model of the checkpoint's adapters has the fingerprint `base`: no setting makes
+    them fit. `diff`: the result of `changes_since`."""
     stored = manifest.fingerprints.get(BASE)
     if stored in (None, base) or not config.setting("model.lora.enabled"):
         return
     present = config.setting(BASE)
     before = next((change.stored for change in diff.harmless if change.key == BASE), present)
-    was = f"which was {before}" if before != present else "which had other files then"
-    raise UserError(
-        f"{BASE}={present} is not the base model of the adapters in {path}, {was}. Restore that; or {NEW_RUN}."
-    )
+    was, remedy = f"which was {before}", f"Set {BASE}={before}"
+    if before == present:
+        was, remedy = "which had other files then", "Restore the files"
+    raise UserError(f"{BASE}={present} is not the base model of the adapters in {path}, {was}. {remedy}; or {NEW_RUN}.")
 
 
 def _by_content(diff: ConfigDiff, manifest: Manifest) -> ConfigDiff:

@@ -43,9 +43,9 @@ def verify_share(
     Return one line per damaged file. Every rank of a storage domain passes the same `names` and `blocks`.
     """
     peers = [rank for rank, domain in enumerate(coordinator.domains) if domain == coordinator.domain]
-    place, problems = peers.index(coordinator.rank), []
-    begin, end = (len(blocks) * n // len(peers) for n in (place, place + 1))
-    share: dict[str, list[int]] = {name: [] for name in names[place :: len(peers)]}
+    position, problems = peers.index(coordinator.rank), []
+    begin, end = (len(blocks) * n // len(peers) for n in (position, position + 1))
+    share: dict[str, list[int]] = {name: [] for name in names[position :: len(peers)]}
     for name, block in blocks[begin:end]:
         share.setdefault(name, []).append(block)
     for name, numbers in share.items():
@@ -73,7 +73,8 @@ def newest_usable(run_dir: Path, coordinator: Coordinator) -> Path | None:
     for path in published(run_dir, coordinator):
         try:
             located = locate_files(path, coordinator)
-            problems = [located.missing_text()] if located.missing else _of_every_disk(located, coordinator)
+            own = sorted(located.by_domain.get(coordinator.domain, ()))
+            problems = [located.missing_text()] if located.missing else damage_of(located, own, coordinator)
         except (DamagedCheckpoint, OSError) as error:
             problems = [str(error)]
         if not problems:
@@ -81,7 +82,3 @@ def newest_usable(run_dir: Path, coordinator: Coordinator) -> Path | None:
         if coordinator.is_leader:
             log.warning("%s is skipped: %s", path, "; ".join(problems))
     return None
-
-
-def _of_every_disk(located: FileLocations, coordinator: Coordinator) -> list[str]:
-    return damage_of(located, sorted(located.by_domain.get(coordinator.domain, ())), coordinator)

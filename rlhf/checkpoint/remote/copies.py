@@ -42,7 +42,7 @@ STALLED_S = 300.0
 
 
 class RemoteCopies:
-    """Copies a run's checkpoints to its remote folder, newest first, in a thread of the leader. Failures never raise.
+    """Copies a run's checkpoints to its remote folder, newest first, in a thread of the leader, and logs failures.
 
     Every checkpoint in the run directory without a complete remote copy is pending, also if an earlier process
     published it. Therefore a restart needs no record of pending copies.
@@ -94,14 +94,10 @@ class RemoteCopies:
         A save that lacks disk space calls this.
         """
         with self._changed:
-            pin, self._pin = self._pin, None
-            if pin is not None and not checkpoint_of(pin).exists():
-                log.warning(
-                    "%s is not copied to checkpoint.remote: a save needs its disk space.", checkpoint_of(pin).name
-                )
+            if (pin := self._pin) is not None and not (removed := checkpoint_of(pin)).exists():
+                log.warning("%s is not copied to checkpoint.remote: a save needs its disk space.", removed.name)
+                self._pin = None
                 remove_dir(pin, ignore_errors=True)
-            else:
-                self._pin = pin
 
     def finish(self, deadline_s: float) -> list[int]:
         """Wait at most `deadline_s` seconds for pending copies, then stop; return the steps left, newest first."""
@@ -205,7 +201,7 @@ class RemoteCopies:
         except (DamagedCheckpoint, LocalFault):
             if path.exists():
                 raise
-            log.info("%s was removed before its turn to be copied to checkpoint.remote.", path.name)
+            log.info("%s was removed before the run could copy it to checkpoint.remote.", path.name)
             return
         try:
             self._upload(store, step, source)
@@ -275,7 +271,7 @@ class RemoteCopies:
             call(f"writing {name} of step {step}", partial(store.write, object_name(step, name), [content]))
 
     def _send(self, store: RemoteStore, step: int, path: Path, name: str, entry: dict[str, Any]) -> None:
-        """Send the part of `path` that `entry` describes, as `name`."""
+        """Send the bytes of `path` that `entry` describes, as `name`."""
 
         def attempt() -> None:
             hashes = BlockHashes()

@@ -1,9 +1,9 @@
 """Leases a run's remote folder to one machine at a time, since two would overwrite each other's copies.
 
-The holder rewrites the object `lease.json` every RENEW_S seconds. Other machines watch it: a lease that changes belongs
-to a living run, a lease unchanged for EXPIRY_S seconds has expired. So no machine compares its clock with another's. If
-two machines take over an expired lease at the same time, the last writer gets the lease. The other machine notices
-after SETTLE_S seconds or, if the write was slower, at its next check.
+The leaseholder rewrites the object `lease.json` every RENEW_S seconds. Other machines watch the object: a lease that
+changes belongs to a living run, and a lease unchanged for EXPIRY_S seconds has expired. So no machine compares its
+clock with another's. If two machines take over an expired lease at the same time, the last writer gets the lease. The
+other machine notices after SETTLE_S seconds or, if the write was slower, at its next check.
 """
 
 import json
@@ -14,11 +14,12 @@ import threading
 import time
 import uuid
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint.remote.remote_store import RemoteStore
-from rlhf.checkpoint.remote.retries import Retries, Stopped, one_line
+from rlhf.checkpoint.remote.retries import Retries, Stopped, one_line, silence_as_warning
 from rlhf.errors import UserError
 from rlhf.ranks.parent import SUPERVISOR_PID, machine
 
@@ -27,63 +28,64 @@ LEASE = "lease.json"
 RENEW_S, EXPIRY_S = 20.0, 90.0
 POLL_S = 2.0
 SETTLE_S = 2.0
-"""Wait, in seconds, before checking which of two machines took an expired lease."""
-LOOKS, LOOK_AGAIN_S = 6, 0.1
-"""Reads of an incomplete lease, and seconds between them: a folder shows a lease during its write."""
+"""Seconds to wait before checking which of two machines took an expired lease."""
+READS, READ_AGAIN_S = 6, 0.1
+"""Reads of an incomplete lease, and seconds between reads: a folder shows a lease during its write."""
 STALLED_S = 30.0
 RELEASE_S = 1.0
-"""Seconds to wait for a silent remote when returning the lease."""
+"""Seconds to wait for a silent remote when releasing the lease."""
 
 
 class Lease:
     """Leases the folder of `store` for the run directory `run_dir` on this machine. All processes of a run share the
-    lease: the run directory has a lock of its own. `retries` repeats network calls."""
+    lease, since a lock protects the run directory. `retries` repeats network calls."""
 
     def __init__(self, store: RemoteStore, run_dir: Path, retries: Retries) -> None:
         self._store, self._retries = store, retries
         self._lost: str | None = None
         self._stop, self._writing = threading.Event(), threading.Lock()
         self._renewals = Retries(f"{store.url}/{LEASE}", stalled_s=STALLED_S)
-        place = run_dir.stat()
+        status = run_dir.stat()
         self._me = {
             "host": platform.node(),
             "run_dir": str(run_dir.absolute()),
-            "directory": f"{place.st_dev}:{place.st_ino}",
+            "directory": f"{status.st_dev}:{status.st_ino}",
             "machine": machine(),
         }
 
     def acquire(self) -> None:
-        """Acquire the lease, and renew it in a thread from now on. Waits up to EXPIRY_S seconds for another's lease to
-        expire; raises UserError with the holder's name when the holder renews it."""
-        if self._read() is not None or not self._retries.call("writing the lease", self._create):
+        """Acquire the lease, and renew it in a thread from now on. Wait up to EXPIRY_S seconds until another machine's
+        lease expires; raise UserError with the leaseholder's name if that machine renews its lease."""
+        create = partial(self._store.create, LEASE, self._text())
+        if self._read() is not None or not self._retries.call("writing the lease", create):
             seen = self._read()
-            if seen is not None and not self._is_mine(seen):
+            if seen is not None and not self._is_own(seen):
                 self._wait_for_expiry(seen)
             self._take_over(seen)
         threading.Thread(target=self._keep, name="remote-lease", daemon=True).start()
 
     def check(self) -> None:
-        """Raise UserError when another machine was found to have the lease."""
+        """Raise UserError if `confirm` or a renewal has found another machine's lease."""
         if self._lost is not None:
             raise UserError(self._lost)
 
     def confirm(self) -> None:
-        """Read the lease before writing or removing anything remote; raise UserError when another machine has it."""
+        """Read the lease, before anything remote is written or removed; raise UserError for another machine's lease."""
         seen = self._read()
         if not _parsed(seen):
             self._take_over(seen)
-        elif not self._is_mine(seen):
+        elif not self._is_own(seen):
             self._lost = _in_use(self._store, seen)
         self.check()
 
     def release(self) -> None:
-        """Remove the lease, if ours, so that other machines need not wait; a remote that does not answer is logged."""
+        """Remove this run's lease, so that other machines need not wait. Log a remote that does not answer."""
         self._stop.set()
         self._renewals.stop()
 
         def remove() -> None:
             with self._writing:  # a renewal in progress would recreate the lease
-                if self._is_mine(self._read_once()):
+                if self._is_own(self._read_once()):
                     self._store.remove_object(LEASE)
 
         try:
@@ -104,7 +106,7 @@ class Lease:
     def _renew(self) -> None:
         with self._writing:
             seen = self._read_once()
-            if _parsed(seen) and not self._is_mine(seen):
+            if _parsed(seen) and not self._is_own(seen):
                 self._lost = _in_use(self._store, seen)
             elif not self._stop.is_set():
                 self._store.write(LEASE, [self._text()])
@@ -123,40 +125,38 @@ class Lease:
                 raise UserError(_in_use(self._store, now))
         log.warning("%s did not renew its lease for %g s: the lease has expired.", _name(holder), EXPIRY_S)
 
-    def _take_over(self, over: bytes | None) -> None:
-        """Write our lease over the expired lease `over`, and check that ours stays."""
+    def _take_over(self, expired: bytes | None) -> None:
+        """Replace the lease `expired` by this run's lease, and check that no other machine has replaced that one."""
         before = self._read()
-        mine = self._is_mine(before)
-        if before in (None, over) or mine:
+        renews = self._is_own(before)
+        if before in (None, expired) or renews:
             self._retries.call("writing the lease", lambda: self._store.write(LEASE, [self._text()]))
-            if not mine:
+            if not renews:
                 time.sleep(SETTLE_S)
         seen = self._read()
-        if not self._is_mine(seen):
+        if not self._is_own(seen):
             raise UserError(_in_use(self._store, seen))
 
     def _read(self) -> bytes | None:
         return self._retries.call("reading the lease", self._read_once)
 
     def _read_once(self) -> bytes | None:
-        """Return the lease, or an incomplete one whose writer is dead."""
-        for look in range(LOOKS):
-            if look:
-                time.sleep(LOOK_AGAIN_S)
+        """Return the lease, or an incomplete lease whose writer is dead."""
+        for attempt in range(READS):
+            if attempt:
+                time.sleep(READ_AGAIN_S)
             seen = self._store.read(LEASE)
             if seen is None or _parsed(seen):
                 break
         return seen
 
-    def _create(self) -> bool:
-        return self._store.create(LEASE, self._text())
-
-    def _is_mine(self, seen: bytes | None) -> bool:
+    def _is_own(self, seen: bytes | None) -> bool:
         return all(_parsed(seen).get(key) == self._me[key] for key in ("host", "directory", "machine"))
 
     def _text(self) -> bytes:
         renewed = datetime.now(UTC).isoformat(timespec="seconds")
-        return json.dumps(self._me | {"pid": _pid_of_run(), "renewed": renewed, "beat": uuid.uuid4().hex}).encode()
+        pid = int(os.environ.get(SUPERVISOR_PID, os.getpid()))
+        return json.dumps(self._me | {"pid": pid, "renewed": renewed, "beat": uuid.uuid4().hex}).encode()
 
 
 _leases: list[Lease] = []
@@ -166,23 +166,14 @@ def acquire_lease(store: RemoteStore, run_dir: Path) -> None:
     """Acquire the lease for this process, until `release_leases`. If the remote does not answer, only log a warning:
     `RemoteCopies` acquires the lease again."""
     lease = Lease(store, run_dir, Retries(store.url, stalled_s=STALLED_S, give_up_s=STALLED_S))
-    try:
+    with silence_as_warning(store.url):
         lease.acquire()
-    except UserError:
-        raise
-    except Exception as error:
-        log.warning("%s does not answer (%s); training goes on and tries again.", store.url, one_line(error))
-    else:
         _leases.append(lease)
 
 
 def release_leases() -> None:
     while _leases:
         _leases.pop().release()
-
-
-def _pid_of_run() -> int:
-    return int(os.environ.get(SUPERVISOR_PID, os.getpid()))
 
 
 def _is_alive(pid: object) -> bool:
@@ -203,7 +194,7 @@ def _name(holder: dict[str, Any]) -> str:
 
 def _in_use(store: RemoteStore, seen: bytes | None) -> str:
     return (
-        f"checkpoint.remote: {store.url} is in use by {_name(_parsed(seen))}; two runs would write over each other's "
+        f"checkpoint.remote: {store.url} is in use by {_name(_parsed(seen))}; two runs would overwrite each other's "
         "copies. Stop that run, or set another trainer.experiment_name or checkpoint.remote. A dead machine's "
         f"lease expires {EXPIRY_S:g} s after its last renewal; you may also delete {LEASE}."
     )

@@ -33,7 +33,7 @@ class RemoteFiles(CheckedFiles):
     def check_entry(self, name: str) -> None:
         """Check that an object exists and has the manifest's size, without reading it."""
         size = self.size(name)
-        if (found := self._ask(name, self._store.size)) != size:
+        if (found := self._call(name, self._store.size)) != size:
             raise DamagedCheckpoint(f"{name}: {found} bytes instead of {size}")
 
     def _read_blocks(self, name: str, parts: dict[int, list[Range]]) -> None:
@@ -45,7 +45,7 @@ class RemoteFiles(CheckedFiles):
     def _read_group(self, name: str, numbers: list[int], parts: dict[int, list[Range]]) -> None:
         first, size = numbers[0] * BLOCK, self.size(name)
         end = min((numbers[-1] + 1) * BLOCK, size)
-        content = memoryview(self._ask(name, lambda path: self._store.part(path, first, end)))
+        content = memoryview(self._call(name, lambda path: self._store.part(path, first, end)))
         if len(content) != end - first:
             raise DamagedCheckpoint(f"{name}: ends at byte {first + len(content)}")
         for number in numbers:
@@ -56,19 +56,19 @@ class RemoteFiles(CheckedFiles):
             for start, into in parts[number]:
                 into[:] = content[start - first : start - first + len(into)]
 
-    def _ask(self, name: str, action: Callable[[str], T]) -> T:
+    def _call(self, name: str, action: Callable[[str], T]) -> T:
         try:
-            return ask(self._retries, f"reading {name}", partial(action, object_name(self._step, name)))
+            return call_remote(self._retries, f"reading {name}", partial(action, object_name(self._step, name)))
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             raise DamagedCheckpoint(f"{name}: missing") from None
 
 
-def ask(retries: Retries, what: str, action: Callable[[], T]) -> T:
-    """Return the result of a network call. Errors for a missing object pass through; any other error of the client
-    becomes an OSError with the remote's name."""
+def call_remote(retries: Retries, what: str, action: Callable[[], T]) -> T:
+    """Return the result of a network call. Raise errors for a missing object unchanged, and any other error of the
+    client as an OSError with the remote's name."""
     try:
         return retries.call(what, action, final=FINAL)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise
     except Exception as error:
-        raise OSError(errno.EIO, one_line(error), retries.place) from error
+        raise OSError(errno.EIO, one_line(error), retries.remote) from error

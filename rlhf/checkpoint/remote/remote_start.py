@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf.checkpoint.remote.download import CHECK_S, DOWNLOAD_S, download, unreadable_message
 from rlhf.checkpoint.remote.remote_store import Copy, RemoteStore, remote_url
-from rlhf.checkpoint.remote.retries import Retries, one_line
+from rlhf.checkpoint.remote.retries import Retries, one_line, silence_as_warning
 from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.schema.trainer import TrainerConfig
@@ -97,7 +97,7 @@ def restore(
 
 
 def _copies_to_try(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, source: Path | None) -> Iterator[Copy]:
-    """Yield this run's copies, newest first. The caller asks for a further copy only if the copy before was damaged.
+    """Yield this run's copies, newest first. The caller takes a further copy only if the copy before was damaged.
 
     Raises UserError if all copies are damaged, or if the remote cannot be read.
     """
@@ -148,12 +148,8 @@ def complete_copies(store: RemoteStore, retries: Retries) -> Iterator[Copy]:
 def claim_at_start(store: RemoteStore, run_dir: Path, trainer: TrainerConfig) -> None:
     """Claim the folder before the ranks start. If the remote does not answer, only log a warning: the thread that
     copies checkpoints claims the folder again."""
-    try:
+    with silence_as_warning(store.url):
         claim(store, run_dir, trainer, Retries(store.url, stalled_s=CHECK_S, give_up_s=CHECK_S))
-    except UserError:
-        raise
-    except Exception as error:
-        log.warning("%s does not answer (%s); training goes on and tries again.", store.url, one_line(error))
 
 
 def claim(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, retries: Retries) -> None:
@@ -171,6 +167,6 @@ def claim(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, retries: Re
             raise UserError(
                 f"checkpoint.remote: {store.url} holds checkpoints of another run, up to step {newest.step}. Set "
                 "another trainer.experiment_name or checkpoint.remote; or, to continue that run, start in an empty "
-                "run directory with trainer.resume_mode=auto; or take its place with trainer.overwrite=true."
+                "run directory with trainer.resume_mode=auto; or replace it with trainer.overwrite=true."
             )
     retries.call("writing run.json", partial(store.write, RUN_FILE, [json.dumps(own).encode() + b"\n"]))

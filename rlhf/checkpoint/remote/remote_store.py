@@ -4,8 +4,8 @@ A remote has neither rename nor fsync; the manifest, written last, commits a cop
 
 ```
 <checkpoint.remote>/<project>/<experiment>/
-  run.json                    the run whose checkpoints count
-  lease.json                  the machine that copies to the folder
+  run.json                    the id of the run that owns the folder
+  lease.json                  the machine that may write to the folder
   global_step_N/
     ...                       the files of the local checkpoint
     run/{run.json,metrics.jsonl}   the run's id, and its history up to step N
@@ -111,24 +111,24 @@ class RemoteStore:
             self._fs.rm_file(self._path(name))
 
     def read(self, name: str) -> bytes | None:
-        """Return the bytes of a small object, or None when there is none."""
+        """Return the bytes of a small object, or None if it does not exist."""
         try:
             return self._fs.cat_file(self._path(name))
         except FileNotFoundError:
             return None
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """Yield an object's bytes in chunks; raises FileNotFoundError when there is none."""
+        """Yield an object's bytes in chunks; raise FileNotFoundError if it does not exist."""
         with self._fs.open(self._path(name), "rb") as file:
             while chunk := file.read(CHUNK):
                 yield chunk
 
     def part(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes [start, stop) of an object, fewer at its end; raises FileNotFoundError when there is none."""
+        """Return bytes [start, stop) of an object, fewer at its end; raise FileNotFoundError if it does not exist."""
         return self._fs.cat_file(self._path(name), start=start, end=stop)
 
     def size(self, name: str) -> int:
-        """Return an object's size in bytes; raises FileNotFoundError when there is none."""
+        """Return an object's size in bytes; raise FileNotFoundError if it does not exist."""
         return self._fs.info(self._path(name))["size"]
 
     def steps(self) -> list[int]:
@@ -166,9 +166,9 @@ class RemoteStore:
         return Copy(step, manifest, hash_of(raw), run_id, files)
 
     def is_partial(self, step: int) -> bool:
-        """Return whether `step` is incomplete after a kill: its manifest is missing, or shorter than remote.json says.
+        """Return whether a kill left `step` incomplete: its manifest is missing, or shorter than in remote.json.
 
-        A manifest that is invalid for another reason (another version's format, a damaged byte) does not count: the
+        Return False for a manifest that is invalid for another reason (another version's format, a damaged byte): the
         files beside it may suffice to repair the copy.
         """
         raw = self.read(object_name(step, MANIFEST))
@@ -182,8 +182,7 @@ class RemoteStore:
 
     def remove(self, step: int) -> None:
         """Remove all of `step`, the manifest first, so that a partial removal never looks complete."""
-        with suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(object_name(step, MANIFEST)))
+        self.remove_object(object_name(step, MANIFEST))
         with suppress(FileNotFoundError):
             self._fs.rm(self._path(step_dir(Path(), step).name), recursive=True)
 
@@ -201,7 +200,7 @@ class RemoteStore:
 
 
 def remote_url(trainer: TrainerConfig, settings: CheckpointConfig) -> str:
-    """Return the URL of a run's remote folder: `checkpoint.remote` takes the place of `trainer.default_local_dir`."""
+    """Return the URL of a run's remote folder, `<checkpoint.remote>/<project>/<experiment>`."""
     return f"{(settings.remote or '').rstrip('/')}/{trainer.project_name}/{trainer.experiment_name}"
 
 

@@ -6,9 +6,12 @@ Waits grow from try to try; all calls run in daemon threads, which never delay a
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
+
+from rlhf.errors import UserError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -18,7 +21,7 @@ POLL_S = 0.5
 
 
 class Stopped(Exception):
-    """The work was stopped before it was done."""
+    """`Retries.stop` ended a call before its success."""
 
 
 class _Try:
@@ -29,17 +32,16 @@ class _Try:
 
 
 class Retries:
-    """Retries calls until they succeed; all threads that call one remote share an instance, as it fails for all of
-    them.
+    """Retries calls to `remote` until they succeed. All threads that call one remote share an instance.
 
     The wait after a failure starts at FIRST_WAIT_S and doubles up to LONGEST_WAIT_S; a success resets it. Each wait is
     logged once. A call without a `beat` for `stalled_s` seconds counts as failed, and its daemon thread is abandoned.
     `give_up_s` raises a call's error after that many seconds in which no try had more beats than earlier tries.
     """
 
-    def __init__(self, place: str, *, stalled_s: float, give_up_s: float | None = None) -> None:
+    def __init__(self, remote: str, *, stalled_s: float, give_up_s: float | None = None) -> None:
         self.failures = 0
-        self.place, self._stalled_s, self._give_up_s = place, stalled_s, give_up_s
+        self.remote, self._stalled_s, self._give_up_s = remote, stalled_s, give_up_s
         self._changed = threading.Condition()
         self._in_a_row, self._next_try = 0, 0.0
         self._running = threading.local()
@@ -129,13 +131,24 @@ class Retries:
             wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self._in_a_row - 1, 30))
             self._next_try, number = now + wait_s, self._in_a_row
         log.warning(
-            "%s: %s failed (%d in a row): %s. Next try in %g s.", self.place, what, number, one_line(error), wait_s
+            "%s: %s failed (%d in a row): %s. Next try in %g s.", self.remote, what, number, one_line(error), wait_s
         )
 
 
 def one_line(error: BaseException) -> str:
     """Return the first line of an error: some clients' errors have pages."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+@contextmanager
+def silence_as_warning(url: str) -> Iterator[None]:
+    """Log a warning for an error of the remote in the block; raise UserError unchanged."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        log.warning("%s does not answer (%s); training goes on and tries again.", url, one_line(error))
 
 
 def in_threads(jobs: Iterable[Callable[[], None]], threads: int) -> None:

@@ -21,7 +21,7 @@ from rlhf.checkpoint.commit.publication import abort_save, publish
 from rlhf.checkpoint.save.disk_space import make_room
 from rlhf.checkpoint.save.draft import Draft, Entries, begin_checkpoint, over_domains
 from rlhf.checkpoint.save.snapshot import Snapshot
-from rlhf.checkpoint.state.throughput import Throughput, throughput_figures
+from rlhf.checkpoint.state.throughput import Throughput, throughput_metrics
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.models.hf.hf_writer import Exported, write_exports
 from rlhf.ranks.coordinator import Coordinator
@@ -55,7 +55,7 @@ class SaveResult:
         """Return seconds, bytes and bytes per second: totals as `perf/save_*`, each part's as `perf/save_*/PART`.
         `timing_s/save_checkpoint` is the training's wait."""
         waited = {"timing_s/save_checkpoint": self.blocked_seconds, "perf/save_wait_seconds": self.wait_seconds}
-        return waited | throughput_figures("save", Throughput(self.total_bytes, self.seconds), self.by_part)
+        return waited | throughput_metrics("save", Throughput(self.total_bytes, self.seconds), self.by_part)
 
 
 def write_checkpoint(
@@ -86,7 +86,7 @@ def write_checkpoint(
             lambda: complete(run_dir, snapshot, identity, draft, ranks or [], coordinator)
         )
         coordinator.on_domain_leaders(lambda: _write_indices(root, commit))
-        total_bytes, by_part = coordinator.broadcast(None if commit is None else commit.figures)
+        total_bytes, by_part = coordinator.broadcast(None if commit is None else commit.throughput)
     except Exception as error:
         # Promise 8.
         raise abort_save(run_dir, snapshot.step, root, coordinator, error) from error
@@ -132,12 +132,12 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class Commit:
-    """The last files of a save: the manifest and the indices by path. `figures` are the bytes written, in total and by
-    part."""
+    """The last files of a save: the manifest and the indices by path. `throughput` are the bytes written, in total and
+    by part."""
 
     manifest: Manifest
     indices: dict[str, bytes]
-    figures: tuple[int, dict[str, Throughput]]
+    throughput: tuple[int, dict[str, Throughput]]
 
 
 def _write_files(root: Path, snapshot: Snapshot, linked: Collection[str], rank: int) -> RankFiles:
@@ -210,6 +210,7 @@ def _manifest(
     run_dir: Path, snapshot: Snapshot, identity: Identity, draft: Draft, written: Entries, world_size: int
 ) -> Manifest:
     linked = dict(chain(*(entries.items() for entries in draft.linked.values())))
+    sources = [(folder, snapshot.unchanged[folder]) for folder in draft.linked]
     return Manifest(
         step=snapshot.step,
         world_size=world_size,
@@ -218,7 +219,7 @@ def _manifest(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         **vars(identity),
         files=written | linked,
-        linked={folder: _name_of(snapshot.unchanged[folder], run_dir) for folder in draft.linked},
+        linked={folder: source.name if source.parent == run_dir else str(source) for folder, source in sources},
         metrics=snapshot.metrics,
     )
 
@@ -227,7 +228,3 @@ def _write_indices(root: Path, commit: Commit | None) -> None:
     assert commit is not None
     for path, content in commit.indices.items():
         write_file(root, path, [content])
-
-
-def _name_of(source: Path, run_dir: Path) -> str:
-    return source.name if source.parent == run_dir else str(source)

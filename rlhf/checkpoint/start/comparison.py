@@ -1,6 +1,6 @@
 """Compares the run in a directory with the requested run before ranks start. Imports no torch.
 
-A resume compares too, but only after its ranks have loaded their models; and a finished run starts no ranks.
+A resume compares too, but only after its ranks have loaded their models. A finished run starts no ranks.
 """
 
 from collections.abc import Collection
@@ -65,10 +65,10 @@ def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: Trai
     if (driver := driver_state_of(path)) is not None:
         step, planned = driver["step"], planned_steps(trainer, driver["steps_per_epoch"])
         if step > planned and not begins and all(change.key in RUN_LENGTH for change in diff.trajectory):
-            asked = "total_epochs" if trainer.total_training_steps is None else "total_training_steps"
+            length = "total_epochs" if trainer.total_training_steps is None else "total_training_steps"
             raise UserError(
-                f"trainer.{asked}={getattr(trainer, asked)} asks for {planned} steps, and the run in {path.parent} has "
-                f"done {step}. Set trainer.total_training_steps={step} or more for that run; or {NEW_RUN}."
+                f"trainer.{length}={getattr(trainer, length)} asks for {planned} steps, and the run in {path.parent} "
+                f"has done {step}. Set trainer.total_training_steps={step} or more for that run; or {NEW_RUN}."
             )
         if at_end(trainer, driver) and begins:
             raise UserError(
@@ -79,7 +79,7 @@ def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: Trai
             raise UserError(
                 f"the run in {path.parent} is finished at step {step}, and it had other settings:\n"
                 f"{as_lines(diff.trajectory)}\n"
-                f"To run with the new ones, {NEW_RUN}. To go on from its end with them, raise "
+                f"To run with the new settings, {NEW_RUN}. To continue the finished run with the new settings, raise "
                 "trainer.total_training_steps and set trainer.allow_config_change=true."
             )
     reject_changes(diff, allow=trainer.allow_config_change, begins=begins)
@@ -98,22 +98,22 @@ def _check_renamed_models(path: Path, manifest: Manifest, config: ResolvedConfig
         folder = Path(name).expanduser()
         if folder.is_dir() and fingerprint(folder) != stored:
             raise UserError(
-                f"{setting}={name} holds other files than when {path} was saved. Restore them, or accept that the run "
-                f"changes with trainer.allow_config_change=true; or {NEW_RUN}."
+                f"{setting}={name} holds other files than when {path} was saved. Restore the files, or set "
+                f"trainer.allow_config_change=true to accept that the run changes; or {NEW_RUN}."
             )
 
 
 def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> list[str]:
-    """Return a finished run's other settings that do not affect the numbers, one line each. Raises UserError when the
-    run has another model than `config` names."""
+    """Return the changed settings that do not affect a finished run's results, one line each. Raise UserError when the
+    run has another model than `config`."""
     harmless = changes_since(path, manifest, config).harmless
-    others = [change for change in harmless if change.key in MODEL_NAMES]
+    renamed = [change for change in harmless if change.key in MODEL_NAMES]
     for setting, stored in manifest.fingerprints.items():
         if setting not in MODEL_NAMES or (name := config.setting(setting)) is None:
             continue
         folder, section = Path(name).expanduser(), setting.partition(".")[0]
         # For a Hub name only the name can be compared here.
-        same = fingerprint(folder) == stored if folder.is_dir() else not any(section in c.key for c in others)
+        same = fingerprint(folder) == stored if folder.is_dir() else not any(section in c.key for c in renamed)
         if not same:
             raise UserError(
                 f"the run in {path.parent} is finished at step {manifest.step}, and {setting}={name} holds other files "

@@ -38,7 +38,7 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
         with suppress(OSError):  # must not hide a failed creation
             remove_file(token)
     coordinator.all_gather(None)  # all ranks have looked: cleaning up before would remove tokens
-    domains = [min(mine) for mine in seen]
+    domains = [min(view) for view in seen]
     if coordinator.is_leader and len(set(domains)) > 1:
         _log_domains(domains)
     return domains
@@ -53,7 +53,7 @@ def _poll_until_agreed(run_dir: Path, tokens: list[str], coordinator: Coordinato
         if _agree(seen) and (look >= LOOKS or len(seen[0]) == coordinator.world_size):
             return seen
         time.sleep(LOOK_AGAIN_S)
-    views = "; ".join(f"rank {rank} sees {sorted(mine)}" for rank, mine in enumerate(seen))
+    views = "; ".join(f"rank {rank} sees {sorted(view)}" for rank, view in enumerate(seen))
     raise UserError(
         f"The ranks disagree about who shares the run directory {run_dir} ({views}). Use a file system that shows new "
         "files on all nodes, or set trainer.default_local_dir to a folder on such a file system."
@@ -61,9 +61,9 @@ def _poll_until_agreed(run_dir: Path, tokens: list[str], coordinator: Coordinato
 
 
 def _agree(seen: list[frozenset[int]]) -> bool:
-    """Return whether each rank sees itself, and all ranks that see each other see the same."""
-    sees_itself = all(rank in mine for rank, mine in enumerate(seen))
-    return sees_itself and all(seen[other] == mine for mine in seen for other in mine)
+    """Return whether each rank sees itself, and all ranks that see each other see the same ranks."""
+    sees_itself = all(rank in view for rank, view in enumerate(seen))
+    return sees_itself and all(seen[other] == view for view in seen for other in view)
 
 
 def _log_domains(domains: list[int]) -> None:

@@ -51,7 +51,7 @@ def prepare(
     source = directory.resume_source(trainer)
     remote: RemoteStore | None = None
 
-    def reach() -> None:
+    def open_and_lease() -> None:
         nonlocal remote
         remote = open_remote(run_dir, trainer, settings)
         if remote is not None:
@@ -62,7 +62,7 @@ def prepare(
     roll_forward(run_dir, coordinator)
     coordinator.on_domain_leaders(lambda: directory.tidy(run_dir, trainer, launch))
     if settings.remote is not None:
-        coordinator.on_leader(reach)
+        coordinator.on_leader(open_and_lease)
         restore(remote, run_dir, trainer, source, coordinator)
     run = _agreed_run(run_dir, coordinator)
     forks = source is not None and coordinator.broadcast(str(source)) != run.get("resumed_from")
@@ -98,8 +98,8 @@ def finished_step(
         if located.manifest.imported or driver is None or not directory.at_end(trainer, driver):
             return None
         # Read all bytes only when the run ends here; otherwise the ranks verify them in parallel.
-        mine = [name for name in located.manifest.files if located.source_domain(name) == coordinator.domain]
-        if damage_of(located, mine, coordinator):
+        own = [name for name in located.manifest.files if located.source_domain(name) == coordinator.domain]
+        if damage_of(located, own, coordinator):
             return None
         compare = partial(compare_finished, path, located.manifest, config)
         for change in coordinator.on_rank(located.source_domain(CONFIG), compare):

@@ -36,10 +36,13 @@ def make(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
             log.warning(
                 "trainer.overwrite=true: deleting the checkpoints up to step %s of %s.", step_of(existing[0]), run_dir
             )
-        point_to(run_dir, None)  # first: it must never name a removed checkpoint
+        point_to(run_dir, None)  # first: the pointer must never name a removed checkpoint
         for path in sorted(run_dir.iterdir()):
             if path.name not in LOCKS:
-                _remove(path)
+                if path.is_dir() and not path.is_symlink():
+                    discard(path)
+                else:
+                    remove_file(path)
 
 
 def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
@@ -56,8 +59,8 @@ def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
 
 def reject_earlier(run_dir: Path, trainer: TrainerConfig, launch: Collection[str] = ()) -> None:
     """Raise UserError for `resume_mode=disable` on a directory with checkpoints that are not of this `launch`."""
-    asked = trainer.resume_mode == "disable" and not trainer.overwrite
-    if asked and not prepared_by(launch, run_dir) and (existing := scan(run_dir)):
+    rejects = trainer.resume_mode == "disable" and not trainer.overwrite
+    if rejects and not prepared_by(launch, run_dir) and (existing := scan(run_dir)):
         raise UserError(
             f"trainer.resume_mode=disable, but {run_dir} holds checkpoints up to step {step_of(existing[0])}. Set "
             "trainer.overwrite=true to delete them, trainer.experiment_name to something new, or "
@@ -69,13 +72,6 @@ def prepared_by(launch: Collection[str], run_dir: Path) -> bool:
     """Return whether an earlier attempt of this `launch` prepared the directory. torchrun prepares again at each
     restart, and checkpoints saved meanwhile are the run's own."""
     return bool(launch) and not set(launch).isdisjoint(read_run_file(run_dir).get(AGENTS, ()))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        discard(path)
-    else:
-        remove_file(path)
 
 
 def set_aside_for(run_dir: Path, source: Path) -> None:

@@ -12,11 +12,11 @@ class Throughput:
     seconds: float = 0.0
 
 
-def throughput_figures(action: str, total: Throughput, by_part: Mapping[str, Throughput]) -> dict[str, float]:
+def throughput_metrics(action: str, total: Throughput, by_part: Mapping[str, Throughput]) -> dict[str, float]:
     """Return seconds, bytes and bytes per second: totals as `perf/ACTION_*`, each part's as `perf/ACTION_*/PART`."""
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, moved in {"": total, **{f"/{part}": moved for part, moved in by_part.items()}}.items():
-        figures[f"perf/{action}_seconds{name}"] = moved.seconds
-        figures[f"perf/{action}_bytes{name}"] = moved.bytes
-        figures[f"perf/{action}_bytes_per_second{name}"] = moved.bytes / max(moved.seconds, 1e-9)
-    return figures
+        metrics[f"perf/{action}_seconds{name}"] = moved.seconds
+        metrics[f"perf/{action}_bytes{name}"] = moved.bytes
+        metrics[f"perf/{action}_bytes_per_second{name}"] = moved.bytes / max(moved.seconds, 1e-9)
+    return metrics

@@ -21,7 +21,7 @@ from rlhf.storage.layout import DRIVER_STATE, INDEX
 HELP = "show one checkpoint, the newest of a run: roles, tensors, driver state"
 
 MOST, LONGEST, DEEPEST = 100, 200, 8
-"""What is shown of a driver state, which may have any size: values, characters of each, and levels of nesting."""
+"""Limits for a driver state of any size: values shown, characters of each value, and levels of nesting."""
 
 add_arguments = add_address
 
@@ -41,7 +41,7 @@ def _shown(checkpoint: FoundCheckpoint) -> tuple[Iterable[str], dict[str, Any]]:
 
 
 def _details(checkpoint: FoundCheckpoint) -> dict[str, Any]:
-    """Return the details to show; raises DamagedCheckpoint unless all files that they come from are intact."""
+    """Return the details to show. Raise DamagedCheckpoint if a file with these details is damaged."""
     from rlhf.storage.shard_index import ShardIndex  # imports NumPy
 
     manifest = checkpoint.manifest()

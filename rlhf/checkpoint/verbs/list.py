@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rlhf.checkpoint.commit.retention import figures_of, ranking_metric, reasons
+from rlhf.checkpoint.commit.retention import metric_values, ranking_metric, reasons
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
 from rlhf.checkpoint.verbs.places import Unreadable, read_or_problem
 from rlhf.checkpoint.verbs.runs import RULES, FoundRun, rules_of_save
@@ -65,7 +65,7 @@ def _kept(rows: list[dict[str, Any]], rules: CheckpointConfig | None) -> list[li
     """Return the reasons to keep each checkpoint (none: it may go), or None if the rules are unknown."""
     if rules is None:
         return [None] * len(rows)
-    found = reasons(figures_of({row["step"]: row.get("metrics") for row in rows}, rules), rules)
+    found = reasons(metric_values({row["step"]: row.get("metrics") for row in rows}, rules), rules)
     return [found[row["step"]] for row in rows]
 
 

@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 def local_folder(text: str) -> Path:
-    """Parse a folder on a disk (argparse `type`) for verbs without remote access. An address would become a local
-    folder of that name, and a model to upload would be written into it."""
+    """Parse a folder on a disk (argparse `type`) for verbs without remote access. Reject a URL, which would otherwise
+    become a local folder of that name."""
     if "://" in text:
         raise argparse.ArgumentTypeError(
             f"{text} is a URL. Give a local folder, and copy from or to the URL with the store's own tool"
@@ -53,15 +53,15 @@ class Unreadable(str):
         return made
 
 
-def read_or_problem(place: Path, look: Callable[[], T]) -> T | Unreadable:
-    """Return the result of `look` at `place`, or the line about its error."""
+def read_or_problem(path: Path, read: Callable[[], T]) -> T | Unreadable:
+    """Return the result of `read`, which reads `path`, or one line about its error."""
     try:
-        return look()
+        return read()
     except OtherFormat as error:
         return Unreadable(str(error), "other format")
     except DamagedCheckpoint as error:
         return Unreadable(str(error))
     except OSError as error:
-        return Unreadable(f"{error.filename or place} cannot be read: {error.strerror}")
+        return Unreadable(f"{error.filename or path} cannot be read: {error.strerror}")
     except UnicodeDecodeError:
-        return Unreadable(f"{place} is not valid UTF-8")
+        return Unreadable(f"{path} is not valid UTF-8")

@@ -1,16 +1,16 @@
-"""Reads runs in remote folders, as `checkpoint.remote` has copied them, over the network."""
+"""Finds runs in remote folders and reads their checkpoints over the network, as `checkpoint.remote` copied them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from rlhf.checkpoint.commit.manifest import Manifest, parse_manifest
-from rlhf.checkpoint.remote.remote_files import RemoteFiles, ask
+from rlhf.checkpoint.remote.remote_files import RemoteFiles, call_remote
 from rlhf.checkpoint.remote.remote_store import RemoteStore, object_name
 from rlhf.checkpoint.remote.retries import Retries, one_line
 from rlhf.checkpoint.verbs.runs import FoundRun, runs_below
-from rlhf.config.schema.checkpoint import REMOTES, CheckpointConfig
+from rlhf.config.schema.checkpoint import REMOTES
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import MANIFEST, step_dir, step_of
@@ -27,9 +27,9 @@ class RemoteCheckpoint:
         self.step, self.name = step, f"{store.url}/{step_dir(Path(), step).name}"
 
     def manifest(self) -> Manifest:
-        """Raises DamagedCheckpoint for an invalid manifest, OSError when the network fails."""
+        """Return the manifest; raise DamagedCheckpoint if it is invalid, and OSError when the network fails."""
         read = partial(self._store.read, object_name(self.step, MANIFEST))
-        raw = ask(self._retries, f"reading {self.name}", read)
+        raw = call_remote(self._retries, f"reading {self.name}", read)
         if raw is None:
             raise DamagedCheckpoint(
                 f"{self.name} has no {MANIFEST}: it was never committed, or its copy is in progress"
@@ -37,7 +37,7 @@ class RemoteCheckpoint:
         manifest = parse_manifest(raw, Path(self.name, MANIFEST))
         if manifest.step != self.step:
             raise DamagedCheckpoint(
-                f"{self.name}/{MANIFEST} is of step {manifest.step}, but its folder is named for another"
+                f"{self.name}/{MANIFEST} is of step {manifest.step}, but its folder's name has another step"
             )
         return manifest
 
@@ -48,49 +48,26 @@ class RemoteCheckpoint:
         return list(manifest.files)
 
 
-class RemoteRun:
-    def __init__(
-        self, store: RemoteStore, steps: Sequence[int], retries: Retries, *, single_checkpoint: bool = False
-    ) -> None:
-        self.single_checkpoint = single_checkpoint
-        self._checkpoints = [RemoteCheckpoint(store, step, retries) for step in steps]
-        self.name = self._checkpoints[0].name if single_checkpoint else store.url
-
-    @property
-    def checkpoints(self) -> Sequence[RemoteCheckpoint]:
-        return self._checkpoints
-
-    def rules(self) -> CheckpointConfig | None:
-        """Return None: the folder does not store `checkpoint.remote_max_to_keep`, its only retention rule."""
-        return None
-
-    def pointer(self) -> str | None:
-        """Return None: remote folders have no pointer."""
-        return None
-
-    def set_aside(self) -> list[tuple[str, str]]:
-        """Return nothing: remote copies are never set aside."""
-        return []
-
-
 def find_remote_runs(url: str) -> tuple[list[FoundRun], list[str]]:
+    """Return the runs at `url`, sorted by name, and no problems; raise UserError without any checkpoint."""
     url = url.rstrip("/")
     retries = Retries(url, stalled_s=RETRY_S, give_up_s=RETRY_S)
     parent, _, last = url.rpartition("/")
     if (step := step_of(Path(last))) is not None:
-        store = _open(parent, retries)
-        if step not in _list(store, store.steps, retries):
-            raise UserError(f"{url} does not exist.")
-        return [RemoteRun(store, [step], retries, single_checkpoint=True)], []
+        store = _call(parent, "opening", partial(RemoteStore, parent), retries)
+        if step not in _call(parent, "listing", store.steps, retries):
+            raise UserError(f"{url} does not exist. Check the address.")
+        found = RemoteCheckpoint(store, step, retries)
+        return [FoundRun(found.name, [found], single_checkpoint=True)], []
 
-    def look(folder: str) -> tuple[FoundRun | None, list[str]]:
-        store = _open(folder, retries)
-        if steps := _list(store, store.steps, retries):
-            return RemoteRun(store, steps, retries), []
-        names = _list(store, store.folders, retries)
+    def search(folder: str) -> tuple[FoundRun | None, list[str]]:
+        store = _call(folder, "opening", partial(RemoteStore, folder), retries)
+        if steps := _call(folder, "listing", store.steps, retries):
+            return FoundRun(folder, [RemoteCheckpoint(store, step, retries) for step in steps]), []
+        names = _call(folder, "listing", store.folders, retries)
         return None, [f"{folder}/{name}" for name in names if not name.startswith(".")]
 
-    runs = runs_below(url, look)
+    runs = runs_below(url, search)
     if not runs:
         raise UserError(
             f"{url} has no checkpoint (global_step_N). Give the remote folder of a run, "
@@ -99,18 +76,10 @@ def find_remote_runs(url: str) -> tuple[list[FoundRun], list[str]]:
     return sorted(runs, key=lambda run: run.name), []
 
 
-def _open(url: str, retries: Retries) -> RemoteStore:
-    return _call(url, partial(retries.call, "opening", partial(RemoteStore, url), final=(Exception,)))
-
-
-def _list(store: RemoteStore, listing: Callable[[], list[T]], retries: Retries) -> list[T]:
-    return _call(store.url, partial(retries.call, "listing", listing, final=(Exception,)))
-
-
-def _call(url: str, action: Callable[[], T]) -> T:
-    """Return the result of `action`; raises UserError for any error."""
+def _call(url: str, what: str, action: Callable[[], T], retries: Retries) -> T:
+    """Return the result of one try of a network call; raise UserError for any error."""
     try:
-        return action()
+        return retries.call(what, action, final=(Exception,))
     except Exception as error:  # object stores' clients raise errors of any class
         package = REMOTES.get(url.partition("://")[0])
         install = f" Install {package}." if package and isinstance(error, ImportError) else ""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -29,43 +29,17 @@ LARGEST_POINTER = 1 << 10
 
 
 class FoundCheckpoint(Protocol):
-    """One checkpoint, local or remote; everything read is verified."""
+    """Reads and verifies one checkpoint, local or remote. Methods raise DamagedCheckpoint or OSError."""
 
     name: str
     step: int
 
-    def manifest(self) -> Manifest:
-        """Raises DamagedCheckpoint or OSError, as all methods do."""
-        ...
+    def manifest(self) -> Manifest: ...
 
     def files(self, manifest: Manifest) -> CheckedFiles: ...
 
     def here(self, manifest: Manifest) -> list[str]:
-        """Return the files that must be here."""
-        ...
-
-
-class FoundRun(Protocol):
-    """One run's checkpoints, local or remote; with `single_checkpoint`, one checkpoint only."""
-
-    name: str
-    single_checkpoint: bool
-
-    @property
-    def checkpoints(self) -> Sequence[FoundCheckpoint]:
-        """Newest first."""
-        ...
-
-    def rules(self) -> CheckpointConfig | None:
-        """Return the retention rules of the newest start, or None if unknown."""
-        ...
-
-    def pointer(self) -> str | None:
-        """Return the text of the pointer file or its read error; None without a pointer."""
-        ...
-
-    def set_aside(self) -> list[tuple[str, str]]:
-        """Return reason and name of each folder that was set aside."""
+        """Return the files that must exist on this disk, or in the remote folder."""
         ...
 
 
@@ -83,14 +57,37 @@ class LocalCheckpoint:
         return manifest.expected_at(self.path)
 
 
-class LocalRun:
-    def __init__(self, path: Path, checkpoints: Sequence[Path]) -> None:
-        self.path, self.name, self.single_checkpoint = path, str(path), list(checkpoints) == [path]
-        self._checkpoints = [LocalCheckpoint(checkpoint) for checkpoint in checkpoints]
+@dataclass
+class FoundRun:
+    """Lists one run's checkpoints, newest first; with `single_checkpoint`, one checkpoint only.
 
-    @property
-    def checkpoints(self) -> Sequence[LocalCheckpoint]:
-        return self._checkpoints
+    A remote folder has no rules (it does not store `checkpoint.remote_max_to_keep`), no pointer, and no folders set
+    aside.
+    """
+
+    name: str
+    checkpoints: Sequence[FoundCheckpoint]
+    single_checkpoint: bool = False
+
+    def rules(self) -> CheckpointConfig | None:
+        """Return the retention rules of the newest start, or None if unknown."""
+        return None
+
+    def pointer(self) -> str | None:
+        """Return the text of the pointer file or its read error; None without a pointer."""
+        return None
+
+    def set_aside(self) -> list[tuple[str, str]]:
+        """Return reason and name of each folder that was set aside."""
+        return []
+
+
+class LocalRun(FoundRun):
+    checkpoints: Sequence[LocalCheckpoint]
+
+    def __init__(self, path: Path, checkpoints: Sequence[Path]) -> None:
+        super().__init__(str(path), [LocalCheckpoint(each) for each in checkpoints], list(checkpoints) == [path])
+        self.path = path
 
     def rules(self) -> CheckpointConfig | None:
         text = read_or_problem(self.path, lambda: read_regular(self.path / RESOLVED, LARGEST_CONFIG))
@@ -106,8 +103,8 @@ class LocalRun:
         return [(reason, path.name) for reason in SET_ASIDE for path in set_aside_dirs(self.path, reason)]
 
 
-def runs_below(root: T, look: Callable[[T], tuple[R | None, Sequence[T]]]) -> list[R]:
-    """Return the runs at or below `root`; `look` returns a folder's run, if any, and the subfolders to search."""
+def runs_below(root: T, search: Callable[[T], tuple[R | None, Sequence[T]]]) -> list[R]:
+    """Return the runs at or below `root`; `search` returns a folder's run, if any, and the subfolders to search."""
     runs: list[R] = []
     level, seen = [root], 0
     for _ in range(DEEPEST + 1):
@@ -115,8 +112,8 @@ def runs_below(root: T, look: Callable[[T], tuple[R | None, Sequence[T]]]) -> li
         for folder in level:
             seen += 1
             if seen > MOST_FOLDERS:
-                raise UserError(f"{root} has more than {MOST_FOLDERS} folders. Give one nearer to the runs.")
-            run, inside = look(folder)
+                raise UserError(f"{root} has more than {MOST_FOLDERS} folders. Give a folder nearer to the runs.")
+            run, inside = search(folder)
             runs += [] if run is None else [run]
             below += inside
         level = below
@@ -127,7 +124,7 @@ def local_runs_below(root: Path) -> tuple[list[LocalRun], list[str]]:
     """Return the run directories in `root` with checkpoints, sorted by name, and problems; follows no links."""
     problems: list[str] = []
 
-    def look(folder: Path) -> tuple[LocalRun | None, list[Path]]:
+    def search(folder: Path) -> tuple[LocalRun | None, list[Path]]:
         names = read_or_problem(folder, lambda: _folders(folder) if folder.is_dir() else [])
         if isinstance(names, str):
             problems.append(names)
@@ -136,7 +133,7 @@ def local_runs_below(root: Path) -> tuple[list[LocalRun], list[str]]:
             return LocalRun(folder, found), []
         return None, [folder / name for name in names]
 
-    return sorted(runs_below(root, look), key=lambda run: run.path), problems
+    return sorted(runs_below(root, search), key=lambda run: run.path), problems
 
 
 def _folders(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Shows sizes as texts, documents as JSON, and the progress of a long verb. Imports no torch."""
+"""Formats sizes, prints documents as JSON, and shows the progress of a long verb. Imports no torch."""
 
 import json
 import math
@@ -23,8 +23,7 @@ def sizes_of(manifest: Manifest) -> str:
 
 
 def facts_of(manifest: Manifest) -> dict[str, Any]:
-    """Return what a document says of an intact checkpoint. A thousand manifests, with all their files, would need much
-    memory."""
+    """Return an intact checkpoint's facts for a document, without its files: a thousand manifests need much memory."""
     return {
         "step": manifest.step,
         "created": manifest.created,
@@ -50,17 +49,17 @@ def as_json(document: Any) -> str:
 
 def show_checkpoints(
     checkpoints: Iterable[FoundCheckpoint],
-    shown: Callable[[FoundCheckpoint], tuple[Iterable[str], dict[str, Any]]],
+    describe: Callable[[FoundCheckpoint], tuple[Iterable[str], dict[str, Any]]],
     unreadable: list[str],
     console: Console,
     *,
     in_json: bool,
 ) -> int:
-    """Print the lines of each checkpoint, or the documents of all as JSON, and return the exit code. `shown` returns a
-    checkpoint's lines and its document, whose `problem` is None if it is intact."""
+    """Print the lines of each checkpoint, or all documents as JSON, and return the exit code. `describe` returns a
+    checkpoint's lines and its document. The document's `problem` is None for an intact checkpoint."""
     documents = []
     for checkpoint in checkpoints:
-        lines, document = shown(checkpoint)
+        lines, document = describe(checkpoint)
         documents.append(document)
         for line in () if in_json else lines:
             console.print(printable(line))
@@ -77,10 +76,10 @@ def show_end(document: dict[str, Any], unreadable: list[str], console: Console, 
         console.print(printable(line))
 
 
-def spelled(value: Any) -> Any:
-    """Return `value` with each number that JSON lacks, such as NaN, as text."""
+def nonfinite_as_text(value: Any) -> Any:
+    """Return `value` with NaN and infinities, which JSON lacks, as texts."""
     if isinstance(value, dict):
-        return {name: spelled(item) for name, item in value.items()}
+        return {name: nonfinite_as_text(item) for name, item in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.places import local_folder
-from rlhf.checkpoint.verbs.shown import spelled, work_bar
+from rlhf.checkpoint.verbs.shown import nonfinite_as_text, work_bar
 from rlhf.convert.layouts import AUTO, backends
 from rlhf.convert.verbs.options import add_model_files_option, check_paths
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
@@ -134,7 +134,7 @@ def _as_json(equal: bool, values: "dict[str, list[ValueDifference]]", tensors: "
         "equal": equal,
         "values": {kind: [asdict(d) for d in differences] for kind, differences in values.items()},
         "tensors": {
-            kind: {"tensors": compared.tensors, "different": [spelled(asdict(d)) for d in compared.different]}
+            kind: {"tensors": compared.tensors, "different": [nonfinite_as_text(asdict(d)) for d in compared.different]}
             for kind, compared in tensors.items()
         },
     }

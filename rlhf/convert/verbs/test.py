@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.places import local_folder
-from rlhf.checkpoint.verbs.shown import spelled, work_bar
+from rlhf.checkpoint.verbs.shown import nonfinite_as_text, work_bar
 from rlhf.convert.verbs.options import add_origin_options, check_paths
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
 from rlhf.printable import printable
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         with closing(open_source(origin, arguments.backend)) as source:
             verdict = _verdict(arguments, source, reference)
     if arguments.json:
-        console.print_json(json.dumps(spelled(asdict(verdict))))
+        console.print_json(json.dumps(nonfinite_as_text(asdict(verdict))))
     else:
         for line in _lines(verdict, arguments.atol):
             console.print(printable(line))
