@@ -61,30 +61,11 @@ class ModelSources:
         return {m.files.source.setting: m.files.fingerprint for m in found}
 
 
-def policy_source(model: ModelConfig) -> ModelSource:
-    """Return the source of `model.path`."""
-    return ModelSource(
-        "model.path",
-        model.path,
-        model.revision,
-        model.trust_remote_code,
-        model.attn_implementation,
-        model.chat_template,
-    )
-
-
-def critic_source(critic: CriticConfig, model: ModelConfig) -> ModelSource:
-    """Return the source of `critic.path`, or of `model.path` if `critic.path` is null."""
-    if critic.path is None:
-        return policy_source(model)
-    return ModelSource("critic.path", critic.path, None, model.trust_remote_code, model.attn_implementation)
-
-
-def reward_model_source(reward_model: RewardModelConfig, model: ModelConfig) -> ModelSource:
-    """Return the source of `reward_model.path`, which must be set."""
-    path, revision = reward_model.path, reward_model.revision
-    assert path is not None
-    return ModelSource("reward_model.path", path, revision, model.trust_remote_code, model.attn_implementation)
+def model_source(
+    setting: str, path: str, revision: str | None, model: ModelConfig, chat_template: str | None = None
+) -> ModelSource:
+    """Return the source of the model that `setting` names, with the options of the section `model`."""
+    return ModelSource(setting, path, revision, model.trust_remote_code, model.attn_implementation, chat_template)
 
 
 def resolve_models(
@@ -109,11 +90,13 @@ def resolve_models(
         hf_config = loading.load_model_config(files.source, files.folder)
         return ResolvedModel(files, hf_config, loading.load_tokenizer(files.source, files.folder))
 
-    policy, values, judge = find(policy_source(model)), None, None
+    policy = find(model_source("model.path", model.path, model.revision, model, model.chat_template))
+    values, judge = None, None
     if critic is not None:
-        values = policy if critic.path is None else find(critic_source(critic, model))
+        values = policy if critic.path is None else find(model_source("critic.path", critic.path, None, model))
     if reward_model is not None:
-        judge = find(reward_model_source(reward_model, model))
+        assert reward_model.path is not None
+        judge = find(model_source("reward_model.path", reward_model.path, reward_model.revision, model))
     if values is not None and values.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UserError(
             f"{values.files.source} has another vocabulary than {policy.files.source}: the critic reads the policy's "

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.start.run_dir import planned_steps
 from rlhf.checkpoint.state.driver_state import DriverState
-from rlhf.checkpoint.state.run_file import read_run_file, start_day
+from rlhf.checkpoint.state.run_file import STARTED_ON, read_run_file
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
@@ -112,7 +113,7 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
     report("reading the prompts")
     trainer, data = config.trainer, config.data
     run = read_run_file(config.run_dir)
-    day = start_day(run)
+    day = date.fromisoformat(run[STARTED_ON])
     train_set, val_set = read_prompts(data, config.reward, trainer.seed, policy.tokenizer, day, coordinator)
     stream = PromptStream(train_set, trainer.seed, data.shuffle, allow_change=trainer.allow_config_change)
     steps_per_epoch = len(train_set) / data.train_batch_size
@@ -274,7 +275,7 @@ def _run_log(config: Config, driver: DriverState, shown: ProgressDisplay, *, lea
 
 
 def _facts(setup: Setup, policy: TrainingBackend, inputs: RunInputs) -> str:
-    """Return a line about policy, ranks, prompts and steps, which are known only after models and data are loaded."""
+    """Return a line about policy, ranks, prompts and steps."""
     # Shards have the global shapes in every training engine.
     trained, base = (
         sum(math.prod(shard.shape) for shard in shards.values())

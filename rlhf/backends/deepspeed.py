@@ -79,7 +79,7 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
         return self._state.for_passes()
 
     def backward(self, loss: Tensor) -> None:
-        """Undo DeepSpeed's average over ranks, because the interface asks for a sum."""
+        """Undo DeepSpeed's average over ranks, because the interface requires a sum."""
         self._engine.backward(loss * dims.data().size)
 
     def optimizer_step(self) -> dict[str, float]:

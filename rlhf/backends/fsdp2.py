@@ -104,7 +104,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
         return (local_part(state[moment]) for state in self.optimizer.state.values() for moment in MOMENTS)
 
     def backward(self, loss: Tensor) -> None:
-        """Undo FSDP2's average over ranks, because the interface asks for a sum."""
+        """Undo FSDP2's average over ranks, because the interface requires a sum."""
         (loss * dims.data().size).backward()
 
     def optimizer_step(self) -> dict[str, float]:

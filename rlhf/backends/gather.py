@@ -120,7 +120,7 @@ def _parts_of_ranks(shards: Sequence[Shard], ranks: dims.RankGroup, device: torc
     found = [_PartsOfRanks(*flags, []) for flags in zip(unsharded.tolist(), equal.tolist(), strict=True)]
     for i in (~(unsharded | equal | boxed)).nonzero().flatten().tolist():
         found[i].boxes.extend(Box((start,), (size,)) for start, size in ranges_of_ranks[:, i].tolist())
-    # Ranks exchange boxes at every weight sync. Most boxes are ranges, which need two numbers. The others follow here.
+    # Ranks exchange boxes at every weight sync. Most boxes are ranges, which need two numbers. Other boxes follow here.
     if tensors := boxed.nonzero().flatten().tolist():
         width = max(len(shards[i].shape) for i in tensors)
         rows = torch.tensor([_padded(boxes[i], width) for i in tensors], device=device)
@@ -140,8 +140,8 @@ def _padded(box: Box, width: int) -> list[int]:
 def _gathered_equal(
     bucket: Sequence[tuple[str, tuple[int, ...], Tensor]], ranks: dims.RankGroup
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a bucket of equal parts, unsharded. A tensor costs one copy, whatever the number of ranks.
-    A tensor that is a bucket by itself, as large ones are, costs none."""
+    """Yield each tensor of a bucket of equal parts, unsharded. A tensor costs one copy on any number of ranks. A large
+    tensor is a bucket by itself and costs no copy."""
     content = [part.view(torch.uint8) for _, _, part in bucket]
     received = gather_from(ranks, content[0] if len(content) == 1 else torch.cat(content))
     widths = [part.numel() for part in content]

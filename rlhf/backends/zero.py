@@ -83,7 +83,7 @@ class ZeroState:
     def _pass_tensors(self) -> Iterator[Tensor]:
         zero = self._engine.optimizer
         if self._stage == 3:
-            zero._partition_all_parameters()  # also those that are gathered now
+            zero._partition_all_parameters()  # also parameters that are gathered now
             if not zero.offload_optimizer:  # else the buffer is on the host
                 yield zero.grad_partitions_flat_buffer
             yield from (bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None)
@@ -144,7 +144,7 @@ class ZeroState:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Recompute the state that derives from float32 weights and step counts, such as the module's. Collective."""
+        """Recompute the module's weights and AdamW's step counts from the float32 weights and `_steps`. Collective."""
         counts: dict[int, float] = {}
         for name, part in self._ranges.items():
             # A checkpoint of FSDP2 counts no steps for a parameter that never had a gradient. Its moments are zero, so
@@ -182,7 +182,7 @@ class ZeroState:
 
 
 def partition(model: PreTrainedModel, init: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Shard every parameter for ZeRO 3, one at a time, so that no rank has more than one unsharded. Collective.
+    """Shard the parameters for ZeRO 3 in turn, so that no rank has two unsharded parameters at once. Collective.
 
     Parameters on the meta device get memory but no values. `init` is a `deepspeed.zero.Init`. DeepSpeed's engine would
     shard the model too, but would first move the whole model to `device`.

@@ -35,11 +35,11 @@ ALIASES: dict[str, tuple[str, dict[str, str | None]]] = {
 }
 """Alias of `convert` -> its help, and the arguments that it sets."""
 
-ROOM = "Free disk space there, or give a path on another disk."
-RIGHT = "Give another path, or get permission for this one."
+DISK_FULL = "Free disk space there, or give a path on another disk."
+NOT_PERMITTED = "Give another path, or get permission for this path."
 REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), RIGHT),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), DISK_FULL),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), NOT_PERMITTED),
     errno.ENAMETOOLONG: "Give a shorter name.",
 }
 """errno -> remedy in the error message."""
@@ -48,8 +48,8 @@ EXIT_INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a verb; return 0 when all is done, intact or equal, 1 for damage, a difference or a failed read or write, 2
-    for a user's mistake (one line), 130 after Ctrl-C."""
+    """Run a verb and return the exit code: 0 for success (intact, equal), 1 for damage, a difference, or a failed read
+    or write, 2 for a user's mistake, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     parser = CommandParser(prog="python -m rlhf.checkpoint", description=__doc__)
     if argv and not argv[0].startswith("-") and argv[0] not in VERBS:

@@ -1,4 +1,4 @@
-"""Saves a run every `trainer.save_freq` steps and resumes it at the start; knows nothing of training."""
+"""Saves a run every `trainer.save_freq` steps, and resumes the run at its start."""
 
 import logging
 import time
@@ -46,8 +46,8 @@ class Checkpointer:
     Args:
         run_dir: the run directory.
         trainer: save frequency, resume mode and the grace period at the end.
-        settings: what is saved, how, and how long checkpoints stay.
-        config: the resolved configuration, compared with a stored one.
+        settings: contents of a checkpoint, kind of save, retention.
+        config: the resolved configuration, which a resume compares with the stored configuration.
         identity: the run's entries in manifests.
         coordinator: the ranks, which all make the same calls.
         state: live objects to save and restore.
@@ -89,7 +89,7 @@ class Checkpointer:
         """
         self._settle()
         timeout_s = self._settings.timeout_s
-        # Restarted ranks find what killed saves left. No save is in flight here, so removal is safe.
+        # Remove the leftovers of killed saves. No save is in flight here, so removal is safe.
         self._coordinator.on_domain_leaders(lambda: self._deleter.wait(timeout_s) and clean_leftovers(self._run_dir))
         loaded = restore(
             self._run_dir,
@@ -123,7 +123,7 @@ class Checkpointer:
         self._reference_at = {} if reference_at is None else {reference_at: path}
 
     def maybe_save(self, step: int, metrics: Mapping[str, float], *, last: bool = False) -> SaveResult | None:
-        """Save every `trainer.save_freq` steps and at the run's `last` step; return like `save`."""
+        """Save every `trainer.save_freq` steps and at the run's `last` step; return the same as `save`."""
         every = self._trainer.save_freq
         if every and (last or step % every == 0):
             return self.save(step, metrics, last=last)
@@ -132,9 +132,9 @@ class Checkpointer:
         return self._pop_result()
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None, *, last: bool = False) -> SaveResult | None:
-        """Save `step` with its `metrics` unless it is saved already; first wait for the save in flight.
+        """Save `step` with its `metrics`, unless that step is saved already. First wait for the save in flight.
 
-        Returns the save that finished since the last call. `checkpoint.on_save_error` decides whether a failure ends
+        Return the save that finished since the last call. `checkpoint.on_save_error` decides whether a failure ends
         the run or is only logged; a failed `last` save always ends the run.
         """
         called = time.monotonic()
@@ -206,8 +206,8 @@ class Checkpointer:
         return {} if self._copies is None else self._copies.metrics()
 
     def leave(self, step: int, metrics: Mapping[str, float]) -> NoReturn:
-        """Save `step`, wait for the save, and raise Preempted; Unsaved if the save failed; UserError if a restart fails
-        too."""
+        """Save `step`, wait for the save, and raise Preempted. Raise Unsaved if the save failed, or UserError if a
+        restart would fail too."""
         self._settle()
         try:
             self.save(step, metrics, last=True)
@@ -222,7 +222,7 @@ class Checkpointer:
         raise Preempted(f"Asked to stop: saved step {step} and left. The same command continues from there.")
 
     def finish(self, *, log_wait: bool = True) -> SaveResult | None:
-        """Wait for the save in flight and for removals; return and fail like `save`."""
+        """Wait for the save in flight and for removals; return and raise the same as `save`."""
         self._settle(log_wait=log_wait)
         self._deleter.wait(self._settings.timeout_s)
         return self._pop_result()
@@ -232,8 +232,9 @@ class Checkpointer:
         """Run a block; after a normal end or a UserError, the last save is committed.
 
         After another error on this rank, wait for the save in flight too, for a quarter of the grace period at most:
-        that save may be the only progress of a run that crashes at one step. Wait for copies to the remote up to
-        `checkpoint.timeout_s` at the end, a quarter of the grace period on an early exit, and not at all after a crash.
+        that save may be the only progress of a run that crashes at the same step again and again. Wait for copies to
+        the remote up to `checkpoint.timeout_s` at the end, a quarter of the grace period on an early exit, and not at
+        all after a crash.
         """
         copies_s = grace_s = self._trainer.preempt_grace_s / 4
         try:

@@ -42,7 +42,7 @@ class Strided(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Number of elements from the first to the last one, gaps included."""
+        """Number of elements from the first to the last element, gaps included."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
 
     @property
@@ -82,7 +82,7 @@ def normalize(box: Box, shape: Sequence[int]) -> Box:
 
 
 def bounds(box: Box, shape: Sequence[int]) -> tuple[int, int]:
-    """Return the first element of a non-empty part in the flattened tensor, and the one after its last."""
+    """Return the positions of a non-empty part's first element, and after its last, in the flattened tensor."""
     if box.is_range:
         return box.offsets[0], box.offsets[0] + box.sizes[0]
     layout = layout_of(box, whole_box(shape), shape)

@@ -17,7 +17,7 @@ from rlhf.storage.reading import PART, THREADS, CheckedFiles
 AT_A_TIME = 256
 """Blocks queued for threads: a GiB."""
 Block = tuple[str, int]
-"""File of the source, and number of a block in it."""
+"""File of the source, and number of a block in the file."""
 
 
 class RangeCopy(NamedTuple):

@@ -9,7 +9,7 @@ UNREADABLE_ERRNOS = {errno.EIO, errno.EUCLEAN, errno.EBADMSG}
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint's bytes differ from the committed ones, or it was never committed."""
+    """A checkpoint's bytes differ from the committed bytes, or the checkpoint was never committed."""
 
 
 class OtherFormat(DamagedCheckpoint):

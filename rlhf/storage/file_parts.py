@@ -24,7 +24,7 @@ class FilePart:
 
 
 FileParts = Mapping[str, Sequence[FilePart]]
-"""Name of a weight -> the Hugging Face tensors that cover it; a weight without an entry is stored unchanged."""
+"""Weight's name -> the Hugging Face tensors that cover the weight. A weight without an entry is stored unchanged."""
 
 
 def parts_of(parts: FileParts, name: str, shape: Sequence[int]) -> Sequence[FilePart]:

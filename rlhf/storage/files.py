@@ -1,6 +1,7 @@
 """Writes, syncs, renames, links and removes files: all changes in a run directory go through these functions.
 
-Functions named `..._durably` survive a power cut. The others are for files that are worthless after a crash.
+Results of functions named `..._durably` survive a power cut. The other functions are for files that no process needs
+after a crash.
 """
 
 import ctypes
@@ -14,8 +15,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from xxhash import xxh3_128_hexdigest
+
 from rlhf.events import announce
-from rlhf.storage.hashing import BLOCK, BlockHashes, hash_block
+from rlhf.storage.hashing import BLOCK, BlockHashes
 from rlhf.storage.layout import TEMPORARY
 from rlhf.storage.reading import fill
 
@@ -108,13 +111,13 @@ def truncate(path: Path, size: int) -> None:
 
 
 def write_small(path: Path, content: bytes) -> None:
-    """Write or overwrite a small file that nobody needs after a crash, such as one in a temporary folder."""
+    """Write or overwrite a small file that no process needs after a crash."""
     path.write_bytes(content)
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write small files, which nobody needs after a crash, and remove all other files of `folder`, except files that
-    are open in a dying process over NFS."""
+    """Write small files that no process needs after a crash. Remove all other files of `folder`, except files that are
+    open in a dying process over NFS."""
     if folder.exists():
         remove_dir(folder, ignore_errors=True)
     make_dir(folder)
@@ -162,7 +165,7 @@ class SharedFile:
 
     def write(self, number: int, content: memoryview) -> str:
         """Write all bytes of a block; return their hash."""
-        hashing = self._beside.submit(hash_block, content)
+        hashing = self._beside.submit(xxh3_128_hexdigest, content)
         self.write_at(number * BLOCK, content)
         return hashing.result()
 
@@ -269,7 +272,7 @@ def rename_durably(path: Path, target: Path) -> Path:
 
 
 def exchange(path: Path, other: Path) -> bool:
-    """Exchange the names of two files or directories on one disk atomically; return False where that is impossible."""
+    """Exchange the names of two files or directories on one disk atomically; return False if the disk cannot."""
     if (code := _swap(os.fspath(path), os.fspath(other))) in CANNOT_EXCHANGE:
         return False
     if code:
@@ -307,7 +310,7 @@ def remove_dir(path: Path, *, ignore_errors: bool = False) -> None:
 
 def remove(path: Path) -> None:
     """Remove a directory tree, a file or a link; raises FileNotFoundError when `path` is missing."""
-    # A user may have moved a checkpoint to other storage and left a link; then only the link is ours to delete.
+    # A user may have moved a checkpoint to other storage and left a link. Then delete only the link.
     if path.is_dir() and not path.is_symlink():
         remove_dir(path)
     else:

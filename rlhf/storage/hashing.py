@@ -27,7 +27,3 @@ class BlockHashes:
     def hexdigests(self) -> str:
         """Return one hash per started block, concatenated; empty for no bytes."""
         return "".join(self._done) + (self._digest.hexdigest() if self.size % BLOCK else "")
-
-
-def hash_block(content: memoryview) -> str:
-    return xxhash.xxh3_128_hexdigest(content)

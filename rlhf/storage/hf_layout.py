@@ -11,7 +11,7 @@ from rlhf.storage.index_rows import Tensors
 from rlhf.storage.safetensors_header import ITEM_BYTES, make_safetensors_header, nbytes_of
 
 SHARD_BYTES = 5_000_000_000
-"""Upper limit of tensor bytes in one file, unless one tensor is larger."""
+"""Upper limit of tensor bytes in one file, unless a single tensor is larger."""
 WEIGHTS, WEIGHTS_INDEX, MODEL_CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 STEM = "model"
 """Prefix of the files' names."""
@@ -21,7 +21,7 @@ ADAPTER_STEM, ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
 ONE_FILE = 1 << 60
 """File size limit of adapters, above any real size: peft reads an adapter from one file."""
 METADATA = {"format": "pt"}
-"""Metadata of each file; some tools need it to open a file."""
+"""Metadata of each file, which some tools need to open the file."""
 FLOAT_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Export dtypes: name in a configuration -> name in safetensors."""
 
@@ -39,7 +39,7 @@ class WeightsFile:
 def lay_out_weights(tensors: Tensors, shard_bytes: int | None = None, stem: str = STEM) -> list[WeightsFile]:
     """Return files for `tensors` (name -> safetensors type and shape), filled in order up to `shard_bytes` each.
 
-    Within a file, wider types come first, as the specification asks, so that each tensor is aligned to its items.
+    Within a file, wider types come first, as the specification requires, so that each tensor is aligned to its items.
     """
     most = SHARD_BYTES if shard_bytes is None else shard_bytes
     groups: list[list[str]] = [[]]

@@ -18,7 +18,7 @@ from rlhf.storage.boxes import Box, boxes_of, range_box, strides_of
 ROW_BYTES = 24
 _ROW = np.dtype("<i8")
 _AT_A_TIME = 256
-"""Number of boxes compared with all others in one NumPy operation."""
+"""Number of boxes compared with all boxes in one NumPy operation."""
 Rows = NDArray[np.int64]
 """[n, 3] rows of an index."""
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -57,8 +57,8 @@ class Table:
 class Parts(NamedTuple):
     """Shards parsed from rows. All arrays but `rows` have one entry per shard.
 
-    `tensor` is the number of the tensor. `first` is the shard's first element in the flattened tensor, and `stop` the
-    one after its last. `numel` is the number of elements, and `row` the index of the shard's first row.
+    `tensor` is the number of the tensor. `first` is the position of the shard's first element in the flattened tensor,
+    `stop` the position after its last. `numel` is the number of elements, and `row` the index of the shard's first row.
     """
 
     rows: Rows

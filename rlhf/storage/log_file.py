@@ -9,8 +9,8 @@ LIMIT_BYTES = 32 << 20
 
 
 class LogFile:
-    """Appends to the file `path`, creating it if missing; nothing is synced. Before it exceeds `limit` bytes, renames
-    it to `<name>.1`, replacing an earlier one, and begins a new file. Raises OSError on a disk error."""
+    """Appends to the file `path`, without a sync. Before the file exceeds `limit` bytes, renames it to `<name>.1`,
+    replacing an earlier file of that name, and begins a new file. Raises OSError on a disk error."""
 
     def __init__(self, path: Path, limit: int = LIMIT_BYTES) -> None:
         self._path, self._limit = path, limit

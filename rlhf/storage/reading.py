@@ -1,6 +1,6 @@
 """Reads a checkpoint's files and compares each block with its hash on the way to its destination.
 
-Imports no torch: `python -m rlhf.checkpoint verify` uses it too.
+Imports no torch, because `python -m rlhf.checkpoint verify` imports this module.
 """
 
 import errno
@@ -95,7 +95,7 @@ class CheckedFiles:
         self._read_blocks(name, {number: [] for number in blocks})
 
     def parts(self, name: str, number: int) -> Iterator[tuple[int, memoryview]]:
-        """Yield the bytes of a block in parts, each with its position in the file. A part is valid until the next one.
+        """Yield the bytes of a block in parts, each with its position in the file. A part is valid until the next part.
         Compares the hash after the last part, and raises DamagedCheckpoint if the hash differs."""
         entry, digest, memory = self._entry(name), xxhash.xxh3_128(), memoryview(bytearray(PART))
         with _damage(name), _regular(self._elsewhere.get(name, self._root) / name, f"{name}:") as descriptor:
@@ -149,8 +149,8 @@ class CheckedFiles:
 
 
 class UnverifiedFiles(CheckedFiles):
-    """Reads the files `names` below `root`, at their present sizes, without hashes; raises DamagedCheckpoint for a
-    missing one."""
+    """Reads the files `names` below `root`, at their present sizes, without hashes. Raises DamagedCheckpoint for a
+    missing file."""
 
     def __init__(self, root: Path, names: Iterable[str]) -> None:
         super().__init__(root, {name: {"size": _size_of(root / name, name)} for name in names})
@@ -221,7 +221,7 @@ def _damage(name: str) -> Iterator[None]:
 
 
 def _reads(position: int, end: int, wanted: list[Range], scratch: memoryview) -> Iterator[list[memoryview]]:
-    """Yield the buffers of each read of the bytes [position, end): those of `wanted`, and `scratch` for the gaps."""
+    """Yield the buffers of each read of the bytes [position, end): buffers of `wanted`, and `scratch` for the gaps."""
     views: list[memoryview] = []
     filled = 0
     for start, into in [*wanted, (end, memoryview(b""))]:
@@ -238,7 +238,7 @@ def _reads(position: int, end: int, wanted: list[Range], scratch: memoryview) ->
 
 
 def fill(descriptor: int, views: list[memoryview], position: int, name: str) -> None:
-    """Fill `views` one after the other from `position` on; raises DamagedCheckpoint, with `name`, at an early end."""
+    """Fill `views` in order with the bytes from `position` on; raise DamagedCheckpoint, with `name`, at an early end."""
     while views:
         count = os.preadv(descriptor, views, position)
         if not count:

@@ -30,7 +30,7 @@ class Scratch:
 
     def __init__(self, *, large: bool = False) -> None:
         where = Path(tempfile.gettempdir())
-        # Large content goes where the user has space for it. It contains no sockets, so the path may be long.
+        # Large content goes to the user's TMPDIR, which has the space. It contains no sockets, so the path may be long.
         where = where if large or len(str(where)) <= LONGEST else Path("/tmp")
         sweep(where)
         self._lock: int | None = None
@@ -73,8 +73,8 @@ def sweep(where: Path) -> None:
 
 
 def lock_folder(folder: Path) -> int | None:
-    """Lock `folder` and return the descriptor, whose close or process end releases the lock; None when another process
-    has the lock or the folder is gone. Raises OSError on a file system without locks."""
+    """Lock `folder` and return the descriptor; a close or the end of the process releases the lock. Return None when
+    another process has the lock or the folder is missing. Raise OSError on a file system without locks."""
     with ExitStack() as stack, suppress(FileNotFoundError, BlockingIOError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         stack.callback(os.close, descriptor)
@@ -105,5 +105,5 @@ def _remove(folder: Path) -> None:
             remove_file(path, missing_ok=True)
         except OSError as error:
             log.warning("Shared memory of a dead process cannot be removed: %s.", error)
-    # The name shows others that this is a scratch folder, so the folder goes last.
+    # Other processes recognise a scratch folder by its name, so remove the folder last.
     remove_dir(folder, ignore_errors=True)

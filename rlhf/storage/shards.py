@@ -36,7 +36,7 @@ class Shard:
 
     With one offset per dimension the part is a box, which begins at `offsets` and has the sizes of `local`. With a
     single offset it is the range [offset, offset + local.numel()) of the flattened tensor, and `local` has any shape.
-    `local` is row-major. `owner` says whether this rank saves the part; a replicated part has one owner. A load fills
+    `local` is row-major. `owner` is whether this rank saves the part; a replicated part has one owner. A load fills
     `local` on every rank.
     """
 
@@ -121,8 +121,8 @@ def write_shards(root: Path, folder: str, file_name: str, shards: Shards) -> tup
 
 
 class TensorReader:
-    """Reads parts of the tensors in one folder of a checkpoint, whatever world size or backend wrote them. `rank` and
-    `world_size` only help to guess the files that contain this rank's parts. Every rank may read all."""
+    """Reads parts of the tensors in one folder of a checkpoint, written by any backend on any number of ranks. `rank`
+    and `world_size` only help to guess the files that contain this rank's parts. Every rank may read all parts."""
 
     def __init__(
         self, files: CheckedFiles, folder: str, index: ShardIndex | WholeTensors, rank: int = 0, world_size: int = 1
@@ -274,7 +274,7 @@ def read_via_buffer(landing: Tensor, files: CheckedFiles, name: str, wanted: lis
             windows.setdefault(start // len(landing), []).append((offset, part[:length]))
             start, part = start + length, part[length:]
     for number, parts in windows.items():
-        places = [(offset, landing[offset : offset + part.numel()], part) for offset, part in parts]
-        files.read(name, [(number * len(landing) + offset, as_bytes(place)) for offset, place, _ in places])
-        for _, place, part in places:
-            part.copy_(place)
+        copies = [(offset, landing[offset : offset + part.numel()], part) for offset, part in parts]
+        files.read(name, [(number * len(landing) + offset, as_bytes(source)) for offset, source, _ in copies])
+        for _, source, part in copies:
+            part.copy_(source)

@@ -26,7 +26,7 @@ class TrainState(Protocol):
         """Return live views of this rank's optimizer moments and step counts, named `<parameter>.<moment>`."""
 
     def after_load(self) -> None:
-        """Finish a resume that has written to the shards, such as by deriving other weights from them."""
+        """Finish a load into the shards. For example, recompute other copies of the weights."""
 
     def extra_state(self) -> dict[str, Any]:
         """Return the other state, JSON-able: the LR schedule."""
@@ -35,7 +35,7 @@ class TrainState(Protocol):
         """Restore `extra_state`."""
 
     def hf_parts(self) -> FileParts:
-        """Return the tensors of a Hugging Face folder, where they differ from those of `model_shards`."""
+        """Return the tensors of a Hugging Face folder for weights that are stored differently there."""
 
     def hf_files(self) -> Mapping[str, bytes]:
         """Return the small files of a Hugging Face folder: config, generation config, tokenizer, chat template, and

@@ -17,8 +17,8 @@ TAIL_BYTES = 1 << 20
 class HistoryFollower:
     """Returns each record that is appended after the follower's creation.
 
-    A resume or a rollback cuts the file and repeats steps; the follower returns repeated steps again. It compares the
-    position and hash of each line read, since the file may outgrow its old end between two calls.
+    A resume or a rollback cuts the file and repeats steps; the follower returns repeated steps again. The follower
+    compares the position and hash of lines read, since the file may outgrow its old end between two calls.
     """
 
     def __init__(self, path: Path) -> None:

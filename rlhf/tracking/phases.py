@@ -25,7 +25,7 @@ INTERVAL_S = 0.1
 
 
 class Phases:
-    """Sends the phases of the thread that creates it to `shown`. Other threads only update a phase's counts."""
+    """Sends the phases of the present thread to `shown`. Other threads only update a phase's counts."""
 
     def __init__(self, shown: ProgressDisplay, rank: int) -> None:
         self._shown, self._rank = shown, rank

@@ -48,23 +48,19 @@ class _Curve:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._steps, self.values = array("q"), array("d")
+        self.steps, self.values = array("q"), array("d")
 
     def add(self, record: Record) -> None:
         value = record.get(self._name, math.nan)
         if math.isfinite(value):
-            self._steps.append(record["step"])
+            self.steps.append(record["step"])
             self.values.append(value)
-
-    def starts_at(self, step: int) -> bool:
-        """Return whether the first value belongs to `step`."""
-        return bool(self._steps) and self._steps[0] == step
 
     def points(self) -> list[list[float]]:
         """Return up to POINTS evenly spaced [step, value] pairs, always with the first and the last."""
-        count = len(self._steps)
+        count = len(self.steps)
         chosen = range(count) if count <= POINTS else [i * (count - 1) // (POINTS - 1) for i in range(POINTS)]
-        return [[self._steps[i], self.values[i]] for i in chosen]
+        return [[self.steps[i], self.values[i]] for i in chosen]
 
 
 def _summarize(records: Iterable[Record], checkpoint: Path | None) -> dict[str, Any]:
@@ -83,7 +79,7 @@ def _summarize(records: Iterable[Record], checkpoint: Path | None) -> dict[str, 
         "steps": last["step"],
         "first_step": max(1, first or 1),  # a fork begins after the steps of its source
         "headline": shown.metric,
-        f"{shown.key}_before": evaluated.values[0] if evaluated.starts_at(0) else None,
+        f"{shown.key}_before": evaluated.values[0] if 0 in evaluated.steps[:1] else None,
         f"{shown.key}_after": evaluated.values[-1] if evaluated.values else None,
         "best": max(evaluated.values, default=None),
         "reward": reward.points(),

@@ -24,8 +24,8 @@ class Measured(Protocol):
 class RunLog:
     """Records metrics and shows progress of a run of at most `total_steps`. Only the driver has a `tracker`.
 
-    With `log_samples` it also logs the best and the worst sample of each step's rollouts and evaluation. The state of
-    the driver's log is the end of the metric history; a resume or a rollback cuts the history there.
+    With `log_samples`, also logs the best and the worst sample of each step's rollouts and evaluation. The saved state
+    is the end of the metric history; a resume or a rollback cuts the history there.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Writes a run's output for users: lines on the terminal, above the bar if it has one, and the run's log file."""
+"""Writes a run's output for users: to the terminal, above the bar if there is one, and to the run's log file."""
 
 import logging
 import os
@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console, ConsoleDimensions
@@ -29,8 +28,8 @@ _MOST_EARLY_LINES = 10_000
 
 
 class _Console(Console):
-    """A console that asks the terminal for its size, raises OSError when the terminal is lost, and never hides the
-    cursor, because a killed process could not show it again."""
+    """Reads the size from the terminal itself, raises OSError when the terminal is lost, and never hides the cursor,
+    because a killed process could not show the cursor again."""
 
     @property
     def size(self) -> ConsoleDimensions:
@@ -88,9 +87,7 @@ class RunOutput:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         self.end_bar()
         if error is not None:  # for the log only: the command prints the error to stderr
             text = [str(error)] if isinstance(error, UserError) else traceback.format_exception(error)

@@ -54,7 +54,7 @@ class TensorBoard:
             self._writer.add_text(GENERATIONS, markdown_table(self._table.COLUMNS, rows), step)
 
     def _number_files(self) -> None:
-        """Rename the event files to 0, 1, 2 and so on, in their order, so that the next file's time is behind them.
+        """Rename the event files to 0, 1, 2 and so on, in their order, so that the next file sorts behind all of them.
 
         Readers order files by name, which begins with the second of the start. Otherwise a clock that was set back, or
         two starts in one second, would put the next file before an earlier one.

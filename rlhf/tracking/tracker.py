@@ -87,7 +87,7 @@ class Tracker:
         A second call continues like a new process, but a tracker that is off stays off.
 
         Args:
-            saved: `state_dict` at the end of `resume_step`, empty for checkpoints without one, such as another tool's.
+            saved: `state_dict` at the end of `resume_step`; empty for a checkpoint without it, such as an imported one.
                 If it fits this history, earlier records are not read.
 
         Raises:

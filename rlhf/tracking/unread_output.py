@@ -11,7 +11,7 @@ READER_TIMEOUT_S = 10.0
 
 
 class UnreadPipe(Exception):
-    """Raised when a PipeWriter starts to drop lines because nobody reads the pipe."""
+    """A PipeWriter has begun to drop lines, because no process reads the pipe."""
 
 
 class PipeWriter:

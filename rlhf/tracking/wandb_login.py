@@ -1,4 +1,4 @@
-"""Checks for a wandb login, in the places where wandb looks, so that a run without login fails at its start."""
+"""Checks for a wandb login in the same files and variables as wandb, so that a run without login fails at its start."""
 
 import netrc
 import os
@@ -19,7 +19,7 @@ _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def mode_of(config: WandbConfig, environ: Mapping[str, str] = os.environ) -> str:
-    """Return `tracking.wandb.mode`, or `offline` if WANDB_MODE in the environment asks for offline."""
+    """Return `tracking.wandb.mode`, or `offline` if WANDB_MODE in the environment is offline."""
     return "offline" if environ.get("WANDB_MODE", "").lower() in OFFLINE else config.mode
 
 

@@ -33,7 +33,7 @@ LONG_S = 60.0
 def quick(monkeypatch):
     for name, seconds in (("RENEW_S", 0.05), ("EXPIRY_S", EXPIRY_S), ("POLL_S", 0.02), ("SETTLE_S", 0.1)):
         monkeypatch.setattr(lease_module, name, seconds)
-    monkeypatch.setattr(lease_module, "LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr(lease_module, "READ_AGAIN_S", 0.02)
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(retries, "POLL_S", 0.02)
 

@@ -249,7 +249,7 @@ def test_another_configuration_is_told_from_a_harmless_one(saved):
     ("fingerprints", "expected"),
     [
         ({"model.path": "0" * 32}, ["model.path={path} holds other files than when {checkpoint} was saved"]),
-        ({}, ["model.path was in use when {checkpoint} was saved, and is not now"]),
+        ({}, ["model.path was in use when {checkpoint} was saved, and is not in use now"]),
         (
             IDENTITY.fingerprints | {"critic.path": "c" * 32},
             ["critic.path=None was not in use when {checkpoint} was saved"],

@@ -85,7 +85,7 @@ def test_a_run_directory_of_another_trainer_names_its_newest_step(tmp_path):
     for backend in ("auto", "fsdp"):
         with pytest.raises(UserError, match=f"Give one step, such as {tmp_path / 'global_step_10'}"):
             open_source(Origin(tmp_path), backend)
-    with pytest.raises(UserError, match="`merge` and `import` take those of other trainers"):
+    with pytest.raises(UserError, match="use `merge` or `import`"):
         open_source(Origin(tmp_path), "native")
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils.logging import get_verbosity
 
-from rlhf.assemble.model_sources import critic_source, policy_source, reward_model_source
+from rlhf.assemble.model_sources import model_source
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.models.hub_names import check_name
@@ -65,14 +65,12 @@ def test_a_hub_model_without_safetensors_has_a_remedy(hub_cache, weights):
 
 def test_sources_of_the_three_models():
     c = config()
-    policy = ModelSource("model.path", "org/policy", "v1", True, "eager", "chat.jinja")
-    assert policy_source(c.model) == critic_source(c.critic, c.model) == policy
-    c.critic.path = "org/critic"
-    assert critic_source(c.critic, c.model) == ModelSource("critic.path", "org/critic", None, True, "eager")
-    c.reward_model.path, c.reward_model.revision = "org/judge", "v2"
-    assert reward_model_source(c.reward_model, c.model) == ModelSource(
-        "reward_model.path", "org/judge", "v2", True, "eager"
-    )
+    policy = model_source("model.path", "org/policy", "v1", c.model, c.model.chat_template)
+    assert policy == ModelSource("model.path", "org/policy", "v1", True, "eager", "chat.jinja")
+    critic = model_source("critic.path", "org/critic", None, c.model)
+    assert critic == ModelSource("critic.path", "org/critic", None, True, "eager")
+    judge = model_source("reward_model.path", "org/judge", "v2", c.model)
+    assert judge == ModelSource("reward_model.path", "org/judge", "v2", True, "eager")
 
 
 @pytest.mark.parametrize("setting", ["model.path", "critic.path", "reward_model.path"])

@@ -7,14 +7,14 @@ from rlhf.checkpoint.commit.removal import delete
 
 
 class Deleter:
-    """Deletes directories renamed to trash, one after another, in a thread that lives while there are any."""
+    """Deletes directories renamed to trash, one after another, in a thread that ends after the last directory."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._trash: list[Path] = []
 
     def submit(self, trash: Path) -> None:
-        """Delete `trash` soon; nobody else may touch it any more."""
+        """Delete `trash` soon. The caller must not use `trash` any more."""
         with self._changed:
             self._trash.append(trash)
             if len(self._trash) == 1:
@@ -22,7 +22,7 @@ class Deleter:
                 threading.Thread(target=self._run, name="checkpoint-deleter", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` seconds until all trash is deleted or reported; return whether it is."""
+        """Wait at most `timeout_s` seconds for the thread; return whether all trash is deleted, or logged as busy."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._trash, timeout_s)
 

@@ -34,7 +34,7 @@ def is_read(number: object) -> bool:
 
 
 def migrated(payload: Payload) -> Payload:
-    """Return a manifest's payload with the present format's fields, unchecked; `format` stays the stored one."""
+    """Return a manifest's payload with the present format's fields, unchecked. `format` stays unchanged."""
     # Promise 19.
     for number in range(payload["format"], FORMAT):
         payload = MIGRATIONS[number](payload)

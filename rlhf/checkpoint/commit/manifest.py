@@ -77,9 +77,9 @@ class Manifest:
         return {name: entry for name, entry in self.files.items() if name.startswith(f"{folder}/")}
 
     def expected_at(self, root: Path) -> list[str]:
-        """Return the files that must be at `root`: all files or, on a node's own disk, those of its storage domain. The
-        disk's own domain is the domain with the most files at `root`. Files of other domains that are at `root` are
-        returned, too."""
+        """Return the files that must be at `root`: all files or, on a node's own disk, the files of its storage domain,
+        and files of other domains that exist there. The disk's own domain is the domain with the most files at
+        `root`."""
         domains = {domain for entry in self.files.values() for domain in entry.get(DOMAINS, ())}
         there = {name for name, entry in self.files.items() if DOMAINS not in entry or (root / name).is_file()}
         by_domain = [
@@ -90,7 +90,7 @@ class Manifest:
 
 
 def describe(files: list[WrittenFile]) -> dict[str, dict[str, Any]]:
-    """Return `Manifest.files` from what the writers returned."""
+    """Return the entries of written `files` for `Manifest.files`."""
     return {f.path: {"size": f.size, "xxh3_128": f.xxh3_128} for f in sorted(files, key=lambda f: f.path)}
 
 
@@ -106,7 +106,7 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
 
 
 def manifest_bytes(root: Path) -> bytes:
-    """Return the manifest's bytes, not verified; raise DamagedCheckpoint when there are none."""
+    """Return the manifest's bytes, not verified; raise DamagedCheckpoint without a manifest."""
     path = root / MANIFEST
     try:
         return read_regular(path, LARGEST_BYTES)
@@ -115,8 +115,7 @@ def manifest_bytes(root: Path) -> bytes:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """Return a checkpoint's manifest; raise DamagedCheckpoint unless its checksum and the step in its path are
-    right."""
+    """Return a checkpoint's manifest; raise DamagedCheckpoint for a wrong checksum, or another step than in `root`."""
     manifest = parse_manifest(manifest_bytes(root), root / MANIFEST)
     named = step_of(root.absolute())
     if named is not None and named != manifest.step:
@@ -132,8 +131,8 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
         payload = document.get("payload") if isinstance(document, dict) else None
         if not isinstance(payload, dict):
             raise ValueError("it is not a manifest of this trainer")
-        # `_text` writes a payload in only one way. So this comparison also finds a bit flip that JSON ignores, such as
-        # a flip in white space.
+        # `_text` writes a payload in only one way. So this comparison also finds a bit flip in white space, which JSON
+        # ignores.
         if _text(payload) != raw:
             raise ValueError("its checksum does not match")
         if not is_read(found := payload.get("format")):

@@ -76,4 +76,4 @@ FORMS: Sequence[tuple[Sequence[str], Callable[[Any], bool], str]] = (
     (("metrics",), lambda value: _is_mapping(value, int | float), "its {} does not map names to numbers"),
     (("files",), lambda value: _is_mapping(value, dict), "its {} does not map names to entries"),
 )
-"""Fields, their check, and the message for a field that fails it."""
+"""Fields, their check, and the message for a field that fails the check."""

@@ -1,4 +1,4 @@
-"""Writes a verb's output folder under a temporary name and renames it, so that nobody ever sees half a folder."""
+"""Writes a verb's output folder under a temporary name, then renames it, so that no process reads half a folder."""
 
 import os
 import re

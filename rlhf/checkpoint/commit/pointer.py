@@ -1,6 +1,6 @@
 """Writes the pointer file, which names the newest step for users and tools.
 
-The pointer is a hint; a scan of the directory decides. Only a directory without checkpoints is refused for its pointer.
+The pointer is only a hint: a scan of the directory decides. But a start rejects a pointer without checkpoints.
 """
 
 import logging
@@ -20,7 +20,7 @@ def read_pointer(run_dir: Path) -> int | None:
 
 
 def point_to(run_dir: Path, step: int | None) -> None:
-    """Make the pointer name the checkpoint of `step`, or none; remove and log a pointer that cannot be written."""
+    """Make the pointer name `step`, or remove it for None. If it cannot be written, log that and remove it."""
     pointer = run_dir / POINTER
     if step is None:
         remove_file_durably(pointer)
@@ -34,13 +34,13 @@ def point_to(run_dir: Path, step: int | None) -> None:
 
 
 def point_elsewhere(leaving: Path) -> None:
-    """Make the pointer name the newest other checkpoint before `leaving` loses its name, so that it is never wrong."""
+    """Make the pointer name the newest checkpoint except `leaving`, before `leaving` loses its name."""
     others = [path for path in scan(leaving.parent) if path != leaving]
     point_to(leaving.parent, step_of(others[0]) if others else None)
 
 
 def point_to_newest(run_dir: Path) -> None:
-    """Make the pointer name a scan's newest checkpoint. A kill before its update left one that retention may remove."""
+    """Make the pointer name the newest checkpoint. After a kill it may name a checkpoint that retention may remove."""
     newest = next((step_of(path) for path in scan(run_dir)), None)
     if read_pointer(run_dir) != newest:
         # The kill may have come before the checkpoint's name was durable: a power cut would leave only the pointer.

@@ -80,7 +80,7 @@ def abort_save(
             if path is not None and path.exists():
                 discard(path)
         except OSError as problem:
-            # Only log: an exception would hide why the save failed, and this rank would differ from the others.
+            # Only log: an exception would hide why the save failed, and the ranks would raise different errors.
             log.warning("%s could not be removed (%s); the next start does it.", path, problem)
     return failed
 

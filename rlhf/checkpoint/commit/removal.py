@@ -1,4 +1,4 @@
-"""Removes checkpoints: each loses its name by one rename, so that no kill leaves half of it under that name."""
+"""Removes checkpoints. One rename removes the name first, so that no kill leaves half a checkpoint under its name."""
 
 import logging
 from pathlib import Path
@@ -12,14 +12,14 @@ log = logging.getLogger(__name__)
 
 
 def to_trash(path: Path) -> Path:
-    """Rename a directory to trash, so that no kill leaves half of it under its name; return the path to delete."""
+    """Rename a directory to trash; return the path to delete."""
     trash = rename_durably(path, path.with_name(fresh_name(TRASH, path.name.lstrip("."))))
     announce("commit.trash")
     return trash
 
 
 def delete(leftover: Path) -> bool:
-    """Delete a path without a name; return False for a busy one (open over NFS, a mount): it costs disk space only."""
+    """Delete a path that no scan finds. Log an error and return False if it is busy (open over NFS, a mount)."""
     try:
         remove(leftover)
     except OSError as error:
@@ -33,7 +33,7 @@ def discard(path: Path) -> None:
 
 
 def set_aside(path: Path, reason: str) -> Path:
-    """Rename a checkpoint, or a run's logs, that must not be used any more to `<name>.<reason>-K`; no scan finds it."""
+    """Rename a checkpoint, or a run's records, to `<name>.<reason>-K`, which no scan finds; return the new path."""
     number = 1
     while (target := path.with_name(f"{path.name}.{reason}-{number}")).exists():
         number += 1
@@ -42,7 +42,7 @@ def set_aside(path: Path, reason: str) -> Path:
 
 
 def clean_leftovers(run_dir: Path) -> list[str]:
-    """Remove what killed saves and removals left and return its names; call it only when no save is in flight."""
+    """Remove the leftovers of killed saves and removals, and return their names. No save may be in flight."""
     # Promise 11.
     leftovers = [path for path in run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]
     try:

@@ -1,7 +1,7 @@
-"""Keeps the newest checkpoints, every n-th and the best by a metric, and removes the others after each save.
+"""Keeps the newest checkpoints, every n-th, and the best by a metric; removes all other checkpoints after each save.
 
-Only the directory's contents decide. A process caches what it has read there, so a restart changes no decision. Hard
-links between checkpoints need no code: the file system keeps a file while any checkpoint links it.
+Decisions depend only on the directory's contents (a process caches the metrics read there), so a restart changes none.
+Hard links between checkpoints need no code: the file system keeps a file while any checkpoint links it.
 """
 
 import logging

@@ -29,11 +29,10 @@ LARGEST_SOURCE = 1 << 16
 
 
 def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> None:
-    """Export a run that finished at `step` as `settings` ask, to `run_dir/huggingface/ROLE`, and log where the export
-    is.
+    """Export a run that finished at `step` to `run_dir/huggingface/ROLE` if `settings` request it, and log the folder.
 
-    Uses folders in the checkpoint if they fit, but never writes into one. Replaces exports of another checkpoint or
-    dtype. Raises UserError when the config or tokenizer cannot be found any more.
+    Do nothing if the checkpoint or the folder has this export already. Replace exports of another checkpoint or dtype.
+    Raise UserError if the config or tokenizer does not exist any more.
     """
     if "hf_model" not in settings.contents:
         return
@@ -59,7 +58,7 @@ def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> Non
 
 
 def explain_no_export(run_dir: Path, settings: CheckpointConfig, step: int) -> None:
-    """Log where a finished run in a read-only directory has the export that `settings` ask for, or how to make it."""
+    """Log the folder of the export that `settings` request, or how to export, for a run in a read-only directory."""
     if "hf_model" not in settings.contents:
         return
     checkpoint, target = step_dir(run_dir, step), run_dir / HF_FOLDER

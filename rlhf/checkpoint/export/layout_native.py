@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 
 def recognises(origin: Origin) -> bool:
-    """Return whether `origin` has a manifest or checkpoints with one; other trainers' steps have the same names."""
+    """Return whether `origin` is or contains a folder with a manifest; other trainers' folders have the same names."""
     return any((path / MANIFEST).is_file() for path in (origin.path, *scan(origin.path)))
 
 
 def open_source(origin: Origin) -> "NativeCheckpoint":
-    """Open the checkpoint, or a run directory's newest one of which every file exists."""
+    """Open the checkpoint, or a run directory's newest checkpoint without a missing file."""
     folders = [origin.path, *origin.parts]
     if (origin.path / MANIFEST).is_file():
         return _opened(folders, origin)
@@ -51,8 +51,8 @@ def open_source(origin: Origin) -> "NativeCheckpoint":
     if not any((folder / name / MANIFEST).is_file() for folder in folders for name in names):
         raise UserError(
             f"{origin.path} has no checkpoint of this trainer ({MANIFEST}, or global_step_N with one). Give a run "
-            "directory, <default_local_dir>/<project>/<experiment>, or a checkpoint in it; `merge` and `import` take "
-            "those of other trainers."
+            "directory, <default_local_dir>/<project>/<experiment>, or a checkpoint in it. For other trainers' "
+            "checkpoints, use `merge` or `import`."
         )
     problems = []
     for name in sorted(names, key=lambda name: -int(name.rpartition("_")[2])):
@@ -76,7 +76,7 @@ def _of_checkpoint(path: Path, error: DamagedCheckpoint | UserError) -> DamagedC
     if not path.is_dir():
         return DamagedCheckpoint(
             f"{path} was removed while it was read, by its run (checkpoint.max_to_keep) or by prune. Run the same "
-            "command again with one that stays."
+            "command again with a checkpoint that stays."
         )
     named = isinstance(error, UserError) or str(path) in str(error)
     return error if named else DamagedCheckpoint(f"{path} is damaged: {error}")
@@ -85,9 +85,9 @@ def _of_checkpoint(path: Path, error: DamagedCheckpoint | UserError) -> DamagedC
 class NativeCheckpoint:
     """Opens one checkpoint of this trainer, whose files may be in several folders (`parts` of storage domains).
 
-    If the weights are `adapted`, they are adapters of a base stored elsewhere, and `origin.adapter` selects what is
-    read: the adapter in peft's form, adapter and base merged, or (None) the stored tensors. `weights` has dtypes and
-    locations without torch, which `contents` and `read` import.
+    If the weights are `adapted`, they are adapters of a base stored elsewhere. Then `origin.adapter` selects the
+    tensors to read: the adapter in peft's form, adapter and base merged, or (None) the stored tensors. `weights` has
+    dtypes and locations without torch; `contents` and `read` import torch.
     """
 
     layout = NAME

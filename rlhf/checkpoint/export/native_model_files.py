@@ -1,4 +1,4 @@
-"""Finds the config, tokenizer and chat template of a native checkpoint: its own, or those that its run began with."""
+"""Finds the config, tokenizer and chat template of a native checkpoint: in the checkpoint, or at its run's start."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def _of_start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: s
 
 
 def start_settings(checkpoint: Path, manifest: Manifest, files: CheckedFiles) -> Any:
-    """Return the section `model` of a checkpoint's configuration. Raises UserError when it has none."""
+    """Return the section `model` of a checkpoint's configuration. Raise UserError if it is missing or damaged."""
     return _start(checkpoint, manifest, files, "actor")[0]
 
 

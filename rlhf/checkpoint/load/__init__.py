@@ -1,1 +1,1 @@
-"""Loads a checkpoint: locates its files, checks that it fits the run, and restores live state."""
+"""Locates a checkpoint's files, checks that the checkpoint fits the run, and restores live state."""

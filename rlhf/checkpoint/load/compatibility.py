@@ -26,7 +26,7 @@ def check_compatible(
 ) -> frozenset[str]:
     """Raise UserError unless the run `identity` with `config` may continue from this checkpoint; log differences.
 
-    Returns the settings that change the run. `moving_reference`: the run's reference policy moves. `allow_change`:
+    Return the settings that change the run. `moving_reference`: the run's reference policy moves. `allow_change`:
     `trainer.allow_config_change`. Of an imported checkpoint only the contents are checked: it belongs to no run.
     """
     if not {"model", "hf_model"} & set(load_contents):
@@ -68,7 +68,7 @@ def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerp
     for setting in sorted(manifest.fingerprints.keys() | fingerprints.keys()):
         stored, present = manifest.fingerprints.get(setting), fingerprints.get(setting)
         if present is None:
-            lines.append(f"{setting} was in use when {path} was saved, and is not now")
+            lines.append(f"{setting} was in use when {path} was saved, and is not in use now")
         elif stored != present:
             difference = "was not in use" if stored is None else "holds other files than"
             lines.append(f"{setting}={config.setting(setting)} {difference} when {path} was saved")
@@ -76,8 +76,8 @@ def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerp
 
 
 def same_bits_problems(manifest: Manifest, identity: Identity, world_size: int) -> list[str]:
-    """Compare this run with the run that saved the checkpoint. Return one line per difference that may change bits even
-    with equal settings. Empty for an imported checkpoint, which no run of this trainer saved."""
+    """Return one line per difference from the run that saved the checkpoint that may change bits even with equal
+    settings; none for an imported checkpoint, which no run of this trainer saved."""
     if manifest.imported:
         return []
     lines = []

@@ -92,7 +92,7 @@ class Fetched:
         self.bytes += len(content)
 
     def remove(self) -> None:
-        """Remove the temporary directory. Call this when no rank of the domain reads it any more."""
+        """Remove the temporary directory. No rank of the domain may read from it any more."""
         if self._coordinator.leads_domain and self._root is not None and self._root.exists():
             try:
                 remove(self._root)

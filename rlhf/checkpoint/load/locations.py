@@ -62,8 +62,8 @@ def published(run_dir: Path, coordinator: Coordinator) -> list[Path]:
 def reject_lost(run_dir: Path, coordinator: Coordinator) -> None:
     """Raise UserError if a pointer names a step, but no storage domain has a checkpoint. Collective.
 
-    The pointer is removed before the last checkpoint loses its name, so a pointer alone means that something else took
-    the checkpoints away.
+    The trainer removes the pointer before the last checkpoint loses its name, so a pointer alone means that another
+    program or a user has removed the checkpoints.
     """
     pointers = coordinator.on_domain_leaders(lambda: read_pointer(run_dir))
     steps = [step for step in pointers if step is not None]
@@ -75,15 +75,6 @@ def reject_lost(run_dir: Path, coordinator: Coordinator) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _DomainFiles:
-    """A storage domain's part of a checkpoint: the manifest's hash or problem, and a bitmap of the present files."""
-
-    manifest_hash: str | None = None
-    problem: str | None = None
-    present: int = 0
-
-
 def locate_files(path: Path, coordinator: Coordinator) -> FileLocations:
     """Locate each file of the checkpoint at `path` in the storage domains. Collective. Raises DamagedCheckpoint on
     every rank if no domain has a valid manifest."""
@@ -92,7 +83,7 @@ def locate_files(path: Path, coordinator: Coordinator) -> FileLocations:
     manifest = coordinator.on_leader(lambda: read_manifest(path))
     if not any(DOMAINS in entry for entry in manifest.files.values()):
         return FileLocations.whole(path, manifest)
-    # The checkpoint was saved on several disks. This directory is one of them, or a copy that joins their files.
+    # The checkpoint was saved on several disks. This directory is on one of the disks, or is a copy with all files.
     return FileLocations(path, manifest, {0: frozenset(coordinator.on_leader(lambda: _present(path, manifest)))})
 
 
@@ -102,12 +93,11 @@ def _locate_over_domains(path: Path, coordinator: Coordinator) -> FileLocations:
     domains = coordinator.domain_leaders
     parts = dict(zip(domains, coordinator.on_domain_leaders(lambda: _read_domain_files(path)), strict=True))
     found: dict[str, dict[int, int]] = {}
-    for domain, own in parts.items():
-        if own.manifest_hash is not None:
-            found.setdefault(own.manifest_hash, {})[domain] = own.present
+    for domain, part in parts.items():
+        if isinstance(part, tuple):
+            found.setdefault(part[0], {})[domain] = part[1]
     if not found:
-        problems = [own.problem for own in parts.values() if own.problem]
-        raise DamagedCheckpoint(problems[0] if problems else f"{path} is gone")
+        raise DamagedCheckpoint(next((str(part) for part in parts.values() if part), f"{path} is gone"))
     group = max(found.values(), key=lambda by_domain: reduce(or_, by_domain.values()).bit_count())
     manifest = coordinator.on_rank(min(group), lambda: read_manifest(path))
     names = sorted(manifest.files)
@@ -115,19 +105,20 @@ def _locate_over_domains(path: Path, coordinator: Coordinator) -> FileLocations:
     return FileLocations(path, manifest, here)
 
 
-def _read_domain_files(path: Path) -> _DomainFiles:
+def _read_domain_files(path: Path) -> tuple[str, int] | str | None:
+    """Return the manifest's hash and a bitmap of this domain's files, or the manifest's damage; None without `path`."""
     if not path.exists():
-        return _DomainFiles()
+        return None
     try:
         raw = manifest_bytes(path)
         manifest = parse_manifest(raw, path / MANIFEST)
     except OtherFormat:
         raise
     except DamagedCheckpoint as error:
-        return _DomainFiles(problem=str(error))
+        return str(error)
     present = _present(path, manifest)
     bits = sum(1 << number for number, name in enumerate(sorted(manifest.files)) if name in present)
-    return _DomainFiles(xxhash.xxh3_128_hexdigest(raw), None, bits)
+    return xxhash.xxh3_128_hexdigest(raw), bits
 
 
 def _present(path: Path, manifest: Manifest) -> set[str]:

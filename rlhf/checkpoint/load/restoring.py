@@ -64,7 +64,7 @@ def load_state(
     coordinator: Coordinator,
     changed: Collection[str] = (),
 ) -> LoadResult:
-    """Restore `state` and this rank's generators from a checkpoint, in place. Repeating it is safe. Collective.
+    """Restore `state` and this rank's generators from a checkpoint, in place. Collective; may be repeated.
 
     Ranks first fetch the files that they need from other nodes' disks. Raises DamagedCheckpoint on every rank
     unless each byte of the checkpoint matches its hash; by then tensors may be overwritten, but nothing else. A part
@@ -95,7 +95,7 @@ def load_state(
 
 @dataclass
 class _Outcome:
-    """A rank's report to the others: damage, one line each, and throughput so far; or all ranks' reports combined."""
+    """Reports damage, one line each, and throughput so far: of one rank, or combined over all ranks."""
 
     damage: list[str] = field(default_factory=list)
     by_part: dict[str, Throughput] = field(default_factory=dict)
@@ -169,9 +169,9 @@ class _Loading:
         return self.outcome
 
     def verify_rest(self, numbers: BlockNumbers, verified: bytes) -> _Outcome:
-        """Verify this rank's share of the files that no rank read, given the blocks that ranks have verified. A damaged
-        model in `hf_model` is damage, even if the run itself does not read it."""
-        # The first domain that has a file verifies the file. The driver's domain reports files that are gone.
+        """Verify this rank's share of the blocks that no rank has verified, that is, of the blocks not in `verified`. A
+        damaged model in `hf_model` is damage, even if the run itself does not read that model."""
+        # The first domain that has a file verifies the file. The driver's domain reports missing files.
         domain = self._coordinator.domain
         names = [name for name in self._manifest.files if self._located.source_domain(name) == domain]
         with self._timing(REST):
@@ -300,13 +300,13 @@ class _Loading:
 
 
 def _parsed(name: str, content: bytes) -> Any:
-    """Parse a small file; raise DamagedCheckpoint when it does not have the format of its name."""
+    """Parse a small file; raise DamagedCheckpoint unless the file has the format of its name."""
     if name == DRIVER_STATE:
         return parse_driver_state(content, name)
     if name.endswith(".json"):
         return parse_json(content, name)
     try:
-        # Clones, so that no tensor keeps the bytes of all alive. Promise 14: safetensors and JSON only.
+        # Clone, so that no tensor keeps the bytes of all tensors alive. Promise 14: safetensors and JSON only.
         return {tensor: value.clone() for tensor, value in load_safetensors(content).items()}
     except SafetensorError as error:
         raise DamagedCheckpoint(f"{name}: {error}") from None

@@ -81,7 +81,7 @@ def _parts_to_load(manifest: Manifest, settings: CheckpointConfig, *, begins: bo
     if begins and settings.load_contents is not None:
         return settings.load_contents
     # The contents of an imported checkpoint depend on its source, not on this run's settings. A restart must not change
-    # the run, so it loads everything that was saved.
+    # the run, so a restart loads everything that was saved.
     return settings.contents if begins and not manifest.imported else manifest.contents
 
 
@@ -97,17 +97,17 @@ def _with_newest_intact(
             if located.missing and located.may_be_elsewhere:
                 incomplete.append(located)
                 if coordinator.is_leader:
-                    log.error("%s; looking for an older one.", located.missing_text())
+                    log.error("%s; trying the checkpoint before it.", located.missing_text())
                 continue
             result = attempt(located)
         except OtherFormat as error:
-            # Promise 10: another format is not damage, so the checkpoint is not set aside and no older one replaces it.
+            # Promise 10: another format is not damage. Do not set the checkpoint aside, and load no older checkpoint.
             raise UserError(f"{error}; or {NEW_RUN}.") from None
         except DamagedCheckpoint as error:
             if not all(coordinator.on_domain_leaders(partial(_set_aside, path, error))):
                 stuck.append(path.name)
             continue
-        # Set incomplete checkpoints aside only after a load: otherwise a disk may return and complete one of them.
+        # Set incomplete checkpoints aside only after a load: until then, a disk may return and complete a checkpoint.
         for located in incomplete:
             coordinator.on_domain_leaders(partial(_set_aside, located.path))
         return result
@@ -169,7 +169,7 @@ def _set_aside(path: Path, damage: DamagedCheckpoint | None = None) -> bool:
 
 
 def _check_steps_left(located: FileLocations, state: RunState) -> None:
-    """Raise UserError for a checkpoint at the run's last step or beyond. Only the ranks know the last step."""
+    """Raise UserError for a checkpoint at the run's last step or beyond. Only ranks can compute the last step."""
     step = located.manifest.step
     if state.driver.ends_with(step, 0.0):
         raise UserError(
@@ -180,7 +180,7 @@ def _check_steps_left(located: FileLocations, state: RunState) -> None:
 
 
 def _describe_start(located: FileLocations, state: RunState, load_contents: Collection[str]) -> str:
-    """Return one line about the new run: its checkpoint's source, and the parts of `state` that start afresh."""
+    """Return one line about the imported checkpoint's source and the parts of `state` that start afresh."""
     manifest = located.manifest
     restored: list[str] = []
     fresh: list[str] = []

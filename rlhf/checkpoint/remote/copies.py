@@ -1,4 +1,4 @@
-"""Copies published checkpoints to the remote folder while the training goes on; retries, logs and counts failures."""
+"""Copies published checkpoints to the remote folder during the training; retries, logs and counts failures."""
 
 import json
 import logging
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from xxhash import xxh3_128_hexdigest
 
 from rlhf.checkpoint.commit.manifest import Manifest, manifest_bytes, parse_manifest, verify_files
 from rlhf.checkpoint.remote.lease import Lease
@@ -21,7 +23,6 @@ from rlhf.checkpoint.remote.remote_store import (
     LocalFault,
     RemoteStore,
     described_bytes,
-    hash_of,
     object_name,
     remote_url,
 )
@@ -62,7 +63,7 @@ class RemoteCopies:
         self._lease: Lease | None = None
 
     def start(self) -> None:
-        """Start copying, beginning with what an earlier start left pending; return at once. Later calls do nothing."""
+        """Start a thread that copies, first the checkpoints left pending by earlier starts. Later calls do nothing."""
         if self._started:
             return
         self._started = True
@@ -195,7 +196,7 @@ class RemoteCopies:
         if self._keep is not None and sum(other > step for other in self._complete) >= self._keep:
             return
         try:
-            if self._complete.get(step) == hash_of(manifest_bytes(path)):
+            if self._complete.get(step) == xxh3_128_hexdigest(manifest_bytes(path)):
                 return
             source = self._pinned(path)
         except (DamagedCheckpoint, LocalFault):
@@ -215,7 +216,7 @@ class RemoteCopies:
 
     def _pinned(self, path: Path) -> Path:
         """Pin `path`, so that local retention cannot remove its files before they are copied; return `path` itself
-        without hard links. Raises DamagedCheckpoint or LocalFault when a file is gone."""
+        without hard links. Raise DamagedCheckpoint or LocalFault if a file is missing."""
         try:
             pin = pin_checkpoint(path)
         except FileNotFoundError as error:
@@ -228,7 +229,7 @@ class RemoteCopies:
         return pin
 
     def _upload(self, store: RemoteStore, step: int, source: Path) -> None:
-        """Copy `source`; a LocalFault or DamagedCheckpoint leaves the remote copy unchanged or removes it."""
+        """Copy `source`. After a LocalFault or DamagedCheckpoint, the remote copy is unchanged or removed."""
         started, call = time.monotonic(), self._retries.call
         sealed = manifest_bytes(source)
         manifest = parse_manifest(sealed, source / MANIFEST)
@@ -246,7 +247,7 @@ class RemoteCopies:
         except (LocalFault, OSError):
             call(f"removing step {step}", partial(store.remove, step))
             raise
-        self._complete[step] = hash_of(sealed)
+        self._complete[step] = xxh3_128_hexdigest(sealed)
         size = sum(entry["size"] for entry in [*manifest.files.values(), *run_files.values()])
         seconds = time.monotonic() - started
         with self._changed:
@@ -328,8 +329,8 @@ def _chunks_of(path: Path, size: int | None = None) -> Iterator[bytes]:
 
 
 def _describe_run_files(run_dir: Path, source: Path, step: int) -> dict[str, dict[str, Any]]:
-    """Return size and hashes of the run files that belong to `source`: run.json, and the metric history up to `step`,
-    whose records are durable before the checkpoint and never change."""
+    """Return size and hashes of the run files that belong to `source`: run.json, and the metric history up to `step`.
+    These records are durable before the checkpoint and never change."""
     state, history = source / DRIVER_STATE, run_dir / HISTORY
     try:
         saved = json.loads(state.read_bytes()).get("history") if state.exists() else None

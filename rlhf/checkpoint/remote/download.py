@@ -6,8 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_128_hexdigest
+
 from rlhf.checkpoint.commit.publication import begin, publish
-from rlhf.checkpoint.remote.remote_store import RUN_FILES, THREADS, Copy, LocalFault, RemoteStore, hash_of, object_name
+from rlhf.checkpoint.remote.remote_store import RUN_FILES, THREADS, Copy, LocalFault, RemoteStore, object_name
 from rlhf.checkpoint.remote.retries import Retries, Stopped, in_threads, one_line
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
@@ -76,9 +78,8 @@ class _Download:
             raise UserError(_disk_error_message(self._url, str(error))) from error
 
     def _open(self) -> bool:
-        """Open the remote, and return whether this rank can read it: its machine may lack the credentials or the route.
-        The leader found the copy, so it can."""
-        if self._coordinator.is_leader:
+        """Open the remote, and return whether this rank can read the copy: its machine may lack the credentials."""
+        if self._coordinator.is_leader:  # has read the copy's manifest
             self._store = RemoteStore(self._url)
             return True
         retries = Retries(self._url, stalled_s=CHECK_S, give_up_s=CHECK_S)
@@ -89,7 +90,7 @@ class _Download:
         except Exception as error:
             log.warning("This rank cannot read %s (%s); other ranks download the files.", self._url, one_line(error))
             return False
-        if manifest is not None and hash_of(manifest) == self._copy.manifest_hash:
+        if manifest is not None and xxh3_128_hexdigest(manifest) == self._copy.manifest_hash:
             self._store = store
         return self._store is not None
 

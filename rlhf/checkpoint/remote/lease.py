@@ -126,7 +126,7 @@ class Lease:
         log.warning("%s did not renew its lease for %g s: the lease has expired.", _name(holder), EXPIRY_S)
 
     def _take_over(self, expired: bytes | None) -> None:
-        """Replace the lease `expired` by this run's lease, and check that no other machine has replaced that one."""
+        """Replace the lease `expired` by this run's lease. Raise UserError if another machine is faster."""
         before = self._read()
         renews = self._is_own(before)
         if before in (None, expired) or renews:

@@ -9,7 +9,7 @@ from rlhf.storage.layout import MANIFEST, PIN, fresh_name
 
 
 def pin_checkpoint(path: Path) -> Path:
-    """Create a pin beside the checkpoint `path`; on an OSError or DamagedCheckpoint leave nothing behind."""
+    """Create a pin beside the checkpoint `path`; after an OSError or DamagedCheckpoint, no pin exists."""
     pin = path.with_name(fresh_name(PIN, path.name))
     try:
         for name in [*read_manifest(path).files, MANIFEST]:
@@ -27,7 +27,7 @@ def checkpoint_of(pin: Path) -> Path:
 
 
 def remove_pins(run_dir: Path) -> None:
-    """Remove a killed upload's pins from the run directory; call it only when no upload is in progress."""
+    """Remove a killed upload's pins from the run directory. No upload may be in progress."""
     for pin in run_dir.glob(f"{PIN}*"):
         remove_pin(pin)
 

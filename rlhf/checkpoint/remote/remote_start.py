@@ -76,8 +76,8 @@ def restore(
     """Download the newest intact remote checkpoint, run.json and the history into a run directory without checkpoints.
 
     Return the checkpoint's step. Change nothing and return None if the directory has checkpoints, the run starts anew,
-    or the remote has no checkpoints of this run. Call it before the run directory gets a run.json. Collective over the
-    ranks that share the directory.
+    or the remote has no checkpoints of this run. Call this before run.json is written. Collective over the ranks that
+    share the directory.
 
     Args:
         store: the remote on the leader; other ranks pass None.
@@ -97,7 +97,7 @@ def restore(
 
 
 def _copies_to_try(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, source: Path | None) -> Iterator[Copy]:
-    """Yield this run's copies, newest first. The caller takes a further copy only if the copy before was damaged.
+    """Yield this run's copies, newest first. The caller takes the next copy only if the previous copy was damaged.
 
     Raises UserError if all copies are damaged, or if the remote cannot be read.
     """

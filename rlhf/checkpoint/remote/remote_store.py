@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
+from xxhash import xxh3_128_hexdigest
 
 from rlhf.checkpoint.commit.manifest import Manifest, parse_manifest
 from rlhf.config.schema.checkpoint import CheckpointConfig
@@ -38,14 +38,14 @@ from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, step_dir, step_of
 log = logging.getLogger(__name__)
 CHUNK = 8 << 20
 THREADS = 4
-"""Files sent or fetched at the same time."""
+"""Files sent or received at the same time."""
 COPY = "remote.json"
 RUN_FILES = {RUN_FILE: f"run/{RUN_FILE}", HISTORY: f"run/{HISTORY}"}
 """Files of the run directory that every copy includes -> their names in the copy."""
 
 
 class LocalFault(Exception):
-    """A local fault (a damaged or missing file, a full disk), which a retry of the remote call cannot fix."""
+    """A damaged or missing local file, or a full disk: a retry of the remote call cannot fix it."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class RemoteStore:
             run_id, files = about["run_id"], about["files"]
         except (ValueError, KeyError, TypeError):
             run_id, files = None, {}
-        return Copy(step, manifest, hash_of(raw), run_id, files)
+        return Copy(step, manifest, xxh3_128_hexdigest(raw), run_id, files)
 
     def is_partial(self, step: int) -> bool:
         """Return whether a kill left `step` incomplete: its manifest is missing, or shorter than in remote.json.
@@ -207,10 +207,6 @@ def remote_url(trainer: TrainerConfig, settings: CheckpointConfig) -> str:
 def object_name(step: int, name: str) -> str:
     """Return the name, in the run's remote folder, of a file of the checkpoint of `step`."""
     return f"{step_dir(Path(), step).name}/{name}"
-
-
-def hash_of(content: bytes) -> str:
-    return xxhash.xxh3_128(content).hexdigest()
 
 
 def described_bytes(chunks: Iterable[bytes]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Retries calls over a network that may fail, hang or be away for hours.
+"""Retries calls over a network that may fail, hang or be down for hours.
 
 Waits grow from try to try; all calls run in daemon threads, which never delay an exit.
 """
@@ -25,7 +25,7 @@ class Stopped(Exception):
 
 
 class _Try:
-    """Counts the progress reports of one try, and has the time of the last one or of the try's start."""
+    """Counts the progress reports of one try. `last` is the time of the last report, or of the try's start."""
 
     def __init__(self) -> None:
         self.beats, self.last = 0, time.monotonic()
@@ -152,7 +152,7 @@ def silence_as_warning(url: str) -> Iterator[None]:
 
 
 def in_threads(jobs: Iterable[Callable[[], None]], threads: int) -> None:
-    """Run `jobs` in order in daemon threads, `threads` at a time. After an error, start no further job and raise it."""
+    """Run `jobs` in order in daemon threads, `threads` at a time. After an error, start no more jobs and raise it."""
     todo: SimpleQueue[Callable[[], None]] = SimpleQueue()
     errors: list[BaseException] = []
     for job in jobs:

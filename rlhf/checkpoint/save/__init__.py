@@ -1,1 +1,1 @@
-"""Saves a checkpoint: takes a snapshot, copies it to memory, makes room on the disk, and writes it."""
+"""Saves a checkpoint: takes a snapshot, copies it to memory, frees disk space, and writes the files."""

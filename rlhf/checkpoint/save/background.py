@@ -1,4 +1,4 @@
-"""Runs one save: synchronously, or in a background thread while training goes on."""
+"""Runs one save: synchronously, or in a background thread during the training."""
 
 import concurrent.futures
 import threading

@@ -29,37 +29,42 @@ def make_room(
     coordinator: Coordinator,
     cancel_copy: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make sure that the disk of the storage domain that this rank leads has `needed` free bytes. Collective.
+    """Free space until the disk of the storage domain that this rank leads has `needed` free bytes. Collective.
 
-    First calls `cancel_copy` and waits at most `timeout_s` seconds for `deleter`. Then removes as many from the front
-    of `victims()` as needed: the checkpoints that retention will remove anyway, oldest first, but only those older than
-    the newest checkpoint that a resume could load (every domain reads its part to find it). All disks remove the same
-    checkpoints. Raises OSError (ENOSPC) on every rank with the sizes of a disk that is too full; removes nothing if all
-    victims together would not be enough.
+    First call `cancel_copy`, and wait at most `timeout_s` seconds for `deleter`. Then remove the first checkpoints of
+    `victims()`, which retention will remove anyway (oldest first). Keep the newest checkpoint that a resume could load,
+    and all later checkpoints; every domain reads its part to find that checkpoint. All disks remove the same
+    checkpoints. If the space would not suffice, remove nothing, and raise OSError (ENOSPC) on every rank.
     """
-    if not any(coordinator.on_domain_leaders(lambda: _is_short(run_dir, needed, deleter, timeout_s, cancel_copy))):
+
+    def await_room() -> None:
+        deleter.wait(timeout_s)
+        end = time.monotonic() + SETTLE_S
+        while _free(run_dir) < needed and time.monotonic() < end:
+            time.sleep(POLL_S)
+
+    def is_short() -> bool:
+        if _free(run_dir) < needed:
+            cancel_copy()
+            if not deleter.wait(0):
+                await_room()
+        return _free(run_dir) < needed
+
+    def await_removal() -> None:
+        cancel_copy()
+        await_room()
+        if _free(run_dir) < needed:
+            raise _disk_full(run_dir, needed, removable[len(chosen) :])
+
+    if not any(coordinator.on_domain_leaders(is_short)):
         return
-    # Promise 9.
-    removable = _older_than_the_newest_usable(run_dir, victims(), coordinator)
+    # Promise 9: if the run crashes before the next commit, a resume needs no checkpoint before the newest usable one.
+    found = victims()
+    newest = newest_usable(run_dir, coordinator) if found else None
+    removable = [] if newest is None else [path for path in found if (step_of(path) or 0) < (step_of(newest) or 0)]
     chosen = removable[: max(coordinator.on_domain_leaders(lambda: _count_to_remove(run_dir, needed, removable)))]
     coordinator.on_domain_leaders(lambda: remove_checkpoints(chosen, deleter))
-    left = removable[len(chosen) :]
-    coordinator.on_domain_leaders(lambda: _await_removal(run_dir, needed, deleter, timeout_s, cancel_copy, left))
-
-
-def _is_short(run_dir: Path, needed: int, deleter: Deleter, timeout_s: float, cancel_copy: Callable[[], None]) -> bool:
-    if _free(run_dir) >= needed:
-        return False
-    cancel_copy()
-    if not deleter.wait(0):
-        _await_room(run_dir, needed, deleter, timeout_s)
-    return _free(run_dir) < needed
-
-
-def _older_than_the_newest_usable(run_dir: Path, victims: list[Path], coordinator: Coordinator) -> list[Path]:
-    """Return the `victims` that no resume needs if the run crashes before the next commit. Collective."""
-    newest = newest_usable(run_dir, coordinator) if victims else None
-    return [] if newest is None else [path for path in victims if (step_of(path) or 0) < (step_of(newest) or 0)]
+    coordinator.on_domain_leaders(await_removal)
 
 
 def _count_to_remove(run_dir: Path, needed: int, removable: list[Path]) -> int:
@@ -78,15 +83,6 @@ def _count_to_remove(run_dir: Path, needed: int, removable: list[Path]) -> int:
     return enough
 
 
-def _await_removal(
-    run_dir: Path, needed: int, deleter: Deleter, timeout_s: float, cancel_copy: Callable[[], None], left: list[Path]
-) -> None:
-    cancel_copy()
-    _await_room(run_dir, needed, deleter, timeout_s)
-    if _free(run_dir) < needed:
-        raise _disk_full(run_dir, needed, left)
-
-
 def bytes_freed_by(paths: list[Path]) -> int:
     """Return the bytes on disk freed by removing all of `paths` and their pins, without files that have other links."""
     names: Counter[tuple[int, int]] = Counter()
@@ -102,13 +98,6 @@ def bytes_freed_by(paths: list[Path]) -> int:
                 if names[stat.st_dev, stat.st_ino] == stat.st_nlink:
                     freed += stat.st_blocks * 512
     return freed
-
-
-def _await_room(run_dir: Path, needed: int, deleter: Deleter, timeout_s: float) -> None:
-    deleter.wait(timeout_s)
-    end = time.monotonic() + SETTLE_S
-    while _free(run_dir) < needed and time.monotonic() < end:
-        time.sleep(POLL_S)
 
 
 def _free(run_dir: Path) -> int:

@@ -31,7 +31,7 @@ class Draft:
 
 
 def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator) -> Draft:
-    """Begin a checkpoint, before its first bytes. Collective; raises SaveFailed on every rank when a leader fails."""
+    """Create a checkpoint's directory and hard links. Collective. Raise SaveFailed on every rank if a leader fails."""
     root: Path | None = None
 
     def begin() -> dict[str, Entries]:

@@ -1,6 +1,6 @@
-"""Checks that the copies of saves behind the training fit into a machine's memory.
+"""Checks that the copies of background saves fit into a machine's memory, before the first copy.
 
-The kernel allocates more memory than exists, and its OOM killer ends a rank during the copy. So this checks before.
+The kernel allocates more memory than exists, and its OOM killer would end a rank during the copy.
 """
 
 import platform
@@ -69,8 +69,8 @@ def check_memory(nbytes: int, coordinator: Coordinator) -> None:
     for host, sizes in needed.items():
         if host in available and sum(sizes) > available[host]:
             raise UserError(
-                f"checkpoint.async_save=true: saves behind the training are written from copies, for which the ranks "
-                f"of {host} ({len(sizes)}) need {sum(sizes) / 2**20:.1f} MiB of memory, and "
+                "checkpoint.async_save=true: background saves are written from copies. The ranks of "
+                f"{host} ({len(sizes)}) need {sum(sizes) / 2**20:.1f} MiB of memory for the copies, and "
                 f"{available[host] / 2**20:.1f} MiB are available there (limits of control groups included). Set "
                 "checkpoint.async_save=false, or give the machine more memory."
             )

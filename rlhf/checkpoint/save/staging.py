@@ -1,4 +1,4 @@
-"""Copies the state of a save to its own memory, so that training may go on while the copy is written."""
+"""Copies the state of a save to separate memory, so that training continues while the copy is written."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -17,7 +17,7 @@ ALIGNMENT = 64
 class Stager:
     """Copies the live tensors of a snapshot into memory that is reused from save to save.
 
-    Fresh memory costs several times as much as the copy, so only a save that needs more than any before it allocates.
+    New memory costs several times as much time as the copy, so a save allocates only if it needs more than all before.
     CUDA tensors go into page-locked memory on a separate stream.
     """
 

@@ -44,7 +44,7 @@ def check_same_run(
         except OtherFormat as error:
             raise UserError(f"{error}; or {NEW_RUN}.") from None
         except DamagedCheckpoint:
-            continue  # a resume skips it too, and logs that
+            continue  # a resume skips the checkpoint too, and logs the damage
         return
 
 

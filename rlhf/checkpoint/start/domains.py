@@ -17,8 +17,8 @@ from rlhf.storage.layout import TEMPORARY
 
 log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 0.25
-# A network file system may show another node's file late. If ranks do not all see each other, they look again LOOKS
-# times. While one rank sees another that does not see it, all ranks look again, up to LOOKS_IN_DISAGREEMENT times.
+# A network file system may show another node's file late. If not all ranks see each other, they repeat the check LOOKS
+# times. While rank a sees rank b but b does not see a, they repeat it up to LOOKS_IN_DISAGREEMENT times.
 LOOKS, LOOKS_IN_DISAGREEMENT = 2, 120
 
 
@@ -37,7 +37,7 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
     finally:
         with suppress(OSError):  # must not hide a failed creation
             remove_file(token)
-    coordinator.all_gather(None)  # all ranks have looked: cleaning up before would remove tokens
+    coordinator.all_gather(None)  # wait until all ranks have checked: a cleanup before would remove tokens
     domains = [min(view) for view in seen]
     if coordinator.is_leader and len(set(domains)) > 1:
         _log_domains(domains)

@@ -1,7 +1,6 @@
-"""Prepares a run's directories before it starts, one in each storage domain; a single disk is one domain.
+"""Prepares a run's directories before the start, one in each storage domain. Imports no torch.
 
-Since the last start, nodes may have been swapped, have an empty disk, or have been killed during a commit. Imports no
-torch.
+Since the last start, nodes may have been swapped, have an empty disk, or have been killed during a commit.
 """
 
 import logging
@@ -129,8 +128,8 @@ def _launch(run_dir: Path, coordinator: Coordinator) -> list[str]:
 
 
 def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
-    """Return the identity of the run on the driver's disk, else on another's, else of the newest checkpoint, else a new
-    one. Its day of start is also the checkpoint's if run.json lacks it."""
+    """Return the run's id and start day, from run.json on the driver's disk, else on another disk, else from the newest
+    checkpoint, else new. If run.json lacks the start day, it is also the checkpoint's."""
     known = [run for run in coordinator.on_domain_leaders(lambda: read_run_file(run_dir)) if run]
     if len({run["run_id"] for run in known}) > 1 and coordinator.is_leader:
         names = ", ".join(run["run_id"] for run in known)
@@ -145,7 +144,7 @@ def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
 
 
 def _download_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> None:
-    """Move the metric history to the driver's disk from the last driver's, whose history is the longest."""
+    """Move the metric history to the driver's disk from the last driver's disk, which has the longest history."""
     if len(coordinator.domain_leaders) == 1:
         return
     path = run_dir / HISTORY
@@ -159,7 +158,7 @@ def _download_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> N
     if longest != 0:
         _move_to_driver(path, longest, lengths[longest], coordinator)
     if any(lengths[domain] for domain in lengths if domain != 0):
-        # Only one history: after the next swap, lines left behind could be mistaken for a newer one.
+        # Keep only one history: after the next swap, lines left behind could look like a newer history.
         coordinator.on_domain_leaders(lambda: None if coordinator.is_leader else remove_file(path, missing_ok=True))
 
 
@@ -190,5 +189,5 @@ def _fork(run_dir: Path, source: Path, coordinator: Coordinator) -> dict[str, An
     days = [(driver or {}).get(STARTED_ON) for driver in drivers]
     # A new id: with the old id, trackers would drop steps that the old trajectory has logged.
     fork = coordinator.on_leader(lambda: {"resumed_from": str(source), "run_id": directory.new_run_id()})
-    # The source's day: chat templates must print what they printed there.
+    # The source's start day: chat templates must print the same date as there.
     return fork | {STARTED_ON: next((day for day in days if day), None) or coordinator.on_leader(directory.today)}

@@ -1,4 +1,4 @@
-"""Creates, empties or rejects the run directory before the ranks start; tidies it after a kill. Imports no torch."""
+"""Creates, empties or rejects the run directory before the ranks start; cleans up after a kill. Imports no torch."""
 
 import logging
 import math
@@ -29,7 +29,7 @@ RECORDED = (HISTORY, SAMPLES, "tensorboard", "report", HF_FOLDER)
 
 
 def make(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
-    """Create the directory; empty it but for the locks if this `launch` overwrites the run and has not done so yet."""
+    """Create the directory. Empty it, except for locks, if this `launch` overwrites the run and has not done so yet."""
     make_dir_durably(run_dir)
     if trainer.overwrite and not prepared_by(launch, run_dir):
         if existing := scan(run_dir):
@@ -113,7 +113,7 @@ def resume_source(trainer: TrainerConfig) -> Path | None:
     """Return the absolute `trainer.resume_from_path` if `resume_mode` is `resume_path`, else None."""
     if trainer.resume_mode != "resume_path":
         return None
-    # Resolved, because a detour ("..", a link) into the run's own directory must not look like another run's.
+    # Resolve ".." and links, so that a path into the run's own directory does not look like another run's path.
     path = Path(trainer.resume_from_path or "").expanduser().absolute()
     return path.parent.resolve() / path.name
 

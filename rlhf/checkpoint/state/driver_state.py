@@ -21,7 +21,7 @@ class DriverState:
     steps_per_epoch: float
     """Batches in a pass over the prompts; dropped prompts make a pass take more steps."""
     total_epochs: int | None = None
-    """Upper limit of passes over the prompts; None: only steps count."""
+    """Upper limit of passes over the prompts; None: no limit."""
     step: int = 0
     """Training steps done."""
     epochs: float = 0.0
@@ -42,7 +42,7 @@ class DriverState:
         return self.ends_with(self.step, self.epochs)
 
     def ends_with(self, step: int, epochs: float) -> bool:
-        """Return whether `step`, after which `epochs` passes are done, is the last one."""
+        """Return whether `step`, after which `epochs` passes are done, is the last step."""
         return step >= self.total_steps or (self.total_epochs is not None and epochs >= self.total_epochs)
 
     def finish_step(self, tokens: int, samples: int, seconds: float, epochs: float) -> None:
@@ -74,7 +74,7 @@ def parse_driver_state(content: bytes, name: str) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{name}: is not a driver state")
     state.setdefault("started_on", None)  # release 0.1.0 did not store it
     for field, kind in get_type_hints(DriverState).items():
-        # A whole number may stand for a float.
+        # JSON may have a whole number for a float.
         if field not in state or not isinstance(state[field], kind | int if isinstance(0.0, kind) else kind):
             raise DamagedCheckpoint(f"{name}: {field} is missing or has the wrong type")
         if isinstance(state[field], int) and abs(state[field]) > LARGEST:

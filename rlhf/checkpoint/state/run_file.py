@@ -1,7 +1,6 @@
 """Reads and writes run.json: a directory's run, the checkpoint that it was forked from, and its launch."""
 
 import json
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from rlhf.storage.reading import parse_json, read_regular
 
 LARGEST = 1 << 20
 AGENTS = "agents"
-"""The launch's torchrun processes, by which it recognises its saves (`overwrite`, `resume_mode=disable`)."""
+"""The launch's torchrun processes, which identify its own saves (`overwrite`, `resume_mode=disable`)."""
 STARTED_ON = "started_on"
 """The day of the run's start (ISO), which chat templates print in every attempt."""
 
@@ -22,7 +21,7 @@ STARTED_ON = "started_on"
 def read_run_file(run_dir: Path) -> dict[str, Any]:
     """Return run.json: `run_id`, `STARTED_ON`, `resumed_from` for a fork, perhaps `AGENTS`; empty without a file.
 
-    Raises UserError for a file that no run has written.
+    Raises UserError for a damaged file.
     """
     path = run_dir / RUN_FILE
     try:
@@ -36,11 +35,6 @@ def read_run_file(run_dir: Path) -> dict[str, Any]:
     except DamagedCheckpoint as problem:
         raise UserError(f"{path} is damaged ({problem}). Remove it: the newest checkpoint has the run's id.") from None
     return run
-
-
-def start_day(run: dict[str, Any]) -> date:
-    """Return the day of the start of a prepared run."""
-    return date.fromisoformat(run[STARTED_ON])
 
 
 def write_run_file(run_dir: Path, run: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
 class RunState:
     """The live objects that a checkpoint saves and restores.
 
-    `reference` is None unless the reference policy moves: a frozen one is the starting policy and is not saved.
-    `stateful` are further objects, by name, whose states are part of the driver state.
+    `reference` is None unless the reference policy moves: a frozen reference is the starting policy and is not saved.
+    `stateful` are the other objects by name; the driver state includes their states.
     """
 
     roles: Mapping[str, TrainState]

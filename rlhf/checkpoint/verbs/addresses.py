@@ -1,4 +1,4 @@
-"""Finds the checkpoint, run directory or folder of runs that a user names, on this machine or in a remote folder."""
+"""Finds the runs and checkpoints at a path or URL that a user gives."""
 
 import argparse
 from pathlib import Path

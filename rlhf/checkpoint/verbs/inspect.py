@@ -27,7 +27,7 @@ add_arguments = add_address
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Show the newest checkpoint of each run, or the given one, in detail."""
+    """Show the newest checkpoint of each run, or the given checkpoint, in detail."""
     runs, problems = find_runs(arguments.path)
     newest = [found.checkpoints[0] for found in runs]
     return show_checkpoints(newest, _shown, problems, console, in_json=arguments.json)

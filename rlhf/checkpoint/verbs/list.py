@@ -62,7 +62,7 @@ def _document(found: FoundRun) -> dict[str, Any]:
 
 
 def _kept(rows: list[dict[str, Any]], rules: CheckpointConfig | None) -> list[list[str] | None]:
-    """Return the reasons to keep each checkpoint (none: it may go), or None if the rules are unknown."""
+    """Return the reasons to keep each checkpoint (none: prune may remove it), or None if the rules are unknown."""
     if rules is None:
         return [None] * len(rows)
     found = reasons(metric_values({row["step"]: row.get("metrics") for row in rows}, rules), rules)

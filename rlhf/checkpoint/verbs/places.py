@@ -1,4 +1,4 @@
-"""Finds checkpoints at a path that a user names, and turns read errors into one line."""
+"""Finds checkpoints at a path that a user gives, and formats read errors as one line."""
 
 import argparse
 import os
