@@ -37,13 +37,13 @@ def train(
 
     Args:
         overrides: settings, `KEY=VALUE` each, as on the command line.
-        reward: one or several functions for `reward.functions`. Define each at the top level of a file, because reward
-            processes import it from there. A script that defines a reward must call `train` under
+        reward: one or several functions for `reward.functions`. Define them at the top level of a file, because reward
+            processes import them from there. A script that defines a reward must call `train` under
             `if __name__ == "__main__":`.
         callbacks: called in this process with each step, in order, after the step's record is on disk. Step 0 is the
             evaluation before the training. If a crash or a rollback repeats steps, callbacks receive these steps
             again. If a callback raises, the run saves and stops as on SIGTERM, and `train` raises the callback's error.
-        config_dir: a folder of further recipes and group entries (`--config-dir`).
+        config_dir: a folder with more recipes and group entries (`--config-dir`).
 
     Returns:
         The content of `report/report.json` in the directory of the finished run.
@@ -159,7 +159,7 @@ def _check_models(config: Config) -> None:
     from rlhf.planning.model_shapes import shapes_from_files
     from rlhf.storage.layout import scan
 
-    # A resumed run loads weights and adapters from its checkpoint (its own or an imported one), not from these folders.
+    # A resumed run loads weights and adapters from a checkpoint (its own or an imported one), not from these folders.
     begins = config.trainer.resume_mode != "resume_path" and not scan(config.run_dir) and not config.checkpoint.remote
     trusts = config.model.trust_remote_code
     check_name("model.path", config.model.path, config.model.revision)

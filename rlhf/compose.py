@@ -193,7 +193,7 @@ def _parse_override(text: str) -> Override:
         raise UserError(f"{text}: settings cannot be removed; write KEY=null, or recipes=null for no recipe.")
     if override.is_sweep_override():
         raise UserError(
-            f"{text}: one run takes one value; a list is written in brackets, KEY=[a,b], and -m makes a run of each."
+            f"{text}: one run takes one value. Write a list in brackets, KEY=[a,b], or add -m for a run of each value."
         )
     if override.package is not None:
         raise UserError(f"{text}: write GROUP=ENTRY, without @.")
@@ -219,7 +219,7 @@ def _choice(override: Override, library: Library) -> str:
 
 
 def _recipe_elsewhere(name: str, library: Library) -> str:
-    """Return a hint if the recipe is in a folder that is not searched; empty if there is no such file."""
+    """Return a hint if the recipe is in a folder that is not searched, otherwise an empty text."""
     for folder in (Path.cwd(), *library.others[1:]):
         if (folder / "recipes" / f"{name}.yaml").is_file():
             return f" There is one in {folder / 'recipes'}: add --config-dir {folder}."

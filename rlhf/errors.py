@@ -10,7 +10,7 @@ EXIT_USER_ERROR = 2
 # EX_TEMPFAIL of sysexits.h. SLURM, Kubernetes and batch systems can requeue on it.
 EXIT_REQUEUE = 75
 NEAR = 0.7
-"""Similarity of two words (difflib's ratio) from which one may be a misspelling of the other."""
+"""Smallest similarity (difflib's ratio) of a misspelled word and the right word."""
 
 
 class UserError(Exception):
@@ -40,7 +40,7 @@ class Preempted(Exception):
 class Unsaved(Exception):
     """The run exits with `EXIT_REQUEUE`, and a save or a remote copy is missing.
 
-    The message names what is missing, and what the same command will do.
+    The message names the missing save or copies, and the effect of running the same command again.
     """
 
 

@@ -1,4 +1,4 @@
-"""Opens a run, trains and finishes it, in the same order for every launcher.
+"""Opens, trains and finishes a run, in the same order for every launcher.
 
 The trainer's supervisor calls `run_lifecycle` with a coordinator of one process. Ranks that torchrun or another
 launcher started call `run_lifecycle` as a collective. Imports no torch, and nothing slow before the run lock is taken.
@@ -117,8 +117,8 @@ def _is_finished_anyway(config: Config, coordinator: Coordinator, problem: OSErr
 def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int]:
     """Write the report, and return the steps that `checkpoint.remote` lacks. Log a full or read-only disk.
 
-    `finished` is the last step if an earlier launch finished the run, otherwise None. After an earlier launch, first
-    make the copies and exports that it left out.
+    `finished` is the last step if an earlier launch finished the run, otherwise None. First make the copies and exports
+    that the earlier launch left out.
     """
     from rlhf.tracking import write_report
 
@@ -144,11 +144,11 @@ def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int
 
 
 def _copy(config: Config, step: int) -> list[int]:
-    """Log that the run is finished at `step`, make missing remote copies, and return the steps that still lack one."""
+    """Log that the run is finished at `step`, make missing remote copies, and return the steps that still lack them."""
     from rlhf.checkpoint.remote.copies import copy_pending
 
     log.info(
-        "The run in %s is finished at step %d. To continue it, raise trainer.total_training_steps "
+        "The run in %s is finished at step %d. To continue the run, raise trainer.total_training_steps "
         "(or trainer.total_epochs).",
         config.run_dir,
         step,

@@ -109,11 +109,10 @@ def main(run_dir: Path) -> int:
 def main_under_torchrun(config: Config, banner: str = "") -> int:
     """Run a rank of torchrun or a similar launcher, and return its exit code.
 
-    No supervisor exists, so the ranks themselves prepare the run directory and finish the run.
-
-    `banner` is written to the run's log only, because the caller has printed it.
+    No supervisor exists, so the ranks themselves prepare the run directory and finish the run. The caller has printed
+    `banner`, so write it only to the run's log.
     """
-    # All ranks share the launcher's terminal, so show a bar only if the setting demands one.
+    # All ranks share the launcher's terminal, so show a bar only if the setting requires a bar.
     mode = "plain" if config.tracking.progress == "auto" else config.tracking.progress
     output = RunOutput("plain" if rank() else mode, Redaction(os.environ))
 
@@ -179,5 +178,5 @@ if __name__ == "__main__":
     logging.shutdown()
     with suppress(OSError, ValueError):  # the process that reads stdout may be dead
         sys.stdout.flush()
-    # Not sys.exit: after an error, threads of the process group may wait forever for peers that are gone.
+    # Not sys.exit: after an error, threads of the process group may wait forever for dead peers.
     os._exit(code)

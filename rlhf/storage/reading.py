@@ -238,7 +238,7 @@ def _reads(position: int, end: int, wanted: list[Range], scratch: memoryview) ->
 
 
 def fill(descriptor: int, views: list[memoryview], position: int, name: str) -> None:
-    """Fill `views` in order with the bytes from `position` on; raise DamagedCheckpoint, with `name`, at an early end."""
+    """Fill `views` in order with bytes from `position` on; raise DamagedCheckpoint, with `name`, at an early end."""
     while views:
         count = os.preadv(descriptor, views, position)
         if not count:

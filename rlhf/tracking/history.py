@@ -16,12 +16,6 @@ MACHINE_METRICS = ("perf/", "timing_s/")
 """Prefixes of metrics that depend on the clock or the machine. All other metrics are bit-identical in equal runs."""
 
 
-def _line(record: Record) -> bytes:
-    # json writes repr(float), which round-trips all 64 bits. NaN and infinities become NaN, Infinity and -Infinity,
-    # which strict JSON lacks but Python, pandas and JSON5 read.
-    return json.dumps(record).encode() + b"\n"
-
-
 class History:
     """Stores the records of a run in a file, read line by line. One process writes the file at a time."""
 
@@ -35,7 +29,9 @@ class History:
             TypeError: JSON has no type for a value, for example a tensor. The file is unchanged.
             OSError: the disk is full, or the file can't be written.
         """
-        append_durably(self.path, [_line(record)])
+        # json writes repr(float), which round-trips all 64 bits. NaN and infinities become NaN, Infinity and -Infinity,
+        # which strict JSON lacks but Python, pandas and JSON5 read.
+        append_durably(self.path, [json.dumps(record).encode() + b"\n"])
 
     def cut_after(self, step: int, mark: HistoryMark | None = None) -> None:
         """Drop the records after `step`, and a torn last line.

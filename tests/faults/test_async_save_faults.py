@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.config import Config
 from rlhf.errors import EXIT_DONE, UserError
 from rlhf.ranks.transport import LostPeer
@@ -23,6 +22,7 @@ from tests.support.launching import small, write_sums
 from tests.support.saving_behind import DEADLINE_S, Run, on_ranks, published, saving_behind
 from tests.support.sections import prepare
 from tests.support.thread_ranks import in_front, run_thread_ranks, subscribe
+from tests.support.verified import verify
 
 
 @pytest.fixture

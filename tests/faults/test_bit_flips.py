@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -27,6 +26,7 @@ from tests.support.checkpoints import (
     whole_state,
     world_of_one,
 )
+from tests.support.verified import verify
 
 FLIPS = 200
 SEED = 20

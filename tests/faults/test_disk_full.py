@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.config import Config
 from rlhf.errors import EXIT_USER_ERROR, UserError
 from rlhf.storage.disk_errors import SaveFailed
@@ -34,6 +33,7 @@ from tests.support.published import eventually
 from tests.support.sections import prepare
 from tests.support.small_disks import small_disk
 from tests.support.thread_ranks import make_coordinator, messages, run_thread_ranks, subscribe
+from tests.support.verified import verify
 
 FLOATS = 200_000  # 0.8 MB of weights and as much of moments over all ranks
 PROMPT_S = 10.0

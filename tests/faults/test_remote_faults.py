@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.remote import copies as copies_module
 from rlhf.checkpoint.remote import remote_start
 from rlhf.checkpoint.remote.lease import LEASE
@@ -32,6 +31,7 @@ from tests.support.remotes import (
     start_there,
 )
 from tests.support.sections import open_remote, remote_copies, remote_store, restore
+from tests.support.verified import verify
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.ranks.lock import run_lock
 from rlhf.storage.layout import DRIVER_STATE, scan
@@ -15,6 +14,7 @@ from tests.support.compare_runs import differences
 from tests.support.interrupter import at
 from tests.support.launching import TINY_POLICY, Ended, copy_run, flip_a_byte, ranks, records, saved_steps, small
 from tests.support.undisturbed import EXPORT, Undisturbed
+from tests.support.verified import verify
 
 
 class Case:

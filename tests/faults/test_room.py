@@ -13,7 +13,6 @@ import pytest
 
 from rlhf.checkpoint.commit import removal, retention
 from rlhf.checkpoint.commit.deleter import Deleter
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.save.disk_space import bytes_freed_by, make_room
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
@@ -23,6 +22,7 @@ from rlhf.storage.layout import PIN, POINTER, TRASH, step_dir
 from tests.support.checkpoints import flip_bit, listening
 from tests.support.published import publish, steps
 from tests.support.small_disks import small_disk
+from tests.support.verified import verify
 
 MIB = 1 << 20
 DEADLINE_S = 30.0

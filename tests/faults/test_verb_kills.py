@@ -16,9 +16,9 @@ import pytest
 
 from rlhf import events
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.commit.manifest import verify
 from tests.support import tiny_models
 from tests.support.preload import forkserver
+from tests.support.verified import verify
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 DEADLINE_S = 120.0

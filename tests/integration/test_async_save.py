@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.checkpoint.commit.manifest import read_manifest, verify
+from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.config import Config
 from rlhf.errors import EXIT_DONE, Preempted, UserError
 from rlhf.storage.layout import step_dir
@@ -16,6 +16,7 @@ from tests.support.launching import copy_run, ranks, records, small
 from tests.support.saving_behind import DEADLINE_S, SIZE, Blocker, Run, on_ranks, published, saving_behind
 from tests.support.thread_ranks import run_thread_ranks
 from tests.support.undisturbed import EXPORT, Undisturbed
+from tests.support.verified import verify
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.config import Config
 from rlhf.config.schema.checkpoint import CONTENTS
 from rlhf.storage.layout import step_dir
@@ -23,6 +22,7 @@ from tests.support.checkpoints import (
     run_ranks,
 )
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
+from tests.support.verified import verify
 
 DEADLINE_S = 90
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.restoring import load_state
 from rlhf.checkpoint.state.run_state import RunState
@@ -33,6 +32,7 @@ from tests.support.checkpoints import (
     whole_state,
     world_of_one,
 )
+from tests.support.verified import verify
 
 SUBSETS = [list(s) for n in range(1, 5) for s in itertools.combinations(CONTENTS, n)]
 ALWAYS = {"manifest.json", "config.yaml", "driver_state.json"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.commit.manifest import read_manifest, verify
+from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -28,6 +28,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.sections import prepare
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks, subscribe
+from tests.support.verified import verify
 
 DEADLINE_S = 90
 SIZE = 5000

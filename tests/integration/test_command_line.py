@@ -94,7 +94,7 @@ WRONG_COMMANDS = [
     (["~trainer.nproc"], "~trainer.nproc: settings cannot be removed; write KEY=null, or recipes=null for no recipe."),
     (
         ["data.train_files=a,b"],
-        "data.train_files=a,b: one run takes one value; a list is written in brackets, KEY=[a,b], and -m makes",
+        "data.train_files=a,b: one run takes one value. Write a list in brackets, KEY=[a,b], or add -m",
     ),
     (["hydra.run.dir=x"], "hydra.run.dir=x: there is no setting hydra.run.dir."),
     (["recipes=null"], "model.path is not set: add model.path=VALUE to the command or recipe."),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.checkpoint.commit.manifest import read_manifest, verify
+from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.start import domains as storage_domains
 from rlhf.checkpoint.start import preparation
 from rlhf.checkpoint.start.domains import find_domains
@@ -24,6 +24,7 @@ from tests.support.nodes import on_node, resume, save, start
 from tests.support.saving_behind import on_ranks, published
 from tests.support.sections import finished_step
 from tests.support.thread_ranks import make_coordinator, replaced, run_thread_ranks
+from tests.support.verified import verify
 
 
 @pytest.fixture(autouse=True)

@@ -190,7 +190,7 @@ def test_part_on_another_disk_is_told_with_the_verb_for_it(tmp_path, log):
     config = finished(tmp_path)
     (step_dir(config.run_dir, STEPS) / "actor/model/rank_00000.safetensors").unlink()
     export_finished(config.run_dir, replace(config.checkpoint, contents=["hf_model"]), STEPS)
-    assert "actor/model/rank_00000.safetensors and others are on other nodes' disks" in log.text
+    assert "actor/model/rank_00000.safetensors and other files are on other nodes' disks" in log.text
     assert "python -m rlhf.checkpoint merge --local_dir PARTS... --target_dir TARGET" in log.text
     assert not (config.run_dir / "huggingface").exists()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf.backends.fsdp2 import Fsdp2Backend
-from rlhf.checkpoint.commit.manifest import read_manifest, verify
+from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.convert.native.native_folder import WrittenCheckpoint, plan_native_folder, write_native_folder
 from rlhf.errors import UserError
@@ -31,6 +31,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.memory_source import MemorySource
 from tests.support.sections import finished_step, prepare
+from tests.support.verified import verify
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR
 from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import (
@@ -22,6 +21,7 @@ from tests.support.checkpoints import (
     whole_state,
     world_of_one,
 )
+from tests.support.verified import verify
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,6 @@ import uuid
 import fsspec
 import pytest
 
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.remote.remote_store import COPY
 from rlhf.errors import UserError
 from rlhf.storage.layout import HISTORY, MANIFEST, PIN, RUN_FILE, scan, step_dir
@@ -32,6 +31,7 @@ from tests.support.remotes import (
 )
 from tests.support.sections import open_remote, remote_copies, remote_store
 from tests.support.undisturbed import EXPORT
+from tests.support.verified import verify
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.commit.manifest import read_manifest, verify, write_manifest
+from rlhf.checkpoint.commit.manifest import read_manifest, write_manifest
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, scan, step_dir
@@ -25,6 +25,7 @@ from tests.support.remotes import (
     start_there,
 )
 from tests.support.sections import claim, remote_store, restore
+from tests.support.verified import verify
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.config import Config
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
@@ -23,6 +22,7 @@ from tests.support.checkpoints import (
     run_ranks,
     whole_state,
 )
+from tests.support.verified import verify
 
 DEADLINE_S = 90
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]

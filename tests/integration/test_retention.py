@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.commit.manifest import read_manifest, verify
+from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.config import Config
 from rlhf.errors import UserError
 from tests.support.checkpoints import PlainRole, make_checkpointer, make_config, resume, run_ranks
 from tests.support.published import steps
 from tests.support.small_disks import small_disk
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
+from tests.support.verified import verify
 
 FLOATS = 200_000  # 0.8 MB of weights and as much of moments over all ranks
 DEADLINE_S = 60

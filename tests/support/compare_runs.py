@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, SAMPLES, scan
 from rlhf.tracking.history import MACHINE_METRICS
+from tests.support.verified import verify
 
 # Fields of a run that are not part of its trajectory. The history is compared separately, without clock metrics.
 OF_THE_RUN = ("run_id", "started_on", "wall_seconds", "history")

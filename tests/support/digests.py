@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlhf.checkpoint.commit.manifest import Manifest, verify
+from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.errors import EXIT_DONE
 from rlhf.experience.groups import from_tensors
 from rlhf.storage.layout import CARRIED, HF_FOLDER, INDEX, REFERENCE, SCHEDULE, scan
@@ -29,6 +29,7 @@ from rlhf.storage.shards import DTYPES, Shard, TensorReader, as_bytes
 from tests.faults.campaign import PROFILES, overrides
 from tests.support.compare_runs import driver_state, history
 from tests.support.launching import ranks
+from tests.support.verified import verify
 
 TABLE = Path(__file__).with_name("known_digests.json")
 STEPS = 4

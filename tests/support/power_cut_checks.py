@@ -5,7 +5,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf.checkpoint.commit.manifest import read_manifest, verify
+from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.config import Config
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import DRIVER_STATE, PIN, POINTER, TEMPORARY, TRASH, scan, step_dir, step_of
@@ -13,6 +13,7 @@ from rlhf.storage.reading import CheckedFiles
 from tests.support.checkpoints import equal_bits
 from tests.support.power_cut_runs import Promises, Start, TinyRun, results_of, samples_of
 from tests.support.thread_ranks import run_thread_ranks
+from tests.support.verified import verify
 
 
 def wrong(promises: Promises, root: Path, *, go_on: bool = True) -> list[str]:

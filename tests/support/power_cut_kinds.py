@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 from rlhf.checkpoint.commit import pointer
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.commit.output_folder import output_folder
 from rlhf.checkpoint.remote.lease import release_leases
 from rlhf.checkpoint.save import disk_space
@@ -25,6 +24,7 @@ from rlhf.storage.layout import RESOLVED, scan, step_dir
 from tests.support.checkpoints import flip_bit
 from tests.support.power_cut_runs import Book, Saved, Start, TinyRun, tiny_config
 from tests.support.thread_ranks import run_thread_ranks
+from tests.support.verified import verify
 
 REMOTE = "remote"
 """The folder that simulates another machine."""

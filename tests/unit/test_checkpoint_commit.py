@@ -5,7 +5,7 @@ import pytest
 
 from rlhf.checkpoint.commit import publication
 from rlhf.checkpoint.commit.deleter import Deleter
-from rlhf.checkpoint.commit.manifest import describe, verify
+from rlhf.checkpoint.commit.manifest import describe
 from rlhf.checkpoint.commit.publication import begin, publish
 from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
 from rlhf.checkpoint.commit.retention import retire
@@ -22,6 +22,7 @@ from rlhf.storage.files import write_file
 from rlhf.storage.layout import POINTER, scan, set_aside_dirs, step_dir
 from tests.support.checkpoints import IDENTITY, PlainReference, PlainRole, files_of, listening, make_driver
 from tests.support.published import eventually
+from tests.support.verified import verify
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 

@@ -11,16 +11,17 @@ from rlhf.checkpoint.commit import manifest as manifest_module
 from rlhf.checkpoint.commit.formats import FORMAT, OLDEST
 from rlhf.checkpoint.commit.manifest import (
     Manifest,
+    damage_in,
     describe,
     parse_manifest,
     read_manifest,
-    verify,
-    verify_files,
     write_manifest,
 )
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import write_file
+from rlhf.storage.reading import CheckedFiles
 from tests.support.checkpoints import flip_bit, lose_on_disk
+from tests.support.verified import verify
 
 
 @pytest.fixture
@@ -232,9 +233,9 @@ def test_an_import_from_nowhere_is_damage(checkpoint, imported):
 
 def test_verifying_some_names_leaves_the_others_alone(checkpoint):
     (checkpoint / "empty").unlink()
-    manifest = read_manifest(checkpoint)
-    assert verify_files(checkpoint, manifest, ["driver_state.json"]) == []
-    assert verify_files(checkpoint, manifest, ["empty"]) == ["empty: missing"]
+    files = CheckedFiles(checkpoint, read_manifest(checkpoint).files)
+    assert damage_in(files, ["driver_state.json"]) == []
+    assert damage_in(files, ["empty"]) == ["empty: missing"]
 
 
 def test_the_document_is_plain_json(checkpoint):

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.commit.deleter import Deleter
-from rlhf.checkpoint.commit.manifest import read_manifest, verify, write_manifest
+from rlhf.checkpoint.commit.manifest import read_manifest, write_manifest
 from rlhf.checkpoint.commit.removal import clean_leftovers, set_aside
 from rlhf.checkpoint.commit.retention import NO_VALUE, reasons, retire, victims
 from rlhf.config.schema.checkpoint import CheckpointConfig
@@ -19,6 +19,7 @@ from rlhf.ranks.transport import Transport
 from rlhf.storage.layout import MANIFEST, POINTER, TRASH, step_dir
 from tests.support.checkpoints import flip_bit, listening
 from tests.support.published import publish, steps
+from tests.support.verified import verify
 
 DEADLINE_S = 30.0
 ACCURACY = "val/accuracy"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf.checkpoint.commit.manifest import read_manifest, verify
+from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.restoring import load_state
 from rlhf.checkpoint.state.run_state import RunState
@@ -31,6 +31,7 @@ from tests.support.checkpoints import (
     make_driver,
     resume,
 )
+from tests.support.verified import verify
 
 SUBSETS = [list(s) for n in range(1, 5) for s in itertools.combinations(CONTENTS, n)]
 

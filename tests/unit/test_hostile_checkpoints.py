@@ -156,5 +156,5 @@ def test_a_hint_of_any_kind_does_not_hide_the_checkpoints(run_dir, name, make, c
 def test_a_run_file_that_is_none_is_a_users_mistake(run_dir, make):
     (run_dir / RUN_FILE).unlink(missing_ok=True)
     make(run_dir / RUN_FILE)
-    with pytest.raises(UserError, match="Remove it: the newest checkpoint"):
+    with pytest.raises(UserError, match="Remove the file; a checkpoint"):
         read_run_file(run_dir)

@@ -11,7 +11,6 @@ import pytest
 from rlhf import events
 from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.commit.deleter import Deleter
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.commit.retention import retire
 from rlhf.checkpoint.verbs import pruning
 from rlhf.config.resolved import to_yaml
@@ -26,6 +25,7 @@ from tests.support.checkpoints import PlainReference, PlainRole, flip_bit, liste
 from tests.support.preload import forkserver
 from tests.support.published import eventually, publish, publish_part, steps
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
+from tests.support.verified import verify
 
 LEFTOVERS = (
     ".tmp-global_step_9-0123456789ab",

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.remote import download
 from rlhf.errors import UserError
 from rlhf.storage.layout import scan, step_dir
 from tests.support.remotes import WEATHER, assert_same_files, copy_all, make_run, on_empty_disk
 from tests.support.sections import remote_store, restore
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks, this_rank
+from tests.support.verified import verify
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from benchmarks import scale
-from rlhf.checkpoint.commit.manifest import verify
 from rlhf.storage.layout import step_dir
 from rlhf.storage.shards import Shard
 from tests.support import thread_ranks
 from tests.support.checkpoints import PlainReference, PlainRole, make_checkpointer, make_config
 from tests.support.thread_ranks import ThreadTransport, make_coordinator, run_thread_ranks
+from tests.support.verified import verify
 
 
 def test_figures_of_a_small_model_are_flat(capsys):

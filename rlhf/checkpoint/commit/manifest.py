@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from rlhf.checkpoint.commit.formats import FORMAT, OLDEST, is_read, migrated
+from rlhf.checkpoint.commit.formats import FORMAT, OLDEST, migrated
 from rlhf.checkpoint.commit.manifest_form import problems_of
 from rlhf.config.migrations import migrated_name
 from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
@@ -135,7 +135,7 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
         # ignores.
         if _text(payload) != raw:
             raise ValueError("its checksum does not match")
-        if not is_read(found := payload.get("format")):
+        if type(found := payload.get("format")) is not int or not OLDEST <= found <= FORMAT:
             raise OtherFormat(
                 f"{path} has format {reprlib.repr(found)}, and this version of the trainer reads formats {OLDEST} to "
                 f"{FORMAT}: use the version that saved it"
@@ -153,11 +153,6 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
     return Manifest(**payload | {"fingerprints": fingerprints})
 
 
-def verify_files(root: Path, manifest: Manifest, names: list[str] | None = None) -> list[str]:
-    """Compare files (all, or `names`) with the manifest by size and hashes; return one line per damaged file."""
-    return damage_in(CheckedFiles(root, manifest.files), manifest.files if names is None else names)
-
-
 def damage_in(files: CheckedFiles, names: Iterable[str], read: Callable[[int], None] = lambda count: None) -> list[str]:
     """Verify the files `names` and return one line per damaged file; call `read` with the number of bytes read."""
     problems = []
@@ -171,11 +166,3 @@ def damage_in(files: CheckedFiles, names: Iterable[str], read: Callable[[int], N
         except DamagedCheckpoint as problem:
             problems.append(str(problem))
     return problems
-
-
-def verify(root: Path) -> Manifest:
-    """Read the manifest and verify each file that must be here; raise DamagedCheckpoint with a list of the damage."""
-    manifest = read_manifest(root)
-    if problems := verify_files(root, manifest, manifest.expected_at(root)):
-        raise DamagedCheckpoint(f"{root} is damaged: " + "; ".join(problems))
-    return manifest

@@ -81,7 +81,7 @@ def abort_save(
                 discard(path)
         except OSError as problem:
             # Only log: an exception would hide why the save failed, and the ranks would raise different errors.
-            log.warning("%s could not be removed (%s); the next start does it.", path, problem)
+            log.warning("%s could not be removed (%s); the next start removes it.", path, problem)
     return failed
 
 

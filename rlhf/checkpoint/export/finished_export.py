@@ -42,7 +42,7 @@ def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> Non
         return
     if missing := [name for name in manifest.files if not (checkpoint / name).exists()]:
         log.warning(
-            "checkpoint.contents=%s: no model is exported, because %s and others are on other nodes' disks. Copy "
+            "checkpoint.contents=%s: no model is exported, because %s and other files are on other nodes' disks. Copy "
             "each node's part of %s to one machine and run "
             "python -m rlhf.checkpoint merge --local_dir PARTS... --target_dir TARGET",
             settings.contents,

@@ -206,7 +206,9 @@ def _files_in(folders: list[Path], manifest: Manifest) -> CheckedFiles:
     problems: list[str] = []
     for folder in folders:
         if read_manifest(folder) != manifest:
-            raise UserError(f"{folder} is a part of another checkpoint than {folders[0]}. Give parts of one.")
+            raise UserError(
+                f"{folder} is a part of another checkpoint than {folders[0]}. Give parts of the same checkpoint."
+            )
         found, problems = [], []
         below = CheckedFiles(folder, manifest.files)
         for name in missing:

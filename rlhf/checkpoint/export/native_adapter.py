@@ -33,7 +33,7 @@ def merged_into(base: Path, adapter: adapters.Adapter) -> dict[str, ReadableTens
     source = open_safetensors(base)
     if source is None:
         raise UserError(
-            f"{base} has no weights in safetensors (model.safetensors, or one in parts with its index), beside which "
-            "the adapter was trained. Name a folder that has them: --hf_model_path."
+            f"{base} has no weights in safetensors (model.safetensors, or parts with an index), but the adapter needs "
+            "the weights of its base model. Name a folder that has them: --hf_model_path."
         )
     return adapters.merged(tensors_of(source), adapter)

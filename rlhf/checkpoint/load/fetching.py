@@ -97,7 +97,7 @@ class Fetched:
             try:
                 remove(self._root)
             except OSError as error:
-                log.warning("%s could not be removed (%s); the next start does it.", self._root, error)
+                log.warning("%s could not be removed (%s); the next start removes it.", self._root, error)
 
 
 def _view(message: Tensor) -> memoryview:

@@ -19,6 +19,7 @@ from rlhf.checkpoint.load.verification import BlockNumbers, verify_share
 from rlhf.checkpoint.state.driver_state import parse_driver_state
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.checkpoint.state.throughput import Throughput, throughput_metrics
+from rlhf.config.compare import NEW_RUN
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.rng import seed_everything, set_rng_state
@@ -214,7 +215,10 @@ class _Loading:
             if name not in self._manifest.roles:
                 if self._manifest.imported:
                     continue
-                raise UserError(f"{self._path} has no {name}; it holds {', '.join(self._manifest.roles)}.")
+                raise UserError(
+                    f"{self._path} has no {name}; it holds {', '.join(self._manifest.roles)}. Use the settings of the "
+                    f"run that saved it; or {NEW_RUN}."
+                )
             setting = "critic.path" if name == "critic" else "model.path"
             if {"model", "hf_model"} & set(self._contents):
                 folder, shards = "model", role.model_shards()
@@ -240,7 +244,10 @@ class _Loading:
             reader = TensorReader.of_component(self.files, folder, self._rank, self._world_size)
         if mismatches := reader.mismatches(shards):
             shown = "; ".join(mismatches[:5]) + (f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else "")
-            raise UserError(f"{what} in {self._path} do not fit the architecture of {setting}: {shown}.")
+            raise UserError(
+                f"{what} in {self._path} do not fit the architecture of {setting}: {shown}. Set {setting} to the model "
+                "that the checkpoint was trained from."
+            )
         if (rounded := reader.converted_dtypes(shards)) and self._rank == 0:
             log.warning(
                 "%s in %s were rounded to %s (checkpoint.hf_dtype): the run continues from the rounded weights.",

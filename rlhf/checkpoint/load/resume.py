@@ -148,7 +148,7 @@ def _reject_second_start(
         names = ", ".join(damaged)
         raise UserError(
             f"Every checkpoint in {run_dir} is damaged ({names}), and the run will not start again at step 0 by "
-            "itself. Restore one from a backup, or start anew with trainer.overwrite=true or another "
+            "itself. Restore a checkpoint from a backup, or start anew with trainer.overwrite=true or another "
             "trainer.experiment_name."
         )
     reject_lost(run_dir, coordinator)

@@ -11,7 +11,7 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from rlhf.checkpoint.commit.manifest import Manifest, manifest_bytes, parse_manifest, verify_files
+from rlhf.checkpoint.commit.manifest import Manifest, damage_in, manifest_bytes, parse_manifest
 from rlhf.checkpoint.remote.lease import Lease
 from rlhf.checkpoint.remote.pins import checkpoint_of, pin_checkpoint, remove_pin, remove_pins
 from rlhf.checkpoint.remote.remote_start import claim
@@ -37,6 +37,7 @@ from rlhf.storage.files import remove_dir
 from rlhf.storage.hashing import BlockHashes
 from rlhf.storage.history_file import DamagedHistory, HistoryMark, end_of_step
 from rlhf.storage.layout import DRIVER_STATE, HISTORY, MANIFEST, RUN_FILE, scan, step_dir, step_of
+from rlhf.storage.reading import CheckedFiles
 
 log = logging.getLogger(__name__)
 STALLED_S = 300.0
@@ -233,9 +234,8 @@ class RemoteCopies:
         started, call = time.monotonic(), self._retries.call
         sealed = manifest_bytes(source)
         manifest = parse_manifest(sealed, source / MANIFEST)
-        if not call(f"reading step {step}", partial(store.is_partial, step)) and (
-            problems := verify_files(source, manifest)
-        ):
+        files, partly = CheckedFiles(source, manifest.files), partial(store.is_partial, step)
+        if not call(f"reading step {step}", partly) and (problems := damage_in(files, manifest.files)):
             # The remote copy may be intact, so keep it, although it may also be damaged or from another trajectory.
             raise DamagedCheckpoint(f"{'; '.join(problems)}; the existing copy is unchanged")
         run_files = _describe_run_files(self._run_dir, source, step)

@@ -35,7 +35,12 @@ def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfi
     if remote is None:
         return None
     if remote.startswith("file://"):
-        _check_separate(run_dir, trainer, remote)
+        target = Path(remote_url(trainer, settings).removeprefix("file://")).resolve()
+        if run_dir.resolve() in (target, *target.parents):
+            raise UserError(
+                f"checkpoint.remote={remote}: this folder is in the run directory {run_dir}. "
+                "Set a folder outside the run directory, best on another disk."
+            )
     retries = Retries(f"checkpoint.remote={remote}", stalled_s=CHECK_S, give_up_s=CHECK_S)
     try:
         store = retries.call("opening", partial(RemoteStore, remote_url(trainer, settings)), final=(Exception,))
@@ -58,16 +63,6 @@ def _needs_user(error: Exception) -> bool:
     read_only = isinstance(error, OSError) and error.errno == errno.EROFS
     # Object stores' clients have their own classes for missing credentials.
     return isinstance(error, FIXED_BY_USERS) or read_only or "Credential" in type(error).__name__
-
-
-def _check_separate(run_dir: Path, trainer: TrainerConfig, remote: str) -> None:
-    folder = Path(remote.removeprefix("file://"))
-    target = (folder / trainer.project_name / trainer.experiment_name).resolve()
-    if target == run_dir.resolve() or run_dir.resolve() in target.parents:
-        raise UserError(
-            f"checkpoint.remote={remote}: this folder is in the run directory {run_dir}. "
-            "Set a folder outside the run directory, best on another disk."
-        )
 
 
 def restore(

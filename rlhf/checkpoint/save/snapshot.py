@@ -86,9 +86,8 @@ def take_snapshot(
         if reference_at is not None:
             snapshot.unchanged[REFERENCE] = reference_at
     if state.carried is not None and (carried := state.carried.tensors()):
-        snapshot.whole_tensors[f"{CARRIED}/{rank_file(rank)}"] = {
-            name: _own(tensor) for name, tensor in carried.items()
-        }
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in carried.items()}
+        snapshot.whole_tensors[f"{CARRIED}/{rank_file(rank)}"] = copies
     if rank == 0:
         states = {name: stateful.state_dict() for name, stateful in state.stateful.items()}
         snapshot.files[DRIVER_STATE] = _json(state.driver.state_dict() | states)
@@ -105,10 +104,6 @@ def _export(role: TrainState, weights: Shards, dtype: str | None, adapter: str) 
         return HfExport.of_adapter(weights, dtype, files)
     del files[ADAPTER_CONFIG]
     return replace(HfExport.of(role.merged_shards(), dtype, role.hf_parts(), files), is_copy=True)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _json(document: object) -> bytes:

@@ -39,8 +39,13 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
             remove_file(token)
     coordinator.all_gather(None)  # wait until all ranks have checked: a cleanup before would remove tokens
     domains = [min(view) for view in seen]
-    if coordinator.is_leader and len(set(domains)) > 1:
-        _log_domains(domains)
+    if coordinator.is_leader and len(found := sorted(set(domains))) > 1:
+        members = [[str(rank) for rank, own in enumerate(domains) if own == domain] for domain in found]
+        log.info(
+            "The ranks have %d storage domains: %s. Each domain stores its own ranks' files of every checkpoint.",
+            len(members),
+            "; ".join(f"ranks {', '.join(ranks)}" for ranks in members),
+        )
     return domains
 
 
@@ -64,12 +69,3 @@ def _agree(seen: list[frozenset[int]]) -> bool:
     """Return whether each rank sees itself, and all ranks that see each other see the same ranks."""
     sees_itself = all(rank in view for rank, view in enumerate(seen))
     return sees_itself and all(seen[other] == view for view in seen for other in view)
-
-
-def _log_domains(domains: list[int]) -> None:
-    ranks = {domain: [rank for rank, d in enumerate(domains) if d == domain] for domain in sorted(set(domains))}
-    log.info(
-        "The ranks have %d storage domains: %s. Each stores its own ranks' files of every checkpoint.",
-        len(ranks),
-        "; ".join(f"ranks {', '.join(map(str, members))}" for members in ranks.values()),
-    )

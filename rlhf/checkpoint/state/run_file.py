@@ -33,7 +33,7 @@ def read_run_file(run_dir: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except DamagedCheckpoint as problem:
-        raise UserError(f"{path} is damaged ({problem}). Remove it: the newest checkpoint has the run's id.") from None
+        raise UserError(f"{path} is damaged ({problem}). Remove the file; a checkpoint has the run's id.") from None
     return run
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -119,8 +120,7 @@ def _cut(text: str) -> str:
 
 
 def _folders(manifest: Manifest) -> dict[str, int]:
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for name, entry in manifest.files.items():
-        folder = str(Path(name).parent)
-        sizes[folder] = sizes.get(folder, 0) + entry["size"]
+        sizes[str(Path(name).parent)] += entry["size"]
     return dict(sorted(sizes.items()))
