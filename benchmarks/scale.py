@@ -136,7 +136,7 @@ def save_figures(shapes: dict[str, tuple[int, ...]], world_size: int, folder: Pa
     _, sealing_seconds = timed(lambda: write_manifest(folder, commit.manifest))
     return commit.manifest, {
         "save, a rank sends: bytes": len(messages[middle]),
-        "save, a rank receives: bytes": len(pickle.dumps(commit.figures)),
+        "save, a rank receives: bytes": len(pickle.dumps(commit.throughput)),
         "save, a rank: seconds": own_seconds,
         "save, the leader receives: bytes": sum(map(len, messages)) / world_size,
         "save, the leader: seconds": seconds / world_size,

@@ -69,8 +69,8 @@ def check_memory(nbytes: int, coordinator: Coordinator) -> None:
     for host, sizes in needed.items():
         if host in available and sum(sizes) > available[host]:
             raise UserError(
-                "checkpoint.async_save=true: background saves are written from copies. The ranks of "
-                f"{host} ({len(sizes)}) need {sum(sizes) / 2**20:.1f} MiB of memory for the copies, and "
+                "checkpoint.async_save=true: background saves are written from copies. For the copies, the ranks of "
+                f"{host} ({len(sizes)}) need {sum(sizes) / 2**20:.1f} MiB of memory, and "
                 f"{available[host] / 2**20:.1f} MiB are available there (limits of control groups included). Set "
                 "checkpoint.async_save=false, or give the machine more memory."
             )
