@@ -103,9 +103,9 @@ def _train(c: Components) -> None:
         c.guards.begin(step, metrics["reward/mean"])
         with c.clock.phase("share"):
             training = c.resharder.reshard(rollout, collected.uids, step)
-        batches, credit, figures = estimate(c, rollout, training)
+        batches, credit, credit_metrics = estimate(c, rollout, training)
         c.run_log.show(c.viewer.shown(collected.groups, credit.means()))
-        metrics |= figures | update(c, batches, training, step)
+        metrics |= credit_metrics | update(c, batches, training, step)
         if c.guards.settle(step, last=last) == "rollback":
             roll_back(c)
             continue
@@ -157,7 +157,7 @@ def estimate(
         if c.advantages.uses_kl and old is not None and ref is not None:
             policies = training.to_rollout_ranks(old), training.to_rollout_ranks(ref)
     with c.clock.phase("adv"):
-        credit, figures = c.advantages.estimate(rollout, rollout_values, policies, c.guards)
+        credit, credit_metrics = c.advantages.estimate(rollout, rollout_values, policies, c.guards)
     with c.clock.phase("share"):
         mask = batch.response_mask if credit.mask is rollout.response_mask else training.to_training_ranks(credit.mask)
         given = batch.present() | {"response_mask": mask}
@@ -166,7 +166,7 @@ def estimate(
         critic = None
         if values is not None and credit.returns is not None:
             critic = CriticBatch(**given, values=values, returns=training.to_training_ranks(credit.returns))
-    return (actor, critic), credit, figures
+    return (actor, critic), credit, credit_metrics
 
 
 def update(

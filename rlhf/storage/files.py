@@ -46,11 +46,11 @@ def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> W
     target = root / path
     make_dir(target.parent)
     hashes = BlockHashes()
-    with _naming(target), target.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+    with _naming(target), target.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         for number, chunk in enumerate(chunks):
             view = memoryview(chunk).cast("B")
             # Even in memory, a write takes three times as long as its hash, so a hash on a free core costs no time.
-            hashing = beside.submit(hashes.update, view) if len(view) >= BLOCK else None
+            hashing = hasher.submit(hashes.update, view) if len(view) >= BLOCK else None
             if hashing is None:
                 hashes.update(view)
             while view:
@@ -160,12 +160,12 @@ class SharedFile:
     def __init__(self, root: Path, path: str) -> None:
         self._path, self._begun = root / path, False
         make_dir(self._path.parent)
-        self._beside = ThreadPoolExecutor(1)
+        self._hasher = ThreadPoolExecutor(1)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def write(self, number: int, content: memoryview) -> str:
         """Write all bytes of a block; return their hash."""
-        hashing = self._beside.submit(xxh3_128_hexdigest, content)
+        hashing = self._hasher.submit(xxh3_128_hexdigest, content)
         self.write_at(number * BLOCK, content)
         return hashing.result()
 
@@ -190,7 +190,7 @@ class SharedFile:
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        self._beside.shutdown()
+        self._hasher.shutdown()
         os.close(self._descriptor)
 
 

@@ -153,7 +153,7 @@ class ShardIndex:
         raise DamagedCheckpoint(f"{self.path}: lacks elements of {missing}{_shown(wanted[missing])}")
 
     def _find(
-        self, wanted: Mapping[str, Box], parts: Parts, places: NDArray[np.intp], positions: NDArray[np.int64]
+        self, wanted: Mapping[str, Box], parts: Parts, file_numbers: NDArray[np.intp], positions: NDArray[np.int64]
     ) -> tuple[list[Piece], str | None]:
         """Return the wanted pieces in some shards and None; if they do not suffice, also a tensor with a gap."""
         number = {name: i for i, name in enumerate(self._names)}
@@ -173,15 +173,15 @@ class ShardIndex:
             return [], self._names[wrong]
         begins = positions[flat] + (low - parts.first)[flat] * self._width[found[:, 0]]
         pieces = []
-        for (tensor, start, stop), place, position in zip(
-            found.tolist(), places[flat].tolist(), begins.tolist(), strict=True
+        for (tensor, start, stop), file_number, position in zip(
+            found.tolist(), file_numbers[flat].tolist(), begins.tolist(), strict=True
         ):
             box = range_box(start, stop)
-            pieces.append(Piece(self._names[tensor], box, self._file_names[place], position, box))
+            pieces.append(Piece(self._names[tensor], box, self._file_names[file_number], position, box))
         boxed: dict[str, list[Piece]] = {name: [] for name in wanted if with_boxes[number[name]]}
         for i in np.flatnonzero(hit & ~flat).tolist():
             name, shard = self._names[parts.tensor[i]], parts.box(i, self._table)
-            file, position = self._file_names[places[i]], int(positions[i])
+            file, position = self._file_names[file_numbers[i]], int(positions[i])
             common = overlaps(shard, wanted[name], self.tensors[name][1])
             boxed[name] += (Piece(name, box, file, position, shard) for box in common)
         for name, of_name in boxed.items():
@@ -214,10 +214,10 @@ class ShardIndex:
         length = parts.numel * self._width[parts.tensor]
         before = np.cumsum(length) - length
         of_row = np.repeat(files, counts)
-        places = of_row[parts.row]
+        file_numbers = of_row[parts.row]
         # Mark the first shard of each file, from which the bytes are counted.
-        opens = np.diff(places, prepend=-1) != 0
+        opens = np.diff(file_numbers, prepend=-1) != 0
         if not np.array_equal(parts.row[opens], (np.cumsum(counts) - counts)[counts > 0]):
             raise DamagedCheckpoint(f"{self.path}: has boxes that begin in one file and end in another")
         at_first = np.maximum.accumulate(np.where(opens, before, 0))
-        return parts, places, self._first_byte[places] + before - at_first
+        return parts, file_numbers, self._first_byte[file_numbers] + before - at_first

@@ -1,4 +1,4 @@
-"""Verb `list`: shows one line per checkpoint of a run directory, or of each in a folder of many. Loads no torch."""
+"""Verb `list`: shows a line per checkpoint of one or several run directories. Loads no torch."""
 
 import argparse
 from dataclasses import asdict

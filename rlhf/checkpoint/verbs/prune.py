@@ -1,4 +1,4 @@
-"""Verb `prune`: removes what retention would, and kills' leftovers; without --yes only shows. Loads no torch."""
+"""Verb `prune`: removes checkpoints as retention would, and leftovers of kills. Loads no torch."""
 
 import argparse
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ HELP = "remove checkpoints as retention would, and kills' leftovers; without --y
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a run directory or a folder of many")
     parser.add_argument("--max-to-keep", metavar="N", help="keep the newest N; null keeps all")
-    parser.add_argument("--keep-every", metavar="N", help="keep those whose step is a multiple of N; null keeps none")
+    parser.add_argument("--keep-every", metavar="N", help="keep steps that are multiples of N; null keeps none")
     parser.add_argument("--keep-best", metavar="N", help="keep the best N")
     parser.add_argument(
-        "--best-metric", metavar="NAME", help="the figure that --keep-best ranks by; null: the headline"
+        "--best-metric", metavar="NAME", help="the metric that --keep-best ranks by; null: the headline"
     )
     parser.add_argument(
         "--set-aside", action="store_true", help="also global_step_N.damaged-K, .superseded-K, .incomplete-K"
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Prune the runs at PATH one after the other; an error in one run does not stop the others."""
+    """Prune the runs at PATH one after the other; after an error in a run, continue with the next run."""
     given = {
         name: value for name in RULES if (value := _parse_option(name, getattr(arguments, name))) is not _NOT_GIVEN
     }
@@ -126,7 +126,7 @@ def _pruned(found: LocalRun, rules: CheckpointConfig, arguments: argparse.Namesp
 
 
 def _check_sizes(path: Path) -> Manifest:
-    """Return a checkpoint's manifest if its files exist with the right sizes; their bytes are not read."""
+    """Return a checkpoint's manifest if its files exist with the right sizes; read no bytes of the files."""
     manifest = read_manifest(path)
     here = manifest.expected_at(path)
     for name in here:
@@ -160,7 +160,7 @@ def _lines(document: dict[str, Any], *, removed: bool) -> list[str]:
     if document["problem"] is not None:
         return [document["problem"]]
     if document["newest_whole"] is None:
-        return [f"{path}: no checkpoint is intact, so nothing is removed: the damaged ones may be all that is left."]
+        return [f"{path}: no checkpoint is intact, so nothing is removed: damaged checkpoints may be all that is left."]
     stay = ", ".join(map(str, document["kept"]))
     rules = ", ".join(f"{name}={'null' if value is None else value}" for name, value in document["rules"].items())
     lines = [f"{path}: {rules}"]
@@ -171,7 +171,7 @@ def _lines(document: dict[str, Any], *, removed: bool) -> list[str]:
     keeps = "keeps" if removed else "would keep"
     lines.append(f"  {keeps} steps {stay}; the newest intact one is {document['newest_whole']}")
     if document["left"]:
-        lines.append(f"  not removed because of disk errors: {', '.join(document['left'])}; run it again")
+        lines.append(f"  not removed because of disk errors: {', '.join(document['left'])}; run prune again")
     elif document["going"]:
         done = "freed" if removed else "to be freed; --yes removes"
         lines.append(f"  {size_text(document['bytes'])} {done}")

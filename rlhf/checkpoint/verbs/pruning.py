@@ -31,8 +31,8 @@ ASIDE = ("damaged", "superseded", "incomplete")
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """Planned removals from a run directory. `newest` is the step of the newest intact checkpoint, or None: then
-    nothing is removed, since the damaged ones may be all that is left."""
+    """Lists removals from a run directory. `newest` is the step of the newest intact checkpoint, or None: then nothing
+    is removed, since damaged checkpoints may be all that is left."""
 
     run_dir: Path
     rules: CheckpointConfig
@@ -74,7 +74,7 @@ def run_at_rest(run_dir: Path) -> Iterator[None]:
 
 
 def remove_planned(plan: PruningPlan) -> list[Path]:
-    """Rename and delete the paths of `plan`; return the paths that remain. Call it within `run_at_rest`."""
+    """Rename and delete the paths of `plan`; return the paths that remain. Call this within `run_at_rest`."""
     if not plan.going:
         return []
     point_to_newest(plan.run_dir)
@@ -91,7 +91,7 @@ def remove_planned(plan: PruningPlan) -> list[Path]:
 
 
 def bytes_freed(going: Iterable[Path]) -> dict[Path, int]:
-    """Return the bytes that each removal frees; a shared file counts for the removal of its last name."""
+    """Return the bytes that each removal frees; a file with several links counts for the removal of the last link."""
     names: dict[tuple[int, int], int] = {}
     freed = {}
     for root in going:
