@@ -106,9 +106,11 @@ def _make(config: Config) -> None:
 
 def _is_finished_anyway(config: Config, coordinator: Coordinator, problem: OSError) -> bool:
     """Return whether a read-only directory contains the finished run. If so, the leader logs its report. Collective."""
-    from rlhf.checkpoint.start.preparation import finished_unprepared
+    from rlhf.checkpoint.start.comparison import check_unprepared
+    from rlhf.checkpoint.start.preparation import finished_step
 
-    step = finished_unprepared(config.run_dir, config.trainer, ResolvedConfig.of(config), coordinator)
+    arguments = config.run_dir, config.trainer, ResolvedConfig.of(config), coordinator
+    step = finished_step(*arguments) if check_unprepared(*arguments) else None
     if step is not None and coordinator.is_leader:
         _log_unwritten(config, step, problem)
     return step is not None

@@ -4,6 +4,7 @@ import errno
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,8 +38,7 @@ class RemoteFiles(CheckedFiles):
             raise DamagedCheckpoint(f"{name}: {found} bytes instead of {size}")
 
     def _read_blocks(self, name: str, parts: dict[int, list[Range]]) -> None:
-        numbers, together = sorted(parts), CHUNK // BLOCK
-        groups = [[n for n in numbers if n // together == group] for group in sorted({n // together for n in numbers})]
+        groups = [list(group) for _, group in groupby(sorted(parts), lambda number: number // (CHUNK // BLOCK))]
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(lambda group: self._read_group(name, group, parts), groups))
 

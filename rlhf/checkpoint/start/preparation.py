@@ -16,7 +16,7 @@ from rlhf.checkpoint.remote.lease import acquire_lease
 from rlhf.checkpoint.remote.remote_start import claim_at_start, open_remote, restore
 from rlhf.checkpoint.remote.remote_store import RemoteStore
 from rlhf.checkpoint.start import run_dir as directory
-from rlhf.checkpoint.start.comparison import check_same_run, check_unprepared, compare_finished
+from rlhf.checkpoint.start.comparison import check_same_run, compare_finished
 from rlhf.checkpoint.state.run_file import AGENTS, STARTED_ON, read_run_file, write_run_file
 from rlhf.config.compare import ResolvedConfig
 from rlhf.config.schema.checkpoint import CheckpointConfig
@@ -106,14 +106,6 @@ def finished_step(
                 log.info("The run is finished; this changed setting has no effect: %s", change)
         return driver["step"]
     return None
-
-
-def finished_unprepared(
-    run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, coordinator: Coordinator
-) -> int | None:
-    """Return `finished_step` for a read-only directory. Collective."""
-    goes_on = check_unprepared(run_dir, trainer, config, coordinator)
-    return finished_step(run_dir, trainer, config, coordinator) if goes_on else None
 
 
 def _launch(run_dir: Path, coordinator: Coordinator) -> list[str]:
