@@ -28,6 +28,11 @@ MIGRATIONS: dict[int, Callable[[Payload], Payload]] = {7: _from_7}
 OLDEST = min(MIGRATIONS)
 
 
+def is_read(number: object) -> bool:
+    """Return whether this version reads checkpoints of the format `number`."""
+    return type(number) is int and OLDEST <= number <= FORMAT
+
+
 def migrated(payload: Payload) -> Payload:
     """Return a manifest's payload with the present format's fields, unchecked. `format` stays unchanged."""
     # Promise 19.

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from rlhf.checkpoint.commit.formats import FORMAT, OLDEST, migrated
+from rlhf.checkpoint.commit.formats import FORMAT, OLDEST, is_read, migrated
 from rlhf.checkpoint.commit.manifest_form import problems_of
 from rlhf.config.migrations import migrated_name
 from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
@@ -135,7 +135,7 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
         # ignores.
         if _text(payload) != raw:
             raise ValueError("its checksum does not match")
-        if type(found := payload.get("format")) is not int or not OLDEST <= found <= FORMAT:
+        if not is_read(found := payload.get("format")):
             raise OtherFormat(
                 f"{path} has format {reprlib.repr(found)}, and this version of the trainer reads formats {OLDEST} to "
                 f"{FORMAT}: use the version that saved it"
