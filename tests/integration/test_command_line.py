@@ -105,8 +105,11 @@ WRONG_COMMANDS = [
     (['trainer.experiment_name="${a"'], "trainer.experiment_name=${a: no viable alternative at input"),
     (["rollout.top_p=1.5"], "rollout.top_p=1.5: must be at most 1."),
     (["rollout.n=1"], "rollout.n=1: grpo compares the samples of one prompt; set rollout.n to 2 or more."),
-    (["model.lora.rank=32"], "model.lora.rank=32: has effect only with model.lora.enabled=true."),
-    (["rollout.lora=merged"], "rollout.lora=merged: has effect only with model.lora.enabled=true."),
+    (["model.lora.rank=32"], "model.lora.rank=32: has effect only with model.lora.enabled=true; set"),
+    (
+        ["rollout.lora=merged"],
+        "rollout.lora=merged: has effect only with model.lora.enabled=true; set",
+    ),
     (
         ["critic.optim.lr=1e-4"],
         "critic.optim.lr=0.0001: has effect only with a critic, and algorithm.adv_estimator=grpo trains no critic. "

@@ -157,7 +157,7 @@ REJECTED: list[tuple[dict, str]] = [
     (
         {"actor__tau_neg": 2.0},
         "actor.tau_neg=2.0: has effect only with actor.policy_loss.loss_mode=sapo (it is vanilla); set "
-        "actor.tau_neg=1.05.",
+        "actor.policy_loss.loss_mode=sapo, or actor.tau_neg=1.05.",
     ),
     ({"algorithm__pass_at_k": 4}, "algorithm.pass_at_k=4: has effect only with algorithm.adv_estimator=pass_at_k"),
     (

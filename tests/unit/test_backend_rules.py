@@ -26,7 +26,7 @@ def config_error(config: Config) -> str:
 
 def test_deepspeed_settings_without_deepspeed():
     says(config_error(config_of(zero_stage=3)), "backend.zero_stage=3", "backend=deepspeed")
-    says(config_error(config_of(offload_optimizer=True)), "backend.offload_optimizer=True", "backend=deepspeed")
+    says(config_error(config_of(offload_optimizer=True)), "backend.offload_optimizer=true", "backend=deepspeed")
 
 
 def test_replicas():

@@ -177,10 +177,13 @@ REJECTED: list[tuple[dict, str]] = [
         "has effect only with rollout=vllm or rollout=vllm_server (it is embedded); set rollout=vllm, or "
         "rollout.enforce_eager=false.",
     ),
-    ({"rollout__sleep_level": 1}, "rollout.sleep_level=1: has effect only with rollout=vllm (it is embedded)."),
+    (
+        {"rollout__sleep_level": 1},
+        "rollout.sleep_level=1: has effect only with rollout=vllm (it is embedded); set rollout=vllm, or",
+    ),
     (
         SERVED | {"rollout__sleep_level": 0},
-        "rollout.sleep_level=0: has effect only with rollout=vllm (it is vllm_server).",
+        "rollout.sleep_level=0: has effect only with rollout=vllm (it is vllm_server); set rollout=vllm, or",
     ),
     ({"rollout__async_steps": 2}, "rollout.async_steps=2: must be at most 1."),
     (
@@ -201,7 +204,7 @@ REJECTED: list[tuple[dict, str]] = [
     (
         {CORRECTION + "rollout_is_threshold_lower": 0.5},
         "algorithm.rollout_correction.rollout_is_threshold_lower=0.5: has effect only with "
-        "algorithm.rollout_correction.rollout_is; set rollout_is=token.",
+        "algorithm.rollout_correction.rollout_is; set algorithm.rollout_correction.rollout_is=token, or",
     ),
     (
         {CORRECTION + "rollout_is": "token", CORRECTION + "rollout_is_threshold_lower": 3.0},
@@ -229,7 +232,7 @@ REJECTED: list[tuple[dict, str]] = [
     ),
     (
         {"actor__entropy_ctrl__target_entropy": 0.5},
-        "actor.entropy_ctrl.target_entropy=0.5: has effect only with actor.entropy_ctrl.type=adaptive.",
+        "actor.entropy_ctrl.target_entropy=0.5: has effect only with actor.entropy_ctrl.type=adaptive; set",
     ),
     (
         {"actor__entropy_ctrl__type": "adaptive", "actor__entropy_coeff": 0.3, "actor__entropy_ctrl__max_coeff": 0.1},
@@ -245,9 +248,9 @@ REJECTED: list[tuple[dict, str]] = [
     ),
     (
         {"actor__optim__decay_norm_and_bias": True, "actor__optim__weight_decay": 0.0},
-        "actor.optim.decay_norm_and_bias=true: has effect only with a weight decay; set actor.optim.weight_decay",
+        "actor.optim.decay_norm_and_bias=true: has effect only with actor.optim.weight_decay above 0; set",
     ),
-    ({"backend__offload_optimizer": True}, "set actor.fsdp_config.optimizer_offload=true, or choose backend=deepspeed"),
+    ({"backend__offload_optimizer": True}, "set backend=deepspeed, or backend.offload_optimizer=false."),
     (
         {"actor__policy_loss__loss_mode": "clip_cov", "actor__policy_loss__clip_cov_lb": 5.0},
         "actor.policy_loss.clip_cov_lb=5.0: must be less than actor.policy_loss.clip_cov_ub=5.0, or no token is",
@@ -294,10 +297,10 @@ REJECTED: list[tuple[dict, str]] = [
         "set exactly one of json, regex, choice",
     ),
     ({"rollout__servers__count": 2}, "rollout.servers.count=2: has effect only with rollout=vllm_server"),
-    ({"rollout__servers__urls": ["http://node7:8000"]}, "rollout.servers.urls=['http://node7:8000']: has effect only"),
+    ({"rollout__servers__urls": ["http://node7:8000"]}, "rollout.servers.urls=[http://node7:8000]: has effect only"),
     (
         SERVED | {"rollout__servers__count": 2},
-        "rollout.servers.count=2: has effect only on servers that the trainer starts",
+        "rollout.servers.count=2: has effect only with rollout.servers.urls=[]; set",
     ),
     (SERVED | {"rollout__servers__urls": ["node7:8000"]}, "'node7:8000' is not the URL of a server"),
     (SERVED | {"rollout__servers__urls": ["http://:8000"]}, "'http://:8000' is not the URL of a server"),
@@ -332,7 +335,7 @@ REJECTED: list[tuple[dict, str]] = [
         "needs evaluations to rank checkpoints; set data.val_files.",
     ),
     ({"checkpoint__best_metric": "val/acuracy"}, "Did you mean val/accuracy?"),
-    ({"checkpoint__remote_max_to_keep": 2}, "has effect only with checkpoint.remote (it is null)."),
+    ({"checkpoint__remote_max_to_keep": 2}, "has effect only with checkpoint.remote (it is null); set"),
     ({"checkpoint__remote": "bucket/folder"}, "checkpoint.remote=bucket/folder: must begin with s3://, gs://, hdfs://"),
     (
         {"checkpoint__remote": "s3://mykey:hush-hush@bucket/x"},
@@ -390,8 +393,8 @@ REJECTED: list[tuple[dict, str]] = [
     ),
     (
         {"actor__loss_scale_factor": 100},
-        "actor.loss_scale_factor=100: has effect only with actor.loss_agg_mode=seq-mean-token-sum-norm (it is "
-        "token-mean)",
+        "actor.loss_scale_factor=100: has effect only with actor.loss_agg_mode=seq-mean-token-sum-norm or "
+        "critic.loss_agg_mode=seq-mean-token-sum-norm; set actor.loss_agg_mode=",
     ),
     (
         {"reward__overlong_buffer__enable": True, "reward__overlong_buffer__len": 256},
@@ -400,7 +403,7 @@ REJECTED: list[tuple[dict, str]] = [
     ),
     (
         {"algorithm__kl_ctrl__type": "adaptive"},
-        "algorithm.kl_ctrl.type=adaptive: has effect only with algorithm.use_kl_in_reward=true.",
+        "algorithm.kl_ctrl.type=adaptive: has effect only with algorithm.use_kl_in_reward=true; set",
     ),
     (
         {
@@ -443,8 +446,8 @@ REJECTED: list[tuple[dict, str]] = [
     ),
     (
         {"reward_model__path": "org/judge"},
-        "reward_model.path=org/judge: has effect only with reward_model among reward.functions (they are "
-        "reasoning_gym).",
+        "reward_model.path=org/judge: has effect only with reward_model in reward.functions; set "
+        "reward.functions=[reasoning_gym,reward_model], or reward_model.path=null.",
     ),
     ({"critic__path": ""}, "critic.path='': set a folder in Hugging Face format or a Hub name."),
     ({"data__cache_dir": ""}, "data.cache_dir='': set a folder"),

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
-from rlhf.config import Config, EntropyCtrlConfig
+from rlhf.config import Config
 from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, SETTINGS_OF_ONE_FUNCTION
 from rlhf.config.derived import estimator_needs, needs_critic, needs_reference
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.names.hints import value_hint
+from rlhf.config.rules.without_effect import without_effect
 from rlhf.config.user_functions import check_positional
 from rlhf.errors import UserError
 
@@ -53,9 +54,8 @@ def _idle(config: Config) -> Iterator[str]:
     for key, known in chosen:
         name = SETTINGS[key].value(config)
         for setting, owner in SETTINGS_OF_ONE_FUNCTION.items():
-            value, default = SETTINGS[setting].value(config), SETTINGS[setting].default
-            if name in known and owner in known and name != owner and value != default:
-                yield f"{setting}={value}: has effect only with {key}={owner} (it is {name}); set {setting}={default}."
+            if name in known and owner in known and name != owner:
+                yield from without_effect(config, [setting], f"{key}={owner}", name)
 
 
 def _wrong_name(setting: str, name: str, known: Collection[str], arguments: tuple[str, ...]) -> str | None:
@@ -84,19 +84,16 @@ def correction_problems(config: Config) -> Iterator[str]:
         c.rollout_rs_threshold_lower,
         c.rollout_rs,
     )
-    if lower is not None and c.rollout_is is None:
-        yield (
-            f"{section}.rollout_is_threshold_lower={lower}: has effect only with {section}.rollout_is; "
-            "set rollout_is=token."
-        )
+    if c.rollout_is is None:
+        key = f"{section}.rollout_is_threshold_lower"
+        yield from without_effect(config, [key], f"{section}.rollout_is", remedy=f"{section}.rollout_is=token")
     elif lower is not None and lower >= upper:
         yield (
             f"{section}.rollout_is_threshold_lower={lower}: must be less than {section}.rollout_is_threshold={upper}."
         )
     if kind is None:
-        for key in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
-            if (value := getattr(c, key)) is not None:
-                yield f"{section}.{key}={value}: has effect only with {section}.rollout_rs; set rollout_rs=token_k1."
+        keys = (f"{section}.rollout_rs_threshold", f"{section}.rollout_rs_threshold_lower")
+        yield from without_effect(config, keys, f"{section}.rollout_rs", remedy=f"{section}.rollout_rs=token_k1")
         return
     if c.rollout_rs_threshold is None:
         usual = 2.0 if kind.endswith("k1") else 0.1
@@ -109,11 +106,10 @@ def correction_problems(config: Config) -> Iterator[str]:
                 f"{section}.rollout_rs_threshold={c.rollout_rs_threshold}: is the largest ratio of {kind}, and must be "
                 f"more than the smallest ratio, {smallest:g} ({source}); set it to more than 1, such as 2."
             )
-    if least is not None and not kind.endswith("k1"):
-        yield (
-            f"{section}.rollout_rs_threshold_lower={least}: has effect only with a k1 measure (rollout_rs={kind}); "
-            "set it to null."
-        )
+    if not kind.endswith("k1"):
+        needs = f"a k1 measure (rollout_rs={kind})"
+        remedy = f"{section}.rollout_rs={kind.rpartition('_')[0].replace('max', 'mean')}_k1"
+        yield from without_effect(config, [f"{section}.rollout_rs_threshold_lower"], needs, remedy=remedy)
 
 
 def reward_problems(config: Config) -> Iterator[str]:
@@ -135,9 +131,8 @@ def entropy_problems(config: Config) -> Iterator[str]:
     """Yield one line per setting of the adaptive entropy bonus without effect or in contradiction."""
     control, start = config.actor.entropy_ctrl, config.actor.entropy_coeff
     if control.type != "adaptive":
-        for name, default in asdict(EntropyCtrlConfig()).items():
-            if (value := getattr(control, name)) != default:
-                yield f"actor.entropy_ctrl.{name}={value}: has effect only with actor.entropy_ctrl.type=adaptive."
+        keys = (f"actor.entropy_ctrl.{field.name}" for field in fields(control))
+        yield from without_effect(config, keys, "actor.entropy_ctrl.type=adaptive")
     elif control.min_coeff > control.max_coeff:
         yield (
             f"actor.entropy_ctrl.min_coeff={control.min_coeff}: must be at most "

@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 from packaging.version import Version
 
-from rlhf.config import BackendConfig, Config
+from rlhf.config import Config
+from rlhf.config.rules.without_effect import without_effect
 
 
 def backend_problems(config: Config) -> Iterator[str]:
@@ -22,22 +23,11 @@ def backend_problems(config: Config) -> Iterator[str]:
     if backend.use_liger and config.trainer.device == "cpu":
         yield "backend.use_liger=true: Liger's kernels are for GPUs, but trainer.device=cpu; set it to false."
     if backend.name != "deepspeed":
-        for key in ("zero_stage", "offload_optimizer"):
-            value = getattr(backend, key)
-            if value != getattr(BackendConfig(), key):
-                instead = (
-                    "set actor.fsdp_config.optimizer_offload=true" if key == "offload_optimizer" else "leave it out"
-                )
-                yield (
-                    f"backend.{key}={value}: has effect only with backend=deepspeed (it is {backend.name}); {instead}, "
-                    "or choose backend=deepspeed."
-                )
+        yield from without_effect(config, ["backend.zero_stage"], "backend=deepspeed", backend.name)
+        for line in without_effect(config, ["backend.offload_optimizer"], "backend=deepspeed", backend.name):
+            yield f"{line} FSDP2's setting is actor.fsdp_config.optimizer_offload=true."
         return
-    if backend.dp_replicate != 1:
-        yield (
-            f"backend.dp_replicate={backend.dp_replicate}: has effect only with backend=fsdp2 (it is {backend.name}); "
-            "set backend.dp_replicate=1."
-        )
+    yield from without_effect(config, ["backend.dp_replicate"], "backend=fsdp2", backend.name)
     if backend.offload_optimizer and backend.zero_stage == 0:
         yield "backend.offload_optimizer=true: needs ZeRO; set backend.zero_stage=1, 2 or 3."
     for role, section in (("actor", config.actor), ("critic", config.critic)):

@@ -5,7 +5,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf.config import Config
+from rlhf.config.overrides import hydra_value
 from rlhf.config.redaction import Redaction
+from rlhf.config.rules.without_effect import without_effect
 from rlhf.config.schema.checkpoint import CONTENTS, REMOTES
 from rlhf.errors import did_you_mean, nearest
 
@@ -42,16 +44,16 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
     if not {"model", "hf_model"} & set(loaded):
         yield f"checkpoint.load_contents={loaded}: needs model or hf_model; null loads checkpoint.contents."
     if config.trainer.resume_mode != "resume_path":
-        yield (
-            f"checkpoint.load_contents={loaded}: has effect only with trainer.resume_mode=resume_path (it is "
-            f"{config.trainer.resume_mode}): a run loads every part of its own checkpoints."
-        )
+        # A run loads every part of its own checkpoints.
+        mode = config.trainer.resume_mode
+        yield from without_effect(config, ["checkpoint.load_contents"], "trainer.resume_mode=resume_path", mode)
 
 
 def _export(config: Config, *, resumes: bool) -> Iterator[str]:
     saved, dtype = config.checkpoint.contents, config.checkpoint.hf_dtype
-    if dtype is not None and "hf_model" not in saved:
-        yield f"checkpoint.hf_dtype={dtype}: has effect only with hf_model in checkpoint.contents (it is {saved})."
+    if "hf_model" not in saved:
+        remedy = f"checkpoint.contents={hydra_value([*saved, 'hf_model'])}"
+        yield from without_effect(config, ["checkpoint.hf_dtype"], "hf_model in checkpoint.contents", remedy=remedy)
     elif dtype in ("bfloat16", "float16") and resumes and "model" not in saved:
         yield (
             f"checkpoint.hf_dtype={dtype}: without model in checkpoint.contents a run would resume from rounded "
@@ -79,10 +81,9 @@ def _retention(config: Config) -> Iterator[str]:
 
 
 def _remote(config: Config) -> Iterator[str]:
-    remote, kept = config.checkpoint.remote, config.checkpoint.remote_max_to_keep
+    remote = config.checkpoint.remote
     if remote is None:
-        if kept is not None:
-            yield f"checkpoint.remote_max_to_keep={kept}: has effect only with checkpoint.remote (it is null)."
+        yield from without_effect(config, ["checkpoint.remote_max_to_keep"], "checkpoint.remote", "null")
         return
     scheme, separator, path = remote.partition("://")
     copies = Path(path, config.trainer.project_name, config.trainer.experiment_name)

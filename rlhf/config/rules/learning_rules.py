@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rlhf.config import Config
 from rlhf.config.derived import mini_batches
+from rlhf.config.rules.without_effect import without_effect
 
 
 def optimizer_problems(config: Config) -> Iterator[str]:
@@ -19,11 +20,8 @@ def optimizer_problems(config: Config) -> Iterator[str]:
         optim = role.optim
         if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
             yield f"{key}.optim.betas={optim.betas}: must be two numbers, each at least 0 and less than 1."
-        if optim.decay_norm_and_bias and optim.weight_decay == 0:
-            yield (
-                f"{key}.optim.decay_norm_and_bias=true: has effect only with a weight decay; "
-                f"set {key}.optim.weight_decay, or leave it out."
-            )
+        if optim.weight_decay == 0:
+            yield from without_effect(config, [f"{key}.optim.decay_norm_and_bias"], f"{key}.optim.weight_decay above 0")
         if steps is None or steps <= idle:
             continue
         by_updates = optim.lr_scheduler_interval == "optimizer_step"
@@ -32,7 +30,7 @@ def optimizer_problems(config: Config) -> Iterator[str]:
             unit = optim.lr_scheduler_interval.replace("_", " ")
             yield (
                 f"{key}.optim.lr_warmup_steps={optim.lr_warmup_steps}: the run has {scheduled} {unit}s "
-                f"(trainer.total_training_steps={steps}); the warm-up must be shorter."
+                f"(trainer.total_training_steps={steps}); set {key}.optim.lr_warmup_steps to less than {scheduled}."
             )
 
 
@@ -53,11 +51,9 @@ def loss_problems(config: Config) -> Iterator[str]:
             f"actor.policy_loss.clip_cov_ub={policy_loss.clip_cov_ub}, or no token is between them."
         )
     norm = "seq-mean-token-sum-norm"
-    if actor.loss_scale_factor is not None and norm not in (actor.loss_agg_mode, config.critic.loss_agg_mode):
-        yield (
-            f"actor.loss_scale_factor={actor.loss_scale_factor}: has effect only with actor.loss_agg_mode={norm} "
-            f"(it is {actor.loss_agg_mode}) or critic.loss_agg_mode={norm}."
-        )
+    if norm not in (actor.loss_agg_mode, config.critic.loss_agg_mode):
+        needs = f"actor.loss_agg_mode={norm} or critic.loss_agg_mode={norm}"
+        yield from without_effect(config, ["actor.loss_scale_factor"], needs, remedy=f"actor.loss_agg_mode={norm}")
     if buffer.enable and buffer.len >= longest:
         yield (
             f"reward.overlong_buffer.len={buffer.len}: must be less than data.max_response_length={longest}; "
@@ -68,15 +64,13 @@ def loss_problems(config: Config) -> Iterator[str]:
 def kl_problems(config: Config) -> Iterator[str]:
     """Yield one line per KL setting without effect."""
     control, actor = config.algorithm.kl_ctrl, config.actor
-    if actor.use_bias_correction_kl and not actor.kl_in_loss:
-        yield (
-            "actor.use_bias_correction_kl=true: has effect only with a KL in the loss; set actor.use_kl_loss=true and "
-            "actor.kl_loss_coef above 0."
-        )
+    if not actor.kl_in_loss:
+        remedy = "actor.use_kl_loss=true and actor.kl_loss_coef above 0"
+        yield from without_effect(config, ["actor.use_bias_correction_kl"], "a KL in the loss", remedy=remedy)
     if control.type != "adaptive":
         return
     if not config.algorithm.use_kl_in_reward:
-        yield "algorithm.kl_ctrl.type=adaptive: has effect only with algorithm.use_kl_in_reward=true."
+        yield from without_effect(config, ["algorithm.kl_ctrl.type"], "algorithm.use_kl_in_reward=true")
     elif control.kl_coef == 0:
         yield (
             "algorithm.kl_ctrl.kl_coef=0: an adaptive coefficient is multiplied at each step, so 0 stays 0; "

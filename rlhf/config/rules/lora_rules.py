@@ -8,6 +8,7 @@ from rlhf.config import BackendConfig, Config, FrozenFsdpConfig, LoraConfig, Ref
 from rlhf.config.derived import base_dtype, compute_dtype
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.rules.backend_rules import package_problem
+from rlhf.config.rules.without_effect import without_effect
 from rlhf.config.schema.lora import ALL_LINEAR
 
 ADAPTER_SETTINGS = (
@@ -29,16 +30,17 @@ def idle_lora(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]
         return
     for key, value in given:
         if key in ADAPTER_SETTINGS and value is not None and value == SETTINGS[key].default:
-            yield f"{key}={value}: has effect only with model.lora.enabled=true."
+            yield (
+                f"{key}={value}: has effect only with model.lora.enabled=true; set model.lora.enabled=true, or remove "
+                f"{key}."
+            )
 
 
 def lora_problems(config: Config) -> Iterator[str]:
     """Yield one line per setting of `model.lora` that contradicts another setting."""
     lora, backend = config.model.lora, config.backend
     if not lora.enabled:
-        for key in ADAPTER_SETTINGS:
-            if (value := SETTINGS[key].value(config)) != SETTINGS[key].default:
-                yield f"{key}={value}: has effect only with model.lora.enabled=true."
+        yield from without_effect(config, ADAPTER_SETTINGS, "model.lora.enabled=true")
         return
     yield from _modules(lora)
     yield from _reference(config.ref)

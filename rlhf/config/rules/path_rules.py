@@ -8,7 +8,10 @@ from pathlib import Path
 from rlhf.config import Config
 from rlhf.config.derived import needs_reward_model
 from rlhf.config.known_settings import SETTINGS
+from rlhf.config.overrides import hydra_value
+from rlhf.config.rules.without_effect import without_effect
 from rlhf.config.same_files import PATHS
+from rlhf.config.schema.reward import REWARD_MODEL
 from rlhf.errors import did_you_mean, nearest
 
 INITIAL_WEIGHTS = ("model.path", "model.lora.path", "critic.path", "reward_model.path")
@@ -41,8 +44,8 @@ def resume_problems(config: Config) -> Iterator[str]:
     mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
     if mode == "resume_path" and not path:
         yield "trainer.resume_mode=resume_path: set trainer.resume_from_path to a global_step_N directory."
-    if mode != "resume_path" and path:
-        yield f"trainer.resume_from_path={path}: has effect only with trainer.resume_mode=resume_path (it is {mode})."
+    if mode != "resume_path":
+        yield from without_effect(config, ["trainer.resume_from_path"], "trainer.resume_mode=resume_path", mode)
     # The source of an existing run may be gone: the run resumes from its own checkpoints.
     if mode == "resume_path" and path and not config.run_dir.exists():
         source = Path(path).expanduser()
@@ -72,11 +75,9 @@ def model_problems(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     for key, optional in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
         if optional is not None:
             yield from _model_folder(key, optional, here)
-    if config.reward_model.path is not None and not needs_reward_model(config.reward):
-        yield (
-            f"reward_model.path={config.reward_model.path}: has effect only with reward_model among reward.functions "
-            f"(they are {', '.join(config.reward.functions)})."
-        )
+    if not needs_reward_model(config.reward):
+        remedy = f"reward.functions={hydra_value([*config.reward.functions, REWARD_MODEL])}"
+        yield from without_effect(config, ["reward_model.path"], f"{REWARD_MODEL} in reward.functions", remedy=remedy)
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
         yield f"model.chat_template={template}: there is no such file."

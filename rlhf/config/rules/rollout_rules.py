@@ -1,11 +1,12 @@
 """Checks the settings of the rollout engines."""
 
-import json
 from collections.abc import Iterator
+from dataclasses import fields
 from urllib.parse import urlsplit
 
 from rlhf.config import Config, RolloutConfig
-from rlhf.config.schema.rollout import ServersConfig, ValKwargsConfig
+from rlhf.config.rules.without_effect import without_effect
+from rlhf.config.schema.rollout import ValKwargsConfig
 from rlhf.config.vllm_versions import installation_problem
 from rlhf.errors import did_you_mean, nearest
 
@@ -49,6 +50,14 @@ RESERVED_VLLM_ARGUMENTS = (
     "worker_extension_cls",
 )
 """vLLM's engine arguments that only the trainer may set."""
+ONLY_VLLM = (
+    "rollout.tensor_model_parallel_size",
+    "rollout.structured_outputs",
+    "rollout.gpu_memory_utilization",
+    "rollout.enforce_eager",
+    "rollout.engine_kwargs.vllm",
+)
+"""Settings that the embedded engine does not read."""
 
 
 def _equal_answers(v: ValKwargsConfig) -> Iterator[str]:
@@ -78,16 +87,18 @@ def rollout_problems(config: Config) -> Iterator[str]:
         yield f"rollout.min_p=1: the {r.n} samples of a prompt (rollout.n) would be equal; set rollout.min_p=0."
     yield from _equal_answers(r.val_kwargs)
     if "" in r.stop:
-        yield f"rollout.stop={r.stop}: an empty stop string would end every sample at once."
+        yield f"rollout.stop={r.stop}: an empty stop string would end each sample at once; remove it."
     if r.name == "embedded":
-        yield from _only_vllm(config)
+        yield from without_effect(
+            config, ONLY_VLLM, "rollout=vllm or rollout=vllm_server", r.name, remedy="rollout=vllm"
+        )
     else:
         yield from _vllm(config)
-    if r.name != "vllm" and r.sleep_level != RolloutConfig().sleep_level:
-        yield f"rollout.sleep_level={r.sleep_level}: has effect only with rollout=vllm (it is {r.name})."
+    if r.name != "vllm":
+        yield from without_effect(config, ["rollout.sleep_level"], "rollout=vllm", r.name)
     if r.async_steps:
         yield from _one_step_ahead(config)
-    yield from _servers(r)
+    yield from _servers(config)
 
 
 def missing_engine(config: Config) -> Iterator[str]:
@@ -96,22 +107,6 @@ def missing_engine(config: Config) -> Iterator[str]:
     own = r.name == "vllm" or (r.name == "vllm_server" and not r.servers.urls)
     if own and (problem := installation_problem()):
         yield f"rollout={r.name}: {problem}"
-
-
-def _only_vllm(config: Config) -> Iterator[str]:
-    default = RolloutConfig()
-    for key in ("tensor_model_parallel_size", "structured_outputs", "gpu_memory_utilization", "enforce_eager"):
-        value = getattr(config.rollout, key)
-        if value != getattr(default, key):
-            yield (
-                f"rollout.{key}={value}: has effect only with rollout=vllm or rollout=vllm_server (it is "
-                f"{config.rollout.name}); set rollout=vllm, or rollout.{key}={json.dumps(getattr(default, key))}."
-            )
-    if config.rollout.engine_kwargs.vllm:
-        yield (
-            f"rollout.engine_kwargs.vllm={config.rollout.engine_kwargs.vllm}: has effect only with rollout=vllm or "
-            "rollout=vllm_server."
-        )
 
 
 def _one_step_ahead(config: Config) -> Iterator[str]:
@@ -139,12 +134,11 @@ def _one_step_ahead(config: Config) -> Iterator[str]:
         )
 
 
-def _servers(r: RolloutConfig) -> Iterator[str]:
-    s, default = r.servers, ServersConfig()
-    if r.name != "vllm_server":
-        for key, value in vars(s).items():
-            if value != getattr(default, key):
-                yield f"rollout.servers.{key}={value}: has effect only with rollout=vllm_server (it is {r.name})."
+def _servers(config: Config) -> Iterator[str]:
+    name, s = config.rollout.name, config.rollout.servers
+    if name != "vllm_server":
+        keys = (f"rollout.servers.{field.name}" for field in fields(s))
+        yield from without_effect(config, keys, "rollout=vllm_server", name)
         return
     for url in s.urls:
         if not _is_http(url):
@@ -152,11 +146,8 @@ def _servers(r: RolloutConfig) -> Iterator[str]:
     named = [url.rstrip("/") for url in s.urls]
     for url in sorted({url for url in named if named.count(url) > 1}):
         yield f"rollout.servers.urls: {url} is listed {named.count(url)} times; list each server once."
-    if s.urls and s.count != default.count:
-        yield (
-            f"rollout.servers.count={s.count}: has effect only on servers that the trainer starts, and "
-            "rollout.servers.urls lists running servers; remove it."
-        )
+    if s.urls:
+        yield from without_effect(config, ["rollout.servers.count"], "rollout.servers.urls=[]")
     if s.backoff_s > s.backoff_max_s:
         yield (
             f"rollout.servers.backoff_s={s.backoff_s:g}: is more than "

@@ -16,6 +16,7 @@ from rlhf.config.rules.learning_rules import kl_problems, loss_problems, optimiz
 from rlhf.config.rules.lora_rules import lora_problems, missing_peft
 from rlhf.config.rules.path_rules import model_problems, overwritten_starts, resume_problems, unresolved_home_paths
 from rlhf.config.rules.rollout_rules import missing_engine, rollout_problems
+from rlhf.config.rules.without_effect import without_effect
 from rlhf.errors import UserError, did_you_mean, nearest
 
 TEMPLATE_ARGUMENTS = {
@@ -166,11 +167,7 @@ def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
 def _filter_groups(config: Config) -> Iterator[str]:
     filters, train, n = config.algorithm.filter_groups, config.data.train_batch_size, config.rollout.n
     if not filters.enable:
-        if config.data.gen_batch_size is not None:
-            yield (
-                f"data.gen_batch_size={config.data.gen_batch_size}: has effect only with "
-                "algorithm.filter_groups.enable=true; set data.gen_batch_size=null."
-            )
+        yield from without_effect(config, ["data.gen_batch_size"], "algorithm.filter_groups.enable=true")
         return
     if n < 2:
         yield (

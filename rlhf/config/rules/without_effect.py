@@ -1,0 +1,27 @@
+"""Reports settings without effect, because another setting has the wrong value."""
+
+from collections.abc import Iterable, Iterator
+
+from rlhf.config import Config
+from rlhf.config.known_settings import SETTINGS
+from rlhf.config.overrides import hydra_value
+
+
+def without_effect(
+    config: Config, keys: Iterable[str], needs: str, now: object = None, remedy: str = ""
+) -> Iterator[str]:
+    """Yield one line per setting in `keys` that differs from its default, although it has effect only with `needs`.
+
+    Args:
+        needs: the setting and its value, or another condition.
+        now: the present value of the setting in `needs`, for the message.
+        remedy: the change that meets a condition; by default `needs` itself.
+    """
+    present = "" if now is None else f" (it is {now})"
+    for key in keys:
+        value, default = SETTINGS[key].value(config), SETTINGS[key].default
+        if value != default:
+            yield (
+                f"{key}={hydra_value(value)}: has effect only with {needs}{present}; set {remedy or needs}, or "
+                f"{key}={hydra_value(default)}."
+            )
