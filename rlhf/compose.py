@@ -1,4 +1,4 @@
-"""Composes a configuration with Hydra, which only this file and library_folder.py import."""
+"""Composes a configuration with Hydra, which only this file and config_folder.py import."""
 
 import re
 import shlex
@@ -20,10 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException, ValidationError
 
 from rlhf.config import Config
+from rlhf.config.config_folder import ConfigFolder
 from rlhf.config.help_texts import commented_yaml
 from rlhf.config.known_settings import SECTIONS, SETTINGS, setting_of
 from rlhf.config.library import PACKAGE, Library
-from rlhf.config.library_folder import LibraryFolder
 from rlhf.config.names.hints import entry_hint, hint, nearest_setting, recipe_hint, syntax_hint
 from rlhf.config.rules.algorithm_rules import idle_critic
 from rlhf.config.rules.lora_rules import idle_lora
@@ -88,11 +88,11 @@ def compose_config(overrides: list[str], library: Library, machine: Machine | No
 def composition(overrides: list[str], library: Library, machine: Machine | None = None) -> Composition:
     """Return the configuration before it is resolved. See `compose_config`."""
     choices, values = _sorted_overrides(overrides, library)
-    LibraryFolder.filled.clear()
-    LibraryFolder.left_open.clear()
+    ConfigFolder.set_by_files.clear()
+    ConfigFolder.required_by_files.clear()
     composed = _compose(choices, library)
     chosen = {choice.partition("=")[0] for choice in choices}
-    for key in LibraryFolder.left_open - LibraryFolder.filled:
+    for key in ConfigFolder.required_by_files - ConfigFolder.set_by_files:
         if key.partition(".")[0] not in chosen:  # model=tiny sets the model that the recipe leaves open
             OmegaConf.update(composed, key, "???")
     if problems := [problem for key, value in values if (problem := _set(composed, key, value))]:
@@ -219,8 +219,8 @@ def _choice(override: Override, library: Library) -> str:
 
 
 def _recipe_elsewhere(name: str, library: Library) -> str:
-    """Return a hint if the recipe is in a folder that is not searched, otherwise an empty text."""
-    for folder in (Path.cwd(), *library.others[1:]):
+    """Return a hint if the recipe is in a folder that is not searched; empty if there is no such file."""
+    for folder in (Path.cwd(), *library.folders[1:]):
         if (folder / "recipes" / f"{name}.yaml").is_file():
             return f" There is one in {folder / 'recipes'}: add --config-dir {folder}."
         if (file := folder / f"{name}.yaml").is_file():
@@ -266,9 +266,9 @@ def _compose(choices: list[str], library: Library) -> DictConfig:
         OmegaConf.update(schema, key, None)
     ConfigStore.instance().store(name="schema", node=schema)
     OmegaConf.register_new_resolver("rlhf.package", lambda path: str(PACKAGE / path), replace=True)
-    LibraryFolder.groups = frozenset(library.groups)
-    SourcesRegistry.instance().register(LibraryFolder)
-    quoted = ",".join("'library://" + str(path).replace("'", "\\'") + "'" for path in library.others)
+    ConfigFolder.groups = frozenset(library.groups)
+    SourcesRegistry.instance().register(ConfigFolder)
+    quoted = ",".join("'library://" + str(path).replace("'", "\\'") + "'" for path in library.folders)
     try:
         with initialize_config_dir(config_dir=str(library.conf), version_base="1.3"):
             return compose("train", overrides=[*choices, f"hydra.searchpath=[{quoted}]"])

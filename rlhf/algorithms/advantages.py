@@ -120,8 +120,8 @@ def reinforce_plus_plus_baseline(inputs: EstimatorInput, config: AlgorithmConfig
     Source: REINFORCE++ with baseline (arXiv 2501.03262) section 3.
     """
     groups = inputs.scores.view(-1, inputs.group_size)
-    centred = groups if inputs.group_size == 1 else groups - groups.mean(dim=1, keepdim=True)
-    tokens = centred.view(-1, 1).expand_as(inputs.mask)
+    centered = groups if inputs.group_size == 1 else groups - groups.mean(dim=1, keepdim=True)
+    tokens = centered.view(-1, 1).expand_as(inputs.mask)
     return Estimate(masked_whiten(tokens, inputs.mask, inputs.all_sum).to(inputs.token_rewards.dtype))
 
 

@@ -22,9 +22,9 @@ def masked_whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tens
     inside = masked(values, mask).double()
     total, count = all_sum(torch.stack([inside.sum(), mask.bool().sum().double()])).unbind()
     # Centre before squaring: a variance from the sum of squares loses precision by cancellation when the mean is large.
-    centred = masked(inside - total / count, mask)
-    variance = all_sum(centred.square().sum()) / (count - 1).clamp(min=1)
-    return centred * torch.rsqrt(variance + WHITEN_EPSILON)
+    centered = masked(inside - total / count, mask)
+    variance = all_sum(centered.square().sum()) / (count - 1).clamp(min=1)
+    return centered * torch.rsqrt(variance + WHITEN_EPSILON)
 
 
 def backward_sum(values: Tensor, decays: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = hidden.new_empty(labels.shape, dtype=wide)
-        normaliser = torch.empty_like(log_probs)
+        normalizer = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs) if with_entropy else None
         for rows in _chunks(hidden, weight):
             product = _product(hidden[rows], weight, bias)
@@ -64,16 +64,16 @@ class _TokenLogProbs(torch.autograd.Function):
             top = scaled.amax(dim=1)
             below = scaled.sub_(top[:, None])
             if entropy is None:
-                normaliser[rows] = below.exp_().sum(dim=1).log_().add_(top)
+                normalizer[rows] = below.exp_().sum(dim=1).log_().add_(top)
             else:
                 shares = below.exp()
                 total = shares.sum(dim=1)
-                normaliser[rows] = total.log().add_(top)
+                normalizer[rows] = total.log().add_(top)
                 # An impossible token has probability 0 and logarithm -inf; their product counts as 0.
                 mean = shares.mul_(below.clamp_(min=torch.finfo(wide).min)).sum(dim=1).div_(total)
                 entropy[rows] = total.log_().sub_(mean)
-            log_probs[rows] = of_label - normaliser[rows]
-        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
+            log_probs[rows] = of_label - normalizer[rows]
+        ctx.save_for_backward(hidden, weight, bias, labels, normalizer, entropy)
         ctx.temperature, ctx.finish = temperature, finish
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -81,10 +81,10 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, bias, labels, normalizer, entropy = ctx.saved_tensors
         of_log_probs, of_entropy = gradients
         if of_log_probs is None:
-            of_log_probs = torch.zeros_like(normaliser)
+            of_log_probs = torch.zeros_like(normalizer)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight = _Sum(weight) if ctx.needs_input_grad[1] else None
         of_bias = _Sum(bias) if ctx.needs_input_grad[2] else None
@@ -93,7 +93,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if ctx.finish is not None:
                 with torch.enable_grad():
                     logits = ctx.finish(product.requires_grad_())
-            every = _scaled(logits.detach(), ctx.temperature, normaliser.dtype).sub_(normaliser[rows, None])
+            every = _scaled(logits.detach(), ctx.temperature, normalizer.dtype).sub_(normalizer[rows, None])
             # d log p_label / d logit_v = ([v = label] - p_v) / T;  d entropy / d logit_v = -p_v (log p_v + entropy) / T
             of_label = of_log_probs[rows, None] / ctx.temperature
             factor = -of_label

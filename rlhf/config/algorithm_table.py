@@ -84,14 +84,14 @@ COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row: the algorithm's estimator and loss, and its differences from `COMMON`."""
+    """One row: the algorithm's estimator and loss, and its `changes` to `COMMON`."""
 
     adv_estimator: str
     loss_mode: str = "vanilla"
     loss_agg_mode: str = "token-mean"
     kl: Literal["reward", "loss", "none"] = "none"
     """Where the KL to the reference policy is added."""
-    others: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
         """Return all settings of the algorithm by dotted name, as in conf/algorithm/NAME.yaml."""
@@ -102,7 +102,7 @@ class Algorithm:
             "actor.loss_agg_mode": self.loss_agg_mode,
             "actor.use_kl_loss": self.kl == "loss",
             **COMMON,
-            **self.others,
+            **self.changes,
         }
 
 
@@ -111,11 +111,11 @@ ALGORITHMS = {
     "ppo": Algorithm("gae", kl="reward"),
     "grpo": Algorithm("grpo", kl="loss"),
     "dr_grpo": Algorithm(
-        "grpo", loss_agg_mode="seq-mean-token-sum-norm", others={"algorithm.norm_adv_by_std_in_grpo": False}
+        "grpo", loss_agg_mode="seq-mean-token-sum-norm", changes={"algorithm.norm_adv_by_std_in_grpo": False}
     ),
     "dapo": Algorithm(
         "grpo",
-        others={
+        changes={
             "algorithm.filter_groups.enable": True,
             "actor.clip_ratio_high": 0.28,
             "actor.clip_ratio_c": 10.0,
@@ -125,16 +125,16 @@ ALGORITHMS = {
     "rloo": Algorithm("rloo", kl="reward"),
     "reinforce_plus_plus": Algorithm("reinforce_plus_plus", kl="reward"),
     "reinforce_plus_plus_baseline": Algorithm(
-        "reinforce_plus_plus_baseline", kl="loss", others={"actor.kl_loss_type": "k2"}
+        "reinforce_plus_plus_baseline", kl="loss", changes={"actor.kl_loss_type": "k2"}
     ),
     "remax": Algorithm("remax", kl="reward"),
     "gspo": Algorithm(
         "grpo",
         loss_mode="gspo",
         loss_agg_mode="seq-mean-token-mean",
-        others={"actor.clip_ratio_low": 0.0003, "actor.clip_ratio_high": 0.0004},
+        changes={"actor.clip_ratio_low": 0.0003, "actor.clip_ratio_high": 0.0004},
     ),
-    "cispo": Algorithm("grpo", loss_mode="cispo", others={"actor.clip_ratio_low": 1.0}),
+    "cispo": Algorithm("grpo", loss_mode="cispo", changes={"actor.clip_ratio_low": 1.0}),
     "sapo": Algorithm("grpo", loss_mode="sapo", loss_agg_mode="seq-mean-token-mean"),
     "clip_cov": Algorithm("grpo", loss_mode="clip_cov"),
     "kl_cov": Algorithm("grpo", loss_mode="kl_cov"),

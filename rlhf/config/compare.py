@@ -46,8 +46,8 @@ class Change:
     removed: str | None = None
 
     def __str__(self) -> str:
-        gone = f" (release {self.removed} removed the setting)" if self.removed else ""
-        return f"{self.key}: {hydra_value(self.stored)} in the checkpoint, {hydra_value(self.present)} now{gone}"
+        note = f" (release {self.removed} removed the setting)" if self.removed else ""
+        return f"{self.key}: {hydra_value(self.stored)} in the checkpoint, {hydra_value(self.present)} now{note}"
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def compare_text(stored: str, present: Config, release: str | None = None) -> Co
     try:
         config, lost = from_stored(stored, release)
         diff = compare(config, present)
-        gone = [Change(each.setting.key, each.stored, each.setting.acts_as, each.release) for each in lost]
-        return ConfigDiff(diff.harmless, diff.trajectory + gone)
+        removed = [Change(each.setting.key, each.stored, each.setting.acts_as, each.release) for each in lost]
+        return ConfigDiff(diff.harmless, diff.trajectory + removed)
     except OmegaConfBaseException as error:
         raise UserError(
             f"the checkpoint's settings do not fit this version of rlhf ({str(error).splitlines()[0]}). Resume with "
@@ -128,20 +128,26 @@ def reject_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> No
     A run that `begins` at the checkpoint (`trainer.resume_mode=resume_path`) is a new run already, so the message does
     not suggest another directory.
     """
-    if diff.trajectory and not allow:
-        ways = "" if begins else f"; or {NEW_RUN}"
-        there = [change.key for change in diff.trajectory if change.removed is None]
-        by_device = [key for key in there if SETTINGS[key].metadata["by_device"]]
-        unless = f" Defaults depend on the device, which may have changed: {', '.join(by_device)}." * bool(by_device)
-        gone = [change.key for change in diff.trajectory if change.removed is not None]
-        older = f" with the release that saved the checkpoint, which has {', '.join(gone)}" * bool(gone)
-        others = sorted(TENSOR_SETTINGS & {change.key for change in diff.trajectory})
-        change_it = ", or set trainer.allow_config_change=true to continue with the new values" * (not others)
-        never = f" The checkpoint lacks tensors for the new {' and '.join(others)}." * bool(others)
-        raise UserError(
-            f"settings that the run's numbers depend on differ from the checkpoint's:\n{as_lines(diff.trajectory)}\n"
-            f"Restore the checkpoint's values to continue its run{older}{change_it}{ways}.{never}{unless}"
-        )
+    if allow or not diff.trajectory:
+        return
+    removed = [change.key for change in diff.trajectory if change.removed is not None]
+    present = {change.key for change in diff.trajectory} - set(removed)
+    tensor_settings = sorted(TENSOR_SETTINGS & present)
+    by_device = [key for key in SETTINGS if key in present and SETTINGS[key].metadata["by_device"]]
+    message = (
+        f"settings that the run's numbers depend on differ from the checkpoint's:\n{as_lines(diff.trajectory)}\n"
+        "Restore the checkpoint's values to continue its run"
+    )
+    if removed:
+        message += f" with the release that saved the checkpoint, which has {', '.join(removed)}"
+    if not tensor_settings:
+        message += ", or set trainer.allow_config_change=true to continue with the new values"
+    message += "." if begins else f"; or {NEW_RUN}."
+    if tensor_settings:
+        message += f" The checkpoint lacks tensors for the new {' and '.join(tensor_settings)}."
+    if by_device:
+        message += f" Defaults depend on the device, which may have changed: {', '.join(by_device)}."
+    raise UserError(message)
 
 
 def log_changes(diff: ConfigDiff) -> None:

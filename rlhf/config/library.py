@@ -40,7 +40,7 @@ class Library:
     """The bundled conf/, and the folders with recipes/ and more group entries."""
 
     conf: Path
-    others: tuple[Path, ...]
+    folders: tuple[Path, ...]
 
     @classmethod
     def find(cls, user_dir: Path | None) -> "Library":
@@ -50,7 +50,7 @@ class Library:
             return cls(root / "conf", (root,))
         user_dir = user_dir.expanduser().absolute()
         if not user_dir.is_dir():
-            raise UserError(f"--config-dir {user_dir}: there is no such folder.")
+            raise UserError(f"--config-dir {user_dir}: there is no such folder. Correct the path.")
         return cls(root / "conf", (root, user_dir))
 
     @property
@@ -60,7 +60,7 @@ class Library:
     def entries(self, group: str) -> dict[str, Path]:
         """Return the files of a group (or of `recipes`) by the name that selects them."""
         found: dict[str, Path] = {}
-        for folder in (self.conf, *self.others):
+        for folder in (self.conf, *self.folders):
             for path in sorted((folder / group).rglob("*.yaml")):
                 name = path.relative_to(folder / group).with_suffix("").as_posix()
                 if name in found and not path.samefile(found[name]):
@@ -70,12 +70,12 @@ class Library:
 
     def recipes(self, overrides: Sequence[str]) -> list[str]:
         """Return the names of the recipes that a composition with these overrides applies."""
-        asked = [text.partition("=")[2] for text in overrides if text.startswith("recipes=")]
-        if asked:
+        given = [text.partition("=")[2] for text in overrides if text.startswith("recipes=")]
+        if given:
             try:
-                names = yaml.safe_load(asked[-1])
+                names = yaml.safe_load(given[-1])
             except yaml.YAMLError:  # the values of a sweep
-                names = asked[-1]
+                names = given[-1]
         else:
             defaults = yaml.safe_load((self.conf / "train.yaml").read_text())["defaults"]
             names = next(entry["recipes"] for entry in defaults if isinstance(entry, dict) and "recipes" in entry)

@@ -1,4 +1,4 @@
-"""Compares paths in settings: one file has many spellings (relative, absolute, `~`, `./`, a link)."""
+"""Compares paths in settings, since one file has many paths: relative, absolute, with `~` or `./`, through a link."""
 
 import os
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""Scales rewards before the advantages: normalises them over a batch or the run so far, and clips them."""
+"""Scales rewards before the advantages: normalizes them over a batch or the run so far, and clips them."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ EPSILON = 1e-8
 
 
 class RewardScaling:
-    """Normalises and clips the total rewards of responses: clip((s - mean) / sqrt(var + 1e-8), low, high).
+    """Normalizes and clips the total rewards of responses: clip((s - mean) / sqrt(var + 1e-8), low, high).
 
     Mean and unbiased variance are over the batch on all ranks. With `running` they are over all responses of the run so
     far, including this batch, but without batches that the guards rejected for their rewards.

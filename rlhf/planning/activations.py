@@ -1,7 +1,7 @@
 """Counts the memory of a forward and backward pass: activations kept by autograd, and transients.
 
-With the modelling code of transformers 5, autograd keeps the input of a matrix product; input and output of an
-activation function; the float32 input, the normalised values and the output of an RMSNorm; queries, keys, values and
+With the modeling code of transformers 5, autograd keeps the input of a matrix product; input and output of an
+activation function; the float32 input, the normalized values and the output of an RMSNorm; queries, keys, values and
 the output of fused attention (Dao, arXiv 2307.08691, algorithm 1). A test counts with hooks on saved tensors.
 """
 
@@ -17,7 +17,7 @@ PACKED = "sdpa_by_sequence"
 STEPWISE = ("gelu_new", "gelu_fast", "quick_gelu")
 """Activation functions made of several operations, which keep four tensors besides the output."""
 FLOAT32_WEIGHTS = ("gemma", "olmo")
-"""Model families whose norms have float32 weights, and so keep the normalised values in float32."""
+"""Model families whose norms have float32 weights, and so keep the normalized values in float32."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class PassCost:
         return tokens * (self.kept_by_layer + self.transient + self.pairs * longest)
 
 
-def pass_cost(model: ModelShapes, width: int, attention: str, more: TokenCost = TokenCost()) -> PassCost:
+def pass_cost(model: ModelShapes, width: int, attention: str, adapters: TokenCost = TokenCost()) -> PassCost:
     """Return the costs of a pass in a dtype of `width` bytes.
 
     Args:
         attention: `sdpa`, `eager` or `flash_attention_2`; for packed rows `sdpa_by_sequence` or `eager_by_sequence`.
-        more: costs of adapters.
+        adapters: costs of adapters, if any.
     """
     norms = sum(_norm(model, size, width, layer_norm=layer_norm) for size, layer_norm in model.norms)
     # Rotary embeddings keep neither queries nor keys.
@@ -77,14 +77,14 @@ def pass_cost(model: ModelShapes, width: int, attention: str, more: TokenCost = 
     outputs = model.attention * (2 if attention == PACKED else 1)
     queries = width * (model.attention + keys_and_values + outputs) + 4 * model.heads
     inner = 4 if model.gated else 5 if model.activation in STEPWISE else 2
-    one = norms + queries + inner * model.inner * width + more.kept
+    layer = norms + queries + inner * model.inner * width + adapters.kept
     layers = len(model.layers)
     last_is_layer_norm = bool(model.norms) and model.norms[0][1]
     final = _norm(model, model.hidden, width, layer_norm=last_is_layer_norm) + model.hidden * width
-    transient = (3 * model.inner + 3 * model.hidden) * width + more.transient
+    transient = (3 * model.inner + 3 * model.hidden) * width + adapters.transient
     # The softmax in float32 and, if different, in the dtype of the pass.
     pairs = model.heads * (4 if width == 4 else 4 + width) if eager else 0
-    return PassCost(layers * one, one, layers * model.hidden * width, final, transient, pairs)
+    return PassCost(layers * layer, layer, layers * model.hidden * width, final, transient, pairs)
 
 
 def _norm(model: ModelShapes, size: int, width: int, *, layer_norm: bool) -> int:

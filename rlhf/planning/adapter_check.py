@@ -10,8 +10,8 @@ from rlhf.planning.model_shapes import ROOT, ModelShapes
 def check_adapters(model: ModelConfig, shapes: ModelShapes) -> None:
     """Raise UserError for adapters that do not fit the policy of `shapes`; see `target_names`, which the ranks call.
 
-    Most settings pass by the names in the files' headers alone. If they do not, build the model on the meta device,
-    which imports torch: its names may differ from those in the files.
+    The names in the files' headers suffice to accept most settings. Otherwise build the model on the meta device, which
+    imports torch, because the model's names may differ from the names in the files.
     """
     if model.lora.enabled and not model.trust_remote_code and not _fits(model.lora, shapes):
         from rlhf.models.adapter_layers import target_names

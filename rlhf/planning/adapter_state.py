@@ -69,9 +69,9 @@ def adapted(model: ModelShapes, lora: LoraConfig, backend: BackendConfig) -> Ada
     for unit, weights in model.units.items():
         found: dict[str, tuple[int, ...]] = {}
         layers = linear_layers(weights)
-        # By names alone an embedding looks like a layer.
-        every = unit == ROOT and lora.target_modules == ALL_LINEAR
-        for module in [] if every else chosen_layers(lora, layers):
+        # By its name, the root's embedding looks like a linear layer.
+        skip = unit == ROOT and lora.target_modules == ALL_LINEAR
+        for module in [] if skip else chosen_layers(lora, layers):
             shape = layers[module]
             rows, columns = shape[::-1] if model.config.get("model_type") in FAN_IN_FAN_OUT else shape
             linear.setdefault(unit, []).append((columns, rows))

@@ -7,11 +7,10 @@ from rlhf.config import Config
 from rlhf.config.derived import needs_critic, needs_reward_model
 from rlhf.config.rules.validate import number_of_ranks
 from rlhf.errors import UserError
-from rlhf.planning.byte_sizes import gib
 from rlhf.planning.devices import count_gpus, gpu_memory, machine_memory
 from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
 from rlhf.planning.model_shapes import ModelShapes, shapes_from_files
-from rlhf.planning.plan_text import cache_problem, host_problem
+from rlhf.planning.plan_text import cache_problem, gib, host_problem
 from rlhf.planning.remedies import remedies
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ def models_of(config: Config, *, from_config: bool) -> Models | None:
         UserError: with `from_config`, a model does not exist.
     """
 
-    def find(setting: str, path: str, revision: str | None, *, classifier: bool = False) -> ModelShapes | None:
+    def shapes_of(setting: str, path: str, revision: str | None, *, classifier: bool = False) -> ModelShapes | None:
         found = shapes_from_files(path, revision)
         if found is None and from_config:
             from rlhf.planning.meta_shapes import shapes_from_config
@@ -57,17 +56,18 @@ def models_of(config: Config, *, from_config: bool) -> Models | None:
         return found
 
     with_critic = needs_critic(config.algorithm, config.critic)
-    policy = find("model.path", config.model.path, config.model.revision)
+    policy = shapes_of("model.path", config.model.path, config.model.revision)
     critic = reward_model = None
     if with_critic:
         own = config.critic.path
-        start = policy if own is None else find("critic.path", own, None)
+        start = policy if own is None else shapes_of("critic.path", own, None)
         critic = None if start is None else start.with_value_head()
     path = config.reward_model.path if needs_reward_model(config.reward) else None
     if path is not None:
-        reward_model = find("reward_model.path", path, config.reward_model.revision, classifier=True)
-    lacking = (with_critic and critic is None) or (path is not None and reward_model is None)
-    return None if policy is None or lacking else Models(policy, critic, reward_model)
+        reward_model = shapes_of("reward_model.path", path, config.reward_model.revision, classifier=True)
+    if policy is None or (with_critic and critic is None) or (path is not None and reward_model is None):
+        return None
+    return Models(policy, critic, reward_model)
 
 
 def plan_of(config: Config) -> tuple[Models, Plan] | None:
@@ -114,26 +114,22 @@ def check_fits(config: Config) -> None:
     peak, memory = plan.peak, plan.target.memory
     assert memory is not None
     largest = sorted(peak.items.items(), key=lambda item: -item[1])[:3]
-    needs = (
+    problem = (
         f"{peak.name} needs {gib(peak.total)} on each rank, and a rank has {gib(memory)} (largest parts: "
         f"{', '.join(f'{name} {gib(size)}' for name, size in largest)})."
     )
     if memory >= peak.total:
-        needs = (
-            host_problem(plan)
-            if plan.engine_starts
-            else f"the engine would not start: {cache_problem(config.rollout, plan)}"
-        )
-    lower = ", ".join(
-        f"{remedy} ({gib(remedy.saved)} less)" for remedy in remedies(config, models, plan)[:MAX_REMEDIES]
-    )
-    instead = f" Set {lower}." if lower else ""
+        unstarted = f"the engine would not start: {cache_problem(config.rollout, plan)}"
+        problem = host_problem(plan) if plan.engine_starts else unstarted
+    changes = [f"{remedy} ({gib(remedy.saved)} less)" for remedy in remedies(config, models, plan)[:MAX_REMEDIES]]
+    if changes:
+        problem += f" Set {', '.join(changes)}."
     if not plan.target.cuda:
         if os.environ.get("RANK", "0") != "0":
             return
-        log.warning("The memory may be too small for the run: %s%s", needs, instead)
+        log.warning("The memory may be too small for the run: %s", problem)
     elif config.trainer.check_memory:
         raise UserError(
-            f"The run does not fit: {needs}{instead} `python -m rlhf.plan` with the same settings shows the whole "
+            f"The run does not fit: {problem} `python -m rlhf.plan` with the same settings shows the whole "
             "plan. To start anyway, set trainer.check_memory=false."
         )

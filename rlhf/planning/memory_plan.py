@@ -23,7 +23,6 @@ DEEPSPEED_BASE = 60 << 20
 """Host memory of DeepSpeed's imports (measured with 0.19)."""
 CUDA_HOST_BASE = 3 << 30
 """Estimate for the host memory of a rank with a GPU and no model, with driver and kernels."""
-PLAIN = TokenCost()
 TOKEN_RECORD = 16
 """Bytes per response token: int32 and float32 in its sample, and again in a copy that is sent or journaled."""
 
@@ -65,7 +64,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory plan of one rank, in bytes."""
+    """The memory plan of one rank, in bytes."""
 
     target: Target
     backend: str
@@ -164,15 +163,17 @@ def _model_passes(config: Config, models: Models, policy: Adapted | None, target
     backend, ranks, device = config.backend, target.ranks, "cuda" if target.cuda else "cpu"
     actor, critic, reward = config.actor, config.critic, config.reward_model
 
-    def cost(model: ModelShapes, packed: bool | None, more: TokenCost = PLAIN) -> PassCost:
+    def cost(model: ModelShapes, packed: bool | None, adapters: TokenCost) -> PassCost:
         attention = config.model.attn_implementation
         by_sequence = packed is not False and attention == "sdpa"
-        return pass_cost(model, compute_width(backend), PACKED if by_sequence else attention, more)
+        return pass_cost(model, compute_width(backend), PACKED if by_sequence else attention, adapters)
 
     def frozen(role: str, model: ModelShapes, kept: FrozenFsdpConfig, packed: bool | None) -> ModelPasses:
         state = frozen_state(model, backend, kept, ranks)
         # On a CPU, offloading keeps the tensors in the same memory.
-        return ModelPasses(role, model, state, cost(model, packed), device, target.cuda and kept.param_offload)
+        return ModelPasses(
+            role, model, state, cost(model, packed, TokenCost()), device, target.cuda and kept.param_offload
+        )
 
     def trained(role: str, model: ModelShapes, section: ActorConfig | CriticConfig) -> ModelPasses:
         own = policy if role == "actor" else None
@@ -180,7 +181,7 @@ def _model_passes(config: Config, models: Models, policy: Adapted | None, target
             role,
             model,
             trained_state(model, backend, ranks) if own is None else adapted_state(own, backend, ranks),
-            cost(model, section.use_remove_padding, own.token_cost(compute_width(backend)) if own else PLAIN),
+            cost(model, section.use_remove_padding, own.token_cost(compute_width(backend)) if own else TokenCost()),
             device,
             target.cuda and section.fsdp_config.param_offload,
             target.cuda and section.fsdp_config.optimizer_offload,
@@ -194,7 +195,7 @@ def _model_passes(config: Config, models: Models, policy: Adapted | None, target
     if needs_reference(actor, config.algorithm):
         reference = frozen("reference", models.policy, config.ref.fsdp_config, actor.use_remove_padding)
         if policy is not None:
-            # The reference is the actor's base without adapters, and needs no own weights.
+            # The reference is the actor's base without adapters, so it has no weights of its own.
             reference = replace(reference, state=TrainingState(0, gathered=by_role[0].state.gathered))
         by_role.append(reference)
     if models.reward_model is not None:
@@ -226,7 +227,7 @@ def _phases(
 
 
 def _batch(step: StepSize, by_role: Collection[str], with_old_log_probs: bool) -> dict[str, int]:
-    """Return the bytes of a rank's batches, which stay on the device in every phase."""
+    """Return the bytes of a rank's batches, which stay on the device in all phases."""
     per_token = 4 * (4 + 2 * ("critic" in by_role) + ("reference" in by_role) + with_old_log_probs)
     return {"batch": step.scored * (8 * step.longest + per_token * step.response)}
 

@@ -19,7 +19,7 @@ def shapes_from_config(
 
 
 def meta_model(setting: str, path: str, revision: str | None = None, *, classifier: bool = False) -> PreTrainedModel:
-    """Return the model of config.json in a folder or the Hub's cache, on the meta device; no code of the model is run.
+    """Build the model of config.json in a folder or the Hub's cache, on the meta device. Run no code of the model.
 
     Raises:
         UserError: the folder does not exist, or transformers lacks the architecture.
@@ -35,5 +35,7 @@ def meta_model(setting: str, path: str, revision: str | None = None, *, classifi
         with torch.device("meta"):
             model: PreTrainedModel = kind.from_config(AutoConfig.from_pretrained(folder))
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{setting}={path}: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"{setting}={path}: {str(error).splitlines()[0]} Set a model that this version of transformers supports."
+        ) from error
     return model

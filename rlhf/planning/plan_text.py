@@ -5,7 +5,6 @@ from typing import Any
 
 from rlhf.config import RolloutConfig
 from rlhf.models.parameter_count import short_number
-from rlhf.planning.byte_sizes import gib
 from rlhf.planning.memory_plan import Models, Plan
 from rlhf.planning.remedies import Remedy
 
@@ -21,22 +20,27 @@ TIGHT = 0.9
 """Fraction of the memory above which the plan warns of the allocator's fragmentation."""
 
 
+def gib(size: int) -> str:
+    """Return a size in GiB, small sizes in MiB: 79.2 GiB."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+
+
 def plan_line(plan: Plan) -> str:
     """Return the plan in one line, for the banner."""
     of = "" if plan.target.memory is None else f" of {gib(plan.target.memory)}"
     return f"at most {gib(plan.peak.total)}{of} on each rank, in the {plan.peak.name} phase (python -m rlhf.plan)"
 
 
-def plan_page(rollout: RolloutConfig, models: Models, plan: Plan, found: Sequence[Remedy], disk_speed: int) -> str:
-    """Return tables of all phases, host, disk and tokens, then the verdict and the remedies."""
-    parts = [
-        "\n".join(_head(rollout, models, plan)),
-        "\n".join(_phases(plan)),
-        "\n".join(_peak(plan)),
-        "\n".join(_elsewhere(plan, disk_speed)),
-        "\n".join(_verdict(rollout, plan, found)),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+def plan_page(rollout: RolloutConfig, models: Models, plan: Plan, remedies: Sequence[Remedy], disk_speed: int) -> str:
+    """Return tables of all phases, host, disk and tokens, then whether the run fits, and the remedies."""
+    parts = (
+        _head(rollout, models, plan),
+        _phases(plan),
+        _peak(plan),
+        _host_and_disk(plan, disk_speed),
+        _verdict(rollout, plan, remedies),
+    )
+    return "\n\n".join(filter(None, map("\n".join, parts))) + "\n"
 
 
 def _head(rollout: RolloutConfig, models: Models, plan: Plan) -> Iterator[str]:
@@ -73,7 +77,7 @@ def _table(items: Mapping[str, int]) -> Iterator[str]:
             yield f"  {name:<32}{gib(size):>12}"
 
 
-def _elsewhere(plan: Plan, disk_speed: int) -> Iterator[str]:
+def _host_and_disk(plan: Plan, disk_speed: int) -> Iterator[str]:
     if plan.host:
         yield f"host memory of each rank: {gib(sum(plan.host.values()))}"
         yield from _table(plan.host)
@@ -111,10 +115,10 @@ def host_problem(plan: Plan) -> str:
     )
 
 
-def _verdict(rollout: RolloutConfig, plan: Plan, found: Sequence[Remedy]) -> Iterator[str]:
+def _verdict(rollout: RolloutConfig, plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
     memory, peak = plan.target.memory, plan.peak.total
     if memory is None:
-        yield "The memory of this machine's devices is unknown. Set it, for example with --device-memory 80GB."
+        yield "The memory of this machine's devices is unknown. Set --device-memory, for example to 80GB."
     elif not plan.fits:
         if peak > memory:
             yield f"The run does not fit: {plan.peak.name} needs {gib(peak - memory)} more than a rank has."
@@ -127,14 +131,14 @@ def _verdict(rollout: RolloutConfig, plan: Plan, found: Sequence[Remedy]) -> Ite
     else:
         fills = " While generating, vLLM's cache takes the rest." if any(each.fills for each in plan.phases) else ""
         yield f"The run fits with {gib(memory - peak)} to spare.{fills}"
-    if found:
+    if remedies:
         yield "Settings that lower the peak:"
-        for remedy in found:
+        for remedy in remedies:
             enough = "" if plan.fits else ", and the run fits" if remedy.fits else ""
             yield f"  {remedy!s:<48}{gib(remedy.saved):>12} less{enough}"
 
 
-def plan_document(models: Models, plan: Plan, found: Sequence[Remedy], disk_speed: int) -> dict[str, Any]:
+def plan_document(models: Models, plan: Plan, remedies: Sequence[Remedy], disk_speed: int) -> dict[str, Any]:
     """Return the plan as a JSON document, with sizes in bytes."""
     target, size = plan.target, plan.checkpoint
     roles = {"policy": models.policy, "critic": models.critic, "reward_model": models.reward_model}
@@ -153,5 +157,5 @@ def plan_document(models: Models, plan: Plan, found: Sequence[Remedy], disk_spee
             "micro_batch": plan.tokens_per_micro_batch,
             "cache": plan.cached_tokens,
         },
-        "remedies": [{"set": str(remedy), "saves": remedy.saved, "fits": remedy.fits} for remedy in found],
+        "remedies": [{"set": str(remedy), "saves": remedy.saved, "fits": remedy.fits} for remedy in remedies],
     }

@@ -58,7 +58,7 @@ def _half(setting: str) -> Values:
 
 
 def _smaller_budgets(role: str) -> Values:
-    """Return a function that tries half the tokens of a pass, and the tokens of the longest sample."""
+    """Try half the tokens of a pass, and the tokens of the longest sample."""
 
     def values(config: Config, plan: Plan) -> Iterable[int]:
         longest, budget = longest_sample(config.data), getattr(config.token_budgets, role)

@@ -21,7 +21,7 @@ def _collective() -> Iterator[None]:
 
 
 class GlooTransport(Transport):
-    """`Transport` over a gloo group of its own; a world of one rank if torch.distributed is not initialised.
+    """`Transport` over a gloo group of its own; a world of one rank if torch.distributed is not initialized.
 
     `timeout` is for each call; None is the timeout of the training's group.
     """

@@ -32,7 +32,7 @@ def fork_problem() -> str | None:
     """Return the reason why a fork of this process would break; None if a fork is safe."""
     torch = sys.modules.get("torch")
     if (torch is not None and torch.cuda.is_initialized()) or _has_cuda_open():
-        return "CUDA is initialised in it"
+        return "CUDA is initialized in it"
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return "it is in a process group"
     threads = _threads()
@@ -166,7 +166,7 @@ class Launcher:
         if problem is not None:
             return Devices(0, problem)
         pid = os.fork()
-        if pid == 0:  # counting initialises CUDA, so it needs a process of its own
+        if pid == 0:  # counting initializes CUDA, so it needs a process of its own
             _exit_with_device_count()
         count = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return (

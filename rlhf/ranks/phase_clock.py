@@ -18,7 +18,7 @@ class PhaseClock:
     """Measures the seconds that this rank spends in each phase of a step.
 
     On CUDA the host runs ahead of the device, so the host's clock would charge a phase's kernels to the next phase that
-    synchronises. So CUDA events in the device's queue measure the time, and `collect` reads them once a step.
+    synchronizes. So CUDA events in the device's queue measure the time, and `collect` reads them once a step.
     """
 
     def __init__(self, device: torch.device) -> None:

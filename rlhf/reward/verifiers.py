@@ -18,7 +18,7 @@ Reader = Callable[[str], str]
 
 
 def final_answer(text: str) -> str:
-    r"""Return the part of a solution that states the answer, with white space normalised.
+    r"""Return the part of a solution that states the answer, with white space normalized.
 
     The answer is the text after the last `####` (as in GSM8K; to the end of its line) or inside the last `\boxed{}` (as
     in MATH), whichever starts later; otherwise the whole text. Case matters.

@@ -27,7 +27,7 @@ SAMPLE, START, BIRTH, KEY, TOKEN = range(5)
 class Decoding:
     """State of one `generate` call over requests with equal `params`. Siblings share the prefill of their prompt.
 
-    The host keeps a copy of the state that its decisions need, so each token costs one synchronisation with the device,
+    The host keeps a copy of the state that its decisions need, so each token costs one synchronization with the device,
     or two with top-k.
     """
 
@@ -81,14 +81,14 @@ class Decoding:
         tokens, log_probs = self.tokens[:, :longest].cpu().numpy(), self.log_probs[:, :longest].cpu().numpy()
         counts, stopped = self.counts.tolist(), self.stopped.tolist()
 
-        def sample_of(row: int, request: Request) -> Sample:
+        samples = []
+        for row, request in enumerate(self.requests):
             # Copy: a view would keep the padding of all rows in memory.
             ids = tokens[row, : counts[row]].astype(np.int32)
             own_log_probs = log_probs[row, : counts[row]].copy()
             reason: FinishReason = "stop" if stopped[row] else "length"
-            return Sample.of(request.uid, request.sample, ids, own_log_probs, reason, version)
-
-        return [sample_of(row, request) for row, request in enumerate(self.requests)]
+            samples.append(Sample.of(request.uid, request.sample, ids, own_log_probs, reason, version))
+        return samples
 
     def _forward(self, cache: RowCache, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
         """Return the logits, [rows, vocab], after the last token of `ids`, [rows, length]."""
@@ -153,8 +153,8 @@ class Decoding:
         self.seen[rows] = False
         ids = [self.prompts[prompt] for prompt in prompts]
         owners = np.repeat(np.arange(rows.start, rows.stop), self.lengths[prompts])
-        places = np.stack([owners, np.concatenate(ids)])
-        self.seen[tuple(torch.as_tensor(places, device=self.device))] = True
+        pairs = np.stack([owners, np.concatenate(ids)])
+        self.seen[tuple(torch.as_tensor(pairs, device=self.device))] = True
 
     def _decode(self) -> Tensor:
         """Pass each row's last token through the model. Return the logits, [rows, vocab], of the next token."""
@@ -213,17 +213,17 @@ class Decoding:
         return any(s in text for s in self.params.stop)
 
     def _remove(self, finished: np.ndarray) -> None:
-        """Remove finished rows: move the last rows into their places."""
+        """Remove finished rows by moving the last rows over them."""
         rows = self.cache.span.rows
         keep = rows - len(finished)
         target = finished[finished < keep]
         source = np.setdiff1d(np.arange(keep, rows), finished)
         self.host[:, target] = self.host[:, source]
-        places = torch.as_tensor(np.stack([source, target]), device=self.device)
-        self.state[:, places[1]] = self.state[:, places[0]]
+        sources, targets = torch.as_tensor(np.stack([source, target]), device=self.device)
+        self.state[:, targets] = self.state[:, sources]
         if self.seen is not None:
-            self.seen[places[1]] = self.seen[places[0]]
-        self.cache.move(places[0], places[1], keep)
+            self.seen[targets] = self.seen[sources]
+        self.cache.move(sources, targets, keep)
         self._rows_changed()
 
     def _reserve(self, like: RowCache) -> None:

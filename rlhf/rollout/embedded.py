@@ -79,8 +79,8 @@ class EmbeddedEngine:
         if missing := [name for name, target in targets.items() if id(target) not in updated]:
             raise ValueError(f"{len(missing)} weights of the rollout model were not updated: {', '.join(missing[:5])}")
         model = self.model
-        here = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-        received = read_digests({name: digest(here[name], here[name].dtype) for name in sent})
+        loaded = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+        received = read_digests({name: digest(loaded[name], loaded[name].dtype) for name in sent})
         self._check.check(read_digests(sent), [received], f"step {version}")
         self.version = version
 
@@ -98,16 +98,16 @@ class EmbeddedEngine:
         if not all(r.token_ids for r in requests):
             raise ValueError("a prompt has no tokens")
         samples: dict[int, Sample] = {}
-        for params, places in indices_by_params(requests).items():
-            alike = [requests[place] for place in places]
-            check_lengths(self.model.config, max(len(r.token_ids) for r in alike), params.max_tokens)
+        for params, indices in indices_by_params(requests).items():
+            group = [requests[i] for i in indices]
+            check_lengths(self.model.config, max(len(r.token_ids) for r in group), params.max_tokens)
             eos = self.eos[:0] if params.ignore_eos else self.eos
-            decoding = Decoding(self.model, self.tokenizer, eos, alike, self.max_num_seqs)
-            samples |= zip(places, decoding.run(seed, step, self.version), strict=True)
-        return [samples[place] for place in range(len(requests))]
+            decoding = Decoding(self.model, self.tokenizer, eos, group, self.max_num_seqs)
+            samples |= zip(indices, decoding.run(seed, step, self.version), strict=True)
+        return [samples[i] for i in range(len(requests))]
 
     def sleep(self) -> bool:
-        """Return False: the engine keeps its weights, and has no other memory between calls."""
+        """Return False: the engine keeps its weights, and uses no other memory between calls."""
         return False
 
     def metrics(self) -> dict[str, float]:

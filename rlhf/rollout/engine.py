@@ -17,7 +17,7 @@ Weights = Callable[[], Iterable[tuple[str, "Tensor"]]]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of sampling. The fields are as in the `rollout` settings."""
+    """Parameters of sampling, as in the settings `rollout`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -31,7 +31,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """Asks for response number `sample` to the prompt `uid`, whose tokens are `token_ids`.
+    """Requests response number `sample` to the prompt `uid` with the tokens `token_ids`.
 
     Noise is keyed by `uid` and `sample`. Successive requests for successive samples of one prompt are siblings. An
     engine may prefill the prompt of siblings once.
@@ -43,7 +43,7 @@ class Request:
     sample: int = 0
 
     def continued_by(self, other: "Request") -> bool:
-        """Return whether `other` asks for the next sample of the same prompt."""
+        """Return whether `other` is the request for the next sample of the same prompt."""
         same = (self.uid, self.sample + 1, self.params) == (other.uid, other.sample, other.params)
         return same and self.token_ids == other.token_ids
 
@@ -56,10 +56,10 @@ def siblings(requests: Sequence[Request]) -> list[range]:
 
 def indices_by_params(requests: Sequence[Request]) -> dict[SamplingParams, list[int]]:
     """Group the indices of the requests by parameters, for engines that decode only equal parameters together."""
-    places: dict[SamplingParams, list[int]] = {}
-    for place, request in enumerate(requests):
-        places.setdefault(request.params, []).append(place)
-    return places
+    indices: dict[SamplingParams, list[int]] = {}
+    for i, request in enumerate(requests):
+        indices.setdefault(request.params, []).append(i)
+    return indices
 
 
 class RolloutEngine(Protocol):

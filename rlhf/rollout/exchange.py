@@ -21,7 +21,7 @@ DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, 
 
 
 def gather_requests(
-    mine: Sequence[Request], sources: Sequence[int], receivers: Sequence[int], coordinator: Coordinator
+    requests: Sequence[Request], sources: Sequence[int], receivers: Sequence[int], coordinator: Coordinator
 ) -> list[list[Request]]:
     """Send requests from the ranks `sources` to the ranks `receivers`. Collective over sources and receivers.
 
@@ -33,10 +33,10 @@ def gather_requests(
         if rank == source:
             for receiver in receivers:
                 if receiver != rank:
-                    send_tensors(coordinator, requests_to_tensors(mine), receiver)
+                    send_tensors(coordinator, requests_to_tensors(requests), receiver)
         if rank in receivers:
-            theirs = mine if rank == source else requests_from_tensors(receive_tensors(coordinator, source))
-            gathered.append(list(theirs))
+            own = rank == source
+            gathered.append(list(requests) if own else requests_from_tensors(receive_tensors(coordinator, source)))
     return gathered
 
 
@@ -58,24 +58,24 @@ def requests_to_tensors(requests: Sequence[Request]) -> dict[str, Tensor]:
     uid, number of the first sample, number of siblings, length of the prompt, and index of the parameters. `params`
     (uint8) are the bytes of a JSON list of parameters.
     """
-    places = {params: place for place, params in enumerate(dict.fromkeys(request.params for request in requests))}
+    numbers = {params: i for i, params in enumerate(dict.fromkeys(request.params for request in requests))}
     prompts = [(requests[group[0]], len(group)) for group in siblings(requests)]
-    rows = [(first.uid, first.sample, count, len(first.token_ids), places[first.params]) for first, count in prompts]
+    rows = [(first.uid, first.sample, count, len(first.token_ids), numbers[first.params]) for first, count in prompts]
     return {
         "token_ids": torch.tensor([token for first, _ in prompts for token in first.token_ids], dtype=torch.int32),
         "rows": torch.tensor(rows, dtype=torch.int64).view(-1, 5),
-        "params": torch.tensor(list(json.dumps([asdict(params) for params in places]).encode()), dtype=torch.uint8),
+        "params": torch.tensor(list(json.dumps([asdict(params) for params in numbers]).encode()), dtype=torch.uint8),
     }
 
 
 def requests_from_tensors(tensors: dict[str, Tensor]) -> list[Request]:
     entries = json.loads(tensors["params"].numpy().tobytes())
-    every = [SamplingParams(**entry | {"stop": tuple(entry["stop"])}) for entry in entries]
+    all_params = [SamplingParams(**entry | {"stop": tuple(entry["stop"])}) for entry in entries]
     token_ids = iter(tensors["token_ids"].tolist())
     requests = []
-    for uid, first, count, length, place in tensors["rows"].tolist():
+    for uid, first, count, length, params in tensors["rows"].tolist():
         prompt = list(islice(token_ids, length))
-        requests += [Request(uid, prompt, every[place], number) for number in range(first, first + count)]
+        requests += [Request(uid, prompt, all_params[params], number) for number in range(first, first + count)]
     return requests
 
 

@@ -1,4 +1,4 @@
-"""Writes the policy's config and tokenizer for an engine that builds the model itself (vLLM)."""
+"""Writes the policy's config and tokenizer for vLLM, which builds the model itself."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ class PolicyFiles:
     """The policy as a Hugging Face folder for vLLM, without weights: the first weight sync sends them."""
 
     files: Mapping[str, bytes]  # contents of the folder's small files by name
-    folder: Path  # path of the folder, the same at every start, because vLLM's compile cache depends on it
+    folder: Path  # the same path at each start, because vLLM's compile cache depends on the path
     eos: Sequence[int]  # tokens that end a response
     max_model_len: int  # limit of prompt plus response in tokens
 

@@ -38,8 +38,11 @@ def to_arrays(samples: Sequence[Sample]) -> Arrays:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Sample]:
-    """Return the samples that `to_arrays` was given; their token ids and log-probs are views of `arrays`. Raises
-    ValueError if the arrays do not have the lengths that their rows say."""
+    """Return the samples that `to_arrays` encoded, with token ids and log-probs as views of `arrays`.
+
+    Raises:
+        ValueError: the lengths of the arrays contradict their rows.
+    """
     _check_lengths(arrays)
     runs, spans = (iter(arrays[name].reshape(-1, 2).tolist()) for name in ("versions", "observations"))
     rows = arrays["rows"].reshape(-1, FIELDS).tolist()
@@ -57,7 +60,7 @@ def _check_lengths(arrays: Mapping[str, np.ndarray]) -> None:
     expected = {"token_ids": tokens, "log_probs": tokens, "versions": 2 * runs, "observations": 2 * spans}
     found = {name: arrays[name].size for name in expected}
     if found != expected or counts.min(initial=0) < 0:
-        raise ValueError(f"arrays of samples have {found} numbers, their rows say {expected}")
+        raise ValueError(f"arrays of samples have {found} numbers; their rows need {expected}")
 
 
 def joined(parts: Sequence[np.ndarray], dtype: str) -> np.ndarray:

@@ -28,7 +28,7 @@ def _xor_shift_(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix_(x: Tensor) -> Tensor:
-    """Apply the finaliser of splitmix64 in place: a bijection of 64-bit words; an input bit flips half the output bits.
+    """Apply the finalizer of splitmix64 in place: a bijection of 64-bit words; an input bit flips half the output bits.
 
     Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), Stafford's variant 13.
     """
@@ -87,7 +87,7 @@ def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return logits[:, :k], candidates[:, :k]
 
 
-def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide positive `logits` [rows, vocab] of tokens in `seen` [rows, vocab] bool by `penalty`; multiply others.
 
     Source: Keskar et al., "CTRL" (arXiv 1909.05858), section 4.1; negative logits as in transformers and vLLM.
@@ -116,13 +116,13 @@ def sample(logits: Tensor, keys: Tensor, params: SamplingParams, seen: Tensor | 
         seen: [rows, vocab] bool, tokens of the prompt and response so far; only with a repetition penalty.
 
     Returns:
-        tokens [rows] int64, and their log-probs [rows] float32 under the renormalised distribution that was sampled.
+        tokens [rows] int64, and their log-probs [rows] float32 under the renormalized distribution that was sampled.
         Greedy tokens have the log-prob of the plain softmax at temperature 1 (after the penalty).
     """
     logits = logits.float()
     vocab = logits.shape[-1]
     if seen is not None:
-        logits = penalised(logits, seen, params.repetition_penalty)
+        logits = penalized(logits, seen, params.repetition_penalty)
     if params.temperature == 0:
         tokens = logits.argmax(dim=-1, keepdim=True)
         return tokens[:, 0], (logits.gather(1, tokens)[:, 0] - logits.logsumexp(dim=-1))

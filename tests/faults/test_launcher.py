@@ -35,8 +35,8 @@ UNSAFE = {
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
         "it is in a process group",
     ),
-    "a_driver": ("kept = open(__file__.replace('a_driver.py', 'nvidia-uvm'), 'w')", "CUDA is initialised in it"),
-    "a_context": ("import torch\ntorch.cuda._initialized = True", "CUDA is initialised in it"),
+    "a_driver": ("kept = open(__file__.replace('a_driver.py', 'nvidia-uvm'), 'w')", "CUDA is initialized in it"),
+    "a_context": ("import torch\ntorch.cuda._initialized = True", "CUDA is initialized in it"),
     "a_mistake": (
         "import no_such_module",
         r"it cannot import a_mistake \(ModuleNotFoundError: No module named 'no_such_module'\)",

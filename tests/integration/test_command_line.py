@@ -132,7 +132,7 @@ WRONG_COMMANDS = [
         "actor.kl_loss_type=low_var_kl: must be one of k1, k2, k3, abs, k1+, k3+, abs+.",
     ),
     (["actor_rollout_ref.actor.clip_ratio=0.2"], "actor_rollout_ref.actor.clip_ratio=0.2: there is no setting"),
-    (["--config-dir", "/nowhere"], "--config-dir /nowhere: there is no such folder."),
+    (["--config-dir", "/nowhere"], "--config-dir /nowhere: there is no such folder. Correct"),
     (["--cfg", "hydra"], "argument --cfg: invalid choice: 'hydra'"),
     (["--nproc", "2"], "--nproc 2: settings are written without dashes. Did you mean trainer.nproc=2?"),
 ]

@@ -46,7 +46,7 @@ def test_remote_copies_lie_outside_of_the_run_directory(tmp_path: Path):
 def test_a_remote_needs_its_package(monkeypatch):
     monkeypatch.setattr("rlhf.config.rules.checkpoint_rules.find_spec", lambda name: None)
     [line] = problems(make(checkpoint__remote="s3://bucket/runs"))
-    assert line == "checkpoint.remote=s3://bucket/runs: needs the package s3fs: pip install s3fs"
+    assert line == "checkpoint.remote=s3://bucket/runs: needs the package s3fs; run `pip install s3fs`."
 
 
 @pytest.fixture

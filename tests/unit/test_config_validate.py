@@ -285,8 +285,8 @@ REJECTED: list[tuple[dict, str]] = [
         SERVED | {"rollout__engine_kwargs__vllm": {"load_format": "auto"}},
         "load_format=auto: only the trainer may set this",
     ),
-    (SERVED | {"rollout__temperature": 2.5}, "rollout.temperature=2.5: vLLM accepts 0 (greedy), and 0.01 to 2."),
-    (SERVED | {"rollout__val_kwargs__temperature": 0.001}, "rollout.val_kwargs.temperature=0.001: vLLM accepts 0"),
+    (SERVED | {"rollout__temperature": 2.5}, "rollout.temperature=2.5: must be 0 (greedy), or 0.01 to 2, for vLLM."),
+    (SERVED | {"rollout__val_kwargs__temperature": 0.001}, "rollout.val_kwargs.temperature=0.001: must be 0"),
     (SERVED | {"rollout__structured_outputs": {"regexp": "a"}}, "there is no key regexp. Did you mean regex?"),
     (
         SERVED | {"rollout__structured_outputs": {"regex": "a", "choice": ["a"]}},
@@ -458,8 +458,8 @@ REJECTED: list[tuple[dict, str]] = [
     ({"data__train_files": []}, "data.train_files=[]: set a file, a glob or a Hub name"),
     ({"data__val_files": 3}, "data.val_files=3: set a file, a glob or a Hub name"),
     ({"model__path": ""}, "model.path='': set a folder in Hugging Face format or a Hub name."),
-    ({"model__path": "/nowhere/at/all"}, "model.path=/nowhere/at/all: there is no such folder."),
-    ({"model__chat_template": "nowhere.jinja"}, "model.chat_template=nowhere.jinja: there is no such file."),
+    ({"model__path": "/nowhere/at/all"}, "model.path=/nowhere/at/all: there is no such folder. Correct the path."),
+    ({"model__chat_template": "nowhere.jinja"}, "model.chat_template=nowhere.jinja: there is no such file. Correct"),
 ]
 
 

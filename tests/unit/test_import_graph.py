@@ -192,7 +192,7 @@ def test_no_function_is_longer_than_a_page():
 
 def test_hydra_is_imported_by_the_composition_alone():
     users = {name for name, tree in trees().items() if any(m.split(".")[0] == "hydra" for m, _ in imports(tree))}
-    assert users == {"rlhf.compose", "rlhf.config.library_folder"}
+    assert users == {"rlhf.compose", "rlhf.config.config_folder"}
 
 
 def test_a_class_name_has_one_meaning():

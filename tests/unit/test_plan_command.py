@@ -14,11 +14,10 @@ from rlhf.config.rules.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.launch.banner import banner
 from rlhf.planning import devices
-from rlhf.planning.byte_sizes import gib
 from rlhf.planning.check import check_fits, models_of, plan_of
 from rlhf.planning.devices import gpu_memory, smallest_gpu
 from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
-from rlhf.planning.plan_text import plan_page
+from rlhf.planning.plan_text import gib, plan_page
 from rlhf.planning.remedies import remedies
 from rlhf.planning.rollout_memory import free_share
 from rlhf.train import main as train

@@ -25,7 +25,7 @@ def test_a_run_has_one_secret_which_only_its_owner_reads(tmp_path):
     assert file.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in file.parent.iterdir()] == ["secret"]
     assert run_secret(file) == first
-    assert first.place == str(file)
+    assert first.source == str(file)
     assert run_secret(tmp_path / "other" / "secret") != first
     assert first.value not in repr(first)
 

@@ -49,7 +49,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
 
 
 def _idle(config: Config) -> Iterator[str]:
-    """Only for bundled functions: a user's function may read any setting."""
+    """Yield one line per setting that only another bundled function reads. A user's function may read any setting."""
     chosen = (("algorithm.adv_estimator", ESTIMATORS), ("actor.policy_loss.loss_mode", POLICY_LOSSES))
     for key, known in chosen:
         name = SETTINGS[key].value(config)
@@ -104,7 +104,7 @@ def correction_problems(config: Config) -> Iterator[str]:
             source = "rollout_rs_threshold_lower" if least is not None else "1 / rollout_rs_threshold"
             yield (
                 f"{section}.rollout_rs_threshold={c.rollout_rs_threshold}: is the largest ratio of {kind}, and must be "
-                f"more than the smallest ratio, {smallest:g} ({source}); set it to more than 1, such as 2."
+                f"more than the smallest ratio, {smallest:g} ({source}); set a value above 1, such as 2."
             )
     if not kind.endswith("k1"):
         needs = f"a k1 measure (rollout_rs={kind})"
@@ -123,7 +123,7 @@ def reward_problems(config: Config) -> Iterator[str]:
     if kind is not None and undone and bounds is None and not algorithm.kl_in_reward:
         yield (
             f"algorithm.normalize_reward={kind}: has no effect with {name}, which divides by a standard deviation "
-            "itself; set it to null, or set algorithm.reward_clip_range."
+            "itself; set algorithm.normalize_reward=null, or set algorithm.reward_clip_range."
         )
 
 
@@ -177,8 +177,8 @@ def _reference(config: Config) -> Iterator[str]:
     if config.ref.update_freq is not None and not needs_reference(config.actor, config.algorithm):
         yield (
             f"ref.update_freq={config.ref.update_freq}: no KL compares the policy with a reference; set "
-            "ref.update_freq=null, "
-            "or actor.use_kl_loss=true or algorithm.use_kl_in_reward=true with a coefficient above 0."
+            "ref.update_freq=null, or actor.use_kl_loss=true or algorithm.use_kl_in_reward=true with a coefficient "
+            "above 0."
         )
     if config.ref.update_freq is not None and config.ref.fsdp_config.model_dtype != "float32":
         yield (

@@ -19,9 +19,9 @@ def backend_problems(config: Config) -> Iterator[str]:
             "actor.entropy_coeff=0 and actor.entropy_ctrl.type=fixed."
         )
     if config.trainer.tf32 and config.trainer.device == "cpu":
-        yield "trainer.tf32=true: TF32 is a format of GPUs, but trainer.device=cpu; set it to false."
+        yield "trainer.tf32=true: TF32 is a format of GPUs, but trainer.device=cpu; set trainer.tf32=false."
     if backend.use_liger and config.trainer.device == "cpu":
-        yield "backend.use_liger=true: Liger's kernels are for GPUs, but trainer.device=cpu; set it to false."
+        yield "backend.use_liger=true: Liger needs a GPU, but trainer.device=cpu; set backend.use_liger=false."
     if backend.name != "deepspeed":
         yield from without_effect(config, ["backend.zero_stage"], "backend=deepspeed", backend.name)
         for line in without_effect(config, ["backend.offload_optimizer"], "backend=deepspeed", backend.name):
@@ -55,7 +55,7 @@ def package_problem(package: str, least: str) -> str | None:
 def missing_backend(config: Config) -> Iterator[str]:
     """Yield one line per package of the backend that is not installed."""
     if config.backend.use_liger and (problem := package_problem("liger-kernel", "0.8.5")):
-        yield f"backend.use_liger=true: {problem}; run `pip install 'rlhf[liger]'`, or set it to false."
+        yield f"backend.use_liger=true: {problem}; run `pip install 'rlhf[liger]'`, or set backend.use_liger=false."
     spec = find_spec("deepspeed")
     if config.backend.name == "deepspeed" and (spec is None or spec.origin is None):
         yield (

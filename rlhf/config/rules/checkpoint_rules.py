@@ -28,7 +28,7 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
         yield f"checkpoint.contents=[]: nothing to save; name any of {', '.join(CONTENTS)}."
     elif resumes and not {"model", "hf_model"} & set(saved):
         yield (
-            f"checkpoint.contents={saved}: without model or hf_model no run can resume; "
+            f"checkpoint.contents={saved}: a run cannot resume without model or hf_model; "
             "add model, or set trainer.resume_mode=disable."
         )
     elif lacking := [name for name in ("optimizer", "extra") if config.checkpoint.journal and name not in saved]:
@@ -105,4 +105,4 @@ def _remote(config: Config) -> Iterator[str]:
             "folder."
         )
     elif find_spec(package := REMOTES[scheme]) is None:
-        yield f"checkpoint.remote={remote}: needs the package {package}: pip install {package}"
+        yield f"checkpoint.remote={remote}: needs the package {package}; run `pip install {package}`."

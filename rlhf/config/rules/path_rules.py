@@ -80,7 +80,7 @@ def model_problems(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         yield from without_effect(config, ["reward_model.path"], f"{REWARD_MODEL} in reward.functions", remedy=remedy)
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
-        yield f"model.chat_template={template}: there is no such file."
+        yield f"model.chat_template={template}: there is no such file. Correct the path."
 
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -112,4 +112,4 @@ def _model_folder(key: str, name: str, here: bool) -> Iterator[str]:
 def _sibling(path: Path) -> str:
     parent = path.parent
     found = nearest(path.name, [p.name for p in parent.iterdir() if p.is_dir()]) if parent.is_dir() else None
-    return did_you_mean(str(parent / found) if found else None)
+    return did_you_mean(str(parent / found)) if found else " Correct the path."

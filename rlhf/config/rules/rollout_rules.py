@@ -174,7 +174,7 @@ def _vllm(config: Config) -> Iterator[str]:
         )
     for key, temperature in (("temperature", r.temperature), ("val_kwargs.temperature", r.val_kwargs.temperature)):
         if temperature > 2 or 0 < temperature < LEAST_TEMPERATURE:
-            yield f"rollout.{key}={temperature}: vLLM accepts 0 (greedy), and {LEAST_TEMPERATURE} to 2."
+            yield f"rollout.{key}={temperature}: must be 0 (greedy), or {LEAST_TEMPERATURE} to 2, for vLLM."
     for key, value in r.engine_kwargs.vllm.items():
         shown = f"rollout.engine_kwargs.vllm.{key}={value}"
         if key in VLLM_ARGUMENTS_WITH_SETTINGS:

@@ -23,6 +23,6 @@ class OptimConfig:
     """Unit of the schedule and its warm-up: optimizer steps, or training steps with one rate per rollout (as in
     verl)."""
     lr_warmup_steps: int = setting(0, ge=0)
-    """Length of the linear warm-up from 0, in units of `lr_scheduler_interval`."""
+    """Length of the linear warm-up from `lr / lr_warmup_steps` to `lr`, in units of `lr_scheduler_interval`."""
     min_lr_ratio: float = setting(0.0, ge=0, le=1)
     """Final rate of `linear` and `cosine`, as a fraction of `lr`."""

@@ -37,7 +37,7 @@ class TrainerConfig:
     critic_warmup: int = setting(0, ge=0)
     """Initial steps that train only the critic."""
     save_freq: int = setting(20, ge=0, resume="harmless")
-    """Steps between checkpoints; the last step is also saved. 0 saves only when the run is asked to stop."""
+    """Steps between checkpoints; the last step is also saved. 0 saves only then and when the run is stopped."""
     test_freq: int = setting(20, ge=0, resume="harmless")
     """Steps between evaluations on held-out prompts; the last step is also evaluated. 0 never evaluates."""
     val_before_train: bool = setting(True, resume="harmless")

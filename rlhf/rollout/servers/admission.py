@@ -27,10 +27,10 @@ class Admission:
         try:
             problem = server_problem(await client.version())
         except SecretRejected as rejected:
-            if ours:  # another process answers at the port, so ours will exit
+            if ours:  # another process answers at the port, so this run's server will exit
                 raise
             raise UserError(
-                f"The rollout server {url} expects another secret than this run's ({self._secret.place}). Start the "
+                f"The rollout server {url} expects another secret than this run's ({self._secret.source}). Start the "
                 f"server with this run's secret in {VARIABLE}, or the trainer with the server's secret."
             ) from rejected
         if problem:
@@ -42,6 +42,6 @@ class Admission:
                 "Rollout server %s asks for no secret: everyone who reaches its port can replace its weights and "
                 "make it fetch any URL. Start it with this run's secret (%s) in the variable %s (docs/rollout.md).",
                 url,
-                self._secret.place,
+                self._secret.source,
                 VARIABLE,
             )

@@ -137,8 +137,10 @@ class FleetLoop:
         return outcome
 
     def begin_push(self, label: str, version: int) -> list[str]:
-        """Make `label` the wanted weights, those after `version` steps. Return the URLs of the live servers that lack
-        them. These servers get no other calls until `end_push`."""
+        """Make `label` the wanted weights, after `version` steps. Return the URLs of live servers with other weights.
+
+        These servers get no other calls until `end_push`.
+        """
         self._label, self._version = label, version
         for member in self._members:
             member.health.expect_label(label)
@@ -153,14 +155,14 @@ class FleetLoop:
         for member in self._members:
             if member.pushing:
                 member.pushing = False
-                error = errors.get(member.url, "the push left it out")
+                error = errors.get(member.url, "the push skipped this server")
                 member.health.pushed(time.monotonic(), label, error)
                 if error is not None:
                     self._log_failure(member, f"the push of the weights failed: {error}")
 
     def begin(self, requests: Sequence[Request], seed: int, step: int) -> None:
         """Start to generate; `until` waits for the end, and `pop_samples` returns the samples."""
-        groups = [[requests[place] for place in places] for places in siblings(requests)]
+        groups = [[requests[i] for i in indices] for indices in siblings(requests)]
         self._generation = _Generation(groups, seed, step, deque(range(len(groups))))
         self._budget.needed = True
         self._wake.set()
@@ -269,7 +271,7 @@ class FleetLoop:
             self._wake.set()
 
     async def _count(self, member: _Member) -> None:
-        """Ask a busy server for its count of tokens. An error counts as a failure only when the deadline passes."""
+        """Read the token count of a busy server. An error counts as a failure only when the deadline passes."""
         try:
             tokens = await member.client.tokens()
         except ServerFailure as failure:

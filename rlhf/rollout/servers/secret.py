@@ -21,10 +21,10 @@ _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Secret:
-    """A secret, and the place where users find it (file or variable)."""
+    """A secret, and its source: a file or an environment variable."""
 
     value: str = field(repr=False)
-    place: str
+    source: str
 
     @property
     def headers(self) -> dict[str, str]:
@@ -56,17 +56,17 @@ def environment_secret(environment: Mapping[str, str]) -> Secret | None:
     return _checked(value, VARIABLE) if value else None
 
 
-def _checked(value: str, place: str) -> Secret:
+def _checked(value: str, source: str) -> Secret:
     if not _SENDABLE.fullmatch(value):
         raise UserError(
-            f"{place}: a secret has at least 16 visible ASCII characters and no blanks; make one with "
+            f"{source}: a secret has at least 16 visible ASCII characters and no blanks; make one with "
             "python -c 'import secrets; print(secrets.token_hex(32))'."
         )
-    return Secret(value, place)
+    return Secret(value, source)
 
 
 def nonce_hmac(secret: str, nonce: str, path: str) -> str:
-    """Return the HMAC-SHA256 (hex) of a fresh `nonce` and one path, which only a holder of the secret can compute."""
+    """Return the HMAC-SHA256 (hex) of a fresh `nonce` and a path. Only processes with the secret can compute it."""
     return hmac.new(secret.encode(), f"{nonce} {path}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -79,7 +79,7 @@ class SecretMiddleware:
         self._app, self._wanted = app, secret.headers["Authorization"].encode()
 
     async def __call__(self, scope: _Scope, receive: Callable[[], Awaitable[Any]], send: _Send) -> None:
-        if scope["type"] == "lifespan" or self._shown(scope):
+        if scope["type"] == "lifespan" or self._is_authorized(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -88,6 +88,6 @@ class SecretMiddleware:
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": f"{VARIABLE} is required".encode()})
 
-    def _shown(self, scope: _Scope) -> bool:
-        shown = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-        return len(shown) == 1 and hmac.compare_digest(shown[0], self._wanted)
+    def _is_authorized(self, scope: _Scope) -> bool:
+        values = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        return len(values) == 1 and hmac.compare_digest(values[0], self._wanted)

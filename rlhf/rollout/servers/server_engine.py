@@ -5,7 +5,7 @@ import os
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,10 +51,10 @@ class ServerEngine:
         self._coordinator, self._fleet, self._weight_push, self._resources = coordinator, fleet, weight_push, resources
         self._weights: Weights | None = None
         self._version, self._pushes = 0, 0
-        # A server may outlive a trainer or a rollback; its old label must not equal a label of the next trainer.
+        # A server may outlive a trainer or a rollback, and its old label must not equal a label of the next trainer.
         self._name = uuid.uuid4().hex[:12]
         self._label = ""
-        self._sizes: list[int] = []  # on the leader: each rank's number of requests in the present generation
+        self._sizes: list[int] = []  # on the leader: each rank's number of requests in the current generation
 
     def update_weights(self, weights: Weights, version: int) -> None:
         """Push to all live servers; other servers get the weights before they serve."""
@@ -74,8 +74,8 @@ class ServerEngine:
         self._push(self._version)  # to servers that came up since the last update
         of_ranks = gather_requests(requests, range(self._coordinator.world_size), [0], self._coordinator)
         self._sizes = [len(of_rank) for of_rank in of_ranks]
-        every = [request for of_rank in of_ranks for request in of_rank]
-        self._on_leader(lambda fleet: fleet.do(lambda loop: loop.begin(every, seed, step)))
+        all_requests = list(chain.from_iterable(of_ranks))
+        self._on_leader(lambda fleet: fleet.do(lambda loop: loop.begin(all_requests, seed, step)))
 
     def finish(self, version: int) -> list[Sample]:
         """Return the sample of each of this rank's requests of `begin`. Raises ServersFailed as `generate`."""
@@ -97,7 +97,7 @@ class ServerEngine:
         return self._fleet.do(FleetLoop.metrics) if self._fleet is not None else {}
 
     def close(self) -> None:
-        """End the servers that we started; not collective."""
+        """End the servers that this run started. Not collective."""
         self._resources.close()
 
     def wait_until_ready(self) -> None:
@@ -162,7 +162,7 @@ def build_server_engine(
     """Build the engine, and wait for at least one live server. Collective.
 
     Args:
-        logs: folder for the logs of servers that we start, and for the run's secret.
+        logs: folder for the run's secret, and for the logs of servers that this run starts.
         parts: slices of the trainer's and vLLM's fused weights that the files store as separate tensors.
 
     Raises:
@@ -206,26 +206,26 @@ def build_server_engine(
 
 
 def server_gpus(config: RolloutConfig, device: torch.device, world_size: int) -> list[list[str]]:
-    """Return the GPUs of each server that we start, as in CUDA_VISIBLE_DEVICES: after those of this machine's ranks.
-    Raises UserError for too few GPUs."""
+    """Return the GPUs of each server that this run starts, as in CUDA_VISIBLE_DEVICES: the GPUs after the ranks' own.
+    Raise UserError for too few GPUs."""
     count, size = config.servers.count, config.tensor_model_parallel_size
     if device.type != "cuda":
         return [[] for _ in range(count)]
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
-    there, needed = torch.cuda.device_count(), ranks + count * size
-    if there == 1 < ranks:
+    found, needed = torch.cuda.device_count(), ranks + count * size
+    if found == 1 < ranks:
         raise UserError(
             f"rollout.servers.count={count}: the servers need GPUs beside those of the {ranks} ranks, but this rank "
             "sees one GPU, its own. Let each rank see all GPUs of its machine (in Slurm, --gpus-per-node instead of "
             "--gpus-per-task), or set rollout=vllm, which shares the ranks' GPUs."
         )
-    if there < needed:
+    if found < needed:
         raise UserError(
             f"rollout.servers.count={count}: with rollout.tensor_model_parallel_size={size} the servers need "
             f"{count * size} GPUs of their own, beside those of the {ranks} ranks on this machine (trainer.nproc), "
-            f"but it has {there}. Set trainer.nproc={max(1, there - count * size)}, fewer servers, or rollout=vllm, "
+            f"but it has {found}. Set trainer.nproc={max(1, found - count * size)}, fewer servers, or rollout=vllm, "
             "which shares the ranks' GPUs."
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(i) for i in range(there)]
+    names = visible.split(",") if visible else [str(i) for i in range(found)]
     return [names[first : first + size] for first in range(ranks, needed, size)]

@@ -49,9 +49,8 @@ class ServerProcess:
         Args:
             folder: Hugging Face configuration and tokenizer of the model.
             max_model_len: limit of prompt plus response in tokens.
-            device: device of the type that the server uses.
+            device: has the server's device type.
             gpus: visible CUDA devices, as in CUDA_VISIBLE_DEVICES; ignored on a CPU.
-            secret: secret that every route requires.
             log: file to which the server's output is appended.
         """
         self._flags = flags(config, folder, max_model_len, device)

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class VllmEngine:
         return self._llm.model_config.dtype
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Load all weights in place, one after the other; names and shapes are the Hugging Face model's.
+        """Load all weights in place, one by one, with the names and shapes of the Hugging Face model.
 
         Raises:
             ValueError: unknown or missing names, or another shape. The engine is unusable afterwards.
@@ -101,19 +102,19 @@ class VllmEngine:
             UserError: prompt and response exceed `max_model_len`.
             WeightsMismatch: the weights changed during a sleep.
         """
-        ranks = gather_requests(requests, self._group, self._group, self._coordinator)
-        together = [request for rank in ranks for request in rank]
-        self._check(together)
+        of_ranks = gather_requests(requests, self._group, self._group, self._coordinator)
+        all_requests = list(chain.from_iterable(of_ranks))
+        self._check(all_requests)
         samples: dict[int, Sample] = {}
         with self._process_state.entered():
             restored = "weights" in self._asleep
             self._wake(*PARTS)
             if restored:
                 self._verify(self.version)
-            for places in indices_by_params(together).values():
-                samples |= zip(places, self._samples([together[i] for i in places], seed, step), strict=True)
-        first = sum(len(rank) for rank in ranks[: self._group.index(self._coordinator.rank)])
-        return [samples[place] for place in range(first, first + len(requests))]
+            for indices in indices_by_params(all_requests).values():
+                samples |= zip(indices, self._samples([all_requests[i] for i in indices], seed, step), strict=True)
+        first = sum(map(len, of_ranks[: self._group.index(self._coordinator.rank)]))
+        return [samples[i] for i in range(first, first + len(requests))]
 
     def sleep(self) -> bool:
         """Release GPU memory as in `rollout.sleep_level`; do nothing on a CPU."""
@@ -214,9 +215,8 @@ class VllmEngine:
                 raise ValueError("a prompt has no tokens")
             if prompt + response > self._policy.max_model_len:
                 raise UserError(
-                    f"A prompt of {prompt} tokens and a response of {response} do not fit vLLM, which was started for "
-                    f"{self._policy.max_model_len} (data.max_prompt_length and data.max_response_length). Raise one of "
-                    "these."
+                    f"A prompt of {prompt} tokens and a response of {response} are longer than the limit of vLLM, "
+                    f"{self._policy.max_model_len} tokens. Raise data.max_prompt_length or data.max_response_length."
                 )
 
     def _samples(self, requests: Sequence[Request], seed: int, step: int) -> list[Sample]:
@@ -224,24 +224,23 @@ class VllmEngine:
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
-        def sampling(asked: Sequence[Request]) -> Any:
-            own = request_seed(seed, step, asked[0].uid) + asked[0].sample
-            kwargs = sampling_kwargs(
-                asked[0].params, copies_of(asked), own, self._policy.eos, self._config.structured_outputs
-            )
+        def params_of(group: Sequence[Request]) -> Any:
+            first, eos, structure = group[0], self._policy.eos, self._config.structured_outputs
+            own_seed = request_seed(seed, step, first.uid) + first.sample
+            kwargs = sampling_kwargs(first.params, copies_of(group), own_seed, eos, structure)
             if structure := kwargs.pop("structured_outputs", None):
                 kwargs["structured_outputs"] = StructuredOutputsParams(**structure)
             return VllmSamplingParams(**kwargs, flat_logprobs=True)
 
-        groups = [[requests[place] for place in places] for places in siblings(requests)]
+        groups = [[requests[i] for i in indices] for indices in siblings(requests)]
         # Cached prefixes change rounding, so clear those of earlier calls.
         self._llm.reset_prefix_cache()
-        # All ranks of a group see the same samples; one of them reports progress.
-        counts = self._coordinator.rank == self._group[0]
+        # All ranks of a group have the same samples; one rank reports progress.
+        reports = self._coordinator.rank == self._group[0]
         outputs = self._llm.generate(
             [{"prompt_token_ids": group[0].token_ids} for group in groups],
-            [sampling(group) for group in groups],
-            use_tqdm=_Reporting if counts else False,
+            [params_of(group) for group in groups],
+            use_tqdm=_Reporting if reports else False,
             lora_request=self._lora_request(),
         )
         return [

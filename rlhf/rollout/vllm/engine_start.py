@@ -41,46 +41,48 @@ def build_vllm_engine(
     device: torch.device,
     *,
     seed: int,
-    kind: Callable[..., VllmEngine] = VllmEngine,
+    engine_class: Callable[..., VllmEngine] = VllmEngine,
 ) -> VllmEngine:
-    """Build an engine of class `kind` on this rank's device, asleep if possible. Collective; needs the ranks' process
-    group. `seed` is vLLM's own; each request has its own. Raises UserError if vLLM rejects the model or arguments."""
+    """Build an engine on this rank's device, and let it sleep if possible. Collective, in the ranks' process group.
+
+    Args:
+        seed: vLLM's seed. Requests have seeds of their own.
+        engine_class: `VllmEngine`, or a function with the same arguments.
+
+    Raises:
+        UserError: vLLM rejects the model or the arguments.
+    """
     if device.type != "cuda":
         config = replace(config, sleep_level=0)
     tensor_parallel = config.tensor_model_parallel_size
     first = coordinator.rank // tensor_parallel * tensor_parallel
     scratch = Scratch()
-    here = {"RANK": str(dims.everyone().rank), "LOCAL_RANK": str(device.index or 0)}
-    here["VLLM_RPC_BASE_PATH"] = str(scratch.folder)
-    # On a CPU, vLLM would compile two small functions; that costs more than it saves.
-    process_state = ProcessState(ENVIRONMENT | here, compiles=device.type == "cuda")
+    environment = ENVIRONMENT | {
+        "RANK": str(dims.everyone().rank),
+        "LOCAL_RANK": str(device.index or 0),
+        "VLLM_RPC_BASE_PATH": str(scratch.folder),
+    }
+    # On a CPU, vLLM would compile two small functions, which costs more than it saves.
+    process_state = ProcessState(environment, compiles=device.type == "cuda")
     try:
         coordinator.on_domain_leaders(policy.write)
-        # The ranks of a group share memory, so they share its name.
-        shared = coordinator.all_gather(scratch.name)[first]
+        # The ranks of a tensor-parallel group share memory, and so need one name for the memory.
+        memory_name = coordinator.all_gather(scratch.name)[first]
         with process_state.entered():
             weights, hf_config = _weights_in_files(policy.folder)
             arguments = _arguments(config, policy, hf_config, device) | {"seed": seed}
             arguments |= config.engine_kwargs.vllm
-            llm = _start(arguments, shared, device)
+            llm = _start(arguments, memory_name, device)
     except BaseException:
         scratch.close()
         raise
-    engine = kind(
-        llm,
-        process_state,
-        scratch,
-        config,
-        policy,
-        weights,
-        coordinator,
-        group=range(first, first + tensor_parallel),
-    )
+    group = range(first, first + tensor_parallel)
+    engine = engine_class(llm, process_state, scratch, config, policy, weights, coordinator, group=group)
     engine.sleep()
     return engine
 
 
-def _start(arguments: dict[str, Any], shared: str, device: torch.device) -> Any:
+def _start(arguments: dict[str, Any], memory_name: str, device: torch.device) -> Any:
     if "VLLM_LOGGING_LEVEL" not in os.environ:
         logging.getLogger("vllm").setLevel(logging.ERROR)
     try:
@@ -88,16 +90,16 @@ def _start(arguments: dict[str, Any], shared: str, device: torch.device) -> Any:
             warnings.simplefilter("ignore", FutureWarning)
             from vllm import LLM
 
-            set_shared_memory_prefix(f"{shared}.")
+            set_shared_memory_prefix(f"{memory_name}.")
             try:
-                with _own_groups(shared) if device.type == "cpu" else nullcontext():
+                with _unique_memory_names(memory_name) if device.type == "cpu" else nullcontext():
                     llm = LLM(**arguments)
             finally:
                 set_shared_memory_prefix()
     except (ValueError, TypeError) as error:
         raise UserError(
-            "rollout=vllm: vLLM rejects the model or the arguments (including rollout.engine_kwargs.vllm): "
-            f"{' '.join(str(error).split())}"
+            "rollout=vllm: vLLM rejects the model or the arguments. Correct rollout.engine_kwargs.vllm, or set another "
+            f"model.path or rollout=embedded. vLLM's error: {' '.join(str(error).split())}"
         ) from error
     # The finalizer would destroy the process group, which belongs to the rank.
     llm.llm_engine.engine_core._finalizer.detach()
@@ -105,19 +107,21 @@ def _start(arguments: dict[str, Any], shared: str, device: torch.device) -> Any:
 
 
 @contextmanager
-def _own_groups(shared: str) -> Iterator[None]:
-    """Prefix the names of vLLM's shared memory between the ranks of a group on a CPU with `shared`. vLLM uses the same
-    names in all runs, and a killed run does not remove the memory."""
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
+def _unique_memory_names(prefix: str) -> Iterator[None]:
+    """Prefix the names of the memory that vLLM shares between the ranks of a group on a CPU.
 
-    name = Shared.make_group_name
-    Shared.make_group_name = staticmethod(lambda communicator: f"{shared}-{name(communicator).lstrip('/')}")
+    vLLM uses the same names in all runs, and a killed run does not remove its memory.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+
+    name_of = SharedMemory.make_group_name
+    SharedMemory.make_group_name = staticmethod(lambda communicator: f"{prefix}-{name_of(communicator).lstrip('/')}")
     try:
         yield
     finally:
-        Shared.make_group_name = staticmethod(name)
-        # All ranks have opened the memory.
-        for path in SHARED_MEMORY.glob(f"*{shared}-*"):
+        SharedMemory.make_group_name = staticmethod(name_of)
+        # All ranks have opened the memory, so its names are no longer needed.
+        for path in SHARED_MEMORY.glob(f"*{prefix}-*"):
             remove_file(path, missing_ok=True)
 
 
@@ -144,15 +148,15 @@ def _arguments(config: RolloutConfig, policy: PolicyFiles, hf_config: Any, devic
 
 
 def _cpu_cache_bytes(config: RolloutConfig, hf_config: Any, max_model_len: int) -> int:
-    """Return the bytes for `max_num_seqs` samples of full length, limited to this rank's fraction of the memory."""
+    """Return the bytes for `max_num_seqs` samples of full length, but at most this rank's fraction of the memory."""
     text = hf_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * width * getattr(torch, config.engine_dtype).itemsize
-    blocks = config.max_num_seqs * math.ceil(max_model_len / BLOCK) + 1  # vLLM keeps one for itself
+    token_bytes = 2 * text.num_hidden_layers * heads * width * getattr(torch, config.engine_dtype).itemsize
+    blocks = config.max_num_seqs * math.ceil(max_model_len / BLOCK) + 1  # vLLM reserves one block
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or dims.everyone().size)
-    return min(blocks * BLOCK * token, int(machine * config.vllm_share / local))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or dims.everyone().size)
+    return min(blocks * BLOCK * token_bytes, int(machine * config.vllm_share / local_ranks))
 
 
 def _weights_in_files(folder: Path) -> tuple[WeightsInFiles, Any]:
@@ -165,7 +169,7 @@ def _weights_in_files(folder: Path) -> tuple[WeightsInFiles, Any]:
         names.setdefault(id(tensor), []).append(name)
     parts = parts_in_files({name: tensor.shape for name, tensor in state.items()}, hf_config)
     shapes: dict[tuple[str, ...], Sequence[int]] = {}
-    for tied in names.values():
-        of_names = [parts_of(parts, name, state[name].shape) for name in tied]
-        shapes |= {tuple(part.name for part in same): same[0].shape for same in zip(*of_names, strict=True)}
+    for tied_names in names.values():
+        parts_by_name = [parts_of(parts, name, state[name].shape) for name in tied_names]
+        shapes |= {tuple(part.name for part in tied): tied[0].shape for tied in zip(*parts_by_name, strict=True)}
     return WeightsInFiles(shapes, parts), hf_config

@@ -24,9 +24,11 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's `max_lora_ran
 
 
 class AdapterVllmEngine(VllmEngine):
-    """A `VllmEngine` that keeps the frozen base and applies the policy's adapters to each request. Each update replaces
-    the adapters by new ones, in the engine's precision and with a new number. Both are verified: the adapters, and the
-    base as sent at the first update."""
+    """A `VllmEngine` that keeps the frozen base and applies the policy's adapters to each request.
+
+    Each update replaces the adapters by new adapters, in the engine's precision and with a new number. It then verifies
+    the adapters, and the base of the first update.
+    """
 
     def __init__(self, *arguments: Any, lora: LoraConfig, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -119,7 +121,7 @@ def build_adapter_engine(
     ours = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
     of_vllm = replace(config.engine_kwargs, vllm=ours | config.engine_kwargs.vllm)
     config = replace(config, sleep_level=min(1, config.sleep_level), engine_kwargs=of_vllm)
-    kind = partial(AdapterVllmEngine, lora=lora)
-    engine = build_vllm_engine(config, policy, coordinator, device, seed=seed, kind=kind)
+    engine_class = partial(AdapterVllmEngine, lora=lora)
+    engine = build_vllm_engine(config, policy, coordinator, device, seed=seed, engine_class=engine_class)
     assert isinstance(engine, AdapterVllmEngine)
     return engine

@@ -58,7 +58,7 @@ class ReceivingEngine(NCCLWeightTransferEngine):
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Finalise the model, and compare its weights with the digests sent.
+        """Finalize the model, and compare its weights with the digests sent.
 
         Raises:
             WeightsMismatch: the weights differ.

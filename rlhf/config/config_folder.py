@@ -1,4 +1,4 @@
-"""Extends Hydra's reader of configuration folders."""
+"""Reads folders of configuration files for Hydra, with two more features."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -12,17 +12,17 @@ from rlhf.config.known_settings import SETTINGS
 from rlhf.errors import UserError
 
 
-class LibraryFolder(FileConfigSource):
-    """Reads a folder of configuration files, which may do two things that Hydra does not support.
+class ConfigFolder(FileConfigSource):
+    """Reads a folder of configuration files, and adds two features that Hydra lacks.
 
     A file may select a group's entry as on the command line (`algorithm: ppo`). A file may require a setting (`???`),
-    which a merge of files would ignore.
+    even if an earlier file sets the same setting.
     """
 
     groups: frozenset[str] = frozenset()
-    filled: ClassVar[set[str]] = set()
-    left_open: ClassVar[set[str]] = set()
-    """Settings that the files of a composition set (`filled`), and settings that they require (`left_open`)."""
+    set_by_files: ClassVar[set[str]] = set()
+    required_by_files: ClassVar[set[str]] = set()
+    """Settings that the files of a composition set, and settings that they require (`???`)."""
 
     @staticmethod
     def scheme() -> str:
@@ -36,45 +36,45 @@ class LibraryFolder(FileConfigSource):
         except OSError as error:
             if "Invalid loaded object type" not in str(error):
                 raise
-            raise UserError(_no_mapping(file, "one value")) from error
+            raise UserError(_not_a_mapping(file, "one value")) from error
         content = result.config
         if not isinstance(content, DictConfig):
-            raise UserError(_no_mapping(file, "a list"))
+            raise UserError(_not_a_mapping(file, "a list"))
         # OmegaConf reads plain text as a key without a value.
         given = [value for _, value in content.items_ex(resolve=False)]
         if given == [None] and isinstance(yaml.safe_load(Path(file).read_bytes()), str):
-            raise UserError(_no_mapping(file, "one value"))
+            raise UserError(_not_a_mapping(file, "one value"))
         if result.header.get("package") != "_global_":
-            self._note(file, content, config_path.partition("/")[0] + ".")
+            self._record(file, content, config_path.partition("/")[0] + ".")
             return result
         values = {str(key): value for key, value in content.items_ex(resolve=False)}
-        chosen = [key for key in sorted(self.groups) if isinstance(values.get(key), str)]
-        if chosen:
+        selected = [key for key in sorted(self.groups) if isinstance(values.get(key), str)]
+        if selected:
             with open_dict(content):
-                overrides = {f"override /{key}": content.pop(key) for key in chosen}
+                overrides = {f"override /{key}": content.pop(key) for key in selected}
                 defaults = list(content.get("defaults") or [])
                 listed = {str(key) for default in defaults if isinstance(default, DictConfig) for key in default}
                 if twice := sorted(listed & overrides.keys()):
-                    what = twice[0].removeprefix("override /")
+                    group = twice[0].removeprefix("override /")
                     raise UserError(
-                        f"{file}: {what} is selected twice, by `{what}:` and by `override /{what}:`; remove one."
+                        f"{file}: {group} is selected twice, by `{group}:` and by `override /{group}:`; remove one."
                     )
                 content["defaults"] = [*defaults, *({key: value} for key, value in overrides.items())]
-        self._note(file, content, "")
+        self._record(file, content, "")
         return result
 
-    def _note(self, file: str, content: DictConfig, prefix: str) -> None:
+    def _record(self, file: str, content: DictConfig, prefix: str) -> None:
         for name, value in content.items_ex(resolve=False):
             key = f"{prefix}{name!s}"
             if isinstance(value, DictConfig) and not value._is_none() and not value._is_interpolation():
-                self._note(file, value, f"{key}.")
+                self._record(file, value, f"{key}.")
             elif key in SETTINGS:
                 if SETTINGS[key].reads_as_true(value):
                     raise UserError(f"{file}: {key}={value}: must be {SETTINGS[key].expects}.")
-                (self.left_open if OmegaConf.is_missing(content, name) else self.filled).add(key)
+                (self.required_by_files if OmegaConf.is_missing(content, name) else self.set_by_files).add(key)
 
 
-def _no_mapping(file: str, what: str) -> str:
+def _not_a_mapping(file: str, what: str) -> str:
     return (
         f"{file}: contains {what}, not a mapping of settings. Write each section with its settings indented below it: "
         "`trainer:`, and `  seed: 1` in the next line."
