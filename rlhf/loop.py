@@ -152,20 +152,21 @@ def estimate(
         with c.clock.phase("values"), c.critic.on_device():
             values = c.critic.all_values(batch, training.balance)
     with c.clock.phase("share"):
-        rollout_values = None if values is None else training.to_rollout_ranks(values)
+        rollout_values = None if values is None else training.to_rollout.of_tokens(values)
         policies = None
         if c.advantages.uses_kl and old is not None and ref is not None:
-            policies = training.to_rollout_ranks(old), training.to_rollout_ranks(ref)
+            policies = training.to_rollout.of_tokens(old), training.to_rollout.of_tokens(ref)
     with c.clock.phase("adv"):
         credit, credit_metrics = c.advantages.estimate(rollout, rollout_values, policies, c.guards)
     with c.clock.phase("share"):
-        mask = batch.response_mask if credit.mask is rollout.response_mask else training.to_training_ranks(credit.mask)
+        to_training = training.to_training
+        mask = batch.response_mask if credit.mask is rollout.response_mask else to_training.of_tokens(credit.mask)
         given = batch.present() | {"response_mask": mask}
-        advantages = training.to_training_ranks(credit.advantages)
+        advantages = to_training.of_tokens(credit.advantages)
         actor = ActorBatch(**given, advantages=advantages, loss_mask=mask, old_log_probs=old, ref_log_probs=ref)
         critic = None
         if values is not None and credit.returns is not None:
-            critic = CriticBatch(**given, values=values, returns=training.to_training_ranks(credit.returns))
+            critic = CriticBatch(**given, values=values, returns=to_training.of_tokens(credit.returns))
     return (actor, critic), credit, credit_metrics
 
 

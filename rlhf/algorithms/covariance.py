@@ -45,15 +45,15 @@ def smallest(values: Tensor, keys: Tensor, candidates: Tensor, count: int, ranks
     Returns:
         [N, R] bool: all candidates if there are fewer than `count`.
     """
-    mine = _sorted(values[candidates], keys[candidates])[:count]
+    own = _sorted(values[candidates], keys[candidates])[:count]
     # Pad with the largest value and key, which sort after all candidates.
-    room = count - len(mine)
+    room = count - len(own)
     padded = [
-        torch.nn.functional.pad(mine[:, 0].view(torch.float64), (0, room), value=torch.inf),
-        torch.nn.functional.pad(mine[:, 1], (0, room), value=torch.iinfo(torch.int64).max),
+        torch.nn.functional.pad(own[:, 0].view(torch.float64), (0, room), value=torch.inf),
+        torch.nn.functional.pad(own[:, 1], (0, room), value=torch.iinfo(torch.int64).max),
     ]
-    every = _sorted(*map(ranks.all_gather, padded))
-    last_value, last_key = every[count - 1, :1].view(torch.float64), every[count - 1, 1]
+    gathered = _sorted(*map(ranks.all_gather, padded))
+    last_value, last_key = gathered[count - 1, :1].view(torch.float64), gathered[count - 1, 1]
     return candidates & ((values < last_value) | ((values == last_value) & (keys <= last_key)))
 
 

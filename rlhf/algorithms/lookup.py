@@ -1,7 +1,6 @@
 """Looks up estimators and policy losses: built-in by name, or the user's as `path/to/file.py:function`."""
 
 from collections.abc import Callable
-from typing import Any
 
 from rlhf.algorithms import advantages, losses
 from rlhf.algorithms.advantages import Estimate, EstimatorInput
@@ -21,8 +20,7 @@ A loss with `chosen` in `POLICY_LOSSES` also takes the chosen tokens, [N, R]."""
 def load_estimator(name: str) -> AdvantageEstimator:
     """Return the function of `algorithm.adv_estimator`; a user's function is wrapped by `checked_estimator`."""
     if name in ESTIMATORS:
-        ours: Any = getattr(advantages, name)
-        return ours
+        return getattr(advantages, name)
     setting = "algorithm.adv_estimator"
     return checked_estimator(f"{setting}={name}", load_function(setting, name))
 
@@ -30,7 +28,6 @@ def load_estimator(name: str) -> AdvantageEstimator:
 def load_policy_loss(name: str) -> PolicyLossFunction:
     """Return the function of `actor.policy_loss.loss_mode`; a user's function is wrapped by `checked_policy_loss`."""
     if name in POLICY_LOSSES:
-        ours: Any = getattr(losses, name)
-        return ours
+        return getattr(losses, name)
     setting = "actor.policy_loss.loss_mode"
     return checked_policy_loss(f"{setting}={name}", load_function(setting, name))

@@ -17,7 +17,7 @@ class PolicyLoss(NamedTuple):
 
     losses: Tensor
     """[N, R], zero outside the mask."""
-    figures: dict[str, Tensor]
+    metrics: dict[str, Tensor]
     """Metrics without gradient, [N, R] each; a loss returns the same names at every call. The trainer logs their
     means over all response tokens as `actor/<name>`."""
 

@@ -93,14 +93,14 @@ class _TokenLogProbs(torch.autograd.Function):
             if ctx.finish is not None:
                 with torch.enable_grad():
                     logits = ctx.finish(product.requires_grad_())
-            every = _scaled(logits.detach(), ctx.temperature, normalizer.dtype).sub_(normalizer[rows, None])
+            log_shares = _scaled(logits.detach(), ctx.temperature, normalizer.dtype).sub_(normalizer[rows, None])
             # d log p_label / d logit_v = ([v = label] - p_v) / T;  d entropy / d logit_v = -p_v (log p_v + entropy) / T
             of_label = of_log_probs[rows, None] / ctx.temperature
             factor = -of_label
             if of_entropy is not None:
-                surprise = every.masked_fill(every.isneginf(), 0.0).add_(entropy[rows, None])
+                surprise = log_shares.masked_fill(log_shares.isneginf(), 0.0).add_(entropy[rows, None])
                 factor = surprise.mul_(of_entropy[rows, None] / -ctx.temperature).sub_(of_label)
-            gradient = every.exp_().mul_(factor).scatter_add_(1, labels[rows, None], of_label).to(logits.dtype)
+            gradient = log_shares.exp_().mul_(factor).scatter_add_(1, labels[rows, None], of_label).to(logits.dtype)
             if ctx.finish is not None:
                 (gradient,) = torch.autograd.grad(logits, product, gradient)
             if of_hidden is not None:

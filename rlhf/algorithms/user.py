@@ -46,7 +46,7 @@ def checked_estimator(
 def checked_policy_loss(source: str, function: Callable[..., Any]) -> Callable[..., PolicyLoss]:
     """Wrap the user's policy loss; `source` is the setting with its value.
 
-    Calls raise UserError unless the result is a `PolicyLoss` whose losses (with a gradient) and figures have the mask's
+    Calls raise UserError unless the result is a `PolicyLoss` whose losses (with a gradient) and metrics have the mask's
     shape [N, R]. The guards check that losses are finite.
     """
 
@@ -57,9 +57,9 @@ def checked_policy_loss(source: str, function: Callable[..., Any]) -> Callable[.
         loss = _call(source, function, log_probs, old_log_probs, advantages, mask, config)
         if not isinstance(loss, PolicyLoss):
             raise UserError(
-                f"{source} returned {_kind(loss)}. Return rlhf.algorithms.losses.PolicyLoss(losses, figures)."
+                f"{source} returned {_kind(loss)}. Return rlhf.algorithms.losses.PolicyLoss(losses, metrics)."
             )
-        for name, tensor in {"losses": loss.losses, **loss.figures}.items():
+        for name, tensor in {"losses": loss.losses, **loss.metrics}.items():
             _check_shape(source, name, tensor, mask)
         if log_probs.requires_grad and not loss.losses.requires_grad:
             raise UserError(f"{source} returned losses without a gradient. Compute them from log_probs, not detached.")

@@ -104,7 +104,6 @@ class ResolvedConfig:
 
     @classmethod
     def of(cls, config: Config) -> "ResolvedConfig":
-        """Return the text and the comparison of `config`."""
         return cls(to_yaml(config), lambda stored, release: compare_text(stored, config, release))
 
     @property
@@ -159,5 +158,4 @@ def log_changes(diff: ConfigDiff) -> None:
 
 
 def as_lines(changes: list[Change]) -> str:
-    """Return one line per change, as part of a message."""
     return "\n".join(f"  {change}" for change in changes)

@@ -19,12 +19,10 @@ class Setting:
     metadata: Mapping[str, Any]
 
     def value(self, config: Config) -> Any:
-        """Return the value of this setting in `config`."""
         return attrgetter(self.key)(config)
 
     @property
     def default(self) -> Any:
-        """Return the default value in the schema."""
         return self.value(_DEFAULTS)
 
     def reads_as_true(self, value: Any) -> bool:

@@ -25,7 +25,6 @@ class Redaction:
         self._values = sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
-        """Return `text` without secrets."""
         for value in self._values:
             text = text.replace(value, REDACTED)
         return _LOGIN.sub(REDACTED, SECRET.sub(REDACTED, text))

@@ -99,5 +99,4 @@ def schema() -> DictConfig:
 
 
 def load(path: Path) -> Config:
-    """Read a resolved configuration file."""
     return from_yaml(path.read_text())

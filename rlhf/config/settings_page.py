@@ -23,7 +23,6 @@ Every setting with the schema's default. Entries of groups (`conf/`) and recipes
 
 
 def settings_page() -> str:
-    """Return the page in Markdown."""
     default = Config()
     text = HEADING
     for section, settings in groupby(SETTINGS.values(), key=lambda setting: setting.key.partition(".")[0]):

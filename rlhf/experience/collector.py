@@ -11,12 +11,11 @@ from rlhf.batch import RolloutBatch, TokenCounts
 from rlhf.config import DataConfig, FilterGroupsConfig, RewardConfig
 from rlhf.config.derived import needs_reward_model, prompts_per_generation
 from rlhf.experience.collate import collate
-from rlhf.experience.dynamic_sampling import DynamicSampling
+from rlhf.experience.dynamic_sampling import DynamicSampling, PlainSampling
 from rlhf.experience.generation import Generation
 from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.experience.journal import combined, digests
 from rlhf.experience.metrics import RolloutStats, generation_metrics, slowest, step_metrics
-from rlhf.experience.plain_sampling import PlainSampling
 from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.experience.responses import log_timeouts
@@ -95,15 +94,16 @@ class Collector:
         if journal is not None:
             self._trained = (step, combined(self.coordinator.all_gather(digests(groups))))
         batch = collate(groups, generation.tokenizer.pad_token_id, step - 1, self.device)
-        figures, tokens = step_metrics(batch, groups, generation.params.max_tokens, self.coordinator)
+        batch_metrics, tokens = step_metrics(batch, groups, generation.params.max_tokens, self.coordinator)
         own_seconds = sampler.seconds - generated_before
         if not needs_reward_model(self.reward):  # a reward model's seconds include waiting for other ranks
             own_seconds += stats.reward_seconds
-        older = any(group.version < step - 1 for group in groups)
-        gathered = self.coordinator.all_gather((own_seconds, older, memory_use(self.device)))
-        metrics |= slowest([seconds for seconds, _, _ in gathered]) | largest([used for *_, used in gathered])
-        metrics |= sampler.metrics()
-        if not any(older for _, older, _ in gathered):
+        is_stale = any(group.version < step - 1 for group in groups)
+        seconds, stale, memory = zip(
+            *self.coordinator.all_gather((own_seconds, is_stale, memory_use(self.device))), strict=True
+        )
+        metrics |= slowest(seconds) | largest(memory) | sampler.metrics()
+        if not any(stale):
             batch.staleness = None
         log_timeouts(f"Step {step}", stats.slow, self.coordinator)
         metrics["data/epoch"] = int(self.prompts.epochs)
@@ -120,7 +120,7 @@ class Collector:
         epochs = self.prompts.epochs
         if self.async_steps and not self.ends_with(step, epochs) and not self._sampling.starts_full():
             self._prefetch.begin(step + 1, self._sampling.gen_batch_size)
-        return Collected(batch, groups, figures | metrics, tokens, epochs)
+        return Collected(batch, groups, batch_metrics | metrics, tokens, epochs)
 
     def drop_journal(self, up_to: int) -> None:
         """Remove the journal files of steps up to `up_to` that a published checkpoint covers."""

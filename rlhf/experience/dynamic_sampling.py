@@ -1,4 +1,4 @@
-"""Draws prompts until enough groups have a signal: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2)."""
+"""Fills the batch of each step with groups: of the next prompts, or only groups with a signal (dynamic sampling)."""
 
 import logging
 from collections.abc import Sequence
@@ -17,12 +17,53 @@ LARGE_SHARE = 0.5
 
 
 @dataclass
-class DynamicSampling:
-    """Fills a batch with groups whose samples differ in reward; drops other groups, which have no advantage.
+class PlainSampling:
+    """Fills each batch with the groups of the next prompts, without selection by reward. Carries nothing over."""
 
-    Carries surplus groups over to the next step, where they come before newer groups. Drops carried groups whose
-    policy is more than `max_staleness` steps old. Groups stay on the rank that generated them. All ranks make the same
-    choice.
+    prefetch: Prefetch
+    gen_batch_size: None = field(default=None, init=False)
+    """Prompts per generation; None for the prompts of a step."""
+
+    def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
+        """Return the groups of this rank's part of the next prompts, sorted by uid, and no metrics. Collective."""
+        prompts, generation = self.prefetch.prompts, self.prefetch.generation
+        if (ahead := self.prefetch.pop(stats)) is not None:
+            found, wanted = len(uids_everywhere(ahead, generation.coordinator)), prompts.batch_size
+            if found == wanted:
+                return ahead, {}
+            log.warning(
+                "Dropped %d prompts of the checkpoint, with samples generated for step %d: "
+                "data.train_batch_size is now %d.",
+                found,
+                step,
+                wanted,
+            )
+        return generation.groups(prompts.next(), stats, version=step - 1, step=step), {}
+
+    def starts_full(self) -> bool:
+        return False
+
+    @property
+    def carried(self) -> list[Group]:
+        return []
+
+    def carry(self, groups: Sequence[Group]) -> None:
+        """Drop a checkpoint's carried groups and log a warning."""
+        if groups:
+            log.warning(
+                "Dropped %d prompts of the checkpoint, with samples that dynamic sampling carried over: "
+                "algorithm.filter_groups.enable=false.",
+                len(groups),
+            )
+
+
+@dataclass
+class DynamicSampling:
+    """Fills a batch with groups whose samples differ in reward (DAPO, arXiv 2503.14476, section 3.2).
+
+    Drops other groups, which have no advantage. Carries surplus groups over to the next step, where they come before
+    newer groups. Drops carried groups whose policy is more than `max_staleness` steps old. Groups stay on the rank that
+    generated them. All ranks make the same choice.
     """
 
     config: FilterGroupsConfig
@@ -79,15 +120,13 @@ class DynamicSampling:
             "sampling/groups_filled": missing,
             "sampling/carried_share": share_carried,
         }
-        mine = [group for group in kept + dropped if group.uid in chosen]
-        return sorted(mine, key=lambda group: group.uid), metrics
+        return sorted((g for g in kept + dropped if g.uid in chosen), key=lambda group: group.uid), metrics
 
     def starts_full(self) -> bool:
         """Return whether the carried groups fill the next batch without a generation. Collective."""
         return len(uids_everywhere(self.carried, self.coordinator)) >= self.prompts.batch_size
 
     def carry(self, groups: Sequence[Group]) -> None:
-        """Replace the carried groups by a checkpoint's `groups`."""
         self.carried = sorted(groups, key=lambda group: group.uid)
 
     def _young(self, groups: Sequence[Group], step: int) -> list[Group]:

@@ -48,8 +48,8 @@ class Evaluator:
 
     def maybe_evaluate(self, step: int, *, last: bool) -> dict[str, float]:
         """Return the metrics after `step` if an evaluation is due or `step` is the last, otherwise no metrics."""
-        every = self.config.test_freq
-        due = self.prompts is not None and every and (last or step % every == 0)
+        test_freq = self.config.test_freq
+        due = self.prompts is not None and test_freq and (last or step % test_freq == 0)
         return self.evaluate(step) if due else {}
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -57,31 +57,31 @@ class Evaluator:
         assert self.prompts is not None
         started = time.monotonic()
         announce("evaluation.before")
-        mine = [self.prompts[i] for i in range(dims.data().rank, len(self.prompts), dims.data().size)]
+        prompts = [self.prompts[i] for i in range(dims.data().rank, len(self.prompts), dims.data().size)]
         n = self.n
-        requests = [Request(p.index, p.token_ids, self.params, number) for p in mine for number in range(n)]
-        every = self.sampler.generate(requests, version=step, step=step)
-        samples = [every[start : start + n] for start in range(0, len(every), n)]
+        requests = [Request(p.index, p.token_ids, self.params, number) for p in prompts for number in range(n)]
+        samples = self.sampler.generate(requests, version=step, step=step)
+        responses = [(prompt, samples[i * n : (i + 1) * n]) for i, prompt in enumerate(prompts)]
         self.sampler.sleep()
-        scored = score_responses(self.reward, self.tokenizer, zip(mine, samples, strict=True))
+        scored = score_responses(self.reward, self.tokenizer, responses)
         log_timeouts(f"Evaluation after step {step}", self.reward.pop_timeouts(), self.coordinator)
-        self.show(shown_answers(list(zip(mine, samples, strict=True)), scored, self.tokenizer, self.coordinator))
-        figures = self._figures(mine, samples, scored)
+        self.show(shown_answers(responses, scored, self.tokenizer, self.coordinator))
+        metrics = self._metrics(responses, scored)
         announce("evaluation.after")
-        return figures | {"timing_s/testing": time.monotonic() - started}
+        return metrics | {"timing_s/testing": time.monotonic() - started}
 
-    def _figures(
-        self, prompts: list[Prompt], samples: list[list[Sample]], scored: list[list[RewardResult]]
+    def _metrics(
+        self, responses: list[tuple[Prompt, list[Sample]]], scored: list[list[RewardResult]]
     ) -> dict[str, float]:
         answered = [
-            AnsweredPrompt(prompt.data_source, results, self._answers(of_prompt, results))
-            for prompt, of_prompt, results in zip(prompts, samples, scored, strict=True)
+            AnsweredPrompt(prompt.data_source, results, self._answers(samples, results))
+            for (prompt, samples), results in zip(responses, scored, strict=True)
         ]
         results = [result for of_prompt in scored for result in of_prompt]
         right = [r.correct if (accuracy := accuracy_of(r)) is None else accuracy for r in results]
-        seen = {"val/accuracy": Summary.of(right), "val/reward": Summary.of(r.score for r in results)}
-        every = {name: summary.mean for name, summary in merge(seen, self.coordinator).items()}
-        return every | validation_metrics(answered, self.n, self.coordinator)
+        own = {"val/accuracy": Summary.of(right), "val/reward": Summary.of(r.score for r in results)}
+        means = {name: summary.mean for name, summary in merge(own, self.coordinator).items()}
+        return means | validation_metrics(answered, self.n, self.coordinator)
 
     def _answers(self, samples: list[Sample], results: list[RewardResult]) -> list[str | None]:
         """Return the answer of each response, or None for an unknown answer.

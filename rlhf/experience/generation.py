@@ -58,7 +58,6 @@ class Generation:
         ]
 
     def by_prompt(self, samples: list[Sample]) -> list[list[Sample]]:
-        """Split the samples of `requests` by prompt."""
         size = self.n + self.greedy_baseline
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 

@@ -94,11 +94,12 @@ def from_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> list[Group]
     if is_format_7(arrays):
         arrays = from_format_7(arrays)
     records = json.loads(arrays["records"].tobytes())
-    every, groups = from_arrays(arrays), []
+    all_samples, groups = from_arrays(arrays), []
     lengths = [record["prompt_length"] for record in records]
-    if (sum(lengths), sum(len(record["results"]) for record in records)) != (len(arrays["prompt_ids"]), len(every)):
-        raise ValueError(f"groups have {len(arrays['prompt_ids'])} tokens of prompts and {len(every)} samples")
-    samples, prompts = iter(every), split(arrays["prompt_ids"], lengths)
+    found = len(arrays["prompt_ids"]), len(all_samples)
+    if (sum(lengths), sum(len(record["results"]) for record in records)) != found:
+        raise ValueError(f"groups have {found[0]} tokens of prompts and {found[1]} samples")
+    samples, prompts = iter(all_samples), split(arrays["prompt_ids"], lengths)
     for record, prompt_ids in zip(records, prompts, strict=True):
         results = [RewardResult(**result) for result in record["results"]]
         of_prompt = list(islice(samples, len(results)))

@@ -182,9 +182,9 @@ class Journal:
         return known
 
     def _fits(self, header: dict[str, Any]) -> bool:
-        ours = self._header
         # A process that has just resumed has no hash of the previous batch; the checkpoint has the batch's effect.
-        return header == ours | ({"after": header.get("after")} if ours["after"] is None else {})
+        accepted = {"after": header.get("after")} if self._header["after"] is None else {}
+        return header == self._header | accepted
 
     def _append(self, payloads: Iterable[bytes]) -> None:
         if not self._writable:
@@ -192,17 +192,14 @@ class Journal:
         path = self._folder / f"step_{self._header['step']}.rank_{self._rank:05d}"
         try:
             if not path.exists():
-                self._make_folder()
+                if not self._folder.is_dir():
+                    make_dir_durably(self._folder)
                 payloads = chain([records.to_payload(self._header)], payloads)
             announce("journal.append")
             self.written += append_durably(path, map(records.frame, payloads), event="journal.fsync")
         except OSError as error:
             self._writable = False
             log.warning("%s can't be written; after a crash its samples are generated again: %s", path, error)
-
-    def _make_folder(self) -> None:
-        if not self._folder.is_dir():
-            make_dir_durably(self._folder)
 
 
 def digests(groups: Iterable[Group]) -> dict[int, str]:
@@ -220,5 +217,5 @@ def digests(groups: Iterable[Group]) -> dict[int, str]:
 
 def combined(parts: Iterable[Mapping[int, str]]) -> str:
     """Return one hash of the `digests` of all ranks, independent of the placement of groups on ranks."""
-    every = sorted((uid, digest) for part in parts for uid, digest in part.items())
-    return xxhash.xxh3_128_hexdigest(repr(every).encode())
+    pairs = sorted((uid, digest) for part in parts for uid, digest in part.items())
+    return xxhash.xxh3_128_hexdigest(repr(pairs).encode())

@@ -21,7 +21,6 @@ _LENGTH, _HASH_BYTES = struct.Struct("<Q"), 16
 
 
 def frame(payload: bytes) -> bytes:
-    """Return the record of `payload`."""
     length = _LENGTH.pack(len(payload))
     return length + xxhash.xxh3_128_digest(length + payload) + payload
 
@@ -57,13 +56,11 @@ def from_payload(payload: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def samples_payload(uid: int, samples: Sequence[Sample]) -> bytes:
-    """Return the payload for the samples of the prompt `uid`."""
     arrays = to_arrays(samples)
     return to_payload({"uid": uid, "arrays": layout_of(arrays)}, b"".join(to_bytes(arrays)))
 
 
 def samples_of(document: dict[str, Any], tail: bytes) -> list[Sample]:
-    """Return the samples of a `samples_payload`, decoded by `from_payload`."""
     return from_arrays(from_bytes(tail, document["arrays"]))
 
 
@@ -73,5 +70,4 @@ def results_payload(uid: int, scored_by: str, results: Sequence[RewardResult]) -
 
 
 def results_of(document: dict[str, Any]) -> list[RewardResult]:
-    """Return the rewards of a `results_payload`, decoded by `from_payload`."""
     return [RewardResult(**result) for result in document["results"]]

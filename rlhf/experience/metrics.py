@@ -51,13 +51,13 @@ class Summary:
 Name = TypeVar("Name", str, tuple[str, ...])
 
 
-def merge(mine: dict[Name, Summary], coordinator: Coordinator) -> dict[Name, Summary]:
+def merge(own: dict[Name, Summary], coordinator: Coordinator) -> dict[Name, Summary]:
     """Return the sum of all ranks' summaries by name, added in rank order. Collective.
 
     Ranks may have different names. Names without values are dropped.
     """
     merged: dict[Name, Summary] = {}
-    for part in coordinator.all_gather(mine):
+    for part in coordinator.all_gather(own):
         for name, summary in part.items():
             merged[name] = merged[name] + summary if name in merged else summary
     return {name: merged[name] for name in sorted(merged) if merged[name].count}
@@ -89,7 +89,6 @@ class RolloutStats:
     """Details of the samples that `timeouts` counts, except samples generated before a resume."""
 
     def add(self, other: "RolloutStats") -> None:
-        """Add the statistics of `other` to these."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
@@ -105,7 +104,7 @@ def step_metrics(
     """
     rows = [(len(group.prompt_ids), sample) for group in groups for sample in group.samples]
     responses = [len(sample) for _, sample in rows]
-    mine = {
+    own = {
         "reward": Summary.of(batch.scores.tolist()),
         "response_length": Summary.of(responses),
         "response_length_terminated": Summary.of(len(s) for _, s in rows if s.finish_reason == "stop"),
@@ -118,18 +117,18 @@ def step_metrics(
     }
     numbers = [result.extra | result.terms for group in groups for result in group.results]
     for name in {name for of_sample in numbers for name in of_sample}:
-        mine[f"reward/{name}"] = Summary.of(of_sample[name] for of_sample in numbers if name in of_sample)
-    every = merge(mine, coordinator)
-    metrics = {name: summary.mean for name, summary in every.items() if name.startswith("reward/")}
+        own[f"reward/{name}"] = Summary.of(of_sample[name] for of_sample in numbers if name in of_sample)
+    merged = merge(own, coordinator)
+    metrics = {name: summary.mean for name, summary in merged.items() if name.startswith("reward/")}
     for name in ("reward", "response_length", "response_length_terminated", "prompt_length"):
-        if name in every:
-            summary = every[name]
+        if name in merged:
+            summary = merged[name]
             metrics |= {f"{name}/mean": summary.mean, f"{name}/min": summary.low, f"{name}/max": summary.high}
-    metrics |= {"reward/std": every["reward"].std, "response_length/clip_ratio": every["clipped"].mean}
-    if "no_signal" in every:
-        metrics["reward/frac_zero_std"] = every["no_signal"].mean
-    length = every["length"]
-    return metrics, TokenCounts(int(length.total), int(every["written"].total), int(length.squares))
+    metrics |= {"reward/std": merged["reward"].std, "response_length/clip_ratio": merged["clipped"].mean}
+    if "no_signal" in merged:
+        metrics["reward/frac_zero_std"] = merged["no_signal"].mean
+    length = merged["length"]
+    return metrics, TokenCounts(int(length.total), int(merged["written"].total), int(length.squares))
 
 
 def generation_metrics(
@@ -151,31 +150,16 @@ def generation_metrics(
         journal_bytes: bytes that this rank wrote; None on all ranks without a journal.
         overlong, staleness, generated: whether to return these metrics as well; the same on every rank.
     """
-    mine = {
-        "timeouts": Summary.of([stats.timeouts]),
-        "failures": Summary.of([stats.failures]),
-        "journal_bytes": Summary.of([] if journal_bytes is None else [journal_bytes]),
-        "journal_samples": Summary.of(stats.journaled),
-        "overlong": Summary.of(penalty for group in groups for penalty in group.penalties),
-        "staleness": Summary.of(version - sample.version for group in groups for sample in group.samples),
-        "generated": Summary.of(stats.scores),
-    }
-    every = merge(mine, coordinator)
-    metrics = {
-        "reward/timeouts": every["timeouts"].total,
-        "reward/failures": every["failures"].total,
-        "timing_s/gen": stats.rollout_seconds,
-        "timing_s/reward": stats.reward_seconds,
-    }
-    if "journal_bytes" in every:
-        metrics["perf/journal_bytes"] = every["journal_bytes"].total
-    if "journal_samples" in every:
-        metrics["perf/journal_samples"] = every["journal_samples"].mean
+    sums: dict[str, list[float]] = {"reward/timeouts": [stats.timeouts], "reward/failures": [stats.failures]}
+    sums["perf/journal_bytes"] = [] if journal_bytes is None else [journal_bytes]
+    means: dict[str, list[float]] = {"perf/journal_samples": list(stats.journaled)}
     if overlong:
-        metrics["reward/overlong"] = every["overlong"].mean
+        means["reward/overlong"] = [penalty for group in groups for penalty in group.penalties]
     if staleness:
-        metrics["sampling/staleness_mean"] = every["staleness"].mean
-        metrics["sampling/staleness_max"] = every["staleness"].high
-    if generated and "generated" in every:
-        metrics["sampling/reward_mean"] = every["generated"].mean
-    return metrics
+        means["sampling/staleness_mean"] = [version - s.version for group in groups for s in group.samples]
+    if generated:
+        means["sampling/reward_mean"] = stats.scores
+    merged = merge({name: Summary.of(values) for name, values in (sums | means).items()}, coordinator)
+    metrics = {"timing_s/gen": stats.rollout_seconds, "timing_s/reward": stats.reward_seconds}
+    metrics |= {name: summary.total if name in sums else summary.mean for name, summary in merged.items()}
+    return metrics | ({"sampling/staleness_max": merged["sampling/staleness_mean"].high} if staleness else {})

@@ -22,7 +22,6 @@ class PromptShare:
         return drawn[low:high]
 
     def prompt(self, uid: int) -> Prompt:
-        """Return the prompt at the position `uid` of the stream."""
         return self._stream.at(uid)
 
     @property

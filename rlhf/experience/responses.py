@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,8 +19,8 @@ def score_responses(
     reward: Reward, tokenizer: PreTrainedTokenizerBase, answered: Iterable[tuple[Prompt, Sequence[Sample]]]
 ) -> list[list[RewardResult]]:
     """Return the rewards of the samples of each prompt. Collective with a reward model."""
-    every = list(answered)
-    texts = iter(texts_of(tokenizer, [sample for _, samples in every for sample in samples]))
+    responses = list(answered)
+    texts = iter(texts_of(tokenizer, [sample for _, samples in responses for sample in samples]))
     items = [
         RewardItem(
             prompt.data_source,
@@ -31,12 +32,12 @@ def score_responses(
             sample.token_ids,
             group,
         )
-        for group, (prompt, samples) in enumerate(every)
+        for group, (prompt, samples) in enumerate(responses)
         for sample in samples
     ]
     report(REWARD, 0, len(items))
     results = iter(reward.score(items))
-    return [[next(results) for _ in samples] for _, samples in every]
+    return [[next(results) for _ in samples] for _, samples in responses]
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample]) -> list[str]:
@@ -46,8 +47,8 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample]) -> l
     return [str(tokenizer.decode(sample.token_ids, skip_special_tokens=True)) for sample in samples]
 
 
-def log_timeouts(when: str, mine: Sequence[Timeouts], coordinator: Coordinator) -> None:
+def log_timeouts(when: str, own: Sequence[Timeouts], coordinator: Coordinator) -> None:
     """Log on the leader the reward functions that timed out on any rank, each with a count and a sample. Collective."""
-    every = merge_timeouts(each for of_rank in coordinator.all_gather(list(mine)) for each in of_rank)
-    if every and coordinator.is_leader:
-        log.warning("%s: %s", when, "; ".join(map(str, every)))
+    merged = merge_timeouts(chain.from_iterable(coordinator.all_gather(list(own))))
+    if merged and coordinator.is_leader:
+        log.warning("%s: %s", when, "; ".join(map(str, merged)))

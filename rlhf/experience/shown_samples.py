@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
@@ -37,10 +38,10 @@ class RolloutViewer:
         order = sorted(range(len(rows)), key=lambda row: rows[row][1])
         part = _parts(coordinator.all_gather(len(rows)), count)[coordinator.rank] if count > 0 else len(rows)
 
-        def mine() -> list[ShownSample]:
+        def own() -> list[ShownSample]:
             return [self._rollout(*rows[row], advantages[row]) for row in sorted(order[:part])]
 
-        return [sample for of_rank in coordinator.collect(mine) or [] for sample in of_rank]
+        return list(chain.from_iterable(coordinator.collect(own) or []))
 
     def _rollout(self, group: Group, number: int, advantage: float) -> ShownSample:
         prompt: Prompt | None = self.prompts.prompt(group.uid)
@@ -60,14 +61,14 @@ def shown_answers(
 ) -> list[ShownSample]:
     """Return all samples of an evaluation on the leader, and an empty list on other ranks. Collective."""
 
-    def mine() -> list[ShownSample]:
+    def own() -> list[ShownSample]:
         return [
             _shown(VALIDATION, prompt.token_ids, prompt, sample, result, result.score, None, tokenizer)
             for (prompt, samples), of_prompt in zip(answered, results, strict=True)
             for sample, result in zip(samples, of_prompt, strict=True)
         ]
 
-    gathered = [sample for of_rank in coordinator.collect(mine) or [] for sample in of_rank]
+    gathered = chain.from_iterable(coordinator.collect(own) or [])
     return sorted(gathered, key=lambda sample: (sample["uid"], sample["sample"]))
 
 

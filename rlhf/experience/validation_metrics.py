@@ -51,15 +51,15 @@ def validation_metrics(prompts: Sequence[AnsweredPrompt], n: int, coordinator: C
     accuracy (`accuracy_of`). The source's main variable is `acc` if it exists, else `reward`. Each of this rank's
     `prompts` has `n` responses.
     """
-    mine: dict[tuple[str, ...], Summary] = {}
+    own: dict[tuple[str, ...], Summary] = {}
     for prompt in prompts:
-        for variable, metric, value in _figures(prompt):
+        for variable, metric, value in _metrics(prompt):
             key = (prompt.data_source, variable, metric)
-            mine[key] = mine.get(key, Summary.of(())) + Summary.of([value])
-    every = merge(mine, coordinator)
+            own[key] = own.get(key, Summary.of(())) + Summary.of([value])
+    merged = merge(own, coordinator)
     metrics = {}
-    for (source, variable, metric), summary in every.items():
-        whole, right = every[source, "reward", f"mean@{n}"], every.get((source, "acc", f"mean@{n}"))
+    for (source, variable, metric), summary in merged.items():
+        whole, right = merged[source, "reward", f"mean@{n}"], merged.get((source, "acc", f"mean@{n}"))
         has_accuracy = right is not None and right.count == whole.count
         if variable == "acc" and not has_accuracy:
             continue
@@ -77,7 +77,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def _figures(prompt: AnsweredPrompt) -> Iterator[tuple[str, str, float]]:
+def _metrics(prompt: AnsweredPrompt) -> Iterator[tuple[str, str, float]]:
     """Yield variable, metric and value."""
     n = len(prompt.results)
     variables = dict(_variables(prompt.results))

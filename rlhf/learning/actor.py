@@ -20,7 +20,7 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from rlhf.learning.resharding import Shuffle
 from rlhf.learning.token_choice import TokenChoice
-from rlhf.learning.update import Counts, Figures, MicroBatchLoss, Passes, StepHooks, update
+from rlhf.learning.update import Counts, Metrics, MicroBatchLoss, Passes, StepHooks, update
 from rlhf.ranks.collectives import all_sum
 
 
@@ -28,9 +28,8 @@ class Actor(Policy):
     """The policy with its loss and optimizer steps.
 
     Args:
-        temperature: sampling temperature of the rollouts.
+        temperature, log_prob_budget: see `Policy`.
         scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
-        log_prob_budget: maximum tokens of a forward pass without gradients on one rank.
         seed: the run's seed, for policy losses that choose tokens at random.
     """
 
@@ -54,17 +53,14 @@ class Actor(Policy):
 
     def update(
         self, batch: ActorBatch, balance: SampleBalance, guards: Guards, shuffle: Shuffle | None = None
-    ) -> Figures:
-        """Take the optimizer steps of a training step; return `actor/...` and `rollout/...` metrics. Collective.
+    ) -> Metrics:
+        """Take the optimizer steps of a training step, as `update`. Collective.
 
-        If a log-prob of the rollout engine is not finite, the guards reject the batch.
-
-        Args:
-            batch: this rank's samples, with `old_log_probs` if `rlhf.config.derived.needs_old_log_probs`.
-            balance: the split of all ranks' samples over mini-batches.
-            shuffle: draws new mini-batches for each later epoch; None reuses those of the first.
+        Return `actor/...` and `rollout/...` metrics. `batch` has `old_log_probs` if
+        `rlhf.config.derived.needs_old_log_probs`. If a log-prob of the rollout engine is not finite, the guards reject
+        the batch.
         """
-        rejected: Figures = {}
+        rejected: Metrics = {}
         sampled = all_sum(masked(batch.rollout_log_probs, batch.response_mask).double().sum()).item()
         # Later checks would not notice log-probs that are not finite: comparisons with a NaN are false, and a rejection
         # would silently mask the tokens.
@@ -73,10 +69,10 @@ class Actor(Policy):
             batch, rejected = self._reject(batch, old, rejection)
         passes, micro_batch_loss = self._passes, self._micro_batch_loss
         hooks = StepHooks(partial(self._with_chosen, guards.step), self._adapt_bonus)
-        figures = rejected | update(
+        metrics = rejected | update(
             self.backend, batch, balance, passes, micro_batch_loss, guards, "actor", shuffle, hooks
         )
-        return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
+        return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
 
     def _micro_batch_loss(self, micro: ActorBatch, counts: Counts) -> MicroBatchLoss:
         config, mask, counted = self._config, micro.response_mask.float(), micro.counted.float()
@@ -90,30 +86,30 @@ class Actor(Policy):
         log_probs, entropy = self.log_probs(micro, with_entropy=config.needs_entropy)
         old = micro.old_log_probs if micro.old_log_probs is not None else log_probs.detach()
         chosen = () if micro.chosen is None else (micro.chosen,)
-        losses, figures = self._policy_loss(log_probs, old, micro.advantages, counted, config, *chosen)
+        losses, metrics = self._policy_loss(log_probs, old, micro.advantages, counted, config, *chosen)
         weights: Tensor | None = None
         if (weighing := self._importance_weights(micro, old)) is not None:
             weights, truncated = weighing
             losses = losses * weights
-            figures = figures | {"rollout/is_mean": weights, "rollout/is_truncated": truncated}
+            metrics = metrics | {"rollout/is_mean": weights, "rollout/is_truncated": truncated}
         pg_loss = aggregate(losses)
         loss, terms = pg_loss, {"pg_loss": pg_loss}
         if config.kl_in_loss and micro.ref_log_probs is not None:
             terms["kl_loss"] = aggregate(self._kl_to_reference(log_probs, old, micro.ref_log_probs, weights))
             loss = loss + config.kl_loss_coef * terms["kl_loss"]
-        figures = figures | {"kl": kl_estimate(old, log_probs, "k3")}
+        metrics = metrics | {"kl": kl_estimate(old, log_probs, "k3")}
         if entropy is not None:
-            figures["entropy"] = entropy
+            metrics["entropy"] = entropy
             if self.entropy_control.weight:
                 loss = loss - self.entropy_control.weight * aggregate(entropy)
         if micro.ref_log_probs is not None:
-            figures["ref_kl"] = kl_estimate(log_probs, micro.ref_log_probs, "k3")
+            metrics["ref_kl"] = kl_estimate(log_probs, micro.ref_log_probs, "k3")
         mismatch = masked(old - micro.rollout_log_probs, mask).abs()
-        figures |= {
+        metrics |= {
             "rollout/logprob_diff_mean": mismatch,
             "rollout/kl": kl_estimate(micro.rollout_log_probs, old, "k3"),
         }
-        sums = {"loss": loss, **terms} | {name: token_mean(values) for name, values in figures.items()}
+        sums = {"loss": loss, **terms} | {name: token_mean(values) for name, values in metrics.items()}
         largest = mismatch.max() if mismatch.numel() else mismatch.new_zeros(())
         return MicroBatchLoss(loss, sums, {"rollout/logprob_diff_max": largest})
 
@@ -134,12 +130,12 @@ class Actor(Policy):
                 mask[rows] = batch.counted[rows]
         return replace(batch, chosen=self._choice.choose(batch, mask, log_probs, step))
 
-    def _adapt_bonus(self, figures: Figures) -> Figures:
+    def _adapt_bonus(self, metrics: Metrics) -> Metrics:
         """Adapt the weight of the entropy bonus after an optimizer step, and return the step's weight as a metric."""
         if not self.entropy_control.is_adaptive:
             return {}
         weight = self.entropy_control.weight
-        self.entropy_control.observe(figures["entropy"])
+        self.entropy_control.observe(metrics["entropy"])
         return {"entropy_coeff": weight}
 
     def _kl_to_reference(self, log_probs: Tensor, old: Tensor, ref: Tensor, weights: Tensor | None) -> Tensor:
@@ -149,7 +145,7 @@ class Actor(Policy):
         kl = corrected_kl(log_probs, old, ref, self._config.kl_loss_type)
         return kl if weights is None else weights * kl
 
-    def _reject(self, batch: ActorBatch, old: Tensor, kind: str) -> tuple[ActorBatch, Figures]:
+    def _reject(self, batch: ActorBatch, old: Tensor, kind: str) -> tuple[ActorBatch, Metrics]:
         """Return the batch with a loss mask that is 0 where old policy and rollout engine differ too much.
 
         Also return, as metrics over all ranks, the fractions of masked tokens and of responses with a masked token.
@@ -162,11 +158,11 @@ class Actor(Policy):
         left_out = mask & ~kept
         shares = [left_out.sum(), mask.sum(), (left_out.sum(dim=1) > 0).sum(), (mask.sum(dim=1) > 0).sum()]
         tokens, of_tokens, responses, of_responses = all_sum(torch.stack(shares).double()).tolist()
-        figures = {
+        metrics = {
             "rollout/rs_masked": tokens / max(of_tokens, 1.0),
             "rollout/rs_seq_masked": responses / max(of_responses, 1.0),
         }
-        return replace(batch, loss_mask=kept), figures
+        return replace(batch, loss_mask=kept), metrics
 
     def _importance_weights(self, micro: ActorBatch, old: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return importance weights of the losses and which weights are truncated, [N, R] each; None without weights.

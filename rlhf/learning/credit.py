@@ -31,7 +31,6 @@ class Credit(NamedTuple):
     """[N, R] bool: tokens that the policy wrote, without truncated responses if `mask_truncated_responses` is set."""
 
     def means(self) -> list[float]:
-        """Return the mean advantage of each response."""
         return (self.advantages.double().sum(1) / self.mask.sum(1).clamp(min=1)).tolist()
 
 
@@ -60,17 +59,17 @@ class Advantages:
             policies: None without a KL in the reward.
         """
         mask = batch.response_mask
-        scores, baselines, figures = self.scaling.apply(batch, guards)
+        scores, baselines, metrics = self.scaling.apply(batch, guards)
         rewards = scores_on_last_tokens(scores, mask)
         if policies is not None:
-            kl_rewards, of_kl = self._kl_rewards(policies, mask, guards)
-            rewards, figures = rewards - kl_rewards, figures | of_kl
+            kl_rewards, kl_metrics = self._kl_rewards(policies, mask, guards)
+            rewards, metrics = rewards - kl_rewards, metrics | kl_metrics
         inputs = EstimatorInput(rewards, mask.float(), self._group_size, values, baselines, all_sum)
         credit = Credit(*self._estimator(inputs, self._config), mask)
         if self._config.mask_truncated_responses:
-            credit, masked_out = _without_truncated(credit, batch.truncated)
-            figures |= masked_out
-        return credit, figures | _advantage_figures(credit.advantages, credit.mask)
+            credit, share_metrics = _without_truncated(credit, batch.truncated)
+            metrics |= share_metrics
+        return credit, metrics | _advantage_metrics(credit.advantages, credit.mask)
 
     def _kl_rewards(self, policies: Policies, mask: Tensor, guards: Guards) -> tuple[Tensor, dict[str, float]]:
         """Return the KL penalty on each token's reward, [N, R], and adapt the coefficient for the next batch."""
@@ -80,11 +79,11 @@ class Advantages:
         shares = torch.stack([loss_sum(kl, mask, mode).double(), loss_count(mask, mode).double()])
         total, samples = all_sum(shares).tolist()
         mean = total / max(samples, 1.0)
-        figures = {"reward/kl": mean, "reward/kl_coef": coefficient}
+        metrics = {"reward/kl": mean, "reward/kl_coef": coefficient}
         # A coefficient that became NaN would stay NaN.
         if guards.allows("actor", kl_in_reward=mean) and control.type == "adaptive":
             self.kl_coef = adapted_coefficient(coefficient, mean, int(samples), control.target_kl, control.horizon)
-        return coefficient * kl, figures
+        return coefficient * kl, metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the coefficient for the next batch, and its configured start value."""
@@ -119,7 +118,7 @@ def _without_truncated(credit: Credit, truncated: Tensor) -> tuple[Credit, dict[
     return left, {"advantages/truncated_masked": masked_out / max(samples, 1.0)}
 
 
-def _advantage_figures(advantages: Tensor, mask: Tensor) -> dict[str, float]:
+def _advantage_metrics(advantages: Tensor, mask: Tensor) -> dict[str, float]:
     """Return mean, standard deviation and, unless all masks are empty, extremes of the advantages. Collective."""
     sums = [loss_sum(values, mask, "token-mean").double() for values in (advantages, advantages.square())]
     shares = all_sum(torch.stack([*sums, mask.sum().double()]))
@@ -127,8 +126,8 @@ def _advantage_figures(advantages: Tensor, mask: Tensor) -> dict[str, float]:
     # One transfer, so that the host waits for the device once.
     total, square, tokens, high, low = torch.cat([shares, extremes]).tolist()
     mean = total / max(tokens, 1.0)
-    figures = {"advantages/mean": mean, "advantages/std": max(square / max(tokens, 1.0) - mean**2, 0.0) ** 0.5}
-    return figures | {"advantages/min": -low, "advantages/max": high} if tokens else figures
+    metrics = {"advantages/mean": mean, "advantages/std": max(square / max(tokens, 1.0) - mean**2, 0.0) ** 0.5}
+    return metrics | {"advantages/min": -low, "advantages/max": high} if tokens else metrics
 
 
 def _highest(values: Tensor, mask: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from rlhf.learning.balancing import SampleBalance
 from rlhf.learning.guards import Guards
 from rlhf.learning.predicted_tokens import PredictedTokens, per_token
 from rlhf.learning.resharding import Shuffle
-from rlhf.learning.update import Counts, Figures, MicroBatchLoss, Passes, update
+from rlhf.learning.update import Counts, Metrics, MicroBatchLoss, Passes, update
 
 CONSTANT = 1e-12
 """Returns count as constant if their variance, divided by their mean square, is at most this."""
@@ -26,8 +26,7 @@ class Critic:
 
     Args:
         scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
-        budget: maximum tokens of a forward and backward pass on one rank.
-        forward_budget: maximum tokens of a forward pass without gradients on one rank.
+        budget, forward_budget: maximum tokens of a pass with and without gradients, on one rank.
     """
 
     def __init__(
@@ -48,15 +47,15 @@ class Critic:
 
     def update(
         self, batch: CriticBatch, balance: SampleBalance, guards: Guards, shuffle: Shuffle | None = None
-    ) -> Figures:
-        """Take the optimizer steps of a training step, and return `critic/...` metrics. Collective."""
-        figures = update(self.backend, batch, balance, self._passes, self._micro_batch_loss, guards, "critic", shuffle)
-        if figures:
-            square, error_square = figures.pop("return_square"), figures.pop("error_square")
-            variance = square - figures["return_mean"] ** 2
-            unexplained = error_square - figures.pop("error_mean") ** 2
-            figures["explained_variance"] = 1 - unexplained / variance if variance > CONSTANT * square else 0.0
-        return {f"critic/{name}": value for name, value in figures.items()}
+    ) -> Metrics:
+        """Take the optimizer steps of a training step, as `update`; return `critic/...` metrics. Collective."""
+        metrics = update(self.backend, batch, balance, self._passes, self._micro_batch_loss, guards, "critic", shuffle)
+        if metrics:
+            square, error_square = metrics.pop("return_square"), metrics.pop("error_square")
+            variance = square - metrics["return_mean"] ** 2
+            unexplained = error_square - metrics.pop("error_mean") ** 2
+            metrics["explained_variance"] = 1 - unexplained / variance if variance > CONSTANT * square else 0.0
+        return {f"critic/{name}": value for name, value in metrics.items()}
 
     def _micro_batch_loss(self, micro: CriticBatch, counts: Counts) -> MicroBatchLoss:
         config, mask, returns = self._config, micro.response_mask.float(), micro.returns
@@ -65,7 +64,7 @@ class Critic:
         loss = loss_sum(losses, mask, config.loss_agg_mode, self._scale) / counts.loss
         # In float64, because the variance is a difference of two sums.
         targets = returns.double()
-        figures = {
+        metrics = {
             "vf_clipfrac": clipped,
             "value_mean": values,
             "return_mean": targets,
@@ -73,7 +72,7 @@ class Critic:
             "error_mean": targets - micro.values,
             "error_square": (targets - micro.values).square(),
         }
-        means = {name: loss_sum(v.detach(), mask, "token-mean") / counts.tokens for name, v in figures.items()}
+        means = {name: loss_sum(v.detach(), mask, "token-mean") / counts.tokens for name, v in metrics.items()}
         return MicroBatchLoss(loss, {"loss": loss} | means, {})
 
 
@@ -83,5 +82,5 @@ def response_values(model: nn.Module, batch: Batch) -> Tensor:
     The logits of `model` are [N, L, 1]. Column t comes from position prompt + t - 1, which predicts token t.
     """
     tokens = PredictedTokens.of(model, batch)
-    every = model(**tokens.inputs).logits[..., 0].flatten().float()
-    return tokens.in_rows(every[tokens.positions])
+    values = model(**tokens.inputs).logits[..., 0].flatten().float()
+    return tokens.in_rows(values[tokens.positions])

@@ -18,19 +18,19 @@ _BOUNDS = {"loss": "max_loss", "kl": "max_kl", "ref_kl": "max_kl", "drop": "max_
 
 @dataclass(frozen=True)
 class Event:
-    """A rejected batch: its step, and the first metric that was out of bounds."""
+    """A rejected batch: its step, and its first metric that was out of bounds."""
 
     step: int
     who: str
     """`actor`, `critic` or `reward`."""
-    figure: str
+    metric: str
     value: float
     bound: float | None
     """None if `value` is not finite."""
 
     def __str__(self) -> str:
-        wrong = "is not finite" if self.bound is None else f"is beyond guards.{_BOUNDS[self.figure]}={self.bound:g}"
-        return f"step {self.step}: {self.who} {self.figure} {self.value:.6g} {wrong}"
+        wrong = "is not finite" if self.bound is None else f"is beyond guards.{_BOUNDS[self.metric]}={self.bound:g}"
+        return f"step {self.step}: {self.who} {self.metric} {self.value:.6g} {wrong}"
 
 
 class Guards:
@@ -55,7 +55,8 @@ class Guards:
 
     def __init__(self, config: GuardsConfig, *, quiet: bool = False) -> None:
         self._config, self._quiet = config, quiet
-        self._step, self._reward = 0, 0.0
+        self.rolls_back = config.action == "rollback"
+        self.step, self._reward = 0, 0.0
         self.rejected: Event | None = None
         """The event that rejected the current batch; None if it is not rejected."""
         self._average: float | None = None
@@ -64,39 +65,31 @@ class Guards:
         self._rollbacks: dict[int, tuple[int, int]] = {}
         self._row: list[Event] = []
 
-    @property
-    def step(self) -> int:
-        return self._step
-
-    @property
-    def rolls_back(self) -> bool:
-        return self._config.action == "rollback"
-
     def begin(self, step: int, reward_mean: float) -> None:
         """Begin a batch. Reject it if its mean reward is not finite, or too far below that of accepted batches."""
-        self._step, self._reward, self.rejected = step, reward_mean, None
+        self.step, self._reward, self.rejected = step, reward_mean, None
         drop = 0.0 if self._average is None else self._average - reward_mean
         if not math.isfinite(reward_mean):
             self.rejected = Event(step, "reward", "mean", reward_mean, None)
         elif self._config.max_reward_drop is not None and drop > self._config.max_reward_drop:
             self.rejected = Event(step, "reward", "drop", drop, self._config.max_reward_drop)
 
-    def allows(self, who: str, **figures: float) -> bool:
+    def allows(self, who: str, **metrics: float) -> bool:
         """Return whether the batch is still accepted. Reject it if a metric of the mini-batch is out of bounds.
 
         Args:
             who: `actor` or `critic`.
-            figures: metrics, which must be finite. `max_loss` bounds the absolute value of `loss`; `max_kl` bounds `kl`
+            metrics: must be finite. `max_loss` bounds the absolute value of `loss`; `max_kl` bounds `kl`
                 and `ref_kl`, means per token.
         """
-        for name, value in figures.items():
+        for name, value in metrics.items():
             if self.rejected is not None:
                 break
             bound = getattr(self._config, _BOUNDS[name]) if name in _BOUNDS else None
             if not math.isfinite(value):
-                self.rejected = Event(self._step, who, name, value, None)
+                self.rejected = Event(self.step, who, name, value, None)
             elif bound is not None and (abs(value) if name == "loss" else value) > bound:
-                self.rejected = Event(self._step, who, name, value, bound)
+                self.rejected = Event(self.step, who, name, value, bound)
         return self.rejected is None
 
     def settle(self, step: int, *, last: bool = False) -> Decision:
@@ -134,7 +127,7 @@ class Guards:
         """Return the number of skips and rollbacks up to this step, and whether this batch is rejected."""
         return {
             "guards/skips": self._skips,
-            "guards/rollbacks": sum(times for step, (times, _) in self._rollbacks.items() if step <= self._step),
+            "guards/rollbacks": sum(times for step, (times, _) in self._rollbacks.items() if step <= self.step),
             "guards/refused": int(self.rejected is not None),
         }
 
@@ -144,8 +137,8 @@ class Guards:
         Args:
             position: position in the stream after the rejected step's prompts, from which the repeated step draws.
         """
-        times, _ = self._rollbacks.get(self._step, (0, 0))
-        self._rollbacks[self._step] = (times + 1, position)
+        times, _ = self._rollbacks.get(self.step, (0, 0))
+        self._rollbacks[self.step] = (times + 1, position)
         state = self.state_dict()
         return {name: state[name] for name in ("rollbacks", "row")}
 
@@ -164,32 +157,29 @@ class Guards:
             "skips": self._skips,
             "rollbacks": [[step, *entry] for step, entry in sorted(self._rollbacks.items())],
             # JSON has no NaN, and one NaN does not equal another where states are compared.
-            "row": [[event.step, event.who, event.figure, repr(event.value), event.bound] for event in self._row],
+            "row": [[event.step, event.who, event.metric, repr(event.value), event.bound] for event in self._row],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rejected = None
         self._average, self._skips = state["reward_average"], state["skips"]
         self._rollbacks = {step: (times, position) for step, times, position in state["rollbacks"]}
-        self._row = [Event(step, who, figure, float(value), bound) for step, who, figure, value, bound in state["row"]]
+        self._row = [Event(step, who, metric, float(value), bound) for step, who, metric, value, bound in state["row"]]
 
     def _evidence(self) -> str:
         row, config = self._row, self._config
         if config.action == "stop":
-            what = f"The guards rejected a batch (guards.action=stop):\n  {row[-1]}"
+            rejected, row = "a batch (guards.action=stop)", row[-1:]
         elif len(row) <= config.max_events:
-            events = "".join(f"\n  {event}" for event in row)
-            what = f"The guards rejected every batch of the run:{events}"
+            rejected = "every batch of the run"
         else:
-            events = "".join(f"\n  {event}" for event in row)
-            what = (
-                f"The guards rejected {len(row)} batches in a row, more than "
-                f"guards.max_events={config.max_events}:{events}"
-            )
+            rejected = f"{len(row)} batches in a row, more than guards.max_events={config.max_events}"
+        events = "".join(f"\n  {event}" for event in row)
         rates = sorted({"critic.optim.lr" if event.who == "critic" else "actor.optim.lr" for event in row})
-        bounds = sorted({f"guards.{_BOUNDS[event.figure]}" for event in row if event.bound is not None})
+        bounds = sorted({f"guards.{_BOUNDS[event.metric]}" for event in row if event.bound is not None})
         raise_bounds = f"raise {' and '.join(bounds)}; " if bounds else ""
         return (
-            f"{what}\nLower {' and '.join(rates)}; check the prompts and rewards of these steps; {raise_bounds}"
+            f"The guards rejected {rejected}:{events}\n"
+            f"Lower {' and '.join(rates)}; check the prompts and rewards of these steps; {raise_bounds}"
             "set trainer.allow_config_change=true to continue from the newest checkpoint with other settings."
         )

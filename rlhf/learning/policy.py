@@ -33,12 +33,9 @@ class Policy:
 
     @torch.no_grad()
     def all_log_probs(self, batch: Batch, balance: SampleBalance) -> Tensor:
-        """Return log-probs of every response token of `batch`, [N, R] float32, without gradients. Collective."""
-
-        def log_probs(micro: Batch) -> Tensor:
-            return self.log_probs(micro, with_entropy=False)[0]
-
-        return per_token(batch, balance, self._budget, self._model.module, log_probs)
+        """Return log-probs of all response tokens of `batch`, [N, R] float32, without gradients. Collective."""
+        model = self._model.module
+        return per_token(batch, balance, self._budget, model, lambda m: self.log_probs(m, with_entropy=False)[0])
 
 
 def response_log_probs(

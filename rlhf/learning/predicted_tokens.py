@@ -46,10 +46,10 @@ class PredictedTokens:
 def per_token(
     batch: Batch, balance: SampleBalance, budget: int, model: nn.Module, compute: Callable[[Batch], Tensor]
 ) -> Tensor:
-    """Return the values of `compute` for every response token of `batch`, [N, R] float32, zero on padding. Collective.
+    """Return the values of `compute` for all response tokens of `batch`, [N, R] float32, zero on padding. Collective.
 
     `compute` returns [n, R'] for a micro-batch of n samples with at most `budget` tokens. Every rank runs the same
-    number of passes. A rank without samples left computes on the filler of `Batch.micro_batch`.
+    number of passes. A rank that has no samples left computes on the filler of `Batch.micro_batch`.
     """
     result = torch.zeros_like(batch.rollout_log_probs)
     for rows in balance.micro_batches(budget, padded=not is_packed(model))[dims.data().rank]:

@@ -1,4 +1,4 @@
-"""Reference policy: the starting weights, the actor without its adapters, or a moving average of the actor's."""
+"""Provides the reference policy: the starting weights, the actor without adapters, or a moving average of the actor."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -59,11 +59,11 @@ class Reference(Policy):
             shards = self.shards()
             for name, whole in actor.full_tensors():
                 shard = shards[name]
-                mine = shard.cut(whole)
-                if mine.is_floating_point():
-                    shard.local.lerp_(mine.to(shard.local.dtype), self._config.alpha)
+                new = shard.cut(whole)
+                if new.is_floating_point():
+                    shard.local.lerp_(new.to(shard.local.dtype), self._config.alpha)
                 else:
-                    shard.local.copy_(mine)
+                    shard.local.copy_(new)
         self.updated_at = step
 
     def state_dict(self) -> dict[str, Any]:

@@ -39,10 +39,10 @@ class SampleRoute:
         self._sources, self._targets, self._lengths = sources, targets, lengths
         self._still = sources == targets
         rank, self._ranks = ranks.rank, ranks.size
-        every = range(len(sources))
+        samples = range(len(sources))
         # Sorted by peer, then by sample, so that sender and receiver agree on the order.
-        self._sent = sorted((i for i in every if sources[i][0] == rank), key=lambda i: targets[i][0])
-        self._received = sorted((i for i in every if targets[i][0] == rank), key=lambda i: sources[i][0])
+        self._sent = sorted((i for i in samples if sources[i][0] == rank), key=lambda i: targets[i][0])
+        self._received = sorted((i for i in samples if targets[i][0] == rank), key=lambda i: sources[i][0])
 
     def of_samples(self, values: Tensor) -> Tensor:
         """Move one value per sample: [N] of this rank's source samples to [M] of its target samples. Collective."""
@@ -119,16 +119,8 @@ class TrainingBatches:
     """The split of each mini-batch over the ranks."""
     shuffle: Shuffle | None
     """Draws the mini-batches of each epoch; None keeps them."""
-    _to_training: SampleRoute
-    _to_rollout: SampleRoute
-
-    def to_rollout_ranks(self, values: Tensor) -> Tensor:
-        """Move values of response tokens from the training batch, [N, R], to the rollout batch, [M, R']. Collective."""
-        return self._to_rollout.of_tokens(values)
-
-    def to_training_ranks(self, values: Tensor) -> Tensor:
-        """Move values of response tokens from the rollout batch, [M, R'], to the training batch, [N, R]. Collective."""
-        return self._to_training.of_tokens(values)
+    to_training: SampleRoute
+    to_rollout: SampleRoute
 
 
 @dataclass(frozen=True)
@@ -153,10 +145,10 @@ class SampleResharder:
         """
         facts = list(zip(uids, rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist(), strict=True))
         ranks = dims.data()
-        every = ranks.of(self.coordinator.all_gather(facts))
-        placed = sorted((fact[0], rank, row) for rank, of_rank in enumerate(every) for row, fact in enumerate(of_rank))
+        of_ranks = ranks.of(self.coordinator.all_gather(facts))
+        placed = sorted((fact[0], rank, row) for rank, own in enumerate(of_ranks) for row, fact in enumerate(own))
         sources = [(rank, row) for _, rank, row in placed]
-        prompts, responses = ([every[rank][row][i] for rank, row in sources] for i in (1, 2))
+        prompts, responses = ([of_ranks[rank][row][i] for rank, row in sources] for i in (1, 2))
         shuffle = None
         if self.shuffle_seed is not None:
             shuffle = Shuffle(self.shuffle_seed, step, self.mini_batches, ranks, prompts, responses)

@@ -34,21 +34,21 @@ class RewardScaling:
 
     def apply(self, batch: RolloutBatch, guards: Guards) -> tuple[Tensor, Tensor | None, dict[str, float]]:
         """Return the scaled scores and baselines of `batch`, [N] each, and metrics over all ranks. Collective."""
-        scores, baselines, figures = batch.scores.double(), batch.baselines, dict[str, float]()
+        scores, baselines, metrics = batch.scores.double(), batch.baselines, dict[str, float]()
         if self._kind is not None:
             mean, deviation = self._moments(scores, guards)
             scores = (scores - mean) / deviation
             # Subtract the same mean, because the estimator uses the difference of score and baseline.
             baselines = None if baselines is None else (baselines.double() - mean) / deviation
-            figures |= {"reward/norm_mean": mean, "reward/norm_std": deviation}
+            metrics |= {"reward/norm_mean": mean, "reward/norm_std": deviation}
         if self._bounds is not None:
             low, high = self._bounds
             outside = ((scores < low) | (scores > high)).double().sum()
             clipped, count = all_sum(torch.stack([outside, outside.new_tensor(len(scores))])).tolist()
             scores = scores.clamp(low, high)
             baselines = None if baselines is None else baselines.clamp(low, high)
-            figures["reward/clip_frac"] = clipped / max(count, 1.0)
-        return scores.to(batch.scores.dtype), None if baselines is None else baselines.to(batch.scores.dtype), figures
+            metrics["reward/clip_frac"] = clipped / max(count, 1.0)
+        return scores.to(batch.scores.dtype), None if baselines is None else baselines.to(batch.scores.dtype), metrics
 
     def _moments(self, scores: Tensor, guards: Guards) -> tuple[float, float]:
         """Return mean and deviation of all ranks' `scores`. With `running`, include and update the run's."""
@@ -57,10 +57,10 @@ class RewardScaling:
         squares = all_sum((scores - mean).square().sum()).item()
         if self.remembers:
             # Chan et al., "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
-            every, away = self._count + count, mean - self._mean
-            squares += self._squares + away**2 * self._count * count / max(every, 1.0)
-            mean = self._mean + away * count / max(every, 1.0)
-            count = every
+            total_count, difference = self._count + count, mean - self._mean
+            squares += self._squares + difference**2 * self._count * count / max(total_count, 1.0)
+            mean = self._mean + difference * count / max(total_count, 1.0)
+            count = total_count
             if guards.rejected is None:
                 self._count, self._mean, self._squares = count, mean, squares
         return mean, math.sqrt(squares / max(count - 1, 1.0) + EPSILON)

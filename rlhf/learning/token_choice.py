@@ -42,7 +42,7 @@ class TokenChoice:
             candidates, order, share = mask, -values, config.kl_cov_ratio
         else:
             old = log_probs if batch.old_log_probs is None else batch.old_log_probs
-            clipped = vanilla(log_probs, old, batch.advantages, mask, self._config).figures["pg_clipfrac"]
+            clipped = vanilla(log_probs, old, batch.advantages, mask, self._config).metrics["pg_clipfrac"]
             inside = (values > config.clip_cov_lb) & (values < config.clip_cov_ub)
             candidates, share = mask & inside & (clipped == 0), config.clip_cov_ratio
             order = torch.zeros_like(values)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Generic, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from rlhf.models.packing import is_packed
 from rlhf.ranks import dims
 from rlhf.ranks.collectives import all_max, all_sum
 
-Figures = dict[str, float]
+Metrics = dict[str, float]
 B = TypeVar("B", bound=Batch)
 
 
@@ -61,7 +61,7 @@ class StepHooks(Generic[B]):
 
     before: Callable[[B, list[list[int]]], B]
     """Takes the batch and a mini-batch's rows by micro-batch. Returns the batch from which the rows are selected."""
-    after: Callable[[Figures], Figures]
+    after: Callable[[Metrics], Metrics]
     """Takes the metrics of an optimizer step and returns further metrics. Not called if no rank had a token."""
 
 
@@ -75,7 +75,7 @@ def update(
     who: str,
     shuffle: Shuffle | None = None,
     hooks: StepHooks[B] | None = None,
-) -> Figures:
+) -> Metrics:
     """Take the optimizer steps of a training step, and return the means of their metrics (`lr`: the last). Collective.
 
     The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
@@ -99,7 +99,7 @@ def update(
     if shuffle is not None:
         dealt = (shuffle.deal(epoch)[1] for epoch in range(1, passes.epochs))
         plans[1:] = [mini_batch_plans(each, passes.budget, padded=padded) for each in dealt]
-    steps: list[Figures] = []
+    steps: list[Metrics] = []
     done, micros = count(1), sum(len(plan) for of_epoch in plans for plan in of_epoch)
 
     def report_progress() -> None:
@@ -109,17 +109,17 @@ def update(
         present = batch if shuffle is None or epoch == 0 else shuffle.moved(batch, epoch)
         for plan in of_epoch:
             chosen = present if hooks is None else hooks.before(present, plan)
-            figures, tokens = _accumulate(backend, chosen, plan, passes, micro_batch_loss, report_progress)
-            steps.append(figures)
+            metrics, tokens = _accumulate(backend, chosen, plan, passes, micro_batch_loss, report_progress)
+            steps.append(metrics)
             announce("update.mid")
-            if not guards.allows(who, **{name: figures[name] for name in ("loss", "kl", "ref_kl") if name in figures}):
+            if not guards.allows(who, **{name: metrics[name] for name in ("loss", "kl", "ref_kl") if name in metrics}):
                 backend.zero_grad()
                 return _finish(backend, steps)
-            figures |= backend.optimizer_step()
-            if not guards.allows(who, grad_norm=figures["grad_norm"]):
+            metrics |= backend.optimizer_step()
+            if not guards.allows(who, grad_norm=metrics["grad_norm"]):
                 return _finish(backend, steps)
             if hooks is not None and tokens:
-                figures |= hooks.after(figures)
+                metrics |= hooks.after(metrics)
     return _finish(backend, steps)
 
 
@@ -135,7 +135,7 @@ def mini_batch_plans(balance: SampleBalance, budget: int, *, padded: bool) -> li
     ]
 
 
-def _finish(backend: TrainingBackend, steps: list[Figures]) -> Figures:
+def _finish(backend: TrainingBackend, steps: list[Metrics]) -> Metrics:
     """Call the backend's `end_update`, because its schedule may count updates. Return the steps' mean metrics."""
     backend.end_update()
     return _means(steps)
@@ -148,29 +148,29 @@ def _accumulate(
     passes: Passes,
     micro_batch_loss: Callable[[B, Counts], MicroBatchLoss],
     report_progress: Callable[[], None],
-) -> tuple[Figures, int]:
+) -> tuple[Metrics, int]:
     """Accumulate the gradient of one mini-batch. Return its metrics and its response tokens, both over all ranks."""
-    mine = [row for rows in plan for row in rows]
-    shares = [loss_count(batch.counted[mine], passes.loss_agg_mode), batch.response_mask[mine].sum()]
-    found = all_sum(torch.stack(shares).double())
+    own_rows = list(chain.from_iterable(plan))
+    own_counts = [loss_count(batch.counted[own_rows], passes.loss_agg_mode), batch.response_mask[own_rows].sum()]
+    found = all_sum(torch.stack(own_counts).double())
     counts = found.clamp(min=1).tolist()
     sums: dict[str, Tensor] = {}
     largest: dict[str, Tensor] = {}
     for rows in plan:
-        share = micro_batch_loss(batch.micro_batch(rows), Counts(*counts))
-        backend.backward(share.loss)
+        part = micro_batch_loss(batch.micro_batch(rows), Counts(*counts))
+        backend.backward(part.loss)
         report_progress()
-        for name, value in share.sums.items():
+        for name, value in part.sums.items():
             sums[name] = sums.get(name, 0.0) + value.detach().double()
-        for name, value in share.largest.items():
+        for name, value in part.largest.items():
             largest[name] = torch.maximum(largest.get(name, value), value)
-    figures = dict(zip(sums, all_sum(torch.stack(list(sums.values()))).tolist(), strict=True))
+    metrics = dict(zip(sums, all_sum(torch.stack(list(sums.values()))).tolist(), strict=True))
     if largest:
-        figures |= dict(zip(largest, all_max(torch.stack(list(largest.values()))).tolist(), strict=True))
-    return figures | {"empty_mini_batches": float(found[0] == 0)}, int(found[1])
+        metrics |= dict(zip(largest, all_max(torch.stack(list(largest.values()))).tolist(), strict=True))
+    return metrics | {"empty_mini_batches": float(found[0] == 0)}, int(found[1])
 
 
-def _means(steps: list[Figures]) -> Figures:
+def _means(steps: list[Metrics]) -> Metrics:
     means = {}
     for name in {name: None for step in steps for name in step}:
         values = [step[name] for step in steps if name in step]

@@ -32,7 +32,6 @@ class Adapted:
 
     @property
     def count(self) -> int:
-        """Return the number of trained weights."""
         return sum(map(math.prod, self.trained.values()))
 
     @property

@@ -119,8 +119,11 @@ def check_fits(config: Config) -> None:
         f"{', '.join(f'{name} {gib(size)}' for name, size in largest)})."
     )
     if memory >= peak.total:
-        unstarted = f"the engine would not start: {cache_problem(config.rollout, plan)}"
-        problem = host_problem(plan) if plan.engine_starts else unstarted
+        problem = (
+            host_problem(plan)
+            if plan.engine_starts
+            else f"the engine would not start: {cache_problem(config.rollout, plan)}"
+        )
     changes = [f"{remedy} ({gib(remedy.saved)} less)" for remedy in remedies(config, models, plan)[:MAX_REMEDIES]]
     if changes:
         problem += f" Set {', '.join(changes)}."

@@ -22,7 +22,6 @@ class Machine:
 
     @classmethod
     def here(cls) -> "Machine":
-        """Return this machine."""
         gpus = count_gpus()
         return cls(gpus, installation_problem() if gpus else None)
 

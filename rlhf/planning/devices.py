@@ -71,7 +71,6 @@ def _visible_rows(environ: Mapping[str, str]) -> list[list[str]] | None:
 
 
 def machine_memory() -> int:
-    """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

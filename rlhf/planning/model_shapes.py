@@ -28,7 +28,6 @@ class ModelShapes:
 
     @cached_property
     def count(self) -> int:
-        """Return the number of parameters."""
         return sum(map(math.prod, self.weights.values()))
 
     @cached_property
@@ -121,7 +120,6 @@ class ModelShapes:
 
     @cached_property
     def activation(self) -> str:
-        """Return the name of the activation function."""
         names = ("hidden_activation", "hidden_act", "activation_function")
         return next((str(self.config[name]) for name in names if self.config.get(name)), "silu")
 
@@ -165,7 +163,6 @@ class ModelShapes:
 
 
 def is_head(name: str) -> bool:
-    """Return whether the weight `name` is the head of a causal LM."""
     return name.split(".")[0] in ("lm_head", "embed_out", "output")
 
 

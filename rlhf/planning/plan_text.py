@@ -139,7 +139,6 @@ def _verdict(rollout: RolloutConfig, plan: Plan, remedies: Sequence[Remedy]) -> 
 
 
 def plan_document(models: Models, plan: Plan, remedies: Sequence[Remedy], disk_speed: int) -> dict[str, Any]:
-    """Return the plan as a JSON document, with sizes in bytes."""
     target, size = plan.target, plan.checkpoint
     roles = {"policy": models.policy, "critic": models.critic, "reward_model": models.reward_model}
     return {

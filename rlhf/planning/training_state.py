@@ -44,7 +44,6 @@ class TrainingState:
 
 
 def compute_width(config: BackendConfig) -> int:
-    """Return the bytes per value of the forward and backward pass."""
     return WIDTHS[compute_dtype(config)]
 
 

@@ -6,11 +6,10 @@ Imports no torch: every reward process imports this module.
 from rlhf.config.schema.reward import REWARD_MODEL, RewardConfig
 from rlhf.config.user_functions import split_spec
 from rlhf.reward.failures import FailurePolicy, Timeouts, merge_timeouts
-from rlhf.reward.function import SETTING, WantedColumns
 from rlhf.reward.inprocess import ExactMatch, ReasoningGym
 from rlhf.reward.pool import ProcessPool
 from rlhf.reward.scores import RewardError, RewardItem, RewardResult, Score, Scorer
-from rlhf.reward.settings import check_functions, check_reward, label_of, weights_of
+from rlhf.reward.settings import SETTING, WantedColumns, check_functions, check_reward, label_of, weights_of
 from rlhf.reward.verifiers import Reader, answer_reader
 from rlhf.reward.weighted import Reward, Term
 

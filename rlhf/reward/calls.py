@@ -60,10 +60,9 @@ class FunctionCall:
             return asdict(Score(0.0, timed_out=True)) if limit.expired() else self._failure(error)
 
     def _of_sample(self, item: RewardItem) -> dict[str, Any]:
-        every = {"solution_str": item.response, "messages": item.messages}
-        every |= {name: getattr(item, name) for name in FIELDS}
-        given = {name: value for name, value in every.items() if self.signature.accepts(name)}
-        given |= {name: every[ours] for name, ours in self.signature.renamed.items()}
+        fields = {"solution_str": item.response, "messages": item.messages}
+        fields |= {name: getattr(item, name) for name in FIELDS}
+        given = self._accepted(fields) | {name: fields[ours] for name, ours in self.signature.renamed.items()}
         columns = _columns(item)
         return given | {name: columns[name] for name in self._columns if name in columns} | self._kwargs
 
@@ -91,25 +90,26 @@ class FunctionCall:
         return self._loop.run_until_complete(awaited(value))
 
     def _of_batch(self, items: Sequence[RewardItem]) -> dict[str, Any]:
-        every: dict[str, Any] = {"solution_strs": [item.response for item in items]}
-        every |= {"messages": [item.messages for item in items]}
-        every |= {f"{name}s": [getattr(item, name) for item in items] for name in FIELDS}
-        given = {name: value for name, value in every.items() if self.signature.accepts(name)}
-        return given | self._column_lists(items, self._columns) | self._kwargs
+        lists: dict[str, Any] = {"solution_strs": [item.response for item in items]}
+        lists |= {"messages": [item.messages for item in items]}
+        lists |= {f"{name}s": [getattr(item, name) for item in items] for name in FIELDS}
+        return self._accepted(lists) | self._column_lists(items, self._columns) | self._kwargs
 
     def _of_trl(self, items: Sequence[RewardItem], logged: "_Logged") -> dict[str, Any]:
-        every = {
+        lists = {
             "prompts": [_columns(item)[PROMPT] for item in items],
             "completions": [_completion(item) for item in items],
             "completion_ids": [item.token_ids for item in items],
             "log_extra": logged.extra,
             "log_metric": logged.metric,
         }
-        given = {name: value for name, value in every.items() if self.signature.accepts(name)}
         names = set(self._columns)
         if self.signature.rest:
             names |= {name for item in items for name in item.columns} - {PROMPT, "completion", "completion_ids"}
-        return self._column_lists(items, names) | given | self._kwargs
+        return self._column_lists(items, names) | self._accepted(lists) | self._kwargs
+
+    def _accepted(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in arguments.items() if self.signature.accepts(name)}
 
     def _column_lists(self, items: Sequence[RewardItem], names: set[str]) -> dict[str, list[Any]]:
         rows = [_columns(item) for item in items]

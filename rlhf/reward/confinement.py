@@ -144,11 +144,9 @@ def _limit(what: int, value: int) -> None:
 def _threads_of_this_user() -> int:
     count, user = 0, os.getuid()
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):  # the process has ended
             if process.stat().st_uid == user:
                 count += len(list((process / "task").iterdir()))
-        except OSError:
-            pass  # it has ended
     return count
 
 

@@ -70,7 +70,7 @@ class ProcessPool:
     def _score_together(self, items: Sequence[RewardItem]) -> list[Score]:
         process = self._idle.get()
         try:
-            entries = self._ask(process, items)
+            entries = self._request(process, items)
         except TimeoutError:
             return self._policy.timed_out(items)
         except ProcessDiedError as error:
@@ -97,12 +97,11 @@ class ProcessPool:
         return self._policy.timed_out(items)[0] if entry["timed_out"] else Score(**entry)
 
     def _out_of_memory(self, items: Sequence[RewardItem]) -> RewardError:
-        limit = (
-            f"reward.memory_gb={self._config.memory_gb:g}" if self._config.memory_gb is not None else "the machine has"
-        )
-        return RewardError(f"{self._verifier} asked for more memory than {limit} on {_describe(items)}")
+        limit = self._config.memory_gb
+        shown = "the machine has" if limit is None else f"reward.memory_gb={limit:g}"
+        return RewardError(f"{self._verifier} needed more memory than {shown} on {_describe(items)}")
 
-    def _ask(self, process: ScoringProcess, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
+    def _request(self, process: ScoringProcess, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
         try:
             return process.request(items)
         except ProcessDiedError as error:

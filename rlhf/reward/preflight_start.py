@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from rlhf.config.schema.reward import RewardConfig
 from rlhf.config.user_functions import split_spec
 from rlhf.errors import UserError
-from rlhf.reward.function import NAMES, SETTING
 from rlhf.reward.scores import RewardError
 from rlhf.reward.scoring_handle import ScoringProcess
+from rlhf.reward.settings import NAMES, SETTING
 
 
 @contextlib.contextmanager

@@ -40,7 +40,6 @@ class RequestFormat:
         return [items[start : start + size] for start in range(0, len(items), size or 1)]
 
     def fields(self, item: RewardItem) -> dict[str, object]:
-        """Return the fields of `item` to send."""
         names = ["response", *FIELDS, "columns"]
         names += ["messages"] * self.messages
         own: dict[str, object] = {"token_ids": np.asarray(item.token_ids).tolist()} if self.token_ids else {}

@@ -63,13 +63,13 @@ class RewardModel:
         budget, packed = self._config.forward_max_token_len_per_gpu, is_packed(self._module)
         batches: list[list[int]] = []
         room = 0
-        for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-            # In a padded micro-batch every item is as long as the first.
-            size = lengths[place] if packed or not batches else lengths[batches[-1][0]]
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            # In a padded micro-batch each item is as long as the first.
+            size = lengths[i] if packed or not batches else lengths[batches[-1][0]]
             if size > room:
                 batches.append([])
-                size, room = lengths[place], budget
-            batches[-1].append(place)
+                size, room = lengths[i], budget
+            batches[-1].append(i)
             room -= size
         return batches
 
@@ -111,14 +111,14 @@ class RewardModel:
         # The model returns one score per row. Its head returns one per token, which a hook records.
         head = head_of(self._module)
         assert head is not None
-        every: list[torch.Tensor] = []
-        hook = head.register_forward_hook(lambda _, given, scores: every.append(scores))
+        of_tokens: list[torch.Tensor] = []
+        hook = head.register_forward_hook(lambda _, given, scores: of_tokens.append(scores))
         try:
             self._module(**rows.inputs)
         finally:
             hook.remove()
         last = torch.tensor([self._scored(s) for s in sequences], device=self._device)
-        return every[0].flatten()[rows.starts + last].float().tolist()
+        return of_tokens[0].flatten()[rows.starts + last].float().tolist()
 
     def _scored(self, sequence: list[int]) -> int:
         """Return the index of the token whose score the class uses: the last one that is not padding, if any."""

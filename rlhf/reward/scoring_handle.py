@@ -32,14 +32,12 @@ MAX_REPLY_BYTES = 1 << 20
 MAX_OUTPUT_BYTES = 1 << 20
 """Bytes of the process' output that are shown per request."""
 _NUMBERS = (float, int)
-_KINDS: dict[str, tuple[type, ...]] = {
-    "score": (float, int, type(None)),
-    "extra": (dict,),
-    "timed_out": (bool,),
-    "failed": (bool,),
-}
-_KINDS |= {"error": (str,), "user": (bool,), "limit": (bool,), "traceback": (str,)}
-_KINDS |= {"folder": (str,), "missing": (list,), "request_format": (dict,), "notes": (dict,), "scores": (list,)}
+_KINDS: dict[str, tuple[type, ...]] = {"score": (float, int, type(None))}
+_KINDS |= dict.fromkeys(("timed_out", "failed", "user", "limit"), (bool,))
+_KINDS |= dict.fromkeys(("error", "traceback", "folder"), (str,))
+_KINDS |= dict.fromkeys(("extra", "notes", "request_format"), (dict,))
+_KINDS |= dict.fromkeys(("missing", "scores"), (list,))
+"""Types of the fields of replies and their entries."""
 _ERROR, _READY = {"error", "user", "limit", "traceback"}, {"folder", "missing"}
 _ENTRIES = ({"score", "extra", "notes", "timed_out", "failed"}, _ERROR)
 _REPLIES = ({"scores"}, _ERROR, _READY | {"request_format"}, _ERROR | _READY)
@@ -111,8 +109,11 @@ class ScoringProcess:
             start_new_session=True,
             bufsize=0,
         )
-        for pipe in (self._popen.stdin, self._popen.stderr):
-            assert pipe is not None
+        assert self._popen.stdin
+        assert self._popen.stdout
+        assert self._popen.stderr
+        self._stdin, self._stdout, self._stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
+        for pipe in (self._stdin, self._stderr):
             os.set_blocking(pipe.fileno(), False)
         if self.stopped:  # stopped before the process existed
             _kill_group(self._popen)
@@ -139,9 +140,7 @@ class ScoringProcess:
     def _exchange(self, request: bytes, timeout_s: float, number: str | None = None, count: int = 1) -> dict[str, Any]:
         """Send `request` and read one reply line with `number`, for `count` samples, both before the deadline."""
         assert self._popen is not None
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
-        to_child, from_child = self._popen.stdin.fileno(), self._popen.stdout.fileno()
+        to_child, from_child = self._stdin.fileno(), self._stdout.fileno()
         deadline = time.monotonic() + timeout_s
         self._output_left = MAX_OUTPUT_BYTES
         try:
@@ -184,9 +183,7 @@ class ScoringProcess:
 
     def _wait(self, fd: int, events: int, deadline: float) -> None:
         """Wait until `fd` is ready, and forward the process' output meanwhile. Raise TimeoutError after `deadline`."""
-        assert self._popen is not None
-        assert self._popen.stderr is not None
-        output = self._popen.stderr.fileno()
+        output = self._stderr.fileno()
         poll = select.poll()
         poll.register(fd, events)
         poll.register(output, select.POLLIN)
@@ -231,14 +228,12 @@ class ScoringProcess:
         popen, self._popen = self._popen, None
         _kill_group(popen)
         status = popen.wait()
-        assert popen.stderr is not None
         # The last output has the reason.
         poll = select.poll()
-        poll.register(popen.stderr.fileno(), select.POLLIN)
-        while self._output_left and poll.poll(0) and self._forward_output(popen.stderr.fileno()):
+        poll.register(self._stderr, select.POLLIN)
+        while self._output_left and poll.poll(0) and self._forward_output(self._stderr.fileno()):
             pass
-        for pipe in (popen.stdin, popen.stdout, popen.stderr):
-            assert pipe is not None
+        for pipe in (self._stdin, self._stdout, self._stderr):
             pipe.close()
         if self._folder is not None:
             remove_dir(Path(self._folder), ignore_errors=True)

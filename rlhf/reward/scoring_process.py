@@ -24,10 +24,10 @@ from rlhf.ranks.logs import write_whole_lines
 from rlhf.reward import verifiers
 from rlhf.reward.calls import FunctionCall
 from rlhf.reward.confinement import Confinement, CpuTime, confine
-from rlhf.reward.function import SETTING
 from rlhf.reward.kernel import PR_SET_PDEATHSIG, prctl
 from rlhf.reward.request_format import RequestFormat
 from rlhf.reward.scores import NUMBER, RewardItem, Score
+from rlhf.reward.settings import SETTING
 
 _LONGEST = 50_000
 """Most characters of an error in a reply; a reply has at most 1 MiB."""

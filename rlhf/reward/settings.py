@@ -1,16 +1,20 @@
-"""Checks the `reward` settings (functions, labels, weights) without running any function."""
+"""Checks the settings `reward` without running any function, and finds the columns that the functions read."""
 
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlhf.config.derived import needs_reward_model
-from rlhf.config.schema.reward import REWARD_MODEL, RewardConfig
+from rlhf.config.schema.reward import REWARD_MODEL, VERIFIERS, RewardConfig
 from rlhf.config.schema.reward_model import RewardModelConfig
-from rlhf.config.user_functions import split_spec
+from rlhf.config.user_functions import find_definition, split_spec
 from rlhf.errors import UserError, did_you_mean, nearest
-from rlhf.reward.function import NAMES, SETTING, check_function, check_kwargs
+from rlhf.reward.signature import GIVEN, PROMPT, Convention, Signature
 
+SETTING = "reward.functions"
+NAMES = (*VERIFIERS, REWARD_MODEL)
 # Metrics reward/<name> of every run, which no function's metric may replace.
 RESERVED = ("mean", "min", "max", "std", "frac_zero_std", "overlong", "timeouts", "failures", "kl", "kl_coef")
 
@@ -42,14 +46,16 @@ def check_functions(config: RewardConfig) -> None:
     for function in config.functions:
         if function not in NAMES:
             _check_is_file(function)
-            check_function(function)
+            signature = signature_in_file(function)
+            if signature is not None and (problem := signature.problem()):
+                raise UserError(f"{SETTING}={function}: the function {problem}")
     labels = [label_of(function) for function in config.functions]
     for i, label in enumerate(labels):
         if label in labels[:i]:
             raise UserError(f"{setting}: two entries would both log reward/{label}. Rename or remove one.")
         if label in RESERVED:
             raise UserError(f"{setting}: the metric reward/{label} is reserved. Rename the function {label}.")
-    check_kwargs(config)
+    _check_kwargs(config)
     _check_weights(config)
     _check_confinement(config)
 
@@ -86,3 +92,77 @@ def _check_weights(config: RewardConfig) -> None:
         raise UserError(f"{setting}: must be finite numbers.")
     if not any(weights):
         raise UserError(f"{setting}: every reward would be 0. Give one of the functions another weight.")
+
+
+def signature_in_file(spec: str) -> Signature | None:
+    """Return the signature of the function `spec`; None if no `def` in the file binds its name, as for an import. Raise
+    UserError if the file is missing or is not valid Python, or the name is not in it."""
+    found = find_definition(SETTING, spec)
+    return None if found is None else Signature.of_definition(found)
+
+
+def _check_kwargs(config: RewardConfig) -> None:
+    """Raise UserError for `reward.kwargs` that no function accepts, or that would replace the trainer's arguments."""
+    signatures = [signature_in_file(function) for function in config.functions if function not in NAMES]
+    known = [each for each in signatures if each is not None]
+    for name in config.kwargs:
+        kwarg = f"reward.kwargs={config.kwargs}: {name}"
+        if any(name in (*GIVEN[each.convention], *each.renamed, PROMPT) for each in known):
+            raise UserError(f"{kwarg} is an argument that the trainer passes. Use another name.")
+        # The parameters of an imported function are unknown before its file runs.
+        if None not in signatures and not any(each.accepts(name) for each in known):
+            named = [parameter for each in known for parameter in each.named]
+            near = did_you_mean(nearest(name, named))
+            raise UserError(
+                f"{kwarg} is not a parameter of any of reward.functions={config.functions}.{near} Correct it."
+            )
+
+
+@dataclass(frozen=True)
+class WantedColumns:
+    """Columns of the data that reward functions read, besides the prompt and the answer."""
+
+    reads_all: bool = False
+    """Whether a function reads all columns."""
+    named: frozenset[str] = frozenset()
+    required: tuple[tuple[str, str], ...] = ()
+    """Columns without which a function cannot be called, each with the function."""
+
+    @classmethod
+    def of(cls, config: RewardConfig) -> "WantedColumns":
+        reads_all, named, required = False, set[str](), list[tuple[str, str]]()
+        for function in config.functions:
+            if function in NAMES:
+                continue
+            signature = signature_in_file(function)
+            if signature is None:
+                reads_all = True
+                continue
+            trl = signature.convention is Convention.TRL
+            reads_all = reads_all or (trl and signature.rest)
+            named.update([PROMPT] * trl, signature.columns(config.kwargs))
+            required += [(name, function) for name in signature.needs(config.kwargs)]
+        return cls(reads_all, frozenset(named), tuple(required))
+
+    def reads(self, name: str) -> bool:
+        return self.reads_all or name in self.named
+
+    def as_json(self) -> list[Any]:
+        """Return everything that determines the columns of a row."""
+        return [self.reads_all, sorted(self.named), sorted(name for name, _ in self.required)]
+
+    def of_record(self, record: dict[str, Any], prompt_key: str, where: str) -> dict[str, Any]:
+        """Return a record's columns for the functions; raise UserError, naming `where`, if a required one is
+        missing."""
+        for name, function in self.required:
+            if name not in record:
+                raise UserError(
+                    f"{where}: {SETTING}={function} takes {name}, and the row has no such column; it has "
+                    f"{', '.join(record) or 'none'}.{did_you_mean(nearest(name, record))} Name a column, give {name} "
+                    "a default, or set it in reward.kwargs."
+                )
+        by_name = {name for name in record if self.reads(name) and (name != prompt_key or name in self.named)}
+        found = {name: value for name, value in record.items() if name in by_name}
+        if self.reads(PROMPT) and prompt_key in record:
+            found[PROMPT] = record[prompt_key]
+        return found

@@ -62,8 +62,8 @@ class Reward:
             labels = ", ".join(term.label for term in self._terms)
             nothing = RewardError(f"None of {labels} returned a score for a sample: {item}")
             row[0] = replace(row[0], score=self._terms[0].policy.failed(nothing).score, failed=True)
-        every = [(term, score) for term, score in zip(self._terms, row, strict=True)]
-        scores = [(term, score.score) for term, score in every if score.score is not None]
+        pairs = zip(self._terms, row, strict=True)
+        scores = [(term, score.score) for term, score in pairs if score.score is not None]
         return RewardResult(
             score=sum(term.weight * score for term, score in scores),
             terms={term.label: score for term, score in scores},
@@ -74,7 +74,7 @@ class Reward:
         )
 
     def pop_timeouts(self) -> list[Timeouts]:
-        """Return the samples that took too long since the last call, by function."""
+        """Return the samples that timed out since the last call, by function."""
         return [timeouts for term in self._terms for timeouts in term.policy.pop_timeouts()]
 
     def close(self) -> None:

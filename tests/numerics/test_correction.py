@@ -114,7 +114,7 @@ def test_guards_reject_a_batch_with_rollout_log_probs_that_are_not_finite(log_pr
         assert actor.update(batch, as_held(batch, 1), guards) == {}
         assert backend.extra_state()["steps_taken"]["optimizer_step"] == 0
     assert guards.rejected is not None
-    assert (guards.rejected.figure, repr(guards.rejected.value)) == ("rollout_log_probs", repr(log_prob))
+    assert (guards.rejected.metric, repr(guards.rejected.value)) == ("rollout_log_probs", repr(log_prob))
 
 
 @pytest.mark.parametrize(("max_length", "buffer", "factor"), [(100, 20, 1.0), (64, 64, 0.5), (7, 1, 2.0)])

@@ -53,7 +53,7 @@ def resharded(case: str, coordinator: Coordinator) -> tuple[EveryBatch, Training
 
 def with_figures(training: TrainingBatches, rollout: EveryBatch) -> EveryBatch:
     """Return the training batch with per-token values of the rollout batch."""
-    figures = {name: training.to_training_ranks(getattr(rollout, name)) for name in ("values", "advantages")}
+    figures = {name: training.to_training.of_tokens(getattr(rollout, name)) for name in ("values", "advantages")}
     return EveryBatch(**training.batch.present(), **figures)
 
 
@@ -69,7 +69,7 @@ def on_a_rank() -> dict[str, Any]:
         found[case] = {
             "training": {name: getattr(with_figures(training, rollout), name) for name in FIELDS},
             "lengths": training.balance.lengths,
-            "rollout": training.to_rollout_ranks(figures),
+            "rollout": training.to_rollout.of_tokens(figures),
             "rows": rows,
         }
     return found
@@ -162,4 +162,4 @@ def test_one_rank_copies_nothing():
         for name in FIELDS:
             if name not in ("advantages", "values"):
                 assert getattr(training.batch, name).data_ptr() == getattr(rollout, name).data_ptr()
-        assert training.to_training_ranks(rollout.advantages) is rollout.advantages
+        assert training.to_training.of_tokens(rollout.advantages) is rollout.advantages

@@ -273,7 +273,7 @@ def shuffled(batch: EveryBatch, mini_batches: int) -> tuple[EveryBatch, SampleBa
     rows = list(range(len(batch))) if coordinator.is_leader else []
     rollout = batch.select(torch.tensor(rows, dtype=torch.int64))
     training = SampleResharder(mini_batches, coordinator, SEED).reshard(rollout, [row // GROUP for row in rows], STEP)
-    figures = {name: training.to_training_ranks(getattr(rollout, name)) for name in ("advantages", "returns")}
+    figures = {name: training.to_training.of_tokens(getattr(rollout, name)) for name in ("advantages", "returns")}
     return EveryBatch(**training.batch.present(), **figures), training.balance, training.shuffle
 
 

@@ -339,9 +339,9 @@ def test_a_loss_of_the_user(tmp_path):
     file.write_text(LOSS_FILE)
     ones, log_probs = torch.ones(2, 3), torch.zeros(2, 3, requires_grad=True)
     arguments = (log_probs, log_probs.detach(), ones, ones, Config().actor)
-    assert set(load_policy_loss(f"{file}:good")(*arguments).figures) == {"distance"}
+    assert set(load_policy_loss(f"{file}:good")(*arguments).metrics) == {"distance"}
     for name, message in {
-        "pair": "returned type tuple. Return rlhf.algorithms.losses.PolicyLoss(losses, figures).",
+        "pair": "returned type tuple. Return rlhf.algorithms.losses.PolicyLoss(losses, metrics).",
         "summed": "returned losses of torch.float32[].",
         "figure": "returned mean of type float.",
         "detached": "returned losses without a gradient.",

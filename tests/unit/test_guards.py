@@ -29,7 +29,7 @@ def test_what_is_not_finite_is_refused_without_any_bound(figure: str, value: flo
     assert guards.allows("actor", **FINE)
     assert not guards.allows("critic", **FINE | {figure: value})
     assert guards.rejected is not None
-    assert (guards.rejected.step, guards.rejected.who, guards.rejected.figure) == (1, "critic", figure)
+    assert (guards.rejected.step, guards.rejected.who, guards.rejected.metric) == (1, "critic", figure)
     assert not guards.allows("actor", **FINE)
     assert guards.settle(1) == "skip"
     assert guards.metrics() == {"guards/skips": 1, "guards/rollbacks": 0, "guards/refused": 1}

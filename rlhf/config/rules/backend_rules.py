@@ -11,7 +11,6 @@ from rlhf.config.rules.without_effect import without_effect
 
 
 def backend_problems(config: Config) -> Iterator[str]:
-    """Yield one line per setting that the backend or the device does not support."""
     backend = config.backend
     if backend.use_liger and config.actor.needs_entropy:
         yield (
@@ -53,7 +52,6 @@ def package_problem(package: str, least: str) -> str | None:
 
 
 def missing_backend(config: Config) -> Iterator[str]:
-    """Yield one line per package of the backend that is not installed."""
     if config.backend.use_liger and (problem := package_problem("liger-kernel", "0.8.5")):
         yield f"backend.use_liger=true: {problem}; run `pip install 'rlhf[liger]'`, or set backend.use_liger=false."
     spec = find_spec("deepspeed")

@@ -13,7 +13,6 @@ from rlhf.errors import did_you_mean, nearest
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:
-    """Yield one line per setting of `config.checkpoint` that contradicts another setting."""
     saved, loaded = config.checkpoint.contents, config.checkpoint.load_contents
     resumes = config.trainer.resume_mode != "disable"
     for key, contents in (("contents", saved), ("load_contents", loaded or [])):

@@ -62,7 +62,6 @@ def loss_problems(config: Config) -> Iterator[str]:
 
 
 def kl_problems(config: Config) -> Iterator[str]:
-    """Yield one line per KL setting without effect."""
     control, actor = config.algorithm.kl_ctrl, config.actor
     if not actor.kl_in_loss:
         remedy = "actor.use_kl_loss=true and actor.kl_loss_coef above 0"

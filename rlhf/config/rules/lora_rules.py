@@ -37,7 +37,6 @@ def idle_lora(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]
 
 
 def lora_problems(config: Config) -> Iterator[str]:
-    """Yield one line per setting of `model.lora` that contradicts another setting."""
     lora, backend = config.model.lora, config.backend
     if not lora.enabled:
         yield from without_effect(config, ADAPTER_SETTINGS, "model.lora.enabled=true")
@@ -128,6 +127,5 @@ def _modules(lora: LoraConfig) -> Iterator[str]:
 
 
 def missing_peft(config: Config) -> Iterator[str]:
-    """Yield a line if adapters are trained and peft is missing or too old."""
     if config.model.lora.enabled and (problem := package_problem("peft", PEFT)):
         yield f"model.lora.enabled=true: {problem}; run `pip install 'peft>={PEFT}'`."

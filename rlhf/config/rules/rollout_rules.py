@@ -60,20 +60,16 @@ ONLY_VLLM = (
 """Settings that the embedded engine does not read."""
 
 
-def _equal_answers(v: ValKwargsConfig) -> Iterator[str]:
-    """Yield a line if all samples of a held-out prompt would be equal."""
-    prefix, n = "rollout.val_kwargs", v.n
-    equal = f"the {n} samples of a held-out prompt ({prefix}.n) would be equal, and pass@k would mean nothing"
-    if n > 1 and v.temperature < LEAST_TEMPERATURE:
-        yield f"{prefix}.temperature={v.temperature:g}: {equal}; set {prefix}.temperature=1.0, or {prefix}.n=1."
-    if n > 1 and v.top_k == 1:
-        yield f"{prefix}.top_k=1: {equal}; set {prefix}.top_k=-1, or {prefix}.n=1."
-    if n > 1 and v.min_p == 1:
-        yield f"{prefix}.min_p=1: {equal}; set {prefix}.min_p=0, or {prefix}.n=1."
+def _equal_samples(prefix: str, kwargs: RolloutConfig | ValKwargsConfig) -> Iterator[str]:
+    for key, value, remedy in (("top_k", 1, -1), ("min_p", 1, 0)):
+        if kwargs.n > 1 and getattr(kwargs, key) == value:
+            yield (
+                f"{prefix}.{key}={value}: the {kwargs.n} samples of a prompt ({prefix}.n) would be equal; set "
+                f"{prefix}.{key}={remedy}, or {prefix}.n=1."
+            )
 
 
 def rollout_problems(config: Config) -> Iterator[str]:
-    """Yield one line per setting of `config.rollout` that contradicts another setting."""
     r = config.rollout
     if r.temperature < LEAST_TEMPERATURE:
         yield (
@@ -81,11 +77,13 @@ def rollout_problems(config: Config) -> Iterator[str]:
             "samples of a prompt would hardly differ; set rollout.temperature=1.0. For evaluations, set "
             "rollout.val_kwargs.temperature instead."
         )
-    if r.n > 1 and r.top_k == 1:
-        yield f"rollout.top_k=1: the {r.n} samples of a prompt (rollout.n) would be equal; set rollout.top_k=-1."
-    if r.n > 1 and r.min_p == 1:
-        yield f"rollout.min_p=1: the {r.n} samples of a prompt (rollout.n) would be equal; set rollout.min_p=0."
-    yield from _equal_answers(r.val_kwargs)
+    val = r.val_kwargs
+    if val.n > 1 and val.temperature < LEAST_TEMPERATURE:
+        yield (
+            f"rollout.val_kwargs.temperature={val.temperature:g}: the {val.n} samples of a held-out prompt "
+            "(rollout.val_kwargs.n) would be equal; set rollout.val_kwargs.temperature=1.0, or rollout.val_kwargs.n=1."
+        )
+    yield from (*_equal_samples("rollout", r), *_equal_samples("rollout.val_kwargs", val))
     if "" in r.stop:
         yield f"rollout.stop={r.stop}: an empty stop string would end each sample at once; remove it."
     if r.name == "embedded":
@@ -102,7 +100,6 @@ def rollout_problems(config: Config) -> Iterator[str]:
 
 
 def missing_engine(config: Config) -> Iterator[str]:
-    """Yield a line if the engine is not installed."""
     r = config.rollout
     own = r.name == "vllm" or (r.name == "vllm_server" and not r.servers.urls)
     if own and (problem := installation_problem()):

@@ -40,7 +40,6 @@ class Fleet:
         return self._call(self._fleet_loop.until(generating, seconds))
 
     def do(self, action: Callable[[FleetLoop], T]) -> T:
-        """Run `action` in the fleet's thread, and return its result."""
 
         async def run() -> T:
             return action(self._fleet_loop)

@@ -124,7 +124,6 @@ class FleetLoop:
         return ServerClient(self._session, url, self._request_settings, self._settings.answer_timeout_s, self._secret)
 
     async def until(self, generating: bool, seconds: float) -> FleetState | None:
-        """See `Fleet.wait`."""
         outcome_now = self._ended if generating else self._ready
         self._budget.needed = True
         end = time.monotonic() + seconds
@@ -174,7 +173,6 @@ class FleetLoop:
         return [sample for i in range(len(generation.groups)) for sample in generation.samples[i]]
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics since the last call."""
         counts, self._counts = self._counts, Counter()
         names = ("server_failures", "server_restarts", "requests_repeated", "stale_answers")
         serving = sum(member.health.state == "serving" for member in self._members)

@@ -52,11 +52,7 @@ class ServerHealth:
         self._deadline = now + settings.start_timeout_s
         self._next_probe, self._next_count, self._last_progress = now, now, now
         self._tokens: float | None = None
-        self._state: State = "dead" if ours else "starting"
-
-    @property
-    def state(self) -> State:
-        return self._state
+        self.state: State = "dead" if ours else "starting"
 
     def due(self, now: float) -> Due:
         """Return the action that is due.
@@ -67,7 +63,7 @@ class ServerHealth:
         """
         if self._budget.spent:
             return "give_up"
-        if self._state == "dead":
+        if self.state == "dead":
             if now < self._retry_at:
                 return "nothing"
             return "start" if self._start_due else "probe"
@@ -75,11 +71,11 @@ class ServerHealth:
             return "count" if now >= self._next_count else "nothing"
         if now >= self._next_probe:
             return "probe"
-        return "push" if self._state == "stale" else "nothing"
+        return "push" if self.state == "stale" else "nothing"
 
     def overdue(self, now: float) -> str | None:
         """Return a text about a missed deadline, or None. The caller then calls `failed(gone=True)`."""
-        if self._state == "starting" and now >= self._deadline:
+        if self.state == "starting" and now >= self._deadline:
             return "did not get ready in time (rollout.servers.start_timeout_s, answer_timeout_s)"
         limit_s = self._settings.answer_timeout_s
         if self.in_flight and now - self._last_progress >= limit_s:
@@ -93,19 +89,19 @@ class ServerHealth:
         self._become_starting(now, self._settings.start_timeout_s)
 
     def probing(self, now: float) -> None:
-        if self._state == "dead":
+        if self.state == "dead":
             # A process of this run that is alive needs no time to start.
             s = self._settings
             self._become_starting(now, s.answer_timeout_s if self._ours else s.start_timeout_s)
-        self._next_probe = now + (PROBE_EVERY_S if self._state == "starting" else WATCH_EVERY_S)
+        self._next_probe = now + (PROBE_EVERY_S if self.state == "starting" else WATCH_EVERY_S)
 
     def probed(self, now: float, label: str) -> None:
         """Record that the server is alive with the weights `label`."""
-        if self._state == "serving" and label != self._wanted:
+        if self.state == "serving" and label != self._wanted:
             self.outdated(
                 f"has the weights {label!r}, not {self._wanted!r}: it was restarted, or another trainer uses it"
             )
-        elif self._state in ("starting", "stale"):
+        elif self.state in ("starting", "stale"):
             # After an interrupted push the server may be paused, whatever its label.
             current = self._wanted is not None and label == self._wanted and not self._half_pushed
             self._become("serving" if current else "stale", now)
@@ -122,14 +118,14 @@ class ServerHealth:
     def expect_label(self, label: str) -> None:
         """Set the label of the wanted weights. A server that serves other weights becomes stale; its requests count as
         dropped."""
-        if label != self._wanted and self._state == "serving":
-            self._state, self.in_flight = "stale", 0
+        if label != self._wanted and self.state == "serving":
+            self.state, self.in_flight = "stale", 0
         self._wanted = label
 
     def pushed(self, now: float, label: str, error: str | None) -> None:
         """Record that weights were sent, or the error."""
         self._half_pushed = error is not None
-        if self._state != "stale":
+        if self.state != "stale":
             return
         if error is not None:
             self.failed(now, error)
@@ -150,12 +146,12 @@ class ServerHealth:
     def outdated(self, reason: str) -> None:
         """Record that the server uses other weights than wanted; its requests count as dropped."""
         self._count(reason)
-        self._state = "stale"
+        self.state = "stale"
 
     def failed(self, now: float, reason: str, *, gone: bool = False) -> None:
         """Record a failure; requests count as dropped. `gone`: only a restart helps."""
         self._count(reason)
-        self._state = "dead"
+        self.state = "dead"
         self._retry_at = now + self.backoff_s
         self._start_due = self._ours and (gone or self._start_due or self.failures > 1)
 
@@ -177,7 +173,7 @@ class ServerHealth:
     def _become_starting(self, now: float, timeout_s: float) -> None:
         self._start_due = False
         self._deadline, self._next_probe = now + timeout_s, now
-        self._state = "starting"
+        self.state = "starting"
 
     def _become(self, state: State, now: float) -> None:
-        self._state, self._next_probe = state, now + WATCH_EVERY_S
+        self.state, self._next_probe = state, now + WATCH_EVERY_S

@@ -13,8 +13,19 @@ import torch._dynamo
 
 from rlhf.ranks.rng import rng_state, set_rng_state
 
-_set_num_threads = torch.set_num_threads
 _memory: Any = torch.utils.deterministic
+_FUNCTIONS: tuple[tuple[Any, Any], ...] = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
+"""torch's functions that read and write one setting each."""
+_ATTRIBUTES: tuple[tuple[Any, str], ...] = (
+    (_memory, "fill_uninitialized_memory"),
+    # vLLM for CPUs replaces these functions by empty ones.
+    *((torch, "set_num_threads"), (torch.accelerator, "synchronize"), (torch.accelerator, "empty_cache")),
+)
 
 
 class ProcessState:
@@ -67,39 +78,26 @@ def _set_variables(variables: Mapping[str, str | None]) -> None:
 
 def _read() -> dict[str, Any]:
     root = logging.getLogger()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     state: dict[str, Any] = {
-        "threads": torch.get_num_threads(),
-        "dtype": torch.get_default_dtype(),
-        "grad": torch.is_grad_enabled(),
-        "matmul": torch.get_float32_matmul_precision(),
-        "deterministic": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        "fill": _memory.fill_uninitialized_memory,
+        "deterministic": (torch.are_deterministic_algorithms_enabled(), warn_only),
         "handlers": (root.level, tuple(root.handlers)),
-        # vLLM for CPUs replaces these functions by empty ones.
-        "set_num_threads": torch.set_num_threads,
-        "synchronize": torch.accelerator.synchronize,
-        "empty_cache": torch.accelerator.empty_cache,
     }
+    state |= {read.__name__: read() for read, _ in _FUNCTIONS}
+    state |= {name: getattr(owner, name) for owner, name in _ATTRIBUTES}
     return state | {f"signal.{number}": signal.getsignal(number) for number in signal.valid_signals()}
 
 
 def _write(state: Mapping[str, Any]) -> None:
-    _set_num_threads(state["threads"])
-    torch.set_default_dtype(state["dtype"])
-    torch.set_grad_enabled(state["grad"])
-    torch.set_float32_matmul_precision(state["matmul"])
+    for read, write in _FUNCTIONS:
+        write(state[read.__name__])
     enabled, warn_only = state["deterministic"]
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-    _memory.fill_uninitialized_memory = state["fill"]
     root = logging.getLogger()
     root.setLevel(state["handlers"][0])
     root.handlers[:] = state["handlers"][1]
-    torch.set_num_threads = state["set_num_threads"]
-    torch.accelerator.synchronize = state["synchronize"]
-    torch.accelerator.empty_cache = state["empty_cache"]
+    for owner, name in _ATTRIBUTES:
+        setattr(owner, name, state[name])
     for number in signal.valid_signals():
         handler: Callable | int | None = state[f"signal.{number}"]
         if handler is not None and signal.getsignal(number) is not handler:
