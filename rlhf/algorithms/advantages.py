@@ -46,8 +46,6 @@ class EstimatorInput:
 
 
 class Estimate(NamedTuple):
-    """Result of an estimator."""
-
     advantages: Tensor
     """[N, R] in the type of the rewards, zero outside the mask."""
     returns: Tensor | None = None

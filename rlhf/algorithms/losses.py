@@ -13,8 +13,6 @@ SEQUENCE_LOG_RATIO_BOUND = 10.0
 
 
 class PolicyLoss(NamedTuple):
-    """Result of a policy loss."""
-
     losses: Tensor
     """[N, R], zero outside the mask."""
     metrics: dict[str, Tensor]

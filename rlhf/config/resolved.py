@@ -4,13 +4,13 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config import Config
 from rlhf.config.migrations import Lost, migrate
+from rlhf.config.stored import parse_sections
 
 # Writing or parsing a configuration takes as long as a small save. A process repeats both with nearly the same text: at
 # each step of a start, and for every checkpoint that it inspects.
@@ -69,21 +69,8 @@ def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
 
 @lru_cache(_CACHE_SIZE)
 def _migrated(text: str, release: str | None) -> tuple[Config, list[Lost]]:
-    migrated = migrate(_sections(text), release)
+    migrated = migrate(parse_sections(text), release)
     return _typed(OmegaConf.create(migrated.tree)), migrated.lost
-
-
-def _sections(text: str) -> dict[str, Any]:
-    # Aliases expand a few bytes without end, and `to_yaml` writes no aliases.
-    if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-        raise yaml.YAMLError("the settings contain a YAML alias")
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(text))
-    except (AssertionError, RecursionError):  # OmegaConf raises these for a number and for deeply nested brackets
-        tree = None
-    if not isinstance(tree, dict):
-        raise yaml.YAMLError("the settings are not a mapping of sections")
-    return cast(dict[str, Any], tree)
 
 
 def _typed(tree: Any) -> Config:

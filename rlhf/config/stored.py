@@ -19,6 +19,17 @@ class _NoAliases(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
+def parse_sections(text: str | bytes) -> dict[str, Any]:
+    """Parse a stored configuration. Raise yaml.YAMLError if `text` is not a YAML mapping without aliases."""
+    try:
+        sections = _NoAliases(text).get_single_data()
+    except RecursionError as error:
+        raise yaml.YAMLError("nested too deeply") from error
+    if not isinstance(sections, dict):
+        raise yaml.YAMLError("not a mapping of sections")
+    return sections
+
+
 def stored_sections(text: str | bytes, release: str | None = None) -> dict[str, Any]:
     """Return a stored configuration as dictionaries by section, with its settings under their current names.
 
@@ -32,9 +43,6 @@ def stored_sections(text: str | bytes, release: str | None = None) -> dict[str, 
         ValueError: `text` is not a YAML mapping.
     """
     try:
-        stored = _NoAliases(text).get_single_data()
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"not valid YAML: {type(error).__name__}") from None
-    if not isinstance(stored, dict):
-        raise ValueError("not a mapping of sections")
-    return migrate(stored, release).tree
+        return migrate(parse_sections(text), release).tree
+    except yaml.YAMLError as error:
+        raise ValueError(f"not valid YAML: {str(error).splitlines()[0]}") from None

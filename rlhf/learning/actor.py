@@ -20,7 +20,7 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from rlhf.learning.resharding import Shuffle
 from rlhf.learning.token_choice import TokenChoice
-from rlhf.learning.update import Counts, Metrics, MicroBatchLoss, Passes, StepHooks, update
+from rlhf.learning.update import Counts, Metrics, MicroBatchLoss, Passes, update
 from rlhf.ranks.collectives import all_sum
 
 
@@ -67,10 +67,9 @@ class Actor(Policy):
         rejection, old = self._correction.rollout_rs, batch.old_log_probs
         if guards.allows("actor", rollout_log_probs=sampled) and rejection is not None and old is not None:
             batch, rejected = self._reject(batch, old, rejection)
-        passes, micro_batch_loss = self._passes, self._micro_batch_loss
-        hooks = StepHooks(partial(self._with_chosen, guards.step), self._adapt_bonus)
+        before, after, loss = partial(self._with_chosen, guards.step), self._adapt_bonus, self._micro_batch_loss
         metrics = rejected | update(
-            self.backend, batch, balance, passes, micro_batch_loss, guards, "actor", shuffle, hooks
+            self.backend, batch, balance, self._passes, loss, guards, "actor", shuffle, before, after
         )
         return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -55,16 +55,6 @@ class Passes:
     loss_agg_mode: str
 
 
-@dataclass(frozen=True)
-class StepHooks(Generic[B]):
-    """Functions that `update` calls before and after each optimizer step, in the same order on every rank."""
-
-    before: Callable[[B, list[list[int]]], B]
-    """Takes the batch and a mini-batch's rows by micro-batch. Returns the batch from which the rows are selected."""
-    after: Callable[[Metrics], Metrics]
-    """Takes the metrics of an optimizer step and returns further metrics. Not called if no rank had a token."""
-
-
 def update(
     backend: TrainingBackend,
     batch: B,
@@ -74,7 +64,8 @@ def update(
     guards: Guards,
     who: str,
     shuffle: Shuffle | None = None,
-    hooks: StepHooks[B] | None = None,
+    before: Callable[[B, list[list[int]]], B] | None = None,
+    after: Callable[[Metrics], Metrics] | None = None,
 ) -> Metrics:
     """Take the optimizer steps of a training step, and return the means of their metrics (`lr`: the last). Collective.
 
@@ -90,7 +81,8 @@ def update(
         micro_batch_loss: computes loss and metrics of a micro-batch, divided by the denominators of its mini-batch.
         who: `actor` or `critic`.
         shuffle: draws new mini-batches for each later epoch; None reuses those of the first.
-        hooks: called before and after each optimizer step.
+        before: takes the batch and a mini-batch's rows by micro-batch; returns the batch from which the rows are taken.
+        after: takes the metrics of an optimizer step and returns further metrics. Not called if no rank had a token.
     """
     if guards.rejected is not None:
         return {}
@@ -108,7 +100,7 @@ def update(
     for epoch, of_epoch in enumerate(plans):
         present = batch if shuffle is None or epoch == 0 else shuffle.moved(batch, epoch)
         for plan in of_epoch:
-            chosen = present if hooks is None else hooks.before(present, plan)
+            chosen = present if before is None else before(present, plan)
             metrics, tokens = _accumulate(backend, chosen, plan, passes, micro_batch_loss, report_progress)
             steps.append(metrics)
             announce("update.mid")
@@ -118,8 +110,8 @@ def update(
             metrics |= backend.optimizer_step()
             if not guards.allows(who, grad_norm=metrics["grad_norm"]):
                 return _finish(backend, steps)
-            if hooks is not None and tokens:
-                metrics |= hooks.after(metrics)
+            if after is not None and tokens:
+                metrics |= after(metrics)
     return _finish(backend, steps)
 
 

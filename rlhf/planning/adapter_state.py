@@ -10,7 +10,7 @@ from rlhf.models.adapter_config import FAN_IN_FAN_OUT
 from rlhf.models.adapter_targets import chosen_layers
 from rlhf.planning.activations import TokenCost
 from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes, is_head
-from rlhf.planning.training_state import WIDTHS, TrainingState, compute_width, gathered, sharded, zero_state
+from rlhf.planning.training_state import WIDTHS, TrainingState, compute_width, elements, gathered, sharded, zero_state
 from rlhf.planning.zero_shares import MOMENTS, ZeroShares, live_weights
 
 
@@ -32,12 +32,12 @@ class Adapted:
 
     @property
     def count(self) -> int:
-        return sum(map(math.prod, self.trained.values()))
+        return elements(self.trained)
 
     @property
     def in_layer(self) -> int:
         """Return the largest number of trained weights in a unit."""
-        return max((sum(map(math.prod, shapes.values())) for shapes in self.units.values()), default=0)
+        return max(map(elements, self.units.values()), default=0)
 
     def token_cost(self, width: int) -> TokenCost:
         """Return the adapters' cost per token and layer, in a pass in a dtype of `width` bytes.
@@ -95,24 +95,20 @@ def adapted_state(policy: Adapted, config: BackendConfig, ranks: int) -> Trainin
     return _fsdp2(policy, config, ranks // config.dp_replicate)
 
 
-def _unit_bytes(policy: Adapted, config: BackendConfig) -> dict[str, int]:
-    in_half = config.autocast == "bfloat16"
-    base, own = (2, 2) if in_half else (policy.base_width, 4)
-    return {
-        unit: base * sum(map(math.prod, weights.values())) + own * sum(map(math.prod, policy.units[unit].values()))
-        for unit, weights in policy.base.units.items()
-    }
-
-
 def _fsdp2(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingState:
     base, width = policy.base, compute_width(config)
     trained = sharded(policy.trained, ranks)
     in_layer = policy.in_layer
+    base_width, own_width = (2, 2) if config.autocast == "bfloat16" else (policy.base_width, 4)
+    unit_bytes = {
+        unit: base_width * elements(weights) + own_width * elements(policy.units[unit])
+        for unit, weights in base.units.items()
+    }
     return TrainingState(
         policy.base_width * sharded(base.weights, ranks) + 4 * trained,
         4 * MOMENTS * trained,
         4 * trained,
-        gathered(base, _unit_bytes(policy, config), config, ranks),
+        gathered(base, unit_bytes, config, ranks),
         layer=(8 + width) * in_layer + 4 * math.ceil(in_layer / ranks) + policy.dora_weights(),
     )
 

@@ -66,7 +66,7 @@ def trained_state(model: ModelShapes, config: BackendConfig, ranks: int) -> Trai
     return _fsdp2(model, config, ranks // config.dp_replicate)
 
 
-def _elements(weights: Shapes) -> int:
+def elements(weights: Shapes) -> int:
     return sum(map(math.prod, weights.values()))
 
 
@@ -88,12 +88,12 @@ def gathered(model: ModelShapes, units: Mapping[str, int], config: BackendConfig
 
 def _gathered(model: ModelShapes, config: BackendConfig, ranks: int) -> int:
     width = compute_width(config)
-    return gathered(model, {name: width * _elements(unit) for name, unit in model.units.items()}, config, ranks)
+    return gathered(model, {name: width * elements(unit) for name, unit in model.units.items()}, config, ranks)
 
 
 def _fsdp2(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingState:
-    width, root = compute_width(config), _elements(model.units[ROOT])
-    layer = max(map(_elements, model.layers), default=0)
+    width, root = compute_width(config), elements(model.units[ROOT])
+    layer = max(map(elements, model.layers), default=0)
     shards = sharded(model.weights, ranks)
     head = math.prod(model.head)
     own = head if model.has_own_head else 0
@@ -123,8 +123,8 @@ def _deepspeed(model: ModelShapes, config: BackendConfig, ranks: int) -> Trainin
         while_building=0 if stage == 3 else 4 * count,
         head=(4 + width) * head,
         head_left=width * head,
-        layer=width * max(map(_elements, model.layers), default=0),
-        root=width * _elements(model.units[ROOT]),
+        layer=width * max(map(elements, model.layers), default=0),
+        root=width * elements(model.units[ROOT]),
     )
 
 

@@ -3,18 +3,15 @@
 from collections.abc import Sequence
 
 from rlhf.reward.pool import ProcessPool
-from rlhf.reward.scores import RewardItem, Score
+from rlhf.reward.scores import RewardItem, Score, Scorer
 from rlhf.reward.verifiers import evaluates_answers, exact_match, reasoning_gym
 
 
-class ExactMatch:
+class ExactMatch(Scorer):
     """Runs `verifiers.exact_match` on every item."""
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return [exact_match(item) for item in items]
-
-    def close(self) -> None:
-        """Do nothing: no process runs."""
 
 
 class ReasoningGym:

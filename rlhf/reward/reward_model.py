@@ -12,10 +12,10 @@ from rlhf.config import RewardModelConfig
 from rlhf.errors import UserError
 from rlhf.models.packing import head_of, is_packed, lay_out
 from rlhf.ranks.collectives import all_max
-from rlhf.reward.scores import RewardItem, Score
+from rlhf.reward.scores import RewardItem, Score, Scorer
 
 
-class RewardModel:
+class RewardModel(Scorer):
     """Scores whole chats with a classifier of one label, sharded over all ranks (`backends.fsdp2.shard`) or whole.
 
     A score equals `module(input_ids)` for that chat alone, up to rounding, in any batch.
@@ -44,18 +44,20 @@ class RewardModel:
         self._pad = pad if pad is not None and 0 <= pad < self._hf_config.vocab_size else None
         tokenizer.truncation_side = "left"
 
+    @torch.no_grad()
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         """See `Scorer`. Collective; ranks may have different numbers of items, or none."""
         sequences = self._tokenize(items)
         batches = self._micro_batches([len(ids) for ids in sequences])
         # A sharded forward pass is collective: a rank with fewer micro-batches adds passes with one token.
         most = int(all_max(torch.tensor(len(batches), device=self._device)))
+        forward = self._packed if is_packed(self._module) else self._padded
         scores: dict[int, float] = {}
         with self._on_device():
             for batch in batches:
-                scores.update(zip(batch, self._forward([sequences[i] for i in batch]), strict=True))
+                scores.update(zip(batch, forward([sequences[i] for i in batch]), strict=True))
             for _ in range(most - len(batches)):
-                self._forward([[0]])
+                forward([[0]])
         return [Score(scores[i]) for i in range(len(items))]
 
     def _micro_batches(self, lengths: list[int]) -> list[list[int]]:
@@ -72,9 +74,6 @@ class RewardModel:
             batches[-1].append(i)
             room -= size
         return batches
-
-    def close(self) -> None:
-        """Do nothing: no process runs."""
 
     def _tokenize(self, items: Sequence[RewardItem]) -> list[list[int]]:
         if not items:
@@ -100,10 +99,6 @@ class RewardModel:
             ) from error
         assert isinstance(text, str)
         return text
-
-    @torch.no_grad()
-    def _forward(self, sequences: list[list[int]]) -> list[float]:
-        return self._packed(sequences) if is_packed(self._module) else self._padded(sequences)
 
     def _packed(self, sequences: list[list[int]]) -> list[float]:
         lengths = torch.tensor([len(s) for s in sequences], device=self._device)

@@ -69,11 +69,13 @@ class RewardResult:
 
 
 class Scorer(Protocol):
-    """One reward function. `score` keeps the order of its items; `close` ends the processes that it started."""
+    """One reward function."""
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]: ...
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        """Return one score for each item, in order."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the processes that the function started; by default none."""
 
 
 class RewardError(Exception):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rlhf.config.schema.rollout import RolloutConfig
 from rlhf.models.config_check import check_positions
 from rlhf.rollout.decoding import Decoding
-from rlhf.rollout.engine import Request, Weights, indices_by_params
+from rlhf.rollout.engine import Request, RolloutEngine, Weights, indices_by_params
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.weight_digest import WeightCheck, digest, read_digests
@@ -29,8 +29,8 @@ def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
     return sorted(i for i in ids if i is not None)
 
 
-class EmbeddedEngine:
-    """Samples from a Hugging Face causal LM with full or sliding-window attention; see `RolloutEngine`.
+class EmbeddedEngine(RolloutEngine):
+    """Samples from a Hugging Face causal LM with full or sliding-window attention.
 
     Args:
         model: unsharded, in the precision for generation. The engine owns it.
@@ -105,16 +105,6 @@ class EmbeddedEngine:
             decoding = Decoding(self.model, self.tokenizer, eos, group, self.max_num_seqs)
             samples |= zip(indices, decoding.run(seed, step, self.version), strict=True)
         return [samples[i] for i in range(len(requests))]
-
-    def sleep(self) -> bool:
-        """Return False: the engine keeps its weights, and uses no other memory between calls."""
-        return False
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None:
-        """Do nothing: the engine starts no processes or threads."""
 
 
 def build_embedded_engine(

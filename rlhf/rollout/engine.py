@@ -77,10 +77,12 @@ class RolloutEngine(Protocol):
         """Return the samples of this rank's requests, in the order of the requests."""
 
     def sleep(self) -> bool:
-        """Release device memory until the next call. Return whether the weights were released, too."""
+        """Release device memory until the next call, if possible. Return whether the weights were released, too."""
+        return False
 
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call, on the leader, such as the failures of rollout servers."""
+        return {}
 
     def close(self) -> None:
         """End all processes and threads that the engine has started."""

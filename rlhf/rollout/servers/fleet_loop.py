@@ -4,8 +4,8 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -244,41 +244,35 @@ class FleetLoop:
         )
 
     async def _probe(self, member: _Member) -> None:
-        health, before = member.health, member.health.state
-        try:
-            if before == "starting":
+        health, starting = member.health, member.health.state == "starting"
+        with self._probing(member, may_fail=starting):
+            if starting:
                 await self._admission.check(member.client, member.url, ours=member.process is not None)
             label = await member.client.weight_label()
-        except ServerFailure as failure:
-            member.probe_error = str(failure)
-            if before != "starting":
-                self._fail(member, str(failure), gone=failure.hung)
-        except Exception as error:
-            self.error = error
-        else:
-            member.probe_error = ""
             failures = health.failures
             health.probed(time.monotonic(), label)
             if health.failures > failures:
                 self._counts["server_failures"] += 1
                 log.warning("Rollout server %s: %s.", member.url, health.reasons[-1])
-            if before == "starting":
+            if starting:
                 log.info("Rollout server %s is up, with the weights %r.", member.url, label)
-        finally:
-            member.probe = None
-            self._wake.set()
 
     async def _count(self, member: _Member) -> None:
         """Read the token count of a busy server. An error counts as a failure only when the deadline passes."""
+        with self._probing(member, may_fail=True):
+            member.health.counted(time.monotonic(), await member.client.tokens())
+
+    @contextmanager
+    def _probing(self, member: _Member, *, may_fail: bool) -> Iterator[None]:
         try:
-            tokens = await member.client.tokens()
+            yield
+            member.probe_error = ""
         except ServerFailure as failure:
             member.probe_error = str(failure)
+            if not may_fail:
+                self._fail(member, str(failure), gone=failure.hung)
         except Exception as error:
             self.error = error
-        else:
-            member.probe_error = ""
-            member.health.counted(time.monotonic(), tokens)
         finally:
             member.probe = None
             self._wake.set()
