@@ -41,7 +41,7 @@ class Attempt:
         self._ranks, self._nproc = ranks, nproc
         self._stop, self._grace_s, self._detector, self._callbacks = stop, grace_s, detector, callbacks
         self._deadline = float("inf")
-        self._asked, self._idle = False, False
+        self._stop_requested, self._idle = False, False
         self._first_failure_at: float | None = None
         self._killed_at: float | None = None
         self._exits: dict[int, RankExit] = {}
@@ -76,11 +76,11 @@ class Attempt:
             self._ranks.kill([rank])  # the rank is dead; this kills its orphans, such as reward processes
 
     def _stop_ranks_if_due(self, alive: Collection[int], now: float) -> None:
-        if self._stop.signal_name and not self._asked:
-            self._asked = True
+        if self._stop.signal_name and not self._stop_requested:
+            self._stop_requested = True
             self._idle = furthest_step(self._ranks.statuses()) is None
             if not self._idle:
-                self._ask(alive)
+                self._request_stop(alive)
         if self._killed_at is not None:
             return
         if self._detector is not None:
@@ -89,7 +89,7 @@ class Attempt:
             self._killed_at, self._killed = now, frozenset(alive)
             self._ranks.kill(alive)
 
-    def _ask(self, alive: Collection[int]) -> None:
+    def _request_stop(self, alive: Collection[int]) -> None:
         self._deadline = min(self._deadline, self._stop.at + self._grace_s)
         self._ranks.ask_to_leave(alive)
         log.info(

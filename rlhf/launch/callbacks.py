@@ -35,4 +35,4 @@ class Callbacks:
                         function(record["step"], metrics)
         except BaseException as error:  # also SystemExit: the ranks must save before this process ends
             self.error = error
-            stop.ask(f"{type(error).__name__} in a callback")
+            stop.request(f"{type(error).__name__} in a callback")

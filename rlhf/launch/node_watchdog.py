@@ -1,7 +1,7 @@
-"""Watches the ranks of one node that torchrun or another launcher started, in a process of its own.
+"""Watches the ranks of one node, in a process of its own, if torchrun or another launcher started the ranks.
 
-A rank starts the watchdog (`rlhf.ranks.watchdog_process`). In a hang the watchdog logs the evidence and kills the
-node's ranks. The launcher restarts them.
+A rank starts the watchdog (`rlhf.ranks.watchdog_process`). If the ranks hang, the watchdog logs the evidence and kills
+the node's ranks. Then the launcher restarts the ranks.
 """
 
 import signal
@@ -9,9 +9,10 @@ import signal
 from rlhf.ranks.stop import STOP_SIGNALS
 
 if __name__ == "__main__":
-    # Before the slow imports. SLURM signals all processes of a job, and the ranks must be watched while they save.
-    for asked in STOP_SIGNALS:
-        signal.signal(asked, signal.SIG_IGN)
+    # Ignore the signals before the slow imports: SLURM signals all processes of a job, and the watchdog must watch the
+    # ranks while they save.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 import json
 import logging
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 
 REPORT_EVERY_S = 2.0
 SILENCE_S = 10.0
-"""Seconds without a report after which all ranks of another node count as overdue. Also the longest time to wait until
-the other nodes have logged their evidence of a hang."""
+"""Seconds without a report after which all ranks of another node count as overdue. Also the longest wait for the other
+nodes to log their evidence of a hang."""
 STORE_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -51,10 +52,10 @@ log = logging.getLogger(__name__)
 class OtherNodes:
     """Exchanges counters with the other nodes through the store of the process group.
 
-    A node raises its counter while one of its ranks is within its deadline, and otherwise reads the other counters. A
-    store that does not answer counts as silence, because the rank that serves the store may be the one that hangs.
+    A node raises its counter while a rank of the node is within its deadline. Otherwise it reads the other nodes'
+    counters. A store that does not answer counts as silence, because the rank that serves the store may hang.
 
-    `attempt` names this start of the ranks: torchrun keeps the store over its restarts.
+    `attempt` identifies this start of the ranks, because torchrun keeps the store when it restarts the ranks.
     """
 
     def __init__(self, store: "TCPStore", node: int, nodes: int, attempt: str) -> None:
@@ -62,7 +63,7 @@ class OtherNodes:
         self._others = [other for other in range(nodes) if other != node]
         self._reported_at: dict[bool, float] = {}
         self._last_counts: dict[bool, tuple[list[int], float]] = {}
-        self._asking: threading.Thread | None = None
+        self._store_call: threading.Thread | None = None
 
     def report(self, *, save: bool) -> None:
         self._last_counts.pop(save, None)
@@ -80,30 +81,30 @@ class OtherNodes:
         return now - since >= SILENCE_S or any(self._count(other, "hang", 0) > 0 for other in self._others)
 
     def announce_hang(self) -> None:
-        """Announce that this node found a hang and logged its evidence. Wait until the other nodes have done the same.
+        """Announce that this node has found a hang and logged the evidence. Wait until the other nodes announce it, too.
 
-        The ranks of all nodes fail once those of one node are killed, and then have no stacks to show. The wait ends
-        after SILENCE_S seconds at the latest.
+        Once one node kills its ranks, the ranks of all nodes fail, and their stacks are lost. Wait at most SILENCE_S
+        seconds.
         """
         end = time.monotonic() + SILENCE_S
         self._count(self._node, "hang", 1)
         while time.monotonic() < end and any(self._count(other, "hang", 0) <= 0 for other in self._others):
             time.sleep(LOOK_EVERY_S)
 
-    def _count(self, node: int, what: str, more: int) -> int:
-        """Add `more` to the counter of a node and return it; -1 without an answer within STORE_TIMEOUT_S."""
-        if self._asking is not None and self._asking.is_alive():
+    def _count(self, node: int, counter: str, increment: int) -> int:
+        """Add `increment` to a node's counter, and return the sum; -1 without an answer within STORE_TIMEOUT_S."""
+        if self._store_call is not None and self._store_call.is_alive():
             return -1
         answers: SimpleQueue[int] = SimpleQueue()
 
-        def ask() -> None:
+        def add() -> None:
             with suppress(RuntimeError):
-                answers.put(self._store.add(f"rlhf/watchdog/{self._attempt}/{node}/{what}", more))
+                answers.put(self._store.add(f"rlhf/watchdog/{self._attempt}/{node}/{counter}", increment))
 
         # If the process of the store is stopped, `add` waits forever, whatever the timeout of the store.
-        self._asking = threading.Thread(target=ask, name="store", daemon=True)
-        self._asking.start()
-        self._asking.join(STORE_TIMEOUT_S)
+        self._store_call = threading.Thread(target=add, name="store", daemon=True)
+        self._store_call.start()
+        self._store_call.join(STORE_TIMEOUT_S)
         try:
             return answers.get_nowait()
         except Empty:
@@ -123,9 +124,9 @@ def _other_nodes(node: int, nodes: int, attempt: str) -> OtherNodes | None:
 
 
 def watch(run_dir: Path, pids: Mapping[int, int], others: OtherNodes | None) -> None:
-    """Watch the ranks of this node (`pids`, by rank) until all have ended, or kill them in a hang.
+    """Watch the ranks of this node (`pids`, by rank) until all have ended. If they hang, kill all ranks of the node.
 
-    The lowest rank has the other end of this process's stdin, and closes it when it no longer needs to be watched.
+    stdin is a pipe from the lowest rank. The rank closes the pipe when it no longer needs the watchdog.
     """
     config = load(run_dir / RESOLVED)
     ranks, births = RankProcesses(pids, run_dir), {rank: start_time_of(pid) for rank, pid in pids.items()}
@@ -134,7 +135,10 @@ def watch(run_dir: Path, pids: Mapping[int, int], others: OtherNodes | None) -> 
     while alive := [rank for rank, pid in pids.items() if births[rank] and start_time_of(pid) == births[rank]]:
         if (hang := detector.look(ranks, alive)) is not None:
             evidence = describe_hang(hang, ranks.statuses(), next(iter(scan(run_dir)), None))
-            _log(run_dir, f"Hang: {evidence}\nThe ranks of this node are killed. Their launcher restarts the run.")
+            _log(
+                run_dir,
+                f"Hang: {evidence}\nThe watchdog kills the ranks of this node. Their launcher restarts the run.",
+            )
             if others is not None:
                 others.announce_hang()
             ranks.kill(alive)
@@ -153,6 +157,6 @@ def _log(run_dir: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    folder, by_rank, number, count, attempt = sys.argv[1:]
-    local = {int(rank): pid for rank, pid in json.loads(by_rank).items()}
-    watch(Path(folder), local, _other_nodes(int(number), int(count), attempt))
+    folder, pids, node, nodes, attempt = sys.argv[1:]
+    pid_by_rank = {int(rank): pid for rank, pid in json.loads(pids).items()}
+    watch(Path(folder), pid_by_rank, _other_nodes(int(node), int(nodes), attempt))

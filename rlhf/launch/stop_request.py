@@ -17,7 +17,7 @@ _REPEAT_S = 1.0
 class StopRequest:
     """Handles stop signals while entered: the first sets `signal_name`, a second SIGTERM or SIGINT sets `kill`.
 
-    Outside the main thread, where Python handles no signals, only `ask` requests a stop.
+    Outside the main thread, where Python handles no signals, only `request` requests a stop.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,14 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def ask(self, who: str) -> None:
-        """Request a stop without a signal. `who` replaces the signal's name in messages."""
+    def request(self, reason: str) -> None:
+        """Request a stop without a signal. `reason` replaces the signal's name in messages."""
         if self.signal_name is None:
-            self.signal_name, self.at = who, time.monotonic()
+            self.signal_name, self.at = reason, time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        self.ask(signal.Signals(number).name)
+        self.request(signal.Signals(number).name)
         # SLURM warns with SIGUSR1 and later sends one SIGTERM. Both are one request to save and leave.
         if number in (signal.SIGTERM, signal.SIGINT):
             if self._urgent_at is None:

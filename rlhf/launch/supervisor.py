@@ -161,12 +161,12 @@ def _log_leaving(
     stop: StopRequest,
 ) -> None:
     t = config.trainer
-    asked = stop.signal_name or "A signal to the ranks"
+    reason = stop.signal_name or "A signal to the ranks"
     if unsaved := evidence.unsaved(statuses):
         log.error("%s", unsaved)
         return
     if all(end.code in (EXIT_REQUEUE, EXIT_DONE) for end in attempt.exits.values()) and len(attempt.exits) == t.ranks:
-        log.info("%s: the ranks saved and left. %s", asked, evidence.next_start(checkpoint))
+        log.info("%s: the ranks saved and left. %s", reason, evidence.next_start(checkpoint))
         return
     if attempt.idle:
         _log_idle(stop, checkpoint)
@@ -180,7 +180,7 @@ def _log_leaving(
     log.warning(
         "%s: not every rank saved and left within trainer.preempt_grace_s=%g. "
         "Only the work since the last checkpoint is lost.\n%s",
-        asked,
+        reason,
         t.preempt_grace_s,
         evidence.report(attempt, t.ranks, statuses, checkpoint),
     )

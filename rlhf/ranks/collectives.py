@@ -129,10 +129,10 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 def gather_from(ranks: dims.RankGroup, tensor: Tensor) -> Tensor:
     """Return the tensors of all `ranks`, of one shape, stacked to [ranks, ...]. Collective over `ranks`."""
-    every = tensor.new_empty(ranks.size, *tensor.shape)
+    gathered = tensor.new_empty(ranks.size, *tensor.shape)
     # One flat output: a list of outputs would be filled by one copy per rank.
-    _all_gather_single(every.view(-1), tensor.reshape(-1), group=ranks.group)
-    return every
+    _all_gather_single(gathered.view(-1), tensor.reshape(-1), group=ranks.group)
+    return gathered
 
 
 def broadcast(tensor: Tensor, source: int) -> None:

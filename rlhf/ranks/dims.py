@@ -4,7 +4,7 @@ The grid is [replicate, shard]. Consecutive ranks along `shard` shard one replic
 different samples. A dimension whose ranks share samples (tensor, context, expert) will be a further axis inside
 `shard`: `model` will include that axis and `data` exclude it, and the callers do not change.
 
-Only `rlhf.ranks` asks torch.distributed for ranks and groups.
+Only `rlhf.ranks` gets ranks and groups from torch.distributed.
 """
 
 import functools

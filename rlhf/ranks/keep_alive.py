@@ -32,8 +32,8 @@ def with_keep_alive(
             with suppress(Empty):
                 results.append(ended.get(timeout=BEAT_S))
         own = (FAILED if failed(results[0]) else 0) if results else WORKING
-        [every] = coordinator.bitwise_or(bytes([own]))
-        if not every & WORKING:
+        [states] = coordinator.bitwise_or(bytes([own]))
+        if not states & WORKING:
             return results[0]
-        if every & FAILED and not results:
+        if states & FAILED and not results:
             stop()

@@ -68,7 +68,7 @@ class StatusWriter:
 
     Create the writer in the thread of the loop. An event costs about 20 microseconds (a rename takes a thousand on
     ext4). A kill cannot tear a write within one page. The page exists from the start, so that a full disk can be
-    reported. Nothing is fsynced, because after a power failure nobody asks which rank failed first.
+    reported. Nothing is fsynced, because after a power failure it does not matter which rank failed first.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:

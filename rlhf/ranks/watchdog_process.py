@@ -32,8 +32,8 @@ def node_watchdog(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinato
         return
     ranks = coordinator.all_gather((f"{machine()} {coordinator.domain}", os.getpid()))
     nodes = list(dict.fromkeys(node for node, _ in ranks))
-    mine = ranks[coordinator.rank][0]
-    pids = {rank: pid for rank, (node, pid) in enumerate(ranks) if node == mine}
+    own_node = ranks[coordinator.rank][0]
+    pids = {rank: pid for rank, (node, pid) in enumerate(ranks) if node == own_node}
     if coordinator.rank != min(pids):
         yield
         return
@@ -45,7 +45,7 @@ def node_watchdog(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinato
             MODULE,
             str(run_dir),
             json.dumps(pids),
-            str(nodes.index(mine)),
+            str(nodes.index(own_node)),
             str(len(nodes)),
             attempt,
         ],
