@@ -81,7 +81,7 @@ class OtherNodes:
         return now - since >= SILENCE_S or any(self._count(other, "hang", 0) > 0 for other in self._others)
 
     def announce_hang(self) -> None:
-        """Announce that this node has found a hang and logged the evidence. Wait until the other nodes announce it, too.
+        """Announce that this node has found a hang and logged the evidence. Wait until all nodes have announced it.
 
         Once one node kills its ranks, the ranks of all nodes fail, and their stacks are lost. Wait at most SILENCE_S
         seconds.
@@ -137,7 +137,7 @@ def watch(run_dir: Path, pids: Mapping[int, int], others: OtherNodes | None) -> 
             evidence = describe_hang(hang, ranks.statuses(), next(iter(scan(run_dir)), None))
             _log(
                 run_dir,
-                f"Hang: {evidence}\nThe watchdog kills the ranks of this node. Their launcher restarts the run.",
+                f"Hang: {evidence}\nThe watchdog kills this node's ranks. Their launcher restarts the run.",
             )
             if others is not None:
                 others.announce_hang()

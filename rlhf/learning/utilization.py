@@ -1,20 +1,19 @@
 """Computes the utilization of the devices by the updates (MFU)."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rlhf.batch import TokenCounts
 from rlhf.models.flops import UpdateFlops
 
 
+@dataclass
 class Utilization:
-    """Computes the model FLOPs utilization (MFU) of the updates of each role.
+    """Computes the model FLOPs utilization (MFU) of the updates of each role."""
 
-    `peak` is the FLOP/s of all ranks' devices together; None if unknown.
-    """
-
-    def __init__(self, peak: float | None) -> None:
-        self._peak = peak
-        self._roles: dict[str, tuple[UpdateFlops, int]] = {}
+    peak: float | None
+    """FLOP/s of all ranks' devices together; None if unknown."""
+    _roles: dict[str, tuple[UpdateFlops, int]] = field(default_factory=dict, init=False)
 
     def add(self, role: str, flops: UpdateFlops | None, epochs: int) -> None:
         """Count the updates of `role` with `epochs` over each batch. `flops` is None if unknown."""
@@ -23,10 +22,10 @@ class Utilization:
 
     def metrics(self, tokens: TokenCounts, timings: Mapping[str, float]) -> dict[str, float]:
         """Return `perf/mfu/ROLE` of a step that trained on `tokens`, from its `timing_s/update_ROLE`."""
-        if self._peak is None:
+        if self.peak is None:
             return {}
         return {
-            f"perf/mfu/{role}": epochs * flops.of_tokens(tokens) / (seconds * self._peak)
+            f"perf/mfu/{role}": epochs * flops.of_tokens(tokens) / (seconds * self.peak)
             for role, (flops, epochs) in self._roles.items()
             if (seconds := timings.get(f"timing_s/update_{role}"))
         }

@@ -76,6 +76,7 @@ class Scorer(Protocol):
 
     def close(self) -> None:
         """End the processes that the function started; by default none."""
+        return
 
 
 class RewardError(Exception):

@@ -85,7 +85,8 @@ class RolloutEngine(Protocol):
         return {}
 
     def close(self) -> None:
-        """End all processes and threads that the engine has started."""
+        """End all processes and threads that the engine has started; by default none."""
+        return
 
 
 class BackgroundEngine(RolloutEngine, Protocol):

@@ -78,19 +78,12 @@ def _wrong_name(setting: str, name: str, known: Collection[str], arguments: tupl
 def correction_problems(config: Config) -> Iterator[str]:
     """Yield one line per bound of `rollout_correction` that is missing, crossed or without effect."""
     c, section = config.algorithm.rollout_correction, "algorithm.rollout_correction"
-    lower, upper, least, kind = (
-        c.rollout_is_threshold_lower,
-        c.rollout_is_threshold,
-        c.rollout_rs_threshold_lower,
-        c.rollout_rs,
-    )
+    lower, least, kind = c.rollout_is_threshold_lower, c.rollout_rs_threshold_lower, c.rollout_rs
     if c.rollout_is is None:
         key = f"{section}.rollout_is_threshold_lower"
         yield from without_effect(config, [key], f"{section}.rollout_is", remedy=f"{section}.rollout_is=token")
-    elif lower is not None and lower >= upper:
-        yield (
-            f"{section}.rollout_is_threshold_lower={lower}: must be less than {section}.rollout_is_threshold={upper}."
-        )
+    elif lower is not None and lower >= (upper := c.rollout_is_threshold):
+        yield f"{section}.rollout_is_threshold_lower={lower}: must be less than {section}.rollout_is_threshold={upper}."
     if kind is None:
         keys = (f"{section}.rollout_rs_threshold", f"{section}.rollout_rs_threshold_lower")
         yield from without_effect(config, keys, f"{section}.rollout_rs", remedy=f"{section}.rollout_rs=token_k1")

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from rlhf.config import BackendConfig, Config, FrozenFsdpConfig, LoraConfig, RefConfig
+from rlhf.config import BackendConfig, Config, LoraConfig
 from rlhf.config.derived import base_dtype, compute_dtype
 from rlhf.config.known_settings import SETTINGS
+from rlhf.config.overrides import hydra_value
 from rlhf.config.rules.backend_rules import package_problem
 from rlhf.config.rules.without_effect import without_effect
 from rlhf.config.schema.lora import ALL_LINEAR
@@ -42,7 +43,7 @@ def lora_problems(config: Config) -> Iterator[str]:
         yield from without_effect(config, ADAPTER_SETTINGS, "model.lora.enabled=true")
         return
     yield from _modules(lora)
-    yield from _reference(config.ref)
+    yield from _reference(config)
     for key in ("contents", "load_contents"):
         contents = getattr(config.checkpoint, key) or []
         if "hf_model" in contents and "model" not in contents:
@@ -55,22 +56,19 @@ def lora_problems(config: Config) -> Iterator[str]:
         yield from _deepspeed(lora, backend)
 
 
-def _reference(ref: RefConfig) -> Iterator[str]:
-    if ref.update_freq is not None:
-        yield (
-            f"ref.update_freq={ref.update_freq}: with model.lora.enabled=true the reference is the frozen model "
-            "without its adapters; set ref.update_freq=null."
-        )
-    if ref.fsdp_config.param_offload:
-        yield (
-            "ref.fsdp_config.param_offload=true: with model.lora.enabled=true the reference is the actor's model "
-            "without its adapters; set actor.fsdp_config.param_offload instead."
-        )
-    if ref.fsdp_config.model_dtype != FrozenFsdpConfig().model_dtype:
-        yield (
-            f"ref.fsdp_config.model_dtype={ref.fsdp_config.model_dtype}: with model.lora.enabled=true the "
-            "reference is the model without its adapters; set model.lora.base_dtype instead."
-        )
+def _reference(config: Config) -> Iterator[str]:
+    instead = {
+        "ref.update_freq": "",
+        "ref.fsdp_config.param_offload": ", and use actor.fsdp_config.param_offload",
+        "ref.fsdp_config.model_dtype": ", and use model.lora.base_dtype",
+    }
+    for key, other in instead.items():
+        value, default = hydra_value(SETTINGS[key].value(config)), hydra_value(SETTINGS[key].default)
+        if value != default:
+            yield (
+                f"{key}={value}: with model.lora.enabled=true the reference is the actor's frozen model without its "
+                f"adapters; set {key}={default}{other}."
+            )
 
 
 def _deepspeed(lora: LoraConfig, backend: BackendConfig) -> Iterator[str]:
@@ -93,9 +91,7 @@ def _native(config: Config) -> Iterator[str]:
         return
     instead = "set rollout.lora=merged."
     if rollout.name != "vllm":
-        of = {"embedded": "its engine needs merged weights", "vllm_server": "servers receive merged weights"}
-        why = of.get(str(rollout.name), "no engine is named")
-        yield f"rollout.lora=native: needs rollout=vllm, and it is {rollout.name} ({why}); {instead}"
+        yield f"rollout.lora=native: needs rollout=vllm (it is {rollout.name}, which needs merged weights); {instead}"
     if config.model.lora.use_dora:
         yield f"rollout.lora=native: vLLM serves no DoRA (model.lora.use_dora=true); {instead}"
     if rollout.tensor_model_parallel_size > 1:

@@ -142,26 +142,21 @@ def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     train, mini, n = config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n
     if ranks > 2 * mini * n:
         enough = math.ceil(ranks / (2 * n))
-        fitting = next((size for size in range(enough, train + 1) if train % size == 0), None)
-        more = f"set actor.ppo_mini_batch_size={fitting or enough}"
-        more += "" if fitting else f" and data.train_batch_size={enough}"
+        divisor = next((size for size in range(enough, train + 1) if train % size == 0), None)
+        remedy = f"set actor.ppo_mini_batch_size={divisor or enough}"
+        remedy += "" if divisor else f" and data.train_batch_size={enough}"
         yield (
             f"actor.ppo_mini_batch_size={mini}: with rollout.n={n} a mini-batch has {mini * n} samples, so more than "
-            f"half of the ranks ({source}={ranks}) would have nothing to train on: {more}, or use at most "
+            f"half of the ranks ({source}={ranks}) would have nothing to train on: {remedy}, or use at most "
             f"{2 * mini * n} ranks."
         )
-    replicas = config.backend.dp_replicate
-    if ranks % replicas:
-        yield (
-            f"backend.dp_replicate={replicas} must divide the number of ranks ({source}={ranks}): "
-            f"set backend.dp_replicate={math.gcd(ranks, replicas)}."
-        )
-    group = config.rollout.tensor_model_parallel_size
-    if config.rollout.name == "vllm" and ranks % group:
-        yield (
-            f"rollout.tensor_model_parallel_size={group} must divide the number of ranks ({source}={ranks}): "
-            f"set rollout.tensor_model_parallel_size={math.gcd(ranks, group)}."
-        )
+    divisors = {"backend.dp_replicate": config.backend.dp_replicate}
+    if config.rollout.name == "vllm":
+        divisors["rollout.tensor_model_parallel_size"] = config.rollout.tensor_model_parallel_size
+    for key, value in divisors.items():
+        if ranks % value:
+            fitting = math.gcd(ranks, value)
+            yield f"{key}={value} must divide the number of ranks ({source}={ranks}): set {key}={fitting}."
 
 
 def _filter_groups(config: Config) -> Iterator[str]:

@@ -14,7 +14,7 @@ from rlhf.config import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.events import GENERATING, report
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.rollout.engine import Request, Weights, indices_by_params, siblings
+from rlhf.rollout.engine import Request, RolloutEngine, Weights, indices_by_params, siblings
 from rlhf.rollout.exchange import gather_requests
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.sample import Sample
@@ -39,8 +39,8 @@ class WeightsInFiles:
     parts: FileParts  # slices of the trainer's and vLLM's fused weights that the files store as separate tensors
 
 
-class VllmEngine:
-    """Samples with vLLM in this process, alone or with the other ranks of a tensor-parallel group; see `RolloutEngine`.
+class VllmEngine(RolloutEngine):
+    """Samples with vLLM in this process, alone or with the other ranks of a tensor-parallel group.
 
     A sample depends only on the weights, `seed`, `step` and its request, up to rounding in another batch. Equal
     requests give equal bits, whatever was generated before.
@@ -126,9 +126,6 @@ class VllmEngine:
                 self._llm.sleep(level=self._config.sleep_level)
             self._asleep = set(PARTS)
         return self._config.sleep_level == 2
-
-    def metrics(self) -> dict[str, float]:
-        return {}
 
     def close(self) -> None:
         """Free vLLM's memory. The process group belongs to the rank and stays."""
