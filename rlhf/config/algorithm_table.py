@@ -33,22 +33,16 @@ ESTIMATORS = {
 }
 
 
-@dataclass(frozen=True)
-class PolicyLossNeeds:
-    """Requirements of a policy loss, a function of the same name in `rlhf.algorithms.losses`."""
-
-    chosen: Literal["at random", "largest", "none"] = "none"
-    """How the loss selects tokens of a mini-batch by the covariance of their log-probs and advantages."""
-
-
-POLICY_LOSSES = {
-    "vanilla": PolicyLossNeeds(),
-    "gspo": PolicyLossNeeds(),
-    "cispo": PolicyLossNeeds(),
-    "sapo": PolicyLossNeeds(),
-    "clip_cov": PolicyLossNeeds(chosen="at random"),
-    "kl_cov": PolicyLossNeeds(chosen="largest"),
+POLICY_LOSSES: dict[str, Literal["at random", "largest", "none"]] = {
+    "vanilla": "none",
+    "gspo": "none",
+    "cispo": "none",
+    "sapo": "none",
+    "clip_cov": "at random",
+    "kl_cov": "largest",
 }
+"""Policy losses, functions of the same name in `rlhf.algorithms.losses`, with their choice of tokens: how the loss
+selects tokens of a mini-batch by the covariance of their log-probs and advantages."""
 
 SETTINGS_OF_ONE_FUNCTION = {
     "algorithm.pass_at_k": "pass_at_k",

@@ -52,7 +52,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ConfigDiff:
-    """Settings that differ: those that do not affect the run's numbers, and those that change its trajectory."""
+    """Settings that differ: `harmless` do not affect the run's numbers, `trajectory` do."""
 
     harmless: list[Change]
     trajectory: list[Change]

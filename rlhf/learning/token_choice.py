@@ -7,7 +7,7 @@ from rlhf.algorithms.covariance import OverRanks, covariances, smallest
 from rlhf.algorithms.losses import vanilla
 from rlhf.batch import ActorBatch
 from rlhf.config import ActorConfig
-from rlhf.config.algorithm_table import POLICY_LOSSES, PolicyLossNeeds
+from rlhf.config.algorithm_table import POLICY_LOSSES
 from rlhf.ranks.collectives import all_gather, all_sum
 from rlhf.rollout.sampling import fold, row_keys
 
@@ -25,7 +25,7 @@ class TokenChoice:
 
     def __init__(self, config: ActorConfig, seed: int) -> None:
         self._config, self._seed = config, seed
-        self.kind = POLICY_LOSSES.get(config.policy_loss.loss_mode, PolicyLossNeeds()).chosen
+        self.kind = POLICY_LOSSES.get(config.policy_loss.loss_mode, "none")
 
     def choose(self, batch: ActorBatch, mask: Tensor, log_probs: Tensor, step: int) -> Tensor:
         """Return [N, R] float32, 1 on the chosen tokens. Collective.

@@ -89,7 +89,7 @@ def linear_layers(weights: Shapes) -> Shapes:
 
 
 def adapted_state(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingState:
-    """Return the memory of the policy in training, with the engine that `config` names."""
+    """Return the memory of the policy in training, as `trained_state`."""
     if config.name == "deepspeed":
         return _deepspeed(policy, config, ranks)
     return _fsdp2(policy, config, ranks // config.dp_replicate)

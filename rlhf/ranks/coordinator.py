@@ -33,7 +33,9 @@ def _sendable(error: Exception) -> Exception:
 
 
 class Coordinator:
-    """Collective calls over Python objects. Every rank must make the same calls in the same order.
+    """Makes collective calls over Python objects. Every rank must make the same calls in the same order.
+
+    `all_gather`, `broadcast`, `bitwise_or`, `send` and `receive` are as in `Transport`.
 
     If a function raises on a rank, the call raises on every rank. Every call raises LostPeer if a rank is dead or does
     not answer in time. `domains` is each rank's storage domain: the lowest rank that sees the same run directory.
@@ -68,11 +70,9 @@ class Coordinator:
         return self.domain == self.rank
 
     def all_gather(self, value: T) -> list[T]:
-        """Return every rank's `value`, in rank order, on every rank."""
         return self._transport.all_gather(value)
 
     def broadcast(self, value: T | None, source: int = 0) -> T:
-        """Return the `value` of the rank `source` on every rank."""
         return self._transport.broadcast(value, source)
 
     def on_leader(self, action: Callable[[], T]) -> T:
@@ -102,7 +102,6 @@ class Coordinator:
         return [outcomes[leader] for leader in self.domain_leaders]
 
     def bitwise_or(self, bits: bytes) -> bytes:
-        """Return the bitwise OR of all ranks' `bits`, of one length, on every rank."""
         return self._transport.bitwise_or(bits)
 
     def send_to_domain_leaders(self, action: Callable[[], T]) -> T | None:
@@ -125,11 +124,9 @@ class Coordinator:
         return own[0]
 
     def send(self, block: "Tensor", to: int) -> None:
-        """Send `block`, bytes in CPU memory, to a rank that calls `receive` with as many bytes. Not collective."""
         self._transport.send(block, to)
 
     def receive(self, block: "Tensor", source: int) -> None:
-        """Fill `block` with the bytes that the rank `source` sends."""
         self._transport.receive(block, source)
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:

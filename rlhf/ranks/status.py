@@ -144,7 +144,6 @@ def read_statuses(run_dir: Path) -> dict[int, RankStatus]:
 
 
 def clear_statuses(run_dir: Path) -> None:
-    """Delete the status files of an earlier attempt."""
     for path in (run_dir / STATUS_DIR).glob("rank_*.json"):
         remove_file(path)
 

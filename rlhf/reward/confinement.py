@@ -201,9 +201,5 @@ def _without_landlock(version: int) -> str:
             "Landlock (Linux 5.13): reward processes can write wherever your user can, and may read the trainer's "
             "environment variables"
         )
-    if version < 3:
-        return (
-            f"Landlock 6 (Linux 6.12; here {version}): reward processes can truncate other files and signal your other "
-            "processes"
-        )
-    return f"Landlock 6 (Linux 6.12; here {version}): reward processes can signal your other processes"
+    truncate = "truncate other files and " if version < 3 else ""
+    return f"Landlock 6 (Linux 6.12; here {version}): reward processes can {truncate}signal your other processes"

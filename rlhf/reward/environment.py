@@ -1,4 +1,4 @@
-"""Selects the environment variables of reward processes: those that a program needs, and no possible secret."""
+"""Selects the environment variables of reward processes: variables that a program needs, and no possible secret."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
-"""Sends requests and samples between ranks as tensors, without loss, each only to the rank that needs it.
+"""Sends requests and samples between ranks as the bytes of tensors, without loss and without pickle.
 
-The tensors travel as their bytes. Nothing is pickled or unpickled.
+Each rank receives only the requests or samples that it needs.
 """
 
 import json

@@ -316,7 +316,7 @@ REJECTED: list[tuple[dict, str]] = [
     ({"checkpoint__contents": []}, "checkpoint.contents=[]: nothing to save"),
     ({"trainer__save_freq": 0, "checkpoint__contents": []}, "checkpoint.contents=[]: nothing to save"),
     ({"checkpoint__contents": ["model", "optimiser"]}, "Did you mean optimizer?"),
-    ({"checkpoint__contents": ["model", "model"]}, "checkpoint.contents=['model', 'model']: name each part once."),
+    ({"checkpoint__contents": ["model", "model"]}, "checkpoint.contents=['model', 'model']: list each name once."),
     ({"checkpoint__contents": ["optimizer", "extra"]}, "add model, or set trainer.resume_mode=disable."),
     (
         {"checkpoint__max_to_keep": None, "checkpoint__keep_every": 100},
@@ -353,7 +353,7 @@ REJECTED: list[tuple[dict, str]] = [
     ({"trainer__resume_from_path": "x"}, "trainer.resume_from_path=x: has effect only with"),
     ({"actor__clip_ratio_low": 1.5}, "actor.clip_ratio_low=1.5: must be at most 1"),
     ({"trainer__logger": ["wandbb"]}, "is not one of console, jsonl, tensorboard, wandb. Did you mean wandb?"),
-    ({"trainer__logger": ["wandb", "wandb"]}, "trainer.logger=['wandb', 'wandb']: name each tracker once."),
+    ({"trainer__logger": ["wandb", "wandb"]}, "trainer.logger=['wandb', 'wandb']: list each name once."),
     (
         {"trainer__total_training_steps": 10, "actor__optim__lr_warmup_steps": 10},
         "actor.optim.lr_warmup_steps=10: the run has 10 optimizer steps",

@@ -1,7 +1,7 @@
 """Writes hints at the end of messages about a wrong name or value: what the user probably meant."""
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from rlhf.config.known_settings import SECTIONS, SETTINGS, Setting, setting_of
@@ -66,6 +66,15 @@ def likely_choice(value: str, choices: Collection[str]) -> str | None:
     if (ours := other_trainers().values.get(value)) is not None:
         return ours if ours in choices else None
     return nearest(value, choices)
+
+
+def list_problems(key: str, names: Collection[str], known: Collection[str]) -> Iterator[str]:
+    """Yield one line per unknown name in the list setting `key`, and one line if a name is repeated."""
+    for name in names:
+        if name not in known:
+            yield f"{key}={names}: {name!r} is not one of {', '.join(known)}.{did_you_mean(nearest(name, known))}"
+    if len(set(names)) < len(names):
+        yield f"{key}={names}: list each name once."
 
 
 def value_hint(key: str, value: str, choices: Collection[str]) -> str:

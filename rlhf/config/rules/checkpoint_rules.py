@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf.config import Config
+from rlhf.config.names.hints import list_problems
 from rlhf.config.overrides import hydra_value
 from rlhf.config.redaction import Redaction
 from rlhf.config.rules.without_effect import without_effect
@@ -15,13 +16,8 @@ from rlhf.errors import did_you_mean, nearest
 def checkpoint_problems(config: Config) -> Iterator[str]:
     saved, loaded = config.checkpoint.contents, config.checkpoint.load_contents
     resumes = config.trainer.resume_mode != "disable"
-    for key, contents in (("contents", saved), ("load_contents", loaded or [])):
-        for name in contents:
-            if name not in CONTENTS:
-                near = did_you_mean(nearest(name, CONTENTS))
-                yield f"checkpoint.{key}={contents}: {name!r} is not one of {', '.join(CONTENTS)}.{near}"
-        if len(set(contents)) < len(contents):
-            yield f"checkpoint.{key}={contents}: name each part once."
+    yield from list_problems("checkpoint.contents", saved, CONTENTS)
+    yield from list_problems("checkpoint.load_contents", loaded or [], CONTENTS)
     # Check this also with trainer.save_freq=0: a stop request makes the run save.
     if not saved:
         yield f"checkpoint.contents=[]: nothing to save; name any of {', '.join(CONTENTS)}."

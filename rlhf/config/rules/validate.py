@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from rlhf.config import Config
 from rlhf.config.derived import prompts_per_generation
 from rlhf.config.known_settings import SETTINGS, Setting
-from rlhf.config.names.hints import value_hint
+from rlhf.config.names.hints import list_problems, value_hint
 from rlhf.config.names.other_trainers import other_trainers
 from rlhf.config.rules.algorithm_rules import algorithm_problems, correction_problems, entropy_problems, reward_problems
 from rlhf.config.rules.backend_rules import backend_problems, missing_backend
@@ -17,7 +17,7 @@ from rlhf.config.rules.lora_rules import lora_problems, missing_peft
 from rlhf.config.rules.path_rules import model_problems, overwritten_starts, resume_problems, unresolved_home_paths
 from rlhf.config.rules.rollout_rules import missing_engine, rollout_problems
 from rlhf.config.rules.without_effect import without_effect
-from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.errors import UserError
 
 TEMPLATE_ARGUMENTS = {
     "add_generation_prompt",
@@ -111,12 +111,7 @@ def _run(config: Config) -> Iterator[str]:
             yield f"trainer.{key}={name!r}: must be a plain folder name, without slashes."
     if not t.default_local_dir:
         yield "trainer.default_local_dir='': name the folder for run directories, e.g. checkpoints."
-    for name in t.logger:
-        if name not in LOGGERS:
-            near = did_you_mean(nearest(name, LOGGERS))
-            yield f"trainer.logger={t.logger}: {name!r} is not one of {', '.join(LOGGERS)}.{near}"
-    if len(set(t.logger)) < len(t.logger):
-        yield f"trainer.logger={t.logger}: name each tracker once."
+    yield from list_problems("trainer.logger", t.logger, LOGGERS)
 
 
 def _batches(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Event loop of the fleet's thread: probes servers, restarts those that this run started, and sends requests."""
+"""Runs the event loop of the fleet's thread: probes servers, restarts this run's own servers, and sends requests."""
 
 import asyncio
 import logging
@@ -236,12 +236,10 @@ class FleetLoop:
         member.client = self._client(member.url)
         member.probe_error = NO_ANSWER
         member.health.started(time.monotonic())
+        started = "restarted" if member.starts else "started"
+        self._counts["server_restarts"] += bool(member.starts)
         member.starts += 1
-        if member.starts > 1:
-            self._counts["server_restarts"] += 1
-        log.info(
-            "Rollout server %s: %s, log in %s.", member.url, "restarted" if member.starts > 1 else "started", member.log
-        )
+        log.info("Rollout server %s: %s, log in %s.", member.url, started, member.log)
 
     async def _probe(self, member: _Member) -> None:
         health, starting = member.health, member.health.state == "starting"

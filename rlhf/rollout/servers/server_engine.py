@@ -85,7 +85,12 @@ class ServerEngine:
             self._new_label(version)
             self._push(version)
         parts: list[list[Sample]] = []
-        self._on_leader(lambda fleet: parts.extend(self._split_by_rank(fleet.do(FleetLoop.pop_samples))))
+
+        def split_by_rank(fleet: Fleet) -> None:
+            samples = iter(fleet.do(FleetLoop.pop_samples))
+            parts.extend(list(islice(samples, size)) for size in self._sizes)
+
+        self._on_leader(split_by_rank)
         return scatter_samples(parts, self._coordinator)
 
     def sleep(self) -> bool:
@@ -93,7 +98,6 @@ class ServerEngine:
         return False
 
     def metrics(self) -> dict[str, float]:
-        """Return, on the leader, counts of the servers' failures and restarts since the last call."""
         return self._fleet.do(FleetLoop.metrics) if self._fleet is not None else {}
 
     def close(self) -> None:
@@ -144,10 +148,6 @@ class ServerEngine:
 
         errors = self._coordinator.everywhere(walk)[0]
         self._on_leader(lambda fleet: fleet.do(lambda loop: loop.end_push(label, errors)))
-
-    def _split_by_rank(self, samples: list[Sample]) -> list[list[Sample]]:
-        left = iter(samples)
-        return [list(islice(left, size)) for size in self._sizes]
 
 
 def build_server_engine(

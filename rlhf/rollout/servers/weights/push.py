@@ -103,11 +103,8 @@ class WeightPush:
         post(url, "/resume")
 
     def _route(self, urls: Sequence[str]) -> Route:
-        route: Route
-        if self._nccl is not None and urls and self._nccl.join(urls):
-            route, name = self._nccl, "NCCL"
-        else:
-            route, name = HttpRoute(urls, self._control, self._secret), "HTTP"
+        nccl = self._nccl if self._nccl is not None and urls and self._nccl.join(urls) else None
+        route, name = nccl or HttpRoute(urls, self._control, self._secret), "NCCL" if nccl else "HTTP"
         if urls and name != self._logged_route:
             log.info("Sending weights to the rollout servers over %s.", name)
             self._logged_route = name
