@@ -127,7 +127,10 @@ class _Logged:
     def extra(self, column: str, values: Sequence[Any]) -> None:
         """`log_extra` of TRL: record a value for each sample."""
         if len(values) != self._count:
-            raise UserError(f"{self._setting} logged {len(values)} values of {column!r} for {self._count} samples.")
+            raise UserError(
+                f"{self._setting} logged {len(values)} values of {column!r} for {self._count} samples. Log one value "
+                "for each sample."
+            )
         self._notes[str(column)] = list(values)
 
     def metric(self, name: str, value: float) -> None:

@@ -37,7 +37,7 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
     if loaded is None:
         return
     if not {"model", "hf_model"} & set(loaded):
-        yield f"checkpoint.load_contents={loaded}: needs model or hf_model; null loads checkpoint.contents."
+        yield f"checkpoint.load_contents={loaded}: needs model or hf_model; add model, or set it to null."
     if config.trainer.resume_mode != "resume_path":
         # A run loads every part of its own checkpoints.
         mode = config.trainer.resume_mode

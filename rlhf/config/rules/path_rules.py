@@ -95,7 +95,7 @@ def _model_folder(key: str, name: str, here: bool) -> Iterator[str]:
         yield f"{key}={name}: is a file; give the folder that contains config.json."
     elif here and path.is_dir() and not (path / "config.json").is_file():
         inside = sorted(p.parent for p in path.glob("*/config.json"))
-        hint = did_you_mean(str(inside[0]) if inside else None)
+        hint = did_you_mean(str(inside[0])) if inside else " Set the folder that contains config.json."
         if (path / "adapter_config.json").is_file():
             hint = (
                 f" It contains a LoRA adapter: set {key} to the base model, and add model.lora.enabled=true "
@@ -106,7 +106,7 @@ def _model_folder(key: str, name: str, here: bool) -> Iterator[str]:
         yield f"{key}={name}: there is no such folder.{_sibling(path)}"
     elif not looks_local and not path.exists() and not _HUB_NAME.fullmatch(name):
         unset = " The shell has not expanded the variable after the $." if "$" in name else ""
-        yield f"{key}={name}: is neither a folder here nor a Hub name of the form org/name.{unset}"
+        yield f"{key}={name}: is neither a folder here nor a Hub name of the form org/name.{unset} Correct it."
 
 
 def _sibling(path: Path) -> str:

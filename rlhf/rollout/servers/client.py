@@ -136,7 +136,7 @@ class ServerClient:
             raise ServerFailure(f"{path}: {type(error).__name__}: {_short(str(error))}") from error
         if status == 400 and body is not None and (fault := _fault(content)):
             raise UserError(
-                f"The rollout server {self._url} rejects a request: {fault}. See rollout.stop, "
+                f"The rollout server {self._url} rejects a request: {fault}. Check rollout.stop, "
                 "rollout.structured_outputs, rollout.engine_kwargs.vllm, data.max_prompt_length and "
                 "data.max_response_length."
             )
