@@ -307,9 +307,10 @@ def test_an_answer_that_nobody_asked_for_is_not_the_next_samples(shared, numbere
 
 def test_output_without_end_does_not_put_off_the_deadline(tmp_path):
     process = ScoringProcess("silent", RewardConfig())
-    process._popen = subprocess.Popen(["sleep", "60"], stdin=-1, stdout=-1, start_new_session=True)
-    process._popen.stderr = Path("/dev/zero").open("rb", buffering=0)  # noqa: SIM115
-    watch = threading.Timer(10, process._popen.kill)
+    process._popen = popen = subprocess.Popen(["sleep", "60"], stdin=-1, stdout=-1, start_new_session=True)
+    process._stdin, process._stdout = popen.stdin, popen.stdout
+    process._stderr = Path("/dev/zero").open("rb", buffering=0)  # noqa: SIM115
+    watch = threading.Timer(10, popen.kill)
     watch.start()
     with pytest.raises(TimeoutError):
         process._exchange(b"", 0.3)
