@@ -99,9 +99,8 @@ class Collector:
         if not needs_reward_model(self.reward):  # a reward model's seconds include waiting for other ranks
             own_seconds += stats.reward_seconds
         is_stale = any(group.version < step - 1 for group in groups)
-        seconds, stale, memory = zip(
-            *self.coordinator.all_gather((own_seconds, is_stale, memory_use(self.device))), strict=True
-        )
+        gathered = self.coordinator.all_gather((own_seconds, is_stale, memory_use(self.device)))
+        seconds, stale, memory = zip(*gathered, strict=True)
         metrics |= slowest(seconds) | largest(memory) | sampler.metrics()
         if not any(stale):
             batch.staleness = None

@@ -86,9 +86,9 @@ class Journal:
         try:
             files = [file for file in self._files() if file.step == step]
             # Read this rank's own file last, because a later file's samples of a prompt replace earlier ones.
-            for file in sorted(filter(self._is_mine, files), key=lambda file: file.rank == self._rank):
+            for file in sorted(filter(self._owns, files), key=lambda file: file.rank == self._rank):
                 self._known |= self._read(file)
-            self._unread = [file for file in files if not self._is_mine(file)]
+            self._unread = [file for file in files if not self._owns(file)]
         except OSError as error:
             self._known, self._writable = {}, False
             log.warning(
@@ -133,13 +133,13 @@ class Journal:
             log.warning("An old file of the rollout journal can't be removed: %s", error)
 
     def _drop(self, files: Iterable[_File]) -> None:
-        for file in filter(self._is_mine, files):
+        for file in filter(self._owns, files):
             remove_file(file.path, missing_ok=True)
 
     def _has_all(self, uids: Sequence[int]) -> bool:
         return all(uid in self._known for uid in uids)
 
-    def _is_mine(self, file: _File) -> bool:
+    def _owns(self, file: _File) -> bool:
         return file.rank % self._world_size == self._rank
 
     def _files(self) -> list[_File]:
@@ -154,21 +154,21 @@ class Journal:
         payloads, whole = records.payloads(content)
         if None in payloads or whole < len(content):
             log.warning("%s has a damaged or torn record. The samples in it are generated again.", file.path)
-        if self._is_mine(file) and whole < len(content):
+        if self._owns(file) and whole < len(content):
             truncate(file.path, whole)  # records after a torn one cannot be read
         first = payloads[0] if payloads else None
         if first is None:
             self._drop([file])
             return {}
         if not self._fits(records.from_payload(first)[0]):
-            if self._is_mine(file):
+            if self._owns(file):
                 log.info(
                     "%s does not fit the run's current state. The run removes it and the files of later steps.",
                     file.path,
                 )
             self._drop(other for other in self._files() if other.rank == file.rank and other.step >= file.step)
             return {}
-        if self._is_mine(file):
+        if self._owns(file):
             # An earlier process may have been killed before it synced a record. The records read here must survive a
             # power cut.
             fsync_file(file.path)

@@ -91,15 +91,13 @@ class ProcessPool:
     def _score(self, entry: dict[str, Any], items: Sequence[RewardItem]) -> Score:
         """Return the score of one item. `items` are the request's items if `entry` is one error for all."""
         if entry.get("limit"):
-            return self._policy.failed(self._out_of_memory(items), forgive=self._forgive_deaths)
+            limit = self._config.memory_gb
+            shown = "the machine has" if limit is None else f"reward.memory_gb={limit:g}"
+            error = RewardError(f"{self._verifier} needed more memory than {shown} on {_describe(items)}")
+            return self._policy.failed(error, forgive=self._forgive_deaths)
         if (wrong := failure(entry, f"\nOn {_describe(items)}")) is not None:
             return self._policy.failed(wrong)
         return self._policy.timed_out(items)[0] if entry["timed_out"] else Score(**entry)
-
-    def _out_of_memory(self, items: Sequence[RewardItem]) -> RewardError:
-        limit = self._config.memory_gb
-        shown = "the machine has" if limit is None else f"reward.memory_gb={limit:g}"
-        return RewardError(f"{self._verifier} needed more memory than {shown} on {_describe(items)}")
 
     def _request(self, process: ScoringProcess, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
         try:

@@ -44,11 +44,16 @@ def check_functions(config: RewardConfig) -> None:
     if not config.functions:
         raise UserError(f"{setting}: name at least one of {', '.join(NAMES)} or path/to/file.py:name.")
     for function in config.functions:
-        if function not in NAMES:
-            _check_is_file(function)
-            signature = signature_in_file(function)
-            if signature is not None and (problem := signature.problem()):
-                raise UserError(f"{SETTING}={function}: the function {problem}")
+        if function in NAMES:
+            continue
+        if not (":" in function or "/" in function or function.endswith(".py")):  # `split_spec` reports a wrong form
+            raise UserError(
+                f"{SETTING}: {function!r} is none of {', '.join(NAMES)}, and not of the form path/to/file.py:name."
+                f"{did_you_mean(nearest(function, NAMES))}"
+            )
+        signature = signature_in_file(function)
+        if signature is not None and (problem := signature.problem()):
+            raise UserError(f"{SETTING}={function}: the function {problem}")
     labels = [label_of(function) for function in config.functions]
     for i, label in enumerate(labels):
         if label in labels[:i]:
@@ -69,15 +74,6 @@ def _check_confinement(config: RewardConfig) -> None:
             raise UserError(
                 f"reward.writable={config.writable}: {folder} is not a folder. Create it, or remove it here."
             )
-
-
-def _check_is_file(function: str) -> None:
-    if ":" in function or "/" in function or function.endswith(".py"):
-        return  # `split_spec` reports a wrong form
-    raise UserError(
-        f"{SETTING}: {function!r} is none of {', '.join(NAMES)}, and not of the form path/to/file.py:name."
-        f"{did_you_mean(nearest(function, NAMES))}"
-    )
 
 
 def _check_weights(config: RewardConfig) -> None:

@@ -26,7 +26,7 @@ class Reward:
     def __init__(self, terms: Sequence[Term]):
         self._terms = terms
         self._threads = ThreadPoolExecutor(len(terms), thread_name_prefix="reward-function")
-        # What each metric reward/<name> means. A second meaning of a name is an error.
+        # The meaning of each metric reward/<name>. A second meaning of a name is an error.
         self._meanings = dict.fromkeys(RESERVED, "a metric of every run")
         self._meanings |= {term.label: f"the score of {term.label}" for term in terms}
 
@@ -45,7 +45,7 @@ class Reward:
         return [self._sum(row, item) for row, item in zip(zip(*columns, strict=True), items, strict=True)]
 
     def _checked(self, term: Term, given: Score, item: RewardItem) -> Score:
-        meaning = f"what {term.label} returns"
+        meaning = f"a value that {term.label} returns"
         for name in (*given.extra, *given.notes):
             if (other := self._meanings.setdefault(name, meaning)) != meaning:
                 raise UserError(

@@ -215,7 +215,7 @@ def test_failures_are_told_once_for_each_function_with_the_traceback(reward_of, 
     ("bad", "meaning"),
     [
         ("taken", "overlong is already a metric of every run"),
-        ("same_number", "digit_count is already what digits returns"),
+        ("same_number", "digit_count is already a value that digits returns"),
         ("name_of_another", "length is already the score of length"),
     ],
 )

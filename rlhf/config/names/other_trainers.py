@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-TABLE = Path(__file__).with_name("other_trainers.toml")
-
 
 @dataclass(frozen=True)
 class OtherTrainers:
@@ -30,7 +28,7 @@ class OtherTrainers:
 @cache
 def other_trainers() -> OtherTrainers:
     """Read the tables, once per process, when the first message needs them."""
-    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     in_samples = "It counts samples; here a token budget bounds each pass: set {}."
     return OtherTrainers(
         prefixes=tuple(table["prefixes"]),

@@ -119,9 +119,8 @@ def _batches(config: Config) -> Iterator[str]:
     if train % mini:
         smaller = next(size for size in range(min(train, mini), 0, -1) if train % size == 0)
         yield (
-            f"actor.ppo_mini_batch_size={mini} must divide data.train_batch_size={train}: "
-            f"set actor.ppo_mini_batch_size={smaller} "
-            f"or data.train_batch_size={math.ceil(train / mini) * mini}."
+            f"actor.ppo_mini_batch_size={mini} must divide data.train_batch_size={train}: set "
+            f"actor.ppo_mini_batch_size={smaller} or data.train_batch_size={math.ceil(train / mini) * mini}."
         )
 
 

@@ -101,7 +101,6 @@ class ServerEngine:
         return self._fleet.do(FleetLoop.metrics) if self._fleet is not None else {}
 
     def close(self) -> None:
-        """End the servers that this run started. Not collective."""
         self._resources.close()
 
     def wait_until_ready(self) -> None:
