@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf.experience.groups_format_7 import from_format_7, is_format_7
+from rlhf.experience.groups_format_7 import from_format_7
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
@@ -91,7 +91,7 @@ def from_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> list[Group]
         return []
     names = [name for name in tensors if name.startswith(prefix)]
     arrays = {name.removeprefix(prefix): tensors[name].numpy() for name in names}
-    if is_format_7(arrays):
+    if "prompt_ids" not in arrays:  # format 7, in which `token_ids` include the prompts
         arrays = from_format_7(arrays)
     records = json.loads(arrays["records"].tobytes())
     all_samples, groups = from_arrays(arrays), []

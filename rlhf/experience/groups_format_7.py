@@ -9,11 +9,6 @@ OF_SAMPLES = ("finish_reasons", "versions", "observations")
 """Fields of a record that are lists with an entry per sample."""
 
 
-def is_format_7(arrays: Arrays) -> bool:
-    """Return whether the arrays have format 7, whose `token_ids` include the prompts."""
-    return "prompt_ids" not in arrays
-
-
 def from_format_7(arrays: Arrays) -> Arrays:
     """Return the arrays in the current format, without loss.
 
