@@ -134,7 +134,7 @@ def go_back(rank: Rank, step: int, position: int) -> None:
     """What a rollback to the checkpoint of `step` does."""
     rank.driver.step = step
     rank.collector.generation.sampler.invalidate_weights()
-    stream = rank.collector.prompts._stream
+    stream = rank.collector.prompts.stream
     stream.load_state_dict(stream.state_dict() | {"consumed": position})
 
 

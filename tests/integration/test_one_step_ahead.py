@@ -73,7 +73,7 @@ def saved(rank: Rank) -> tuple[int, int, list[Any]]:
 
 def go_to(prompts: PromptShare, position: int) -> None:
     """What loading the state of the stream does."""
-    prompts._stream.load_state_dict(prompts._stream.state_dict() | {"consumed": position})
+    prompts.stream.load_state_dict(prompts.stream.state_dict() | {"consumed": position})
 
 
 def resumed(checkpoint: tuple[int, int, list[Any]], **settings: Any) -> Rank:
