@@ -1,0 +1,1 @@
+"""Parts of `python -m benchmarks.gpu`, each a function from a `Place` to its figures."""
