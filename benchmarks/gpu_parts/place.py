@@ -40,8 +40,8 @@ QWEN_7B = QWEN_HALF_B | {
     "tie_word_embeddings": False,
 }
 TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 192,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "vocab_size": 1024,
