@@ -71,7 +71,7 @@ def accepted(
     """
     level, divergence = kind.rsplit("_", 1)
     d = torch.clamp(masked(old_log_probs - rollout_log_probs, mask), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    values = {"k1": d, "k2": d.square() / 2, "k3": torch.exp(d) - 1 - d}[divergence]
+    values = {"k1": d, "k2": d.square() / 2, "k3": torch.expm1(d) - d}[divergence]
     if level == "seq_max":
         # Zeros outside the mask do not raise the maximum of k2 and k3, which are never negative.
         values = values.amax(dim=1, keepdim=True) if values.shape[1] else values

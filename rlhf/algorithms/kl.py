@@ -26,6 +26,16 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     return _ESTIMATORS[kind](difference)
 
 
+@torch.no_grad()
+def kl_metric(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """Return `kl_estimate` by k3 for metrics, [N, R] float64, without the cancellation of exp(-d) - 1 + d for small d.
+
+    Losses and rewards keep the plain formula and its bits. Its gradient exp(-d) - 1 is not more exact by expm1.
+    """
+    x = torch.clamp(ref_log_probs.double() - log_probs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return torch.clamp(torch.expm1(x) - x, max=K3_BOUND)
+
+
 def corrected_kl(log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     """Estimate KL(policy || reference) at each token, sampled by an older policy: r * `kl_estimate`.
 

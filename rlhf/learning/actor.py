@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf.algorithms.aggregation import loss_sum
 from rlhf.algorithms.correction import accepted, rollout_is_weights
-from rlhf.algorithms.kl import corrected_kl, kl_estimate
+from rlhf.algorithms.kl import corrected_kl, kl_estimate, kl_metric
 from rlhf.algorithms.lookup import load_policy_loss
 from rlhf.algorithms.statistics import masked
 from rlhf.backends.base import TrainingBackend
@@ -96,21 +96,21 @@ class Actor(Policy):
         if config.kl_in_loss and micro.ref_log_probs is not None:
             terms["kl_loss"] = aggregate(self._kl_to_reference(log_probs, old, micro.ref_log_probs, weights))
             loss = loss + config.kl_loss_coef * terms["kl_loss"]
-        metrics = metrics | {"kl": kl_estimate(old, log_probs, "k3")}
+        metrics = metrics | {"kl": kl_metric(old, log_probs)}
         if entropy is not None:
             metrics["entropy"] = entropy
             if self.entropy_control.weight:
                 loss = loss - self.entropy_control.weight * aggregate(entropy)
         if micro.ref_log_probs is not None:
-            metrics["ref_kl"] = kl_estimate(log_probs, micro.ref_log_probs, "k3")
+            metrics["ref_kl"] = kl_metric(log_probs, micro.ref_log_probs)
         mismatch = masked(old - micro.rollout_log_probs, mask).abs()
         metrics |= {
             "rollout/logprob_diff_mean": mismatch,
-            "rollout/kl": kl_estimate(micro.rollout_log_probs, old, "k3"),
+            "rollout/kl": kl_metric(micro.rollout_log_probs, old),
         }
-        sums = {"loss": loss, **terms} | {name: token_mean(values) for name, values in metrics.items()}
+        means = {name: token_mean(values) for name, values in metrics.items()}
         largest = mismatch.max() if mismatch.numel() else mismatch.new_zeros(())
-        return MicroBatchLoss(loss, sums, {"rollout/logprob_diff_max": largest})
+        return MicroBatchLoss(loss, terms, means, largest)
 
     @torch.no_grad()
     def _with_chosen(self, step: int, batch: ActorBatch, plan: list[list[int]]) -> ActorBatch:

@@ -16,6 +16,7 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.predicted_tokens import PredictedTokens, per_token
 from rlhf.learning.resharding import Shuffle
 from rlhf.learning.update import Counts, Metrics, MicroBatchLoss, Passes, update
+from rlhf.ranks.collectives import all_sum
 
 CONSTANT = 1e-12
 """Returns count as constant if their variance, divided by their mean square, is at most this."""
@@ -51,10 +52,7 @@ class Critic:
         """Take the optimizer steps of a training step, as `update`; return `critic/...` metrics. Collective."""
         metrics = update(self.backend, batch, balance, self._passes, self._micro_batch_loss, guards, "critic", shuffle)
         if metrics:
-            square, error_square = metrics.pop("return_square"), metrics.pop("error_square")
-            variance = square - metrics["return_mean"] ** 2
-            unexplained = error_square - metrics.pop("error_mean") ** 2
-            metrics["explained_variance"] = 1 - unexplained / variance if variance > CONSTANT * square else 0.0
+            metrics |= _explained_variance(batch)
         return {f"critic/{name}": value for name, value in metrics.items()}
 
     def _micro_batch_loss(self, micro: CriticBatch, counts: Counts) -> MicroBatchLoss:
@@ -62,18 +60,23 @@ class Critic:
         values = response_values(self.backend.module, micro)
         losses, clipped = value_loss(values, micro.values, returns, config.cliprange_value)
         loss = loss_sum(losses, mask, config.loss_agg_mode, self._scale) / counts.loss
-        # In float64, because the variance is a difference of two sums.
-        targets = returns.double()
-        metrics = {
-            "vf_clipfrac": clipped,
-            "value_mean": values,
-            "return_mean": targets,
-            "return_square": targets.square(),
-            "error_mean": targets - micro.values,
-            "error_square": (targets - micro.values).square(),
-        }
+        metrics = {"vf_clipfrac": clipped, "value_mean": values, "return_mean": returns.double()}
         means = {name: loss_sum(v.detach(), mask, "token-mean") / counts.tokens for name, v in metrics.items()}
-        return MicroBatchLoss(loss, {"loss": loss} | means, {})
+        return MicroBatchLoss(loss, {}, means)
+
+
+def _explained_variance(batch: CriticBatch) -> Metrics:
+    """Return the explained variance over the tokens of all ranks; nothing without tokens. Collective."""
+    # In float64, because the variance is a difference of two sums.
+    mask, returns = batch.response_mask, batch.returns.double()
+    errors = returns - batch.values
+    powers = [loss_sum(each, mask, "token-mean") for of in (returns, errors) for each in (of, of.square())]
+    *sums, tokens = all_sum(torch.stack([*powers, mask.double().sum()])).tolist()
+    if not tokens:
+        return {}
+    mean, square, error_mean, error_square = (total / tokens for total in sums)
+    variance, unexplained = square - mean**2, error_square - error_mean**2
+    return {"explained_variance": 1 - unexplained / variance if variance > CONSTANT * square else 0.0}
 
 
 def response_values(model: nn.Module, batch: Batch) -> Tensor:

@@ -20,6 +20,8 @@ from rlhf.ranks import dims
 from rlhf.ranks.collectives import all_max, all_sum
 
 Metrics = dict[str, float]
+LARGEST = "rollout/logprob_diff_max"
+"""The only metric of an update that is a maximum."""
 B = TypeVar("B", bound=Batch)
 
 
@@ -37,10 +39,12 @@ class MicroBatchLoss:
 
     loss: Tensor
     """Has gradients."""
-    sums: dict[str, Tensor]
-    """Metrics that are summed over micro-batches and ranks, including all metrics that the guards check."""
-    largest: dict[str, Tensor]
-    """Metrics that are reduced to their maximum over micro-batches and ranks."""
+    terms: dict[str, Tensor]
+    """Terms of the loss, summed over micro-batches and ranks."""
+    means: dict[str, Tensor]
+    """Contributions to means over response tokens, summed over micro-batches and ranks."""
+    largest: Tensor | None = None
+    """Contribution to the metric `LARGEST`, the maximum over micro-batches, ranks and optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,9 @@ def update(
     before: Callable[[B, list[list[int]]], B] | None = None,
     after: Callable[[Metrics], Metrics] | None = None,
 ) -> Metrics:
-    """Take the optimizer steps of a training step, and return the means of their metrics (`lr`: the last). Collective.
+    """Take the optimizer steps of a training step, and return their metrics. Collective.
+
+    Metrics are means over the optimizer steps that have tokens; `lr` is the last.
 
     The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
     loss nor gradient (up to rounding). If no token of a mini-batch counts, the gradient is 0 and the optimizer still
@@ -146,19 +152,26 @@ def _accumulate(
     own_counts = [loss_count(batch.counted[own_rows], passes.loss_agg_mode), batch.response_mask[own_rows].sum()]
     found = all_sum(torch.stack(own_counts).double())
     counts = found.clamp(min=1).tolist()
-    sums: dict[str, Tensor] = {}
-    largest: dict[str, Tensor] = {}
+    terms: dict[str, Tensor] = {}
+    means: dict[str, Tensor] = {}
+    largest: list[Tensor] = []
     for rows in plan:
         part = micro_batch_loss(batch.micro_batch(rows), Counts(*counts))
         backend.backward(part.loss)
         report_progress()
-        for name, value in part.sums.items():
-            sums[name] = sums.get(name, 0.0) + value.detach().double()
-        for name, value in part.largest.items():
-            largest[name] = torch.maximum(largest.get(name, value), value)
-    metrics = dict(zip(sums, all_sum(torch.stack(list(sums.values()))).tolist(), strict=True))
+        for sums, shares_of in ((terms, {"loss": part.loss} | part.terms), (means, part.means)):
+            for name, value in shares_of.items():
+                sums[name] = sums.get(name, 0.0) + value.detach().double()
+        if part.largest is not None:
+            largest.append(part.largest)
+    every = terms | means
+    metrics = dict(zip(every, all_sum(torch.stack(list(every.values()))).tolist(), strict=True))
     if largest:
-        metrics |= dict(zip(largest, all_max(torch.stack(list(largest.values()))).tolist(), strict=True))
+        metrics[LARGEST] = all_max(torch.stack(largest).max()).item()
+    if not found[1]:
+        metrics = {}
+    elif not found[0]:
+        metrics = {name: value for name, value in metrics.items() if name not in terms}
     return metrics | {"empty_mini_batches": float(found[0] == 0)}, int(found[1])
 
 
@@ -166,5 +179,8 @@ def _means(steps: list[Metrics]) -> Metrics:
     means = {}
     for name in {name: None for step in steps for name in step}:
         values = [step[name] for step in steps if name in step]
-        means[name] = values[-1] if name == "lr" else sum(values) / len(values)
+        if name == LARGEST:
+            means[name] = max(values)
+        else:
+            means[name] = values[-1] if name == "lr" else sum(values) / len(values)
     return means

@@ -104,11 +104,11 @@ def test_a_micro_batch_of_empty_responses_changes_nothing(role, mode):
 
 
 @pytest.mark.parametrize("role", ["vanilla", "critic"])
-def test_a_batch_with_only_empty_responses_has_loss_zero(role):
+def test_a_batch_with_only_empty_responses_has_no_metrics_of_tokens(role):
     _, figures = trained(batch_with(4, 0), role, "token-mean", budget=6)
     assert all(math.isfinite(value) for value in figures.values())
-    loss = figures["critic/loss" if role == "critic" else "actor/loss"]
-    assert loss == 0
+    who = "critic" if role == "critic" else "actor"
+    assert figures.keys() == {f"{who}/{name}" for name in ("grad_norm", "lr", "empty_mini_batches")}
 
 
 @pytest.mark.parametrize("columns", [0, 3])
@@ -153,6 +153,24 @@ def test_values_with_a_constant_error_have_explained_variance_one():
         values = critic.all_values(batch, as_held(batch))
         figures = critic.update(replace(batch, values=values, returns=values + 3), as_held(batch), guards())
     assert figures["critic/explained_variance"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("rows", [4, 6, 8])
+def test_explained_variance_is_over_all_mini_batches(rows):
+    """Mini-batches of unlike lengths and levels: a mean of their explained variances would be another number."""
+    batch = random_batch(seed=7, samples=8, response=(2, 9)).select(slice(8 - rows, None))
+    batch.response_lengths[: rows // 2] = 1
+    batch.response_mask[: rows // 2, 1:] = 0
+    levels = torch.where(torch.arange(rows) < rows // 2, 3.0, 0.0)[:, None]
+    returns = (levels + torch.randn(batch.response_mask.shape, generator=torch.Generator().manual_seed(rows))).float()
+    config, inside = CriticConfig(optim=OPTIM), batch.response_mask.bool()
+    with single_rank():
+        critic = critic_of(config)
+        values = critic.all_values(batch, as_held(batch)) + levels
+        figures = critic.update(replace(batch, values=values, returns=returns), as_held(batch, 2), guards())
+    target, error = returns[inside].double(), (returns.double() - values)[inside]
+    expected = 1 - error.var(correction=0) / target.var(correction=0)
+    assert figures["critic/explained_variance"] == pytest.approx(float(expected), rel=1e-9)
 
 
 @in_float64()

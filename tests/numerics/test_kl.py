@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from rlhf.algorithms.kl import adapted_coefficient, corrected_kl, kl_estimate
+from rlhf.algorithms.kl import adapted_coefficient, corrected_kl, kl_estimate, kl_metric
 from rlhf.config.schema.actor import KL_KINDS
 from tests.support import float_reference as reference
 from tests.support.tables import SLOPES, close, random_table, slopes, tensor
@@ -90,6 +90,19 @@ def test_corrected_value_and_gradient(kind, scale):
         close(ours.detach(), table(new, kind.removesuffix("+")))
         of_gradient = "k2" if constant else kind
         close(x.grad, slopes(lambda at, table=table, of=of_gradient: sum(map(sum, table(at, of))), new), SLOPES)
+
+
+@pytest.mark.parametrize("scale", [1e-7, 1e-5, 1e-3, 1.0, 30.0])
+def test_the_metric_has_the_precision_of_its_value(scale):
+    """For small log-ratios exp(-d) - 1 + d is rounding: zero, or negative."""
+    rng = random.Random(3)
+    new, ref = (torch.tensor(random_table(rng, 8, 8, scale)) for _ in range(2))
+    found = kl_metric(new, ref)
+    assert found.min() > 0
+    # By the series where float64 cancels, too.
+    d = (new.double() - ref.double()).clamp(-20, 20)
+    expected = torch.where(d.abs() < 1e-2, d**2 / 2 - d**3 / 6 + d**4 / 24 - d**5 / 120, torch.exp(-d) - 1 + d)
+    torch.testing.assert_close(found, expected.clamp(max=10), rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["k4", "k2+", ""])

@@ -113,6 +113,42 @@ def test_a_mini_batch_without_tokens_is_a_step_that_does_not_adapt_the_entropy_b
     assert actor.entropy_control.state_dict()["coefficient"] == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize("in_mask", [False, True])
+def test_metrics_leave_out_an_optimizer_step_without_tokens(in_mask: bool) -> None:
+    """Its means over no tokens would be 0; if tokens of the policy are left, only the loss has none."""
+    made, _ = filled("gae", True)
+    config = ActorConfig(ppo_max_token_len_per_gpu=60, optim=OPTIM, calculate_entropy=True)
+    made.loss_mask = made.response_mask.clone()
+    (made.loss_mask if in_mask else made.response_mask)[6:] = 0
+    made.loss_mask *= made.response_mask
+
+    def metrics(batch: EveryBatch, mini_batches: int) -> dict[str, float]:
+        with single_rank():
+            backend = engine(tiny_qwen2(), config, BackendConfig())
+            actor = Actor(backend, config, RolloutCorrectionConfig(), temperature=1.0, scale=9, log_prob_budget=60)
+            batch.old_log_probs = batch.rollout_log_probs
+            return actor.update(batch, as_held(batch, mini_batches), guards())
+
+    both, first = metrics(made, 2), metrics(made.select(slice(0, 6)), 1)
+    of_steps = {"actor/grad_norm", "actor/lr", "actor/empty_mini_batches"}
+    same = {"actor/loss", "actor/pg_loss"} if in_mask else first.keys() - of_steps
+    assert {name: both[name] for name in same} == pytest.approx({name: first[name] for name in same}, rel=1e-6)
+    assert both["actor/empty_mini_batches"] == 0.5
+    assert both["actor/entropy"] > 0.7 * first["actor/entropy"]
+
+
+def test_the_largest_difference_is_the_largest_of_all_mini_batches() -> None:
+    made, _ = filled("gae", True)
+    config = ActorConfig(ppo_max_token_len_per_gpu=60, optim=OPTIM)
+    with single_rank():
+        backend = engine(tiny_qwen2(), config, BackendConfig())
+        actor = Actor(backend, config, RolloutCorrectionConfig(), temperature=1.0, scale=9, log_prob_budget=60)
+        made.old_log_probs = made.rollout_log_probs + 0.1
+        made.old_log_probs[-1, 0] += 3
+        figures = actor.update(made, as_held(made, 2), guards())
+    assert figures["rollout/logprob_diff_max"] == pytest.approx(3.1)
+
+
 def test_only_responses_that_the_limit_cut_off_are_truncated() -> None:
     """A response whose end-of-sequence token is at the limit is complete."""
     samples = [Sample.of(7, 0, [3, 4, 1], [-1.0] * 3, "stop"), Sample.of(7, 1, [3, 4, 5], [-1.0] * 3, "length")]

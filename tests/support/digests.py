@@ -166,7 +166,10 @@ def _plain(numbers: Any) -> list:
 
 
 def known(here: Mapping[str, str]) -> dict[str, dict[str, str]] | None:
-    """Return the known digests of each run at a place, or None for an unknown place."""
+    """Return the known digests of each run at a place, or None for an unknown place.
+
+    Parts that changed since somebody last had a processor of a place are absent.
+    """
     return next((entry["digests"] for entry in json.loads(TABLE.read_text()) if here in entry["places"]), None)
 
 
@@ -205,13 +208,16 @@ def main() -> int:
             print_lines(_compared(run, digests[run], None if expected is None else expected[run]))
     if expected is None and arguments.record:
         record(here, digests)
-    return 2 if expected is None else int(any(expected[run] != digests[run] for run in digests))
+    if expected is None:
+        return 2
+    return int(any(digests[run].get(part) != digest for run in digests for part, digest in expected[run].items()))
 
 
 def _compared(run: str, digests: Digests, expected: Digests | None) -> Iterator[str]:
-    for part in sorted(digests.keys() | (expected or {}).keys()):
-        equal = expected is not None and expected.get(part) == digests.get(part)
-        verdict = "unknown here" if expected is None else "equal" if equal else "DIFFERS"
+    expected = expected or {}
+    for part in sorted(digests.keys() | expected.keys()):
+        equal = expected.get(part) == digests.get(part)
+        verdict = "unknown here" if part not in expected else "equal" if equal else "DIFFERS"
         yield f"{run:8} {part:18} {digests.get(part, 'missing'):64} {verdict}"
 
 
