@@ -10,8 +10,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.remote import retries
 from rlhf.checkpoint.verbs import remote_runs
+from rlhf.checkpoint.verbs.remote_runs import RemoteCheckpoint
 from rlhf.config.resolved import to_yaml
 from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import PlainRole, flip_bit, make_config, save_steps
@@ -210,6 +212,25 @@ def test_what_is_not_there(remote, command):
         code, out, err = command("verify", address)
         assert (code, out, len(err.splitlines())) == (2, "", 1)
         assert message in err
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_remote_copy_that_is_removed_is_not_called_damaged(remote, read, command, monkeypatch):
+    """Before its manifest is read, or between the manifest and the files."""
+    manifest = RemoteCheckpoint.manifest
+
+    def removed(checkpoint: RemoteCheckpoint) -> Manifest:
+        if checkpoint.step == 4:
+            return manifest(checkpoint)
+        found = manifest(checkpoint) if read else None
+        checkpoint._store.remove(2)
+        return found or manifest(checkpoint)
+
+    monkeypatch.setattr(RemoteCheckpoint, "manifest", removed)
+    code, out, _ = command("verify", remote)
+    assert code == 0
+    assert out.splitlines()[0].startswith(f"{remote}/global_step_4: intact")
+    assert f"{remote}/global_step_2 was removed" in out.splitlines()[1]
 
 
 def test_a_network_that_fails(tmp_path, command, monkeypatch):

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +10,12 @@ import pytest
 
 from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.commit.formats import FORMAT, OLDEST
-from rlhf.checkpoint.commit.manifest import describe, read_manifest, write_manifest
+from rlhf.checkpoint.commit.manifest import Manifest, describe, read_manifest, write_manifest
+from rlhf.checkpoint.commit.removal import to_trash
+from rlhf.checkpoint.verbs import list as list_verb
+from rlhf.checkpoint.verbs import verify
+from rlhf.checkpoint.verbs.addresses import find_runs
+from rlhf.checkpoint.verbs.runs import LocalCheckpoint
 from rlhf.config.resolved import to_yaml
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.storage.files import write_json
@@ -133,6 +139,63 @@ def test_verify_names_the_damaged_file_and_goes_on(run_dir, command):
         f"{step_dir(run_dir, 10)} is damaged: actor/model/rank_00000.safetensors: content differs from its hash"
     )
     assert intact.startswith(f"{step_dir(run_dir, 9)}: intact")
+
+
+RETIRED = ("before", "while reading", "replaced")
+"""When a run retires step 9: before a verb reads it, while it reads, or so that another checkpoint has its name."""
+
+
+@pytest.fixture(params=RETIRED)
+def retiring_run(run_dir, monkeypatch, request) -> Path:
+    """A run that retires step 9 once a verb has found both checkpoints."""
+
+    def retire() -> None:
+        trash = to_trash(step_dir(run_dir, 9))
+        if request.param == "replaced":
+            shutil.copytree(trash, step_dir(run_dir, 9))
+            flip_bit(step_dir(run_dir, 9) / "manifest.json", 100)
+
+    for verb in (list_verb, verify):
+        monkeypatch.setattr(verb, "find_runs", lambda path: (find_runs(path), request.param != "before" or retire())[0])
+    if request.param == "before":
+        return run_dir
+    manifest = LocalCheckpoint.manifest
+
+    def read(checkpoint: LocalCheckpoint) -> Manifest:
+        found = manifest(checkpoint)
+        if checkpoint.step == 9:
+            retire()
+            return found if request.param == "while reading" else manifest(checkpoint)
+        return found
+
+    monkeypatch.setattr(LocalCheckpoint, "manifest", read)
+    return run_dir
+
+
+def test_verify_says_that_a_checkpoint_was_removed_by_its_run(retiring_run, command):
+    code, out, _ = command("verify", retiring_run)
+    intact, removed = out.splitlines()
+    assert code == 0
+    assert intact.startswith(f"{step_dir(retiring_run, 10)}: intact")
+    assert "removed" in removed
+    assert "damaged" not in removed
+    assert str(step_dir(retiring_run, 9)) in removed
+
+
+@pytest.mark.parametrize("retiring_run", ["before", "replaced"], indirect=True)
+def test_list_leaves_out_a_checkpoint_that_its_run_removes(retiring_run, command):
+    code, out, _ = command("list", retiring_run, "--json")
+    (run,) = json.loads(out)["runs"]
+    assert code == 0
+    assert [row["step"] for row in run["checkpoints"]] == [10]
+
+
+def test_the_removal_of_a_named_checkpoint_is_a_problem(retiring_run, command):
+    code, out, _ = command("verify", step_dir(retiring_run, 9), "--json")
+    (found,) = json.loads(out)["checkpoints"]
+    assert code == 1
+    assert found["state"] == "removed"
+    assert "removed" in found["problem"]
 
 
 def test_a_damaged_manifest(run_dir, command):

@@ -4,13 +4,17 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf import events
 from rlhf.checkpoint.__main__ import main
+from rlhf.checkpoint.commit import retention
 from rlhf.checkpoint.commit.deleter import Deleter
+from rlhf.checkpoint.commit.removal import to_trash
 from rlhf.checkpoint.commit.retention import retire
 from rlhf.checkpoint.verbs import pruning
 from rlhf.config.resolved import to_yaml
@@ -19,7 +23,7 @@ from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import RANKS_LOCK, RUN_LOCK, lock_as_rank, run_lock
 from rlhf.ranks.transport import Transport
-from rlhf.storage.layout import POINTER, step_dir
+from rlhf.storage.layout import POINTER, scan, step_dir
 from rlhf.storage.scratch import lock_folder
 from tests.support.checkpoints import PlainReference, PlainRole, flip_bit, listening, make_checkpointer, make_config
 from tests.support.preload import forkserver
@@ -53,6 +57,38 @@ def leave(run_dir: Path) -> None:
     """What kills leave."""
     for name in LEFTOVERS:
         shutil.copytree(step_dir(run_dir, 1), run_dir / name)
+
+
+@pytest.mark.parametrize("best", [0, 1])
+def test_a_dry_run_beside_a_run_leaves_out_what_the_run_removes(run_dir, best, command, monkeypatch, caplog):
+    """Step 1 is retired once the verb has found all checkpoints, step 2 once it has decided, step 5 while it counts."""
+    of_rules, files = pruning.victims, pruning._files
+
+    def counted(root: Path) -> Iterator[Path]:
+        yield from files(root)
+        if root.name == "global_step_5":
+            to_trash(root)
+
+    def found(run_dir: Path) -> list[Path]:
+        every = scan(run_dir)
+        to_trash(step_dir(run_dir, 1))
+        return every
+
+    def decided(*arguments: Any) -> list[Path]:
+        with monkeypatch.context() as patch:
+            patch.setattr(retention, "scan", found)
+            chosen = of_rules(*arguments)
+        to_trash(step_dir(run_dir, 2))
+        return chosen
+
+    monkeypatch.setattr(pruning, "victims", decided)
+    monkeypatch.setattr(pruning, "_files", counted)
+    code, out, err = command("prune", run_dir, f"--keep-best={best}", "--json")
+    (document,) = json.loads(out)["runs"]
+    assert (code, err, document["problem"]) == (0, "", None)
+    going = [f"global_step_{step}" for step in ((6,) if best else (3, 6))]
+    assert [entry["name"] for entry in document["going"] if entry["kind"] == "checkpoint"] == going
+    assert not caplog.records
 
 
 def test_it_removes_what_the_trainers_retention_would(run_dir, tmp_path, command):

@@ -86,6 +86,9 @@ def _removable(
 ) -> dict[int, bool]:
     paths = {step: path for path in scan(run_dir) if (step := step_of(path)) is not None}
     metrics = {step: _stored_metrics(path, settings) for step, path in paths.items() if step <= newest_step}
+    # Beside the verb `prune`, a run may remove checkpoints.
+    paths = {step: path for step, path in paths.items() if path.exists()}
+    metrics = {step: figures for step, figures in metrics.items() if step in paths}
     if new_metrics is not None:
         metrics[newest_step] = new_metrics
     reasons_by_step = reasons(metric_values(metrics, settings), settings)
@@ -100,7 +103,8 @@ def _stored_metrics(path: Path, settings: CheckpointConfig) -> Mapping[str, floa
         version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         return _metrics(path, version)
     except (DamagedCheckpoint, OSError) as error:
-        log.warning("%s is kept, because it may be among the best. Its metrics cannot be read: %s", path, error)
+        if path.exists():
+            log.warning("%s is kept, because it may be among the best. Its metrics cannot be read: %s", path, error)
         return None
 
 

@@ -13,8 +13,7 @@ from rich.console import Console
 from rlhf.checkpoint.commit.manifest import Manifest, damage_in
 from rlhf.checkpoint.state.driver_state import parse_driver_state
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
-from rlhf.checkpoint.verbs.places import read_or_problem
-from rlhf.checkpoint.verbs.runs import FoundCheckpoint
+from rlhf.checkpoint.verbs.runs import FoundCheckpoint, read_checkpoint
 from rlhf.checkpoint.verbs.shown import facts_of, show_checkpoints, size_text, sizes_of
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import DRIVER_STATE, INDEX
@@ -35,7 +34,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _shown(checkpoint: FoundCheckpoint) -> tuple[Iterable[str], dict[str, Any]]:
-    details = read_or_problem(Path(checkpoint.name), lambda: _details(checkpoint))
+    details = read_checkpoint(checkpoint, lambda: _details(checkpoint))
     if isinstance(details, str):
         return [details], {"path": checkpoint.name, "problem": details}
     return _lines(details), details

@@ -2,7 +2,6 @@
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -10,8 +9,8 @@ from rich.table import Table
 
 from rlhf.checkpoint.commit.retention import metric_values, ranking_metric, reasons
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
-from rlhf.checkpoint.verbs.places import Unreadable, read_or_problem
-from rlhf.checkpoint.verbs.runs import RULES, FoundRun, rules_of_save
+from rlhf.checkpoint.verbs.places import REMOVED, Unreadable
+from rlhf.checkpoint.verbs.runs import RULES, FoundRun, read_checkpoint, rules_of_save
 from rlhf.checkpoint.verbs.shown import facts_of, show_end
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE
@@ -44,8 +43,10 @@ def _document(found: FoundRun) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for checkpoint in found.checkpoints:
         row: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
-        manifest = read_or_problem(Path(checkpoint.name), checkpoint.manifest)
+        manifest = read_checkpoint(checkpoint, checkpoint.manifest)
         if isinstance(manifest, Unreadable):
+            if manifest.state == REMOVED and not found.single_checkpoint:
+                continue
             row |= {"state": manifest.state, "problem": manifest}
         else:
             if rules is None and not found.single_checkpoint:

@@ -11,6 +11,8 @@ from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.layout import MANIFEST, scan, step_of
 
 T = TypeVar("T")
+REMOVED = "removed"
+"""State of a checkpoint that its run removed while a verb read it."""
 
 
 def local_folder(text: str) -> Path:

@@ -10,9 +10,8 @@ from rich.console import Console
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
 from rlhf.checkpoint.verbs.addresses import find_runs
-from rlhf.checkpoint.verbs.places import read_or_problem
 from rlhf.checkpoint.verbs.pruning import PruningPlan, bytes_freed, plan_pruning, remove_planned, run_at_rest
-from rlhf.checkpoint.verbs.runs import RULES, LocalCheckpoint, LocalRun, rules_of_save
+from rlhf.checkpoint.verbs.runs import RULES, LocalCheckpoint, LocalRun, read_checkpoint, rules_of_save
 from rlhf.checkpoint.verbs.shown import show_end, size_text
 from rlhf.checkpoint.verbs.verify import verify_found
 from rlhf.config.schema.checkpoint import CheckpointConfig
@@ -102,7 +101,7 @@ def _parse_option(name: str, text: str | None) -> Any:
 def _rules(found: LocalRun, given: Mapping[str, Any]) -> CheckpointConfig:
     stored = found.rules()
     for checkpoint in found.checkpoints if stored is None else ():
-        manifest = read_or_problem(checkpoint.path, checkpoint.manifest)
+        manifest = read_checkpoint(checkpoint, checkpoint.manifest)
         if not isinstance(manifest, str) and (stored := rules_of_save(checkpoint, manifest)) is not None:
             break
     if stored is None and "max_to_keep" not in given:
@@ -148,6 +147,7 @@ def _document(plan: PruningPlan, freed: Mapping[Path, int], left: list[Path]) ->
             {"name": path.name, "kind": kind, "bytes": freed[path], "left": path in left}
             for kind, paths in kinds
             for path in paths
+            if path in freed
         ],
         "kept": sorted({step for step in kept if step is not None} - {step_of(path) for path in plan.checkpoints}),
         "bytes": sum(freed.values()),

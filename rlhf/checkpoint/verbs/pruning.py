@@ -91,17 +91,23 @@ def remove_planned(plan: PruningPlan) -> list[Path]:
 
 
 def bytes_freed(going: Iterable[Path]) -> dict[Path, int]:
-    """Return the bytes that each removal frees; a file with several links counts for the removal of the last link."""
+    """Return the bytes that each removal frees; a file with several links counts for the removal of the last link.
+
+    Paths that a run has removed meanwhile are absent.
+    """
     names: dict[tuple[int, int], int] = {}
     freed = {}
     for root in going:
         freed[root] = 0
         for path in _files(root):
-            status = path.lstat()
+            try:
+                status = path.lstat()
+            except FileNotFoundError:
+                continue
             key = status.st_dev, status.st_ino
             names[key] = names.get(key, 0) + 1
             freed[root] += status.st_size if names[key] == status.st_nlink else 0
-    return freed
+    return {root: size for root, size in freed.items() if os.path.lexists(root)}
 
 
 def _files(root: Path) -> Iterator[Path]:

@@ -25,6 +25,7 @@ class RemoteCheckpoint:
     def __init__(self, store: RemoteStore, step: int, retries: Retries) -> None:
         self._store, self._retries = store, retries
         self.step, self.name = step, f"{store.url}/{step_dir(Path(), step).name}"
+        self._committed = False
 
     def manifest(self) -> Manifest:
         """Return the manifest; raise DamagedCheckpoint if it is invalid, and OSError when the network fails."""
@@ -34,6 +35,7 @@ class RemoteCheckpoint:
             raise DamagedCheckpoint(
                 f"{self.name} has no {MANIFEST}: it was never committed, or its copy is in progress"
             )
+        self._committed = True
         manifest = parse_manifest(raw, Path(self.name, MANIFEST))
         if manifest.step != self.step:
             raise DamagedCheckpoint(
@@ -46,6 +48,13 @@ class RemoteCheckpoint:
 
     def here(self, manifest: Manifest) -> list[str]:
         return list(manifest.files)
+
+    def is_removed(self) -> bool:
+        """A removal takes the manifest first."""
+        store, read = self._store, partial(self._store.read, object_name(self.step, MANIFEST))
+        if self._committed:
+            return call_remote(self._retries, f"reading {self.name}", read) is None
+        return self.step not in call_remote(self._retries, f"listing {store.url}", store.steps)
 
 
 def find_remote_runs(url: str) -> tuple[list[FoundRun], list[str]]:

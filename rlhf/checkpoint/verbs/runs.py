@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
-from rlhf.checkpoint.verbs.places import read_or_problem
+from rlhf.checkpoint.verbs.places import REMOVED, Unreadable, read_or_problem
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.stored import stored_sections
 from rlhf.errors import UserError
@@ -42,10 +42,18 @@ class FoundCheckpoint(Protocol):
         """Return the files that must exist on this disk, or in the remote folder."""
         ...
 
+    def is_removed(self) -> bool:
+        """Return whether the checkpoint has been removed or replaced since it was found."""
+        ...
+
 
 class LocalCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path, self.name, self.step = path, str(path), step_of(path.absolute()) or 0
+        try:
+            self._found: tuple[int, int] | None = _identity(path)
+        except OSError:
+            self._found = None
 
     def manifest(self) -> Manifest:
         return read_manifest(self.path)
@@ -55,6 +63,18 @@ class LocalCheckpoint:
 
     def here(self, manifest: Manifest) -> list[str]:
         return manifest.expected_at(self.path)
+
+    def is_removed(self) -> bool:
+        try:
+            return self._found not in (None, _identity(self.path))
+        except FileNotFoundError:
+            return True
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Return device and inode, which a later folder of the same name does not have."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 @dataclass
@@ -95,12 +115,19 @@ class LocalRun(FoundRun):
 
     def pointer(self) -> str | None:
         pointer = self.path / POINTER
-        if not pointer.is_file():
-            return None
-        return read_or_problem(self.path, lambda: read_regular(pointer, LARGEST_POINTER).decode().strip())
+        text = read_or_problem(self.path, lambda: read_regular(pointer, LARGEST_POINTER).decode().strip())
+        return text if pointer.is_file() else None
 
     def set_aside(self) -> list[tuple[str, str]]:
         return [(reason, path.name) for reason in SET_ASIDE for path in set_aside_dirs(self.path, reason)]
+
+
+def read_checkpoint(checkpoint: FoundCheckpoint, look: Callable[[], T]) -> T | Unreadable:
+    """Return the result of `look` at a checkpoint, or the line about its error. Its run may remove it meanwhile."""
+    found = read_or_problem(Path(checkpoint.name), look)
+    if isinstance(found, Unreadable) and read_or_problem(Path(checkpoint.name), checkpoint.is_removed) is True:
+        return Unreadable(f"{checkpoint.name} was removed while this command read it", REMOVED)
+    return found
 
 
 def runs_below(root: T, search: Callable[[T], tuple[R | None, Sequence[T]]]) -> list[R]:
@@ -145,7 +172,7 @@ def rules_of_save(checkpoint: FoundCheckpoint, manifest: Manifest) -> Checkpoint
     """Return the retention rules that a checkpoint was saved with, or None if unknown."""
     if manifest.files.get(CONFIG, {}).get("size", 0) > LARGEST_CONFIG:
         return None
-    text = read_or_problem(Path(checkpoint.name), lambda: checkpoint.files(manifest).content(CONFIG))
+    text = read_checkpoint(checkpoint, lambda: checkpoint.files(manifest).content(CONFIG))
     return None if isinstance(text, str) else parse_rules(text, manifest.release)
 
 

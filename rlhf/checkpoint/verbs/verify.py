@@ -1,15 +1,15 @@
 """Verb `verify`: compares every byte of checkpoints with their manifests. Loads no torch."""
 
 import argparse
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
 from rlhf.checkpoint.commit.manifest import Manifest, damage_in
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
-from rlhf.checkpoint.verbs.places import Unreadable, read_or_problem
-from rlhf.checkpoint.verbs.runs import FoundCheckpoint
+from rlhf.checkpoint.verbs.places import REMOVED, Unreadable
+from rlhf.checkpoint.verbs.runs import FoundCheckpoint, read_checkpoint
 from rlhf.checkpoint.verbs.shown import show_checkpoints, sizes_of, work_bar
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
@@ -21,14 +21,17 @@ add_arguments = add_address
 def run(arguments: argparse.Namespace, console: Console) -> int:
     runs, problems = find_runs(arguments.path)
     every = (checkpoint for run in runs for checkpoint in run.checkpoints)
-    return show_checkpoints(every, _verified, problems, console, in_json=arguments.json)
+    shown = partial(_verified, named=runs[0].single_checkpoint)
+    return show_checkpoints(every, shown, problems, console, in_json=arguments.json)
 
 
-def _verified(checkpoint: FoundCheckpoint) -> tuple[list[str], dict[str, Any]]:
+def _verified(checkpoint: FoundCheckpoint, *, named: bool) -> tuple[list[str], dict[str, Any]]:
+    """Return the lines and the document of a checkpoint. Its removal is a problem only if the user `named` it."""
     document: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
-    manifest = read_or_problem(Path(checkpoint.name), lambda: verify_found(checkpoint))
+    manifest = read_checkpoint(checkpoint, lambda: verify_found(checkpoint))
     if isinstance(manifest, Unreadable):
-        return [manifest], document | {"state": manifest.state, "problem": manifest}
+        problem = manifest if named or manifest.state != REMOVED else None
+        return [manifest], document | {"state": manifest.state, "problem": problem}
     here, files = len(checkpoint.here(manifest)), len(manifest.files)
     what = "intact" if here == files else f"this disk's part is intact ({here} of {files} files)"
     document |= {"step": manifest.step, "state": "intact" if here == files else "part"}
