@@ -2,7 +2,10 @@
 
 import errno
 import os
+import re
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +60,65 @@ def test_a_failed_sync_of_the_new_name_keeps_the_old_output(tmp_path, monkeypatc
         write_small(folder / "a", b"new")
     assert names(tmp_path) == ["out"]
     assert (target / "a").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("name", [r"out\.earlier-\w+", r"\.(incomplete|replaced)-out-\w+"])
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_an_old_output_that_cannot_be_put_back_stays(tmp_path, monkeypatch, exchanges, name):
+    """After the sync of the new name fails, the first renaming fails, and for the second name all others."""
+    target, calls, ends_well = tmp_path / "out", [], name.startswith("out")
+    target.mkdir()
+    (target / "a").write_bytes(b"old")
+
+    def fail(path: Path) -> None:
+        for name in ("exchange", "rename"):
+            monkeypatch.setattr(target_module, name, partial(renaming, getattr(files, name)))
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    def renaming(real: Any, path: Path, other: Path) -> Any:
+        calls.append(path)
+        if len(calls) > 1 and ends_well:
+            return real(path, other)
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    if not exchanges:
+        monkeypatch.setattr(target_module, "exchange", lambda *_: False)
+    monkeypatch.setattr(target_module, "fsync_dir", fail)
+    with pytest.raises(OSError, match="Input/output") as caught, output_folder(target, overwrite=True) as folder:
+        write_small(folder / "a", b"new")
+    (earlier,) = [path for path in tmp_path.iterdir() if re.fullmatch(name, path.name)]
+    assert (earlier / "a").read_bytes() == b"old"
+    assert (target / "a").read_bytes() == b"new"
+    assert caught.value.filename == str(target)
+    assert str(earlier) in str(caught.value)
+
+
+def test_an_interrupt_between_the_exchange_and_its_note_deletes_nothing(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "a").write_bytes(b"old")
+
+    def exchanged(*paths: Path) -> bool:
+        files.exchange(*paths)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target_module, "exchange", exchanged)
+    with pytest.raises(KeyboardInterrupt), output_folder(target, overwrite=True) as folder:
+        write_small(folder / "a", b"new")
+    assert sorted(path.read_bytes() for path in tmp_path.glob("*/a")) == [b"new", b"old"]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_an_output_that_a_kill_left_without_a_name_gets_it_back(tmp_path, overwrite):
+    """A file system cannot exchange names, and a kill came between the two renames."""
+    left = tmp_path / ".replaced-out-0123456789ab"
+    left.mkdir()
+    (left / "a").write_bytes(b"old")
+    refused = pytest.raises(ZeroDivisionError if overwrite else UserError)
+    with refused, output_folder(tmp_path / "out", overwrite=overwrite):
+        raise ZeroDivisionError
+    assert (tmp_path / "out" / "a").read_bytes() == b"old"
+    assert names(tmp_path) == ["out"]
 
 
 def test_leftovers_of_the_dead_go_and_only_those_of_this_target(tmp_path):

@@ -1,7 +1,9 @@
 """Writes a verb's output folder under a temporary name, then renames it, so that no process reads half a folder."""
 
+import errno
 import os
 import re
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,8 @@ INCOMPLETE = ".incomplete-"
 """Prefix of a folder that is being written, that a killed process left, or that was replaced and is being removed."""
 REPLACED = ".replaced-"
 """Prefix of a replaced folder where the file system cannot exchange two names in one step."""
+EARLIER = ".earlier-"
+"""After a target's name: an earlier output that could not get its name back. No command removes it."""
 
 
 @contextmanager
@@ -45,13 +49,17 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
     make_dir_durably(target.parent)
     if not remove_leftovers(target):
         raise UserError(f"{target} is being written by another process. Wait for it, or give another target.")
+    check_target(target, overwrite, sources)  # again: a killed process's leftover may have been the target
     folder, lock = _create_locked(target)
+    made = folder.stat().st_ino
     try:
         announce("target.begin")
         yield folder
         _publish(folder, target, overwrite)
     except BaseException as error:
-        remove_dir(folder, ignore_errors=True)
+        # After an exchange that was not undone, the earlier output has this name.
+        if folder.exists() and folder.stat().st_ino == made:
+            remove_dir(folder, ignore_errors=True)
         if isinstance(error, OSError) and error.filename is not None:  # names a folder that is gone
             error.filename = str(error.filename).replace(str(folder), str(target))
         raise
@@ -129,14 +137,27 @@ def remove_leftovers(target: Path) -> bool:
         try:
             lock = lock_folder(leftover)
         except OSError:  # a file system without locks
-            remove(leftover)
+            _clear(leftover, target)
             continue
         if lock is None and leftover.exists():
             return False
         if lock is not None:
-            remove_dir(leftover)
+            _clear(leftover, target)
             os.close(lock)
     return True
+
+
+def is_only_output(leftover: Path) -> bool:
+    """Return whether `leftover` is a replaced folder whose successor never got its name, because of a kill."""
+    target = leftover.name.removeprefix(REPLACED).rpartition("-")[0]
+    return leftover.name.startswith(REPLACED) and not leftover.with_name(target).exists()
+
+
+def _clear(leftover: Path, target: Path) -> None:
+    if is_only_output(leftover):
+        rename(leftover, target)
+    else:
+        remove(leftover)
 
 
 def _create_locked(target: Path) -> tuple[Path, int | None]:
@@ -172,19 +193,35 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
         if replaced != folder:
             rename(folder, target)
         fsync_dir(target.parent)
-    except BaseException:
-        _put_back(replaced, folder, target)
+    except BaseException as error:
+        if replaced is not None:
+            _put_back(replaced, folder, target, error)
         raise
     announce("target.published")
     if replaced is not None:
         remove_dir(replaced)
 
 
-def _put_back(replaced: Path | None, folder: Path, target: Path) -> None:
-    """Give the earlier output its name again, since the new one may not survive a power cut."""
-    if replaced == folder:
-        exchange(folder, target)
-    elif replaced is not None:
+def _put_back(replaced: Path, folder: Path, target: Path, reason: BaseException) -> None:
+    """Give the earlier output its name again, since the new one may not survive a power cut.
+
+    Raises OSError with the paths of both if that fails.
+    """
+    try:
+        if replaced == folder:
+            if not exchange(folder, target):
+                raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+            return
         if target.exists():
             rename(target, folder)
         rename(replaced, target)
+    except OSError as error:
+        earlier = target.with_name(f"{target.name}{EARLIER}{uuid.uuid4().hex[:12]}")
+        try:
+            rename(replaced, earlier)
+        except OSError:
+            earlier = replaced
+        new = f"The new output is in {target}" if target.exists() else "There is no new output"
+        why = str(reason) or type(reason).__name__
+        message = f"could not be replaced durably ({why}). {new}; the earlier one is in {earlier} ({error.strerror})"
+        raise OSError(error.errno, message, str(target)) from reason

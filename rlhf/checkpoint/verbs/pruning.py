@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, read_manifest
-from rlhf.checkpoint.commit.output_folder import INCOMPLETE, REPLACED
+from rlhf.checkpoint.commit.output_folder import INCOMPLETE, REPLACED, is_only_output
 from rlhf.checkpoint.commit.pointer import point_to_newest
 from rlhf.checkpoint.commit.removal import clean_leftovers, delete
 from rlhf.checkpoint.commit.retention import remove_checkpoints, victims
@@ -127,7 +127,7 @@ def _is_whole(path: Path, verify: Callable[[Path], Manifest]) -> bool:
 
 def _is_leftover(path: Path) -> bool:
     if path.name.startswith((INCOMPLETE, REPLACED)):
-        return _is_abandoned(path)
+        return _is_abandoned(path) and not is_only_output(path)
     return path.name.startswith((TEMPORARY, TRASH, PIN))
 
 
