@@ -92,9 +92,8 @@ def headers_of(tensors: Mapping[str, TensorInfo]) -> dict[str, FileTensor]:
 
 def stand_ins(headers: Mapping[str, FileTensor]) -> dict[str, Tensor]:
     """Return tensors of the headers' shapes in almost no memory: views at distinct offsets of one tensor per type."""
-    extent = len(headers) + max(
-        (sum((i + 1) * size for i, size in enumerate(t.shape)) for t in headers.values()), default=0
-    )
+    shapes = [tensor.shape for tensor in headers.values() if all(tensor.shape)]
+    extent = len(headers) + max((sum((i + 1) * size for i, size in enumerate(shape)) for shape in shapes), default=0)
     shared: dict[torch.dtype, Tensor] = {}
     result = {}
     for offset, (name, tensor) in enumerate(headers.items()):

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -25,8 +25,16 @@ TORCH_NAMES = {
 }
 """safetensors' name of a type -> torch's name."""
 FLOATS = {kind for kind, name in TORCH_NAMES.items() if "float" in name}
+MOST_BYTES = 1 << 60
+"""More than any checkpoint has, and few enough for sums in int64."""
 LARGEST = 100_000_000
 """Bytes of the largest header, as in the safetensors library."""
+
+
+def is_shape(sizes: Sequence[object]) -> bool:
+    """Return whether a tensor can have this shape, even if one of its sizes is 0."""
+    counts = [size for size in sizes if type(size) is int and size >= 0]
+    return len(counts) == len(sizes) and math.prod(size for size in counts if size) <= MOST_BYTES
 
 
 def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:
@@ -56,14 +64,18 @@ def read_safetensors_header(files: CheckedFiles, name: str) -> tuple[dict[str, A
         raise DamagedCheckpoint(f"{name}: is not a safetensors file")
     header.pop("__metadata__", None)
     for tensor, entry in header.items():
-        offsets = entry.get("data_offsets") if _describes_tensor(entry) else None
+        if not _describes_tensor(entry):
+            raise DamagedCheckpoint(f"{name}: has no valid type and shape of {tensor!r}")
+        offsets = entry.get("data_offsets")
         if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             raise DamagedCheckpoint(f"{name}: has no valid offsets of {tensor!r}")
     return header, length
 
 
 def _describes_tensor(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and _is_counts(entry.get("shape"))
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    return isinstance(entry.get("shape"), list) and is_shape(entry["shape"])
 
 
 def _is_counts(value: Any) -> TypeGuard[list[int]]:

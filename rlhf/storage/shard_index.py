@@ -30,10 +30,7 @@ from rlhf.storage.index_rows import (
 )
 from rlhf.storage.layout import INDEX
 from rlhf.storage.reading import CheckedFiles
-from rlhf.storage.safetensors_header import ITEM_BYTES, make_safetensors_header, nbytes_of
-
-_MOST_BYTES = 1 << 60
-"""More than any checkpoint has, and few enough for sums in int64."""
+from rlhf.storage.safetensors_header import ITEM_BYTES, MOST_BYTES, is_shape, make_safetensors_header, nbytes_of
 
 
 @dataclass(frozen=True)
@@ -123,15 +120,15 @@ class ShardIndex:
         tensors, listed = json.loads(metadata["tensors"]), json.loads(metadata["files"])
         self.tensors: Tensors = {name: (dtype, tuple(shape)) for name, (dtype, shape) in sorted(tensors.items())}
         for dtype, shape in self.tensors.values():
-            if dtype not in ITEM_BYTES or not all(type(size) is int and size >= 0 for size in shape):
+            if dtype not in ITEM_BYTES or not is_shape(shape):
                 raise ValueError(f"a tensor of type {dtype!r} and shape {shape!r}")
         self._names = list(self.tensors)
-        if sum(nbytes_of(dtype, shape) for dtype, shape in self.tensors.values()) > _MOST_BYTES:
+        if sum(nbytes_of(dtype, shape) for dtype, shape in self.tensors.values()) > MOST_BYTES:
             raise ValueError("tensors that are too large")
         self._table = Table(self.tensors)
         self._width = np.array([ITEM_BYTES[dtype] for dtype, _ in self.tensors.values()], dtype=np.int64)
         for name, first, count in listed:
-            if not isinstance(name, str) or not all(type(n) is int and 0 <= n <= _MOST_BYTES for n in (first, count)):
+            if not isinstance(name, str) or not all(type(n) is int and 0 <= n <= MOST_BYTES for n in (first, count)):
                 raise ValueError(f"a file {name!r} with {count!r} shards from byte {first!r} on")
         self._file_names = [name for name, _, _ in listed]
         self._first_byte = np.array([first for _, first, _ in listed], dtype=np.int64)

@@ -20,6 +20,7 @@ from rlhf.errors import UserError
 from rlhf.models.hf.source import TensorInfo
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.reading import read_regular
+from rlhf.storage.safetensors_header import is_shape
 
 METADATA = ".metadata"
 LARGEST = 4 << 30
@@ -96,9 +97,10 @@ class DcpFolder:
         self.paths: dict[str, tuple[Any, ...]] = {key: tuple(of) for key, of in (described.planner_data or {}).items()}
         for name, entry in described.state_dict_metadata.items():
             if isinstance(entry, metadata.TensorStorageMetadata):
-                self.tensors[name] = TensorInfo(
-                    checked_counts(entry.size), torch.empty(0, dtype=entry.properties.dtype).dtype
-                )
+                shape = checked_counts(entry.size)
+                if not is_shape(shape):
+                    raise ValueError(f"{name} has the shape {shape}")
+                self.tensors[name] = TensorInfo(shape, torch.empty(0, dtype=entry.properties.dtype).dtype)
                 self._chunks[name] = [
                     (checked_counts(chunk.offsets), checked_counts(chunk.sizes)) for chunk in entry.chunks
                 ]
@@ -107,6 +109,10 @@ class DcpFolder:
         for index, info in described.storage_data.items():
             self._items.setdefault(index.fqn, {})[checked_counts(index.offset or ())] = info
         self._check_files(described.storage_data)
+        for name, info in self.tensors.items():
+            stored = sum(item.length for item in self._items.get(name, {}).values())
+            if info.nbytes > stored:
+                raise ValueError(f"{name} has the shape {info.shape}, but {stored} bytes")
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of the flattened (row-major) tensor `name`, 1-D."""

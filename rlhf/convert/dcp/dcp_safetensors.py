@@ -13,7 +13,7 @@ from rlhf.models.hf.source import TensorInfo
 from rlhf.models.model_files import DTYPES
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.reading import UnverifiedFiles, parse_json
-from rlhf.storage.safetensors_header import read_safetensors_header
+from rlhf.storage.safetensors_header import is_shape, read_safetensors_header
 
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Key in a file's metadata for the offsets of its tensors, and the key of one tensor's offsets."""
@@ -45,7 +45,10 @@ class DcpSafetensors(DcpFolder):
             self._add(files, name)
         for name, parts in self._parts.items():
             ends = [[begin + size for begin, size in zip(at, part.shape, strict=True)] for at, part in parts]
-            self.tensors[name] = TensorInfo(tuple(map(max, zip(*ends, strict=True))), parts[0][1].dtype)
+            info = TensorInfo(tuple(map(max, zip(*ends, strict=True))), parts[0][1].dtype)
+            if not is_shape(info.shape) or info.numel > sum(part.numel for _, part in parts):
+                raise DamagedCheckpoint(f"{path} lacks parts of {name}, whose shape is {info.shape}")
+            self.tensors[name] = info
 
     def _add(self, files: UnverifiedFiles, name: str) -> None:
         header, length = read_safetensors_header(files, name)
