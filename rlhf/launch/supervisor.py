@@ -28,7 +28,7 @@ from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.status import RankStatus
 from rlhf.ranks.stop import IDLE
 from rlhf.ranks.transport import Transport
-from rlhf.storage.disk_errors import is_unfixable
+from rlhf.storage.disk_errors import is_unfixable, is_unreadable
 from rlhf.storage.layout import HISTORY, scan, step_of
 from rlhf.tracking.run_output import OutputHandler, RunOutput
 
@@ -53,7 +53,14 @@ def supervise(config: Config, check: Callable[[], None], banner: str = "", callb
             output.line(banner)
         output.begin_bar()
         output.progress.phase(0, 0, "starting")
-        return _supervise(config, check, output, callbacks)
+        try:
+            return _supervise(config, check, output, callbacks)
+        except OSError as error:
+            if not is_unreadable(error):
+                raise
+            where = error.filename or "A file"
+            log.error("%s: %s. Run the same command again; if the error stays, check the disk.", where, error.strerror)
+            return EXIT_CRASHED
 
 
 def _supervise(config: Config, check: Callable[[], None], output: RunOutput, callbacks: Callbacks) -> int:
@@ -88,6 +95,7 @@ def _usable(run_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if not is_unfixable(error):
+            error.filename = error.filename or str(run_dir)
             raise
         raise UserError(
             f"Cannot read or write the run directory {run_dir}: {error}. Fix this, or set trainer.default_local_dir to "

@@ -1,17 +1,20 @@
 """Starts on a disk that became read-only: a finished run reports, and whatever would train says why it cannot."""
 
+import errno
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rlhf import lifecycle
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
-from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.launch.supervisor import supervise
 from tests.support.checkpoints import PlainRole, save_steps
 from tests.support.launching import ranks
+from tests.support.refusals import says
 from tests.support.sections import prepare
 from tests.support.small_disks import small_disk
 
@@ -45,6 +48,22 @@ def test_a_finished_run_reports_under_our_supervisor(disk, capsys):
         supervise(compose_config(command(disk, "trainer.overwrite=true"), Library.find(None)), lambda: None)
     with pytest.raises(UserError, match="Cannot read or write the run directory"):
         supervise(compose_config(command(disk, "trainer.total_training_steps=81"), Library.find(None)), lambda: None)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_disk_error_that_may_pass_is_one_message(tmp_path, capsys, monkeypatch, named):
+    """The system names no file for a failed read or sync."""
+
+    def fail(path: Path, _: str) -> None:
+        raise OSError(errno.EIO, "Input/output error", *([str(path)] if named else []))
+
+    monkeypatch.setattr(lifecycle, "replace_durably", fail)
+    config = compose_config(command(tmp_path), Library.find(None))
+    assert supervise(config, lambda: None) == EXIT_CRASHED
+    output = capsys.readouterr().err
+    path = config.run_dir / "resolved.yaml" if named else config.run_dir
+    says(output, f"{path}: ", "Input/output error", "again")
+    assert "Traceback" not in output
 
 
 def test_a_finished_run_reports_under_torchrun(disk, tmp_path):
