@@ -15,6 +15,7 @@ from rlhf.config.library import Library
 from rlhf.config.redaction import Redaction
 from rlhf.config.rules.path_rules import on_one_machine
 from rlhf.config.rules.validate import validate
+from rlhf.config.secrets import export
 from rlhf.config.user_functions import file_being_loaded, find_definition
 from rlhf.errors import EXIT_DONE, RunEnded, UserError
 from rlhf.launch.banner import banner
@@ -109,6 +110,7 @@ def _is_rank() -> bool:
 
 def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = None) -> int:
     """Supervise the run, or run one rank under torchrun. Return an exit code of `rlhf.errors`."""
+    export(config)
     if _is_rank():
         text = banner(config, recipes) if os.environ["RANK"] == "0" else ""
         if text:

@@ -25,6 +25,7 @@ from rlhf.config.help_texts import commented_yaml
 from rlhf.config.known_settings import SECTIONS, SETTINGS, setting_of
 from rlhf.config.library import PACKAGE, Library
 from rlhf.config.names.hints import entry_hint, hint, nearest_setting, recipe_hint, syntax_hint
+from rlhf.config.resolved import to_config
 from rlhf.config.rules.algorithm_rules import idle_critic
 from rlhf.config.rules.lora_rules import idle_lora
 from rlhf.errors import UserError, did_you_mean, nearest
@@ -56,8 +57,7 @@ class Composition:
         with _interpolating():
             if self.missing:
                 raise UserError(self.missing)
-            config = OmegaConf.to_object(self.tree)
-        assert isinstance(config, Config)
+            config = to_config(self.tree)
         if problems := [*idle_critic(config, self.typed), *idle_lora(config, self.typed)]:
             raise UserError("\n".join(problems))
         return config

@@ -7,11 +7,11 @@ launcher started call `run_lifecycle` as a collective. Imports no torch, and not
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
 
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
 from rlhf.config.resolved import to_yaml
+from rlhf.config.secrets import masked
 from rlhf.errors import EXIT_DONE, UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import run_lock_together, wait_for_ranks
@@ -165,7 +165,7 @@ def _catch_up(config: Config, step: int) -> None:
     from rlhf.tracking import Tracker
 
     run_dir = config.run_dir
-    tracker = Tracker(config.trainer, config.tracking, asdict(config), run_dir, read_run_file(run_dir)["run_id"])
+    tracker = Tracker(config.trainer, config.tracking, masked(config), run_dir, read_run_file(run_dir)["run_id"])
     tracker.start(step)
     tracker.finish()
     export_finished(run_dir, config.checkpoint, step)

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,7 @@ from rlhf.config.derived import (
     samples_per_step,
     sends_adapters,
 )
+from rlhf.config.secrets import masked
 from rlhf.data import PromptStream
 from rlhf.events import follow, report, subscribe
 from rlhf.experience.collector import Collector
@@ -270,7 +270,7 @@ def _checkpointer(
 def _run_log(config: Config, driver: DriverState, shown: ProgressDisplay, *, leads: bool) -> RunLog:
     tracker = None
     if leads:
-        tracker = Tracker(config.trainer, config.tracking, asdict(config), config.run_dir, driver.run_id)
+        tracker = Tracker(config.trainer, config.tracking, masked(config), config.run_dir, driver.run_id)
     return RunLog(tracker, shown, driver.total_steps, log_samples=config.trainer.log_samples)
 
 

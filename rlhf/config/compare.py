@@ -17,6 +17,7 @@ from rlhf.config.known_settings import SETTINGS
 from rlhf.config.overrides import hydra_value
 from rlhf.config.resolved import from_stored, to_yaml
 from rlhf.config.same_files import same_value
+from rlhf.config.secrets import masked
 from rlhf.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ class Change:
 
     def __str__(self) -> str:
         note = f" (release {self.removed} removed the setting)" if self.removed else ""
-        return f"{self.key}: {hydra_value(self.stored)} in the checkpoint, {hydra_value(self.present)} now{note}"
+        stored, present = (hydra_value(masked(value)) for value in (self.stored, self.present))
+        return f"{self.key}: {stored} in the checkpoint, {present} now{note}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def compare(stored: Config, present: Config) -> ConfigDiff:
     constant_rate = all(optim.lr_scheduler_type == "constant" for optim in optimizers)
     for setting in (setting for setting in SETTINGS.values() if setting.metadata["resume"] != "start"):
         change = Change(setting.key, setting.value(stored), setting.value(present))
-        if same_value(setting.key, change.stored, change.present):
+        same = same_value(setting.key, change.stored, change.present)
+        if same or masked(change.stored) == masked(change.present):
             continue
         harmless = setting.metadata["resume"] == "harmless" or (constant_rate and setting.key in RUN_LENGTH)
         harmless = harmless or (no_critic and setting.key.startswith("critic.") and setting.key != "critic.enable")
@@ -118,7 +121,7 @@ class ResolvedConfig:
 
 def trajectory(config: Config) -> dict[str, Any]:
     """Return the settings that the run's numbers depend on, by their dotted names."""
-    return {s.key: s.value(config) for s in SETTINGS.values() if s.metadata["resume"] == "trajectory"}
+    return {s.key: masked(s.value(config)) for s in SETTINGS.values() if s.metadata["resume"] == "trajectory"}
 
 
 def reject_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> None:

@@ -8,14 +8,15 @@ SECRET_NAME = re.compile(r"(.*[_-])?(token|secret|password|passwd|key|credential
 """Name of a variable or an option whose value is a secret."""
 SECRET = re.compile(r"\b(hf|sk|ghp|gho|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}")
 """Tokens in the formats of Hugging Face, OpenAI, GitHub, Slack and AWS, wherever they occur in a text."""
-_LOGIN = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
+LOGIN = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
+_QUERY = re.compile(r"(?<=://)([^\s?]*\?)[^\s'\"`)>\]},;]+")
 _SHORTEST = 8
 """Characters. Shorter values may occur inside ordinary words."""
 
 
 class Redaction:
-    """Replaces secrets in texts: text that looks like a secret, logins in URLs, and values of secret names in `named`
-    (e.g. environment variables)."""
+    """Replaces secrets in texts: text that looks like a secret, logins and queries in URLs, and values of secret names
+    in `named` (e.g. environment variables)."""
 
     def __init__(self, *named: Mapping[str, object]) -> None:
         values = {
@@ -27,4 +28,9 @@ class Redaction:
     def __call__(self, text: str) -> str:
         for value in self._values:
             text = text.replace(value, REDACTED)
-        return _LOGIN.sub(REDACTED, SECRET.sub(REDACTED, text))
+        return without_queries(SECRET.sub(REDACTED, text))
+
+
+def without_queries(text: str) -> str:
+    """Return `text` without the logins and queries of addresses."""
+    return _QUERY.sub(rf"\1{REDACTED}", LOGIN.sub(REDACTED, text))

@@ -4,12 +4,13 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config import Config
 from rlhf.config.migrations import Lost, migrate
+from rlhf.config.secrets import as_literals, hide, with_texts
 from rlhf.config.stored import parse_sections
 
 # Writing or parsing a configuration takes as long as a small save. A process repeats both with nearly the same text: at
@@ -26,14 +27,14 @@ class _CachedSection:
 
 
 def to_yaml(config: Config) -> str:
-    """Return the configuration as YAML, with all values resolved."""
+    """Return the configuration as YAML, with all values resolved but secrets: these are interpolations."""
     sections = {part.name: getattr(config, part.name) for part in fields(config)}
     return "".join(_to_yaml(name, _CachedSection(repr(section), section)) for name, section in sections.items())
 
 
 @lru_cache(_CACHE_SIZE)
 def _to_yaml(name: str, shown: _CachedSection) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create({name: shown.section}), resolve=True)
+    return OmegaConf.to_yaml(OmegaConf.create({name: with_texts(shown.section)}))
 
 
 def from_yaml(text: str) -> Config:
@@ -42,16 +43,16 @@ def from_yaml(text: str) -> Config:
     Raises:
         OmegaConfBaseException: the text has a key that the schema lacks, or a value of another type.
     """
-    return deepcopy(_parsed(text))
+    return _parsed.__wrapped__(text) if "${" in text else deepcopy(_parsed(text))
 
 
 @lru_cache(_CACHE_SIZE)
 def _parsed(text: str) -> Config:
-    return _typed(OmegaConf.create(text))
+    return to_config(cast(DictConfig, OmegaConf.merge(schema(), OmegaConf.create(text))))
 
 
 def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
-    """Rebuild the dataclasses from a text that any release's `to_yaml` made.
+    """Rebuild the dataclasses from a text that any release's `to_yaml` made. Interpolations stay texts.
 
     Args:
         release: the release that made `text`; None if unknown.
@@ -70,13 +71,19 @@ def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
 @lru_cache(_CACHE_SIZE)
 def _migrated(text: str, release: str | None) -> tuple[Config, list[Lost]]:
     migrated = migrate(parse_sections(text), release)
-    return _typed(OmegaConf.create(migrated.tree)), migrated.lost
+    config = OmegaConf.to_object(OmegaConf.merge(schema(), as_literals(migrated.tree)))
+    return cast(Config, config), migrated.lost
 
 
-def _typed(tree: Any) -> Config:
-    config = OmegaConf.to_object(OmegaConf.merge(schema(), tree))
+def to_config(tree: DictConfig) -> Config:
+    """Resolve a configuration, with its secrets hidden.
+
+    Raises:
+        OmegaConfBaseException: an interpolation has no target.
+    """
+    config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
-    return config
+    return hide(config, OmegaConf.to_container(tree))
 
 
 @cache

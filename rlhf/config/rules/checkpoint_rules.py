@@ -82,7 +82,7 @@ def _remote(config: Config) -> Iterator[str]:
         return
     scheme, separator, path = remote.partition("://")
     copies = Path(path, config.trainer.project_name, config.trainer.experiment_name)
-    if (shown := Redaction()(remote)) != remote:
+    if (shown := Redaction()(address := remote.partition("?")[0])) != address:
         yield (
             f"checkpoint.remote={shown}: contains a secret, which would be stored in every checkpoint and in "
             "resolved.yaml. Remove it, and put it where the store's own tools read it: in the environment or in a "

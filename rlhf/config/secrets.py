@@ -1,0 +1,156 @@
+"""Keeps secrets in settings out of stored configurations, trackers and messages."""
+
+import os
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+from rlhf.config.redaction import LOGIN, REDACTED, SECRET, SECRET_NAME, without_queries
+
+T = TypeVar("T")
+_QUERY = re.compile(r"(\S+://\S+\?)(\S+)")
+_INTERPOLATION = re.compile(r"(?<!\\)\$\{")
+_LITERAL_QUERY = re.compile(r"([^?]*://[^?]*\?).*=[^&$]")
+_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
+
+
+class Hidden(str):
+    """The value of a setting that is stored as `text`, whose interpolations every start resolves again.
+
+    `variable` is the environment variable and its value that `text` needs, if the user typed the secret itself.
+    """
+
+    text: str
+    variable: tuple[str, str] | None
+
+    def __new__(cls, value: str, text: str = "", variable: tuple[str, str] | None = None) -> "Hidden":
+        made = super().__new__(cls, value)
+        made.text, made.variable = text, variable
+        return made
+
+    def __repr__(self) -> str:
+        return repr(self.text)
+
+
+def hide(value: T, raw: Any, path: str = "RLHF", *, free: bool = False) -> T:
+    """Return a resolved configuration with each secret as `Hidden`. Dataclasses change in place.
+
+    Secrets are interpolations in free mappings and addresses, texts under the name of a secret in free mappings, and
+    logins and queries of addresses.
+
+    Args:
+        raw: the configuration as plain containers, before interpolations are resolved.
+        path: prefix of the names of environment variables.
+        free: whether `value` is in a free mapping, such as `reward.kwargs`.
+    """
+    found: Any = value
+    if is_dataclass(value):
+        for field in fields(value):
+            item = hide(getattr(value, field.name), _item(raw, field.name), f"{path}.{field.name}")
+            setattr(value, field.name, item)
+    elif isinstance(value, dict):
+        found = {key: hide(item, _item(raw, key), f"{path}.{key}", free=True) for key, item in value.items()}
+    elif isinstance(value, list):
+        found = [hide(item, _item(raw, at), f"{path}.{at}", free=free) for at, item in enumerate(value)]
+    elif isinstance(value, str):
+        found = _from_text(value, raw, path, free) if _is_interpolated(raw) else _typed(value, path, free)
+    return found
+
+
+def _item(raw: Any, key: Any) -> Any:
+    try:
+        return None if isinstance(raw, str) else raw[key]
+    except (KeyError, IndexError, TypeError):  # an interpolation made the whole mapping
+        return None
+
+
+def _is_interpolated(raw: Any) -> bool:
+    return isinstance(raw, str) and _INTERPOLATION.search(raw) is not None
+
+
+def _from_text(value: str, text: str, path: str, free: bool) -> str:
+    variables = _ENVIRONMENT.findall(text)
+    if not (free or (variables and ("://" in value or any(map(SECRET_NAME.fullmatch, variables))))):
+        return value
+    if query := _LITERAL_QUERY.match(text):
+        variable = _variable(path)
+        return Hidden(value, f"{query[1]}${{oc.env:{variable}}}", (variable, value.partition("?")[2]))
+    return Hidden(value, text)
+
+
+def _variable(path: str) -> str:
+    return f"{re.sub(r'[^A-Z0-9]', '_', path.upper())}_SECRET"
+
+
+def _typed(value: str, path: str, free: bool) -> str:
+    variable = _variable(path)
+    named = free and any(map(SECRET_NAME.fullmatch, path.split(".")))
+    if value and (named or (free and SECRET.search(value)) or LOGIN.search(value)):
+        return Hidden(value, f"${{oc.env:{variable}}}", (variable, value))
+    if query := _QUERY.fullmatch(value):
+        return Hidden(value, f"{_escaped(query[1])}${{oc.env:{variable}}}", (variable, query[2]))
+    return value
+
+
+def export(config: object) -> None:
+    """Set the environment variables from which the processes of a run take the secrets that the user typed."""
+    os.environ.update(hidden.variable for hidden in _hidden_in(config) if hidden.variable is not None)
+
+
+def _hidden_in(value: Any) -> Iterator[Hidden]:
+    if isinstance(value, Hidden):
+        yield value
+    items = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else []
+    items += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    for item in items:
+        yield from _hidden_in(item)
+
+
+def with_texts(value: T) -> T:
+    """Return a copy of a section for a file: each `Hidden` as its text, other texts without interpolations."""
+    found: Any = value
+    if isinstance(value, str):
+        found = value.text if isinstance(value, Hidden) else _escaped(value)
+    elif isinstance(value, dict):
+        found = {key: with_texts(item) for key, item in value.items()}
+    elif isinstance(value, list):
+        found = [with_texts(item) for item in value]
+    elif is_dataclass(value):
+        found = deepcopy(value)
+        for field in fields(value):
+            setattr(found, field.name, with_texts(getattr(value, field.name)))
+    return found
+
+
+def as_literals(tree: Any) -> Any:
+    """Return stored containers in which no text has an interpolation: the environment of their run is gone."""
+    if isinstance(tree, dict):
+        return {key: as_literals(item) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [as_literals(item) for item in tree]
+    return _escaped(tree) if _is_interpolated(tree) else tree
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """Return a section or a setting as plain containers without secrets, for trackers, messages and comparisons.
+
+    `name` is the key of `value` in a free mapping, or the name of a secret around it.
+    """
+    if is_dataclass(value):
+        return {field.name: masked(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {key: masked(item, name if SECRET_NAME.fullmatch(name) else str(key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [masked(item, name) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = getattr(value, "text", value)
+    if SECRET_NAME.fullmatch(name):
+        return REDACTED
+    return text if _is_interpolated(text) else without_queries(text)
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)

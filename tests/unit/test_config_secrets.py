@@ -1,0 +1,131 @@
+"""Secrets in settings: what is stored, shown and compared is never their values."""
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf.compose import compose_config
+from rlhf.config import Config
+from rlhf.config.compare import ResolvedConfig, compare_text, trajectory
+from rlhf.config.library import Library
+from rlhf.config.redaction import Redaction
+from rlhf.config.resolved import from_yaml, to_yaml
+from rlhf.config.secrets import export, masked
+from rlhf.errors import UserError
+from tests.support.refusals import says
+
+LITERALS = ("typed-by-hand", "of-the-query", "of-a-list", "of-a-user", "of-a-login", "hf_abcdefghijklmnopqrstuvwx")
+VARIABLES = {"JUDGE": "of-the-judge", "ADDRESS": "http://judge/v1?token=of-the-address", "MY_TOKEN": "of-a-name"}
+KWARGS = (
+    "reward.kwargs={api_key: typed-by-hand, judge: '${oc.env:JUDGE}', address: '${oc.env:ADDRESS}', margin: 0.5,"
+    " url: 'http://a/b?token=of-the-query', note: hf_abcdefghijklmnopqrstuvwx, secret: [of-a-list, {user: of-a-user}], name: plain}"
+)
+SETTINGS = (
+    KWARGS,
+    "checkpoint.remote='file:///tmp/copies?key=of-the-query&also=${oc.env:JUDGE}'",
+    "rollout.servers.urls=['http://me:of-a-login@host:1']",
+    "tracking.wandb.entity=${oc.env:MY_TOKEN}",
+    "trainer.experiment_name=${oc.env:NAME}",
+)
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (VARIABLES | {"NAME": "mine"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.environ", dict(__import__("os").environ))
+
+
+def composed(*more: str) -> Config:
+    return compose_config(["trainer.total_training_steps=3", *more], Library.find(None))
+
+
+def plain(config: Config) -> Any:
+    return json.loads(json.dumps([config.reward.kwargs, config.checkpoint.remote, config.rollout.servers.urls]))
+
+
+def assert_without_secrets(text: str) -> None:
+    for secret in (*LITERALS, *VARIABLES.values()):
+        assert secret not in text
+
+
+def test_a_stored_configuration_has_no_secret_and_restores_all():
+    config = composed(*SETTINGS)
+    text = to_yaml(config)
+    assert_without_secrets(text)
+    says(text, "experiment_name: mine", "judge: ${oc.env:JUDGE}", "margin: 0.5", "remote: file:///tmp/copies?")
+    export(config)
+    restored = from_yaml(text)
+    assert restored == config
+    assert plain(restored) == plain(config)
+    assert plain(restored)[0]["api_key"] == "typed-by-hand"
+    assert to_yaml(restored) == text
+
+
+def test_trackers_and_messages_get_no_secret():
+    config = composed(*SETTINGS)
+    shown = masked(config)
+    assert_without_secrets(json.dumps(shown))
+    assert shown["reward"]["kwargs"]["name"] == "plain"
+    assert shown["data"]["prompt_key"] == config.data.prompt_key
+    (change,) = compare_text(to_yaml(composed()), config).trajectory
+    assert_without_secrets(str(change))
+    assert_without_secrets(repr(config))
+    assert_without_secrets(json.dumps(trajectory(config)))
+
+
+@pytest.mark.parametrize("name", [*VARIABLES, "typed", "absent"])
+def test_another_secret_is_no_changed_setting(name, monkeypatch):
+    stored, before = to_yaml(composed(*SETTINGS)), trajectory(composed(*SETTINGS))
+    settings = SETTINGS
+    if name == "typed":
+        settings = tuple(text.replace("typed-by-hand", "new").replace("of-the-query", "new") for text in SETTINGS)
+    elif name in VARIABLES:
+        monkeypatch.setenv(name, f"{VARIABLES[name]}-new")
+    present = composed(*settings)
+    if name == "absent":  # the stored settings need no variable
+        for variable in VARIABLES:
+            monkeypatch.delenv(variable)
+    diff = compare_text(stored, present)
+    assert (diff.harmless, diff.trajectory) == ([], [])
+    assert trajectory(present) == before
+    assert ResolvedConfig.of(present).text == stored
+
+
+@pytest.mark.parametrize("change", ["margin: 0.5,margin: 0.6", "name: plain,name: other", "${oc.env:JUDGE},other"])
+def test_another_value_is_a_changed_setting(change):
+    old, new = change.split(",")
+    diff = compare_text(to_yaml(composed(KWARGS)), composed(KWARGS.replace(old, new)))
+    assert [each.key for each in diff.trajectory] == ["reward.kwargs"]
+
+
+def test_a_checkpoint_with_resolved_secrets_is_equal():
+    """As 0.1.0 stored them."""
+    config = composed(KWARGS)
+    stored = yaml.safe_load(to_yaml(config))
+    stored["reward"]["kwargs"] = plain(config)[0]
+    assert stored["reward"]["kwargs"]["judge"] == "of-the-judge"
+    assert compare_text(yaml.safe_dump(stored), config).trajectory == []
+
+
+def test_a_missing_variable_is_an_error_of_the_command(monkeypatch):
+    monkeypatch.delenv("JUDGE")
+    with pytest.raises(UserError) as raised:
+        composed(KWARGS)
+    says(raised.value, "reward.kwargs.judge", "JUDGE")
+
+
+@pytest.mark.parametrize("text", ["a ${b} c", r"a \${b}", "$", "${"])
+def test_a_text_that_looks_like_an_interpolation_is_restored(text):
+    config = composed()
+    config.data.system_prompt = text
+    restored = from_yaml(to_yaml(config))
+    assert restored.data.system_prompt == text
+    assert compare_text(to_yaml(config), config).trajectory == []
+
+
+def test_queries_of_addresses_are_redacted():
+    found = Redaction()("copied to s3://bucket/folder?key=abc&b=c (http://host/?token=1), why?")
+    assert found == "copied to s3://bucket/folder?REDACTED (http://host/?REDACTED), why?"
