@@ -12,7 +12,7 @@ from rlhf.models.parameter_count import count_parameters, short_number
 from rlhf.planning.check import plan_of
 from rlhf.planning.device_defaults import Machine
 from rlhf.planning.plan_text import plan_line
-from rlhf.storage.layout import RUN_LOG, scan, step_of
+from rlhf.storage.layout import POINTER, RUN_LOG, scan, step_of
 
 _COUNTED_BYTES = 32 << 20
 
@@ -155,4 +155,7 @@ def _beginning(config: Config) -> str:
     if found is not None:
         step = step_of(found)
         return f"finished at step {step}" if step == t.total_training_steps else f"resumed at step {step}"
-    return "new" if t.resume_mode != "resume_path" else f"begins with {t.resume_from_path}"
+    if t.resume_mode == "resume_path":
+        return f"begins with {t.resume_from_path}"
+    lost = config.checkpoint.remote is None and (config.run_dir / POINTER).is_file()
+    return f"no checkpoint, but {POINTER}" if lost else "new"

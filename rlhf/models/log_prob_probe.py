@@ -13,8 +13,13 @@ from rlhf.ranks.collectives import all_max
 log = logging.getLogger(__name__)
 
 TOKENS = 8
-TOLERANCES = {torch.float32: 1e-3}
-HALF_PRECISION_TOLERANCE = 0.25  # rounding alone changes logits of 16 or more by more than 0.05
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+    torch.float16: 0.03,
+    torch.bfloat16: 0.25,  # rounding alone changes logits of 16 or more by more than 0.05
+}
+"""Largest difference of log-probs by the logits' type."""
 
 
 @torch.no_grad()
@@ -24,11 +29,12 @@ def check_log_probs(module: nn.Module, device: torch.device) -> None:
     if model.whole_logits is None:
         ids = torch.arange(1, TOKENS + 1, device=device)[None]
         logits = module(input_ids=ids, use_cache=False).logits[0, :-1]
-        expected = logits.float().log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        expected = logits.to(wide).log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
         targets = Targets(torch.arange(TOKENS - 1, device=device), ids[0, 1:], 1.0, with_entropy=False)
         found, _ = module(input_ids=ids, use_cache=False, targets=targets)
         difference = float(all_max((found - expected).abs().max().nan_to_num(nan=torch.inf)))
-        if difference > TOLERANCES.get(logits.dtype, HALF_PRECISION_TOLERANCE):
+        if difference > TOLERANCES[logits.dtype]:
             model.whole_logits = f"log-probs of {model.config.model_type} in chunks are off by {difference:.3g}"
     if model.whole_logits is not None and dims.everyone().rank == 0:
         log.warning(

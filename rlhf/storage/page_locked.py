@@ -2,6 +2,8 @@
 
 import mmap
 import weakref
+from contextlib import suppress
+from ctypes import CDLL
 
 import torch
 from torch import Tensor
@@ -25,9 +27,17 @@ class PageLockedMemory:
         block = torch.empty(length + mmap.PAGESIZE, dtype=torch.uint8)
         block = block[-block.data_ptr() % mmap.PAGESIZE :][:length]
         if failed := int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), length, 1)):
+            _clear_last_error()
             raise RuntimeError(f"cudaHostRegister: error {failed}")
         self.content = block[:nbytes]
         weakref.finalize(self, _unlock, block).atexit = False
+
+
+def _clear_last_error() -> None:
+    """Clear CUDA's last error, which the next kernel would report as its own. torch does not offer the call."""
+    with suppress(OSError, AttributeError):
+        # The loader returns the runtime that torch has loaded.
+        CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaGetLastError()
 
 
 def _unlock(block: Tensor) -> None:

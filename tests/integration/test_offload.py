@@ -83,6 +83,7 @@ def test_page_locked_copies_share_blocks_that_end_with_the_offload(monkeypatch):
     locks.failure = 2
     message = user_error(Offload(None, "param_offload")._pin, {1: 9})
     says(message, "param_offload=true", "cudaHostRegister: error 2", "Set it to false")
+    assert locks.last_error == 0
 
 
 def on_device(backend: TrainingBackend) -> dict[str, int]:

@@ -8,11 +8,11 @@ from rlhf.errors import EXIT_DONE
 from tests.support.forked_start import train_forked
 from tests.support.launching import Ended, ranks, records, saved_steps, small, write_sums
 
-REWARD = '''
+REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info, api_key, judge, url):
     assert (api_key, url) == ("typed-by-hand", "http://a/b?token=of-the-query"), (api_key, url)
     return {"score": len(solution_str), "judge": float(judge.rpartition("-")[2])}
-'''
+"""
 
 
 def start(folder: Path, steps: int, judge: str, *, supervised: bool) -> Ended:

@@ -1,6 +1,7 @@
 """Compares log-probs and entropies of padded batches with one forward pass per unpadded sequence."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -189,6 +190,24 @@ def test_a_model_that_changes_hidden_states_before_its_head_computes_all_logits_
         ours = response_log_probs(module, batch, 0.7, with_entropy=True)
     assert "not computed in chunks, because log-probs of minicpm3 in chunks are off by " in caplog.text
     torch.testing.assert_close(ours, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@in_float64()
+def test_the_comparison_at_the_start_has_the_precision_of_float64():
+    """A head that hides behind the tolerance of a half-precision type."""
+    with single_rank():
+        module = Fsdp2Model(tiny_qwen2(), BackendConfig(), CPU).module
+        module._parts = replace(module._parts, finish=lambda logits: logits * (1 + 1e-6))
+        check_log_probs(module, CPU)
+    assert module.whole_logits is not None
+
+
+@in_float64()
+def test_the_comparison_at_the_start_accepts_correct_models_in_float64(caplog):
+    with single_rank():
+        for model in (tiny_qwen2(), tiny_gemma2()):
+            check_log_probs(Fsdp2Model(model, BackendConfig(), CPU).module, CPU)
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-bfloat16"])

@@ -9,7 +9,9 @@ from rlhf.config import Config
 from rlhf.config.library import Library
 from rlhf.launch.banner import banner
 from rlhf.models.parameter_count import count_parameters, short_number
+from rlhf.storage.layout import POINTER
 from tests.support.launching import TINY_POLICY, write_sums
+from tests.support.refusals import says
 
 
 @pytest.fixture
@@ -37,6 +39,14 @@ def test_a_new_run(config):
     assert "2 ranks" in shown["device"]
     assert shown["run"] == "runs/rlhf/default (new)"
     assert shown["log"] == "runs/rlhf/default/run.log"
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_new(config):
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / POINTER).write_text("7\n")
+    says(rows(config)["run"], "runs/rlhf/default (", "no checkpoint", POINTER)
+    config.checkpoint.remote = "file:///copies"  # the start looks there first
+    assert rows(config)["run"] == "runs/rlhf/default (new)"
 
 
 def test_the_ranks_are_those_of_all_machines(config, monkeypatch):

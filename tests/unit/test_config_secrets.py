@@ -20,7 +20,8 @@ LITERALS = ("typed-by-hand", "of-the-query", "of-a-list", "of-a-user", "of-a-log
 VARIABLES = {"JUDGE": "of-the-judge", "ADDRESS": "http://judge/v1?token=of-the-address", "MY_TOKEN": "of-a-name"}
 KWARGS = (
     "reward.kwargs={api_key: typed-by-hand, judge: '${oc.env:JUDGE}', address: '${oc.env:ADDRESS}', margin: 0.5,"
-    " url: 'http://a/b?token=of-the-query', note: hf_abcdefghijklmnopqrstuvwx, secret: [of-a-list, {user: of-a-user}], name: plain}"
+    " url: 'http://a/b?token=of-the-query', note: hf_abcdefghijklmnopqrstuvwx, secret: [of-a-list, {user: of-a-user}],"
+    " name: plain}"
 )
 SETTINGS = (
     KWARGS,
