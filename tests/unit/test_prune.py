@@ -91,6 +91,17 @@ def test_a_dry_run_beside_a_run_leaves_out_what_the_run_removes(run_dir, best, c
     assert not caplog.records
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_an_output_that_a_kill_left_without_a_name_stays(run_dir, there, command):
+    """A kill between two renames left the only export under the name of a replaced one."""
+    replaced = run_dir / ".replaced-huggingface-0123456789ab"
+    replaced.mkdir()
+    if there:
+        (run_dir / "huggingface").mkdir()
+    assert command("prune", run_dir, "--yes")[0] == 0
+    assert replaced.exists() != there
+
+
 def test_it_removes_what_the_trainers_retention_would(run_dir, tmp_path, command):
     settings = CheckpointConfig(max_to_keep=2, keep_every=4, keep_best=1)
     other = shutil.copytree(run_dir, tmp_path / "other")
