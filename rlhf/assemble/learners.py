@@ -81,12 +81,13 @@ class EngineBuilder:
             enable({"use_reentrant": False})
         generation: Any = getattr(model, "generation_config", None)
         updates = self.mini_batches * section.ppo_epochs
+        small_files = loading.hf_files(model.config, found.tokenizer, generation, found.hf_config)
         training = Training(
             section.optim,
             grad_clip=section.grad_clip,
             total_optimizer_steps=training_steps * updates,
             updates_per_step=updates,
-            hf_files=loading.hf_files(model.config, found.tokenizer, generation) | adapter_files(self.model, model),
+            hf_files=small_files | adapter_files(self.model, model),
             offload=section.fsdp_config,
         )
         backend = build_backend(model, self.backend, self.device, training)

@@ -86,19 +86,25 @@ def load_tokenizer(source: ModelSource, folder: Path) -> PreTrainedTokenizerBase
 
 
 def load_model_config(source: ModelSource, folder: Path) -> PretrainedConfig:
-    """Load the architecture and set every dropout to 0: with dropout a policy's ratio to itself would not be 1."""
+    """Load the architecture, with the dropouts of its config.json."""
     try:
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"{source} has no usable config.json: {error}. Restore it.") from error
-    return without_dropout(hf_config)
 
 
 def without_dropout(hf_config: PretrainedConfig) -> PretrainedConfig:
     """Set every dropout of `hf_config` to 0, and return `hf_config`."""
-    for name, value in hf_config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(hf_config, name, 0.0)
+    return _with_values(hf_config, dict.fromkeys(_dropouts(hf_config), 0.0))
+
+
+def _dropouts(hf_config: PretrainedConfig) -> dict[str, float]:
+    return {name: value for name, value in hf_config.to_dict().items() if "drop" in name and isinstance(value, float)}
+
+
+def _with_values(hf_config: PretrainedConfig, values: Mapping[str, float]) -> PretrainedConfig:
+    for name, value in values.items():
+        setattr(hf_config, name, value)
     return hf_config
 
 
@@ -178,8 +184,9 @@ def load_reward_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = 
 def _load(
     loader: Any, start: ModelStart, tensors: Mapping[str, Tensor] | None, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, tuple[int, ...] | None]]:
-    """Load a model. Also return its wrong weights: None for a missing weight, the shape in the files for others."""
-    source, folder, hf_config = start.source, start.folder, start.hf_config
+    """Load a model without dropout: with dropout a policy's ratio to itself would not be 1. Also return the model's
+    wrong weights: None for a missing weight, the shape in the files for others."""
+    source, folder, hf_config = start.source, start.folder, without_dropout(copy.deepcopy(start.hf_config))
     options |= {"config": hf_config, "dtype": torch.float32, "attn_implementation": source.attn_implementation}
     # transformers initialises missing weights with a warning; we raise an error.
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -244,11 +251,19 @@ def _check_complete(source: ModelSource, wrong: dict[str, tuple[int, ...] | None
 
 
 def hf_files(
-    hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, generation_config: Any
+    hf_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    generation_config: Any,
+    base: PretrainedConfig | None = None,
 ) -> dict[str, bytes]:
-    """Return the small files of a Hugging Face folder by name, so that an exported model opens like any other."""
+    """Return the small files of a Hugging Face folder by name, so that an exported model opens like any other.
+
+    Args:
+        hf_config: configuration of the model in training.
+        base: configuration whose dropouts are written, which training sets to 0.
+    """
     with Scratch() as scratch:
-        hf_config.save_pretrained(scratch.folder)
+        _with_values(copy.deepcopy(hf_config), _dropouts(base or hf_config)).save_pretrained(scratch.folder)
         tokenizer.save_pretrained(scratch.folder)
         if generation_config is not None:
             generation_config.save_pretrained(scratch.folder)

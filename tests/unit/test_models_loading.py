@@ -15,13 +15,15 @@ from rlhf.models.hub_names import check_name
 from rlhf.models.loading import (
     ModelSource,
     ModelStart,
+    hf_files,
     load_model,
     load_model_config,
     load_reward_model,
     load_tokenizer,
+    load_value_model,
     resolve_path,
 )
-from tests.support.tiny_models import causal_lm, classifier
+from tests.support.tiny_models import causal_lm, classifier, tiny_tokenizer
 
 
 def config() -> Config:
@@ -134,6 +136,21 @@ def test_attention_that_an_architecture_lacks_names_the_setting(tmp_path):
     source = ModelSource("reward_model.path", str(tmp_path))
     with pytest.raises(UserError, match=r"model\.attn_implementation=sdpa .*Set model\.attn_implementation=eager"):
         load_reward_model(ModelStart(source, tmp_path, load_model_config(source, tmp_path)))
+
+
+@pytest.mark.parametrize("load", [load_model, load_value_model])
+def test_training_is_without_the_dropout_that_is_exported(tmp_path, load):
+    causal_lm("gpt_neox", tmp_path, hidden_dropout=0.1, attention_dropout=0.25)
+    source = ModelSource("model.path", str(tmp_path))
+    base = load_model_config(source, tmp_path)
+    model = load(ModelStart(source, tmp_path, base))
+    assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
+    assert model.config.attention_dropout == 0
+    files = hf_files(model.config, tiny_tokenizer(), None, base)
+    (tmp_path / "config.json").write_bytes(files["config.json"])
+    written = load_model_config(source, tmp_path)
+    assert (written.hidden_dropout, written.attention_dropout) == (0.1, 0.25)
+    assert model.config.hidden_dropout == 0
 
 
 def test_reward_model_is_frozen_and_without_dropout(tmp_path):
