@@ -22,7 +22,7 @@ from rlhf.experience.journal import Journal
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.models import loading
-from rlhf.models.fused_experts import parts_in_files
+from rlhf.models.fused_experts import FileConversions, parts_in_files
 from rlhf.models.packing_probe import choose_packing
 from rlhf.planning.check import engine_share
 from rlhf.ranks import dims
@@ -84,7 +84,8 @@ def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel) ->
     from rlhf.rollout.servers.server_engine import build_server_engine
 
     logs = config.run_dir / "rollout_servers"
-    parts = parts_in_files({name: weight.shape for name, weight in model.named_parameters()}, model.config)
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    parts = parts_in_files(shapes, FileConversions.of(model))
     return build_server_engine(config.rollout, files, coordinator, device, logs=logs, parts=parts)
 
 

@@ -6,11 +6,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from rlhf.backends.gather import gather_tensors, split_bytes, split_over_ranks
 from rlhf.models.adapter_layers import Adapters
-from rlhf.models.fused_experts import parts_in_files
+from rlhf.models.fused_experts import FileConversions, parts_in_files
 from rlhf.ranks.dims import RankGroup
 from rlhf.storage.file_parts import FileParts
 from rlhf.storage.shards import Shards
@@ -40,7 +39,7 @@ class TrainingBackend(Model, TrainState, Protocol):
     _shard_group: RankGroup
     """The ranks that shard one copy of the model."""
     _device: torch.device
-    _hf_config: PretrainedConfig
+    _conversions: FileConversions
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of the sum of all ranks' `loss`. Collective."""
@@ -85,7 +84,7 @@ class TrainingBackend(Model, TrainState, Protocol):
 
     def hf_parts(self) -> FileParts:
         weights = self.base_shards() or self.model_shards()
-        return parts_in_files({name: shard.shape for name, shard in weights.items()}, self._hf_config)
+        return parts_in_files({name: shard.shape for name, shard in weights.items()}, self._conversions)
 
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every gathered weight and persistent buffer, inside or outside `on_device`. Collective.

@@ -23,6 +23,7 @@ from rlhf.config import BackendConfig
 from rlhf.config.buffer_sizes import REDUCE_BUCKET
 from rlhf.errors import UserError
 from rlhf.models.adapter_layers import Adapters
+from rlhf.models.fused_experts import FileConversions
 from rlhf.models.log_prob_head import with_log_probs
 from rlhf.models.skeleton import persistent_buffers
 from rlhf.ranks import dims
@@ -41,6 +42,7 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
 
     def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training) -> None:
         optim, grad_clip = training.optim, training.grad_clip
+        self._conversions = FileConversions.of(model)
         deepspeed = import_deepspeed(device)
         dtype = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
         float32_weights: dict[str, Tensor] = {}
@@ -62,7 +64,6 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
             )
         self.module: nn.Module = self._engine
         super().__init__(optimizer, training)
-        self._hf_config = model.config
         # The module's dtype if every rank has the module's weights unsharded; None at stage 3.
         self._unsharded_dtype = dtype if config.zero_stage < 3 else None
         self._adapters = Adapters.of(self._engine.module)

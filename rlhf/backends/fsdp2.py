@@ -19,6 +19,7 @@ from rlhf.backends.offload import Offload
 from rlhf.backends.training import MOMENTS, Scheduled, Training, adamw_options, empty_moments, parameter_groups
 from rlhf.config import BackendConfig
 from rlhf.models.adapter_layers import Adapters
+from rlhf.models.fused_experts import FileConversions
 from rlhf.models.log_prob_head import with_log_probs
 from rlhf.models.skeleton import persistent_buffers
 from rlhf.ranks import dims
@@ -83,6 +84,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
 
     def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training) -> None:
         optim, offload = training.optim, training.offload
+        self._conversions = FileConversions.of(model)
         Fsdp2Model.__init__(self, model, config, device, param_offload=offload.param_offload)
         # Train mode does not slow down log-prob passes: passes without gradients recompute no activations. Dropout is
         # off (models/loading.py).
@@ -90,7 +92,6 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
         self._adapters = Adapters.of(self.module)
         optimizer = torch.optim.AdamW(parameter_groups(self.module, optim), **adamw_options(optim))
         Scheduled.__init__(self, optimizer, training)
-        self._hf_config = model.config
         self._grad_clip = training.grad_clip
         for parameter in self.module.parameters():
             if parameter.requires_grad:

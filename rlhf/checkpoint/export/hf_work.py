@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.output_folder import verify_written
 from rlhf.checkpoint.export.layout_native import NativeCheckpoint
-from rlhf.models.hf.hf_plan import HfOptions, HfPlan, Progress, has_experts, plan_as_stored
+from rlhf.models.hf.hf_plan import HfOptions, HfPlan, Progress, plan_as_stored
 from rlhf.models.hf.source import TensorSource
 from rlhf.storage.boxes import contiguous_runs, layout_of, whole_box
 from rlhf.storage.copying import CheckedCopy, RangeCopy
@@ -36,11 +36,7 @@ class Computed:
     def __init__(self, source: TensorSource, where: Path, options: HfOptions) -> None:
         from rlhf.models.hf.hf_folder import plan_hf_folder
 
-        if has_experts(source.contents.tensors):
-            from rlhf.models.hf.regrouped import as_in_files
-
-            source = as_in_files(source)
-        self.plan, self._source = plan_hf_folder(source, where, options), source
+        self.plan, self._source, _ = plan_hf_folder(source, where, options)
 
     def write(self, folder: Path, progress: Progress = lambda count: None) -> None:
         """Write the folder and read it back; raise DamagedCheckpoint, with the file's name, for a hash mismatch."""

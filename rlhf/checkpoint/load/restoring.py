@@ -151,18 +151,20 @@ class _Loading:
     def request_rest(self) -> _Outcome:
         """Add all that `read` reads to `wanted`."""
         self.wanted |= {name: self.files.blocks(name) for name in self._own_documents()}
-        for _, folder, shards, what, setting in self._tensors():
+        for part, folder, shards, what, setting in self._tensors():
             with self._recording_damage():
                 if PurePosixPath(folder).name == HF_FOLDER:
                     self.wanted |= {name: self.files.blocks(name) for name in self._manifest.in_folder(folder)}
                 else:
-                    self.wanted |= self._reader(folder, shards, what, setting).blocks(shards)
+                    reader, shards = self._open(part, folder, shards, what, setting)
+                    self.wanted |= reader.blocks(shards)
         return self.outcome
 
     def read(self) -> _Outcome:
         for part, folder, shards, what, setting in self._tensors():
             with self._timing(part), self._recording_damage():
-                self._reader(folder, shards, what, setting).read_into(shards)
+                reader, shards = self._open(part, folder, shards, what, setting)
+                reader.read_into(shards)
         with self._timing(REST):
             for name in self._own_documents():
                 with self._recording_damage():
@@ -221,10 +223,8 @@ class _Loading:
                 )
             setting = "critic.path" if name == "critic" else "model.path"
             if {"model", "hf_model"} & set(self._contents):
-                folder, shards = "model", role.model_shards()
-                if "model" not in self._contents:
-                    folder, shards = HF_FOLDER, shards_in_files(shards, role.hf_parts())
-                yield name, f"{name}/{folder}", shards, f"{name}'s weights", setting
+                folder = "model" if "model" in self._contents else HF_FOLDER
+                yield name, f"{name}/{folder}", role.model_shards(), f"{name}'s weights", setting
             if "optimizer" in self._contents and self._reads(f"{name}/optimizer/{INDEX}"):
                 yield name, f"{name}/optimizer", role.optimizer_shards(), f"{name}'s optimizer", setting
         if self._state.reference is not None and self._reads(f"{REFERENCE}/{INDEX}"):
@@ -234,12 +234,16 @@ class _Loading:
         """Return whether the file must exist for this run: an imported checkpoint has only its source's files."""
         return not self._manifest.imported or name in self._manifest.files
 
-    def _reader(self, folder: str, shards: Shards, what: str, setting: str) -> TensorReader:
+    def _open(self, part: str, folder: str, shards: Shards, what: str, setting: str) -> tuple[TensorReader, Shards]:
+        """Open a folder of `_tensors`; also return `shards` as shards of the tensors in it."""
         if PurePosixPath(folder).name == HF_FOLDER:
             # By the manifest, not by a directory listing: only files in the manifest can be verified.
             files = [f for f in map(PurePosixPath, self._manifest.files) if f.parent == PurePosixPath(folder)]
             weights = [f.name for f in files if f.suffix == ".safetensors"]
             reader = TensorReader.of_whole_tensors(self.files, folder, weights)
+            # Release 0.1.0 stored most weights under the model's names, whatever files of other tools call them.
+            parts = self._state.roles[part].hf_parts()
+            shards = shards_in_files(shards, {name: parts[name] for name in parts.keys() - reader.tensors.keys()})
         else:
             reader = TensorReader.of_component(self.files, folder, self._rank, self._world_size)
         if mismatches := reader.mismatches(shards):
@@ -255,7 +259,7 @@ class _Loading:
                 self._path,
                 " and ".join(sorted(set(rounded.values()))),
             )
-        return reader
+        return reader, shards
 
     def _own_documents(self) -> list[str]:
         names = [DRIVER_STATE]

@@ -21,7 +21,7 @@ from rlhf.models.hf.hf_folder import plan_hf_folder
 from rlhf.models.hf.hf_plan import HfOptions, HfPlan
 from rlhf.models.hf.hf_writer import write_hf_folder
 from rlhf.models.hf.named_tensors import zeros
-from rlhf.models.hf.regrouped import as_in_files, as_trained
+from rlhf.models.hf.regrouped import as_trained
 from rlhf.models.hf.source import FunctionTensor, ReadableTensor, TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_json
 from rlhf.storage.layout import DRIVER_STATE, HF_FOLDER, SCHEDULE
@@ -60,12 +60,11 @@ def plan_native_folder(roles: Mapping[str, TensorSource], path: Path) -> dict[st
     """Plan the models at `path`, by role. Raises UserError for a model that is incomplete for its role."""
     plans = {}
     for role, source in roles.items():
-        trained, in_files = as_trained(source), as_in_files(source)
-        hf = plan_hf_folder(in_files, path, HfOptions(value_model=role == CRITIC))
+        trained = as_trained(source)
+        hf, in_files, tied = plan_hf_folder(source, path, HfOptions(value_model=role == CRITIC))
         files = source.contents.model_files
         assert files is not None  # the plan has read them
-        twice = in_files.contents.tensors.keys() - hf.tensors.keys()
-        kept = {name: info for name, info in trained.contents.tensors.items() if name not in twice}
+        kept = {name: info for name, info in trained.contents.tensors.items() if name not in tied}
         plans[role] = RolePlan(path, trained, in_files, trained_tensors(kept, files, path, role), hf)
     return plans
 

@@ -17,7 +17,8 @@ from rlhf.printable import printable
 
 if TYPE_CHECKING:
     from rlhf.convert.differences import TensorDifference
-    from rlhf.models.hf.source import TensorInfo, TensorSource
+    from rlhf.models.hf.architecture import Architecture
+    from rlhf.models.hf.source import TensorSource
 
 HELP = "compare a checkpoint or a merged model with a reference model, tensor by tensor and by their logits"
 SHOWN = 20
@@ -95,13 +96,11 @@ def _verdict(arguments: argparse.Namespace, source: "TensorSource", reference: "
     from rlhf.convert.differences import compare_tensors
     from rlhf.convert.logits import largest_difference
     from rlhf.models.hf.architecture import architecture_of
-    from rlhf.models.hf.regrouped import as_in_files
 
     architecture = architecture_of(arguments.test_hf_dir, value_model=arguments.is_value_model)
     if architecture is not None:
-        source, reference = (as_in_files(each, architecture.config) for each in (source, reference))
-    tied = {} if architecture is None else architecture.tied
-    tables = _without_tied_copies(source, tied), _without_tied_copies(reference, tied)
+        source, reference = (_in_files(each, architecture) for each in (source, reference))
+    tables = source.contents.tensors, reference.contents.tensors
     with work_bar("compared", sum(info.nbytes for info in tables[0].values())) as progress:
         compared = compare_tensors(source, reference, tables, progress)
     verdict = Verdict(compared.tensors)
@@ -116,15 +115,15 @@ def _verdict(arguments: argparse.Namespace, source: "TensorSource", reference: "
     return verdict
 
 
-def _without_tied_copies(source: "TensorSource", tied: dict[str, str]) -> "dict[str, TensorInfo]":
-    """Return the tensors of a source without the second of two equal, tied tensors."""
+def _in_files(source: "TensorSource", architecture: "Architecture") -> "TensorSource":
+    """Return `source` with the names in files; of two equal tied tensors only the first."""
     from rlhf.models.hf.hf_folder import same_tensor
+    from rlhf.models.hf.regrouped import as_in_files
 
-    tensors = dict(source.contents.tensors)
-    for name, first in tied.items():
-        if name in tensors and first in tensors and same_tensor(source, name, first):
-            del tensors[name]
-    return tensors
+    copies = architecture.copies_in(source.contents.tensors)
+    return as_in_files(
+        source, architecture.parts, without=[name for name, first in copies if same_tensor(source, name, first)]
+    )
 
 
 def _judge(verdict: Verdict, difference: "TensorDifference", atol: float, ignore_dtype: bool) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,35 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForTokenClassification, PreTrainedModel
 
 from rlhf.errors import UserError
-from rlhf.models.fused_experts import fuse_experts
+from rlhf.models.fused_experts import FileConversions, fuse_experts, parts_in_files
 from rlhf.models.hf.source import TensorInfo
 from rlhf.models.loading import quiet_transformers
 from rlhf.models.skeleton import headers_of, stand_ins
 from rlhf.models.token_values import value_class
+from rlhf.storage.file_parts import FileParts
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A class of transformers, its tied tensors (name to source), and its parameters in order, without tied copies."""
+    """A class of transformers, its tied tensors (name to source), its parameters in order, without tied copies, and the
+    tensors in files of weights that files store under other names."""
 
     kind: Any
     config: Any
     tied: dict[str, str]
     parameters: tuple[str, ...]
+    parts: FileParts
+
+    def copies_in(self, tensors: Collection[str]) -> Iterator[tuple[str, str]]:
+        """Yield the tied tensors, each with its source, of which `tensors` has both: by their names in the model or in
+        the files."""
+        in_files = {name: of_name[0].name for name, of_name in self.parts.items()}
+        for pair in self.tied.items():
+            for name, source in {pair, tuple(in_files.get(each, each) for each in pair)}:
+                if name in tensors and source in tensors:
+                    yield name, source
 
 
 def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool | None = None) -> Architecture | None:
@@ -54,8 +66,10 @@ def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool 
     with torch.device("meta"):
         model: PreTrainedModel = kind(copy.deepcopy(config))
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
+    copies = {name: str(source) for name, source in pairs.items()}
     parameters = tuple(name for name, _ in model.named_parameters())
-    return Architecture(kind, config, {name: str(source) for name, source in pairs.items()}, parameters)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    return Architecture(kind, config, copies, parameters, parts_in_files(shapes, FileConversions.of(model)))
 
 
 def _kind(config: Any) -> Any:

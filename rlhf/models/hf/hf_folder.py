@@ -1,21 +1,24 @@
 """Plans the Hugging Face folder of any open checkpoint, and reads and converts its tensors in ranges."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlhf.errors import UserError
 from rlhf.models.hf.adapters import adapter_choice, is_adapted
-from rlhf.models.hf.hf_plan import HfOptions, HfPlan, as_json, in_dtype, make_plan
+from rlhf.models.hf.hf_plan import HfOptions, HfPlan, as_json, in_dtype, make_plan, may_rename
 from rlhf.models.hf.small_files import parse_model_config, read_small_files
 from rlhf.models.hf.source import TensorInfo, TensorSource
 from rlhf.storage.hf_layout import ADAPTER_CONFIG
 from rlhf.storage.index_rows import Tensors
 from rlhf.storage.shards import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from rlhf.models.hf.architecture import Architecture
 
 T = TypeVar("T")
 RANGE_BYTES = 8 << 20
@@ -23,7 +26,19 @@ RANGE_BYTES = 8 << 20
 takes longer than reading."""
 
 
-def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfPlan:
+class PlannedFolder(NamedTuple):
+    """A planned Hugging Face folder of an open checkpoint.
+
+    source: the checkpoint with the names and tensors of the folder.
+    tied: the checkpoint's tied copies, which the folder lacks.
+    """
+
+    plan: HfPlan
+    source: TensorSource
+    tied: Collection[str] = ()
+
+
+def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> PlannedFolder:
     """Plan the Hugging Face folder of an open checkpoint; messages name its path `where`.
 
     Raises:
@@ -41,32 +56,43 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
         adapter_choice(None, where)
     if contents.adapter is not None:
         small[ADAPTER_CONFIG] = as_json(contents.adapter)
-        return HfPlan.of_adapter(in_dtype(_table(tensors), options.dtype), small)
+        return PlannedFolder(HfPlan.of_adapter(in_dtype(_table(tensors), options.dtype), small), source)
     config = parse_model_config(small, contents.model_files)
     changes: dict[str, Any] = {}
-    if options.need_architecture(config):
+    tied: list[str] = []
+    if options.need_architecture(config) or may_rename(config):
         # Imports transformers, which takes seconds.
         from rlhf.models.hf.architecture import architecture_of, check_fit
+        from rlhf.models.hf.regrouped import as_in_files
 
         found = architecture_of(contents.model_files, value_model=options.value_model, tied=options.tied)
         if found is not None:
-            for name, origin in found.tied.items():
-                if name not in tensors or origin not in tensors:
-                    continue
-                if not same_tensor(source, name, origin):
-                    raise UserError(
-                        f"{where}: {name} and {origin} differ, but the configuration ties the two. Name the "
-                        "model's own folder with --hf_model_path, or keep both: use merge with --no-tie-word-embedding."
-                    )
-                del tensors[name]
-            # A checkpoint's own configuration is in a scratch folder, which the user does not know.
-            named = contents.model_files if options.compared else where
-            check_fit(where, tensors, found, named, options.value_model)
-            changes["architectures"] = [found.kind.__name__]
+            tied = _tied_copies(source, where, found)
+            source = as_in_files(source, found.parts, without=tied)
+            tensors = source.contents.tensors
+            if options.need_architecture(config):
+                # A checkpoint's own configuration is in a scratch folder, which the user does not know.
+                named = contents.model_files if options.compared else where
+                check_fit(where, tensors, found, named, options.value_model)
+                changes["architectures"] = [found.kind.__name__]
     if options.value_model:
-        changes |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "classifier_dropout": 0.0}
+        changes |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        changes["classifier_dropout"] = config.get("classifier_dropout", 0.0)
         config.pop("num_labels", None)
-    return make_plan(in_dtype(_table(tensors), options.dtype), small, config, changes, options)
+    plan = make_plan(in_dtype(_table(tensors), options.dtype), small, config, changes, options)
+    return PlannedFolder(plan, source, tied)
+
+
+def _tied_copies(source: TensorSource, where: Path, architecture: "Architecture") -> list[str]:
+    """Return the tensors that the configuration ties to others; raise UserError if two tied tensors differ."""
+    copies = list(architecture.copies_in(source.contents.tensors))
+    for name, origin in copies:
+        if not same_tensor(source, name, origin):
+            raise UserError(
+                f"{where}: {name} and {origin} differ, but the configuration ties the two. Name the "
+                "model's own folder with --hf_model_path, or keep both: use merge with --no-tie-word-embedding."
+            )
+    return [name for name, _ in copies]
 
 
 def ranges_of(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int, int]]:

@@ -1,7 +1,7 @@
 """Plans a Hugging Face folder: types of tensors, files, configuration. Imports no torch."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,11 @@ from rlhf.storage.hf_layout import (
 from rlhf.storage.index_rows import Tensors
 from rlhf.storage.safetensors_header import FLOATS, nbytes_of
 
+SAME_IN_FILES = {
+    *("falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "granite", "llama", "mistral", "olmo2", "opt", "phi", "phi3"),
+    *("qwen2", "qwen3", "smollm3", "stablelm", "starcoder2"),
+}
+"""Model types whose files store each weight as one tensor under its name in the model."""
 Progress = Callable[[int], None]  # receives the number of bytes written since the last call
 
 
@@ -90,14 +95,15 @@ def plan_as_stored(tensors: Tensors, model_files: Path, options: HfOptions) -> H
     """
     small = read_small_files(model_files)
     config = parse_model_config(small, model_files)
-    if options.need_architecture(config) or has_experts(tensors) or in_dtype(tensors, options.dtype) != tensors:
+    if options.need_architecture(config) or may_rename(config) or in_dtype(tensors, options.dtype) != tensors:
         return None
     return make_plan(tensors, small, config, {}, options)
 
 
-def has_experts(names: Iterable[str]) -> bool:
-    """Return whether weights of these names have experts, which files may store in other tensors than the model."""
-    return any(".experts." in name for name in names)
+def may_rename(config: Mapping[str, Any]) -> bool:
+    """Return whether files may store the weights of the model of a config.json under other names, or in more tensors,
+    than the model has. Only transformers knows for types that are not in `SAME_IN_FILES`."""
+    return config["model_type"] not in SAME_IN_FILES
 
 
 def make_plan(

@@ -1,31 +1,29 @@
-"""Fuses or splits the experts of an open checkpoint, as the trainer or as Hugging Face files store experts."""
+"""Shows an open checkpoint with the tensors of Hugging Face files, or with experts as the trainer stores them."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from transformers import AutoConfig, PretrainedConfig
 
-from rlhf.models.fused_experts import fuse_experts, parts_in_files
+from rlhf.models.fused_experts import fuse_experts
 from rlhf.models.hf.named_tensors import JoinedTensor, NamedTensors
 from rlhf.models.hf.source import ReadableTensor, SourceTensor, TensorInfo, TensorSource, tensors_of
 from rlhf.models.skeleton import headers_of
-from rlhf.storage.file_parts import parts_of
+from rlhf.storage.file_parts import FileParts, parts_of
 
 
-def as_in_files(source: TensorSource, hf_config: PretrainedConfig | None = None) -> TensorSource:
-    """Return `source` with the names and tensors that transformers writes for `hf_config` (default: the source's own).
-
-    Return `source` unchanged if the configuration is unknown.
-    """
-    infos, hf_config = source.contents.tensors, hf_config or _config_of(source)
-    if hf_config is None:
-        return source
-    parts = parts_in_files({name: info.shape for name, info in infos.items()}, hf_config)
-    if not parts:
+def as_in_files(source: TensorSource, parts: FileParts, *, without: Collection[str] = ()) -> TensorSource:
+    """Return `source` with the file tensors `parts` of the model's weights, where `source` has these weights, and
+    without the tensors `without`."""
+    infos = {name: info for name, info in source.contents.tensors.items() if name not in without}
+    here = {name: of_name for name, of_name in parts.items() if name in infos and of_name[-1].stop == infos[name].numel}
+    if not here and not without:
         return source
     tensors = {
         part.name: JoinedTensor(TensorInfo(part.shape, tensor.info.dtype), [(tensor, part.start, part.stop)])
         for name, tensor in tensors_of(source).items()
-        for part in parts_of(parts, name, tensor.info.shape)
+        if name not in without
+        for part in parts_of(here, name, tensor.info.shape)
     }
     return NamedTensors(source.layout, tensors, {}, replace(source.contents))
 

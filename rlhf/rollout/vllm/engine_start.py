@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf.config import RolloutConfig
 from rlhf.errors import UserError
-from rlhf.models.fused_experts import parts_in_files
+from rlhf.models.fused_experts import FileConversions, parts_in_files
 from rlhf.ranks import dims
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.policy_files import PolicyFiles
@@ -163,11 +163,12 @@ def _weights_in_files(folder: Path) -> tuple[WeightsInFiles, Any]:
     """Return the weights that an update must send, and the configuration of the model in `folder`."""
     hf_config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        state = AutoModelForCausalLM.from_config(hf_config).state_dict(keep_vars=True)
+        model = AutoModelForCausalLM.from_config(hf_config)
+    state = model.state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
-    parts = parts_in_files({name: tensor.shape for name, tensor in state.items()}, hf_config)
+    parts = parts_in_files({name: tensor.shape for name, tensor in state.items()}, FileConversions.of(model))
     shapes: dict[tuple[str, ...], Sequence[int]] = {}
     for tied_names in names.values():
         parts_by_name = [parts_of(parts, name, state[name].shape) for name in tied_names]
