@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +32,15 @@ def largest_difference(a: Opened, b: Opened, architecture: Architecture, rows: i
 def _logits(source: TensorSource, folder: Path, architecture: Architecture, tokens: Tensor) -> Tensor:
     """Return logits [rows, ROW_TOKENS, vocabulary], on the CPU in the dtype of the weights. A value model returns one
     value per token."""
+    dtypes = [info.dtype for info in source.contents.tensors.values() if info.dtype.is_floating_point]
+    # The dtype in config.json may be another: verl's FSDP checkpoints keep the base's.
+    dtype = max(set(dtypes), key=dtypes.count)
     if source.layout == HUGGING_FACE:
-        model = architecture.kind.from_pretrained(folder, dtype="auto")
+        model = architecture.kind.from_pretrained(folder, dtype=dtype)
     else:
         tensors = {name: _whole(source, name, info) for name, info in source.contents.tensors.items()}
-        dtypes = [tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point]
-        options: dict[str, Any] = {"state_dict": tensors, "dtype": max(set(dtypes), key=dtypes.count)}
-        model = architecture.kind.from_pretrained(None, config=copy.deepcopy(architecture.config), **options)
+        config = copy.deepcopy(architecture.config)
+        model = architecture.kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
     return model.eval()(input_ids=tokens, use_cache=False).logits
 
 

@@ -123,6 +123,14 @@ def test_types_that_may_differ(compare, changed):
     assert compare(folder, "--atol", "0.5", "--rows", "0")[0] == 1
 
 
+def test_tensors_decide_the_type_of_the_logits(model, tmp_path, compare):
+    folder = shutil.copytree(model, tmp_path / "stated")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    code, verdict = compare(folder)
+    assert (code, verdict["equal"], verdict["logits"]) == (0, True, 0.0)
+
+
 def test_the_logits_show_another_configuration(model, tmp_path, compare):
     folder = shutil.copytree(model, tmp_path / "eps")
     config = json.loads((folder / "config.json").read_text())
