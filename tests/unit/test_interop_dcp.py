@@ -132,6 +132,16 @@ def test_accelerates_folders(tmp_path):
     assert len(bare.absent) == 1
 
 
+def test_an_optimizer_beside_the_model(tmp_path):
+    """As torch's recipes merge two flat state dicts."""
+    model, optimizer, expected = trained("qwen2", tmp_path / "model")
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    groups = {"param_groups.model.norm.weight.lr": torch.tensor(0.5)}  # a rate that is a tensor
+    dcp.save({**weights, **state, **groups}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert_equal(whole(open_source(Origin(tmp_path / "saved", tmp_path / "model"), "dcp")), expected)
+
+
 def to_torchtitan(name: str, tensor: Tensor, heads: dict[str, int]) -> tuple[str, Tensor]:
     """Name and rows of torchtitan 0.2, from those of transformers, as its adapter converts them."""
     top = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}

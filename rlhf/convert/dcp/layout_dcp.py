@@ -29,6 +29,8 @@ MODEL, OPTIMIZER = ("model", "module", "state_dict"), ("optimizer", "optim", "op
 """Keys under which programs save model and optimizer in a nested state dict."""
 SCHEDULE = ("lr_scheduler", "scheduler")
 MOMENT = re.compile(r"state\.(.+)\.(exp_avg|exp_avg_sq|step)")
+OF_OPTIMIZER = re.compile(r"param_groups\..+|state\..+\.(?:max_exp_avg_sq|momentum_buffer)")
+"""Other names of a flattened optimizer, which may be beside the model at the top: `{**model, **optimizer}`."""
 WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts that torch.compile, FSDP and activation checkpointing insert into names."""
 ACCELERATE_MODEL = re.compile(r"pytorch_model_fsdp_(\d+)")
@@ -145,6 +147,8 @@ def _kind(path: tuple[Any, ...]) -> tuple[str, str]:
     parts = [str(part) for part in path]
     if len(parts) == 1 and (first := parts[0].partition("."))[0] in OPTIMIZER:
         parts = [first[0], first[2]]
+    elif len(parts) == 1 and (MOMENT.fullmatch(parts[0]) or OF_OPTIMIZER.fullmatch(parts[0])):
+        parts = [OPTIMIZER[0], *parts]
     for number, part in enumerate(parts[:-1]):
         rest = ".".join(parts[number + 1 :])
         if part in OPTIMIZER:
