@@ -14,6 +14,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 FSDP_CONFIG = "fsdp_config.json"
 MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+RANK_FILE = re.compile(rf"(?:{MODEL}|{OPTIMIZER}|{EXTRA})_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 class _Nested(StandIn):
@@ -115,8 +116,18 @@ def missing_among(paths: list[Path]) -> str:
     return ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
 
 
+def check_no_others(folder: Path, world_size: int) -> None:
+    """Raise UserError that names a file of another save, by another number of ranks."""
+    for path in sorted(folder.iterdir()):
+        match = RANK_FILE.fullmatch(path.name)
+        if match and (int(match[1]) != world_size or int(match[2]) >= world_size):
+            raise UserError(f"{folder} was saved by {world_size} ranks. Remove {path.name} of another save.")
+
+
 def open_ranks(folder: Path, world_size: int) -> list[dict[str, Any]]:
-    """Load the model files of all ranks, with StoredTensors. Raises UserError that names the missing files."""
+    """Load the model files of all ranks, with StoredTensors. Raises UserError that names missing files, or a file of
+    another save."""
+    check_no_others(folder, world_size)
     paths = paths_of(folder, MODEL, world_size)
     if missing := missing_among(paths):
         raise UserError(
