@@ -17,7 +17,7 @@ from rlhf.checkpoint.__main__ import main
 from rlhf.convert.deepspeed import layout_deepspeed
 from rlhf.convert.layouts import open_source
 from rlhf.errors import UserError
-from rlhf.models.hf.source import Origin, TensorSource
+from rlhf.models.hf.source import Contents, Origin, TensorSource
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support.checkpoints import equal_bits, run_ranks
 from tests.support.deepspeed_saves import FROZEN, SAVES, STEPS, Saved, save_all, train_plainly
@@ -29,7 +29,7 @@ from tests.support.tiny_models import causal_lm
 
 pytestmark = NEEDS_DEEPSPEED
 
-QUICK = ["zero1-bfloat16", "zero2-grouped", "zero3-bfloat16-frozen"]
+QUICK = ["zero0", "zero1-bfloat16", "zero2-grouped", "zero3-bfloat16-frozen"]
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +140,42 @@ def test_what_stage_0_keeps_without_names(saves, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("flat", [False, True])
+def test_stage_0_in_another_order_than_the_models(saves, tmp_path, dtype, flat):
+    """Two parameters of one shape have changed places; only float32 copies show that."""
+    [file] = saves.glob("zero0/*/mp_rank_00_model_states.pt")
+    content = torch.load(file, weights_only=False)
+    weights = [tensor for name, tensor in content["module"].items() if not name.endswith("inv_freq")]
+    content["module"] = {name: tensor.to(dtype) for name, tensor in content["module"].items()}
+
+    def contents(order: list[int]) -> Contents:
+        parts = [[weights[number].float() for number in order]]
+        masters = {"fp32_groups_flat" if flat else "fp32_groups": [joined(parts[0])] if flat else parts}
+        own = [joined(parts[0])] if flat else parts[0]
+        moments = {number: {"step": 1, "exp_avg": t, "exp_avg_sq": t} for number, t in enumerate(own)}
+        inner = {"state": moments, "param_groups": [{}]}
+        optimizer = inner if dtype == torch.float32 else {"optimizer_state_dict": inner, **masters}
+        torch.save(content | {"optimizer": optimizer}, tmp_path / file.name)
+        return open_source(Origin(tmp_path)).contents
+
+    order = list(range(len(weights)))
+    assert bool(contents(order).moments) == (dtype == torch.bfloat16)
+    first, second = (
+        n
+        for n, name in enumerate(content["module"])
+        if name.endswith(("0.mlp.up_proj.weight", "0.mlp.gate_proj.weight"))
+    )
+    order[first], order[second] = second, first
+    found = contents(order)
+    assert not found.moments
+    assert "without names" in found.absent[0]
+
+
+def joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
 def test_a_schedule_that_the_trainer_keeps(copied):
     file = next(copied.glob("*/*pp_rank_0*model_states.pt"))
     torch.save(torch.load(file, weights_only=False) | {"lr_scheduler": None}, file)
@@ -210,6 +246,7 @@ def test_a_missing_rank_is_named(saves, copied, what):
     [
         ("zero_pp_rank_7_mp_rank_00_optim_states.pt", "Remove zero_pp_rank_7.* of an earlier save"),
         ("zero_pp_rank_0_mp_rank_00_optim_states.pt", r"of two saves\. Remove the older one"),
+        ("zero_pp_rank_2_mp_rank_00_model_states.pt", "Remove zero_pp_rank_2.*model.* of an earlier save"),
         ("mp_rank_01_model_states.pt", "split over tensor parallel ranks .mp_rank_01_model_states.pt."),
         ("layer_00-model_00-model_states.pt", "split over pipeline stages or experts"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture of experts"),
@@ -220,6 +257,15 @@ def test_what_does_not_belong_there(copied, name, message):
     shutil.copy(next(save.glob("*pp_rank_0*optim_states.pt")), save / name)
     with pytest.raises(UserError, match=message):
         open_source(Origin(copied))
+
+
+@pytest.mark.parametrize("kind", ["optim", "model"])
+def test_a_file_of_a_rank_beside_those_of_stage_0_is_named(saves, tmp_path, kind):
+    copy = shutil.copytree(saves / "zero0", tmp_path / "copy")
+    stray = f"zero_pp_rank_{int(kind == 'model')}_mp_rank_00_{kind}_states.pt"
+    shutil.copy(next(copy.glob("*/mp_rank_00_model_states.pt")), next(copy.glob("global_step*")) / stray)
+    with pytest.raises(UserError, match=facts(f"Remove {stray}")):
+        open_source(Origin(copy))
 
 
 def test_a_file_that_is_cut_off_is_named(copied):

@@ -33,10 +33,12 @@ class Saved:
     frozen: bool = False
     grouped: bool = False
     """Whether there are two parameter groups with several partitions each."""
+    named: bool = False
+    """Whether the optimizer has the names of its parameters, in another order than the model's."""
 
 
 SAVES = {
-    "zero0": Saved(0),
+    "zero0": Saved(0, named=True),
     "zero0-bfloat16": Saved(0, "qwen2", bfloat16=True),
     "zero1-bfloat16": Saved(1, bfloat16=True),
     "zero1-frozen": Saved(1, frozen=True),
@@ -113,6 +115,8 @@ def model_and_optimizer(saved: Saved) -> tuple[PreTrainedModel, torch.optim.Opti
             model.get_parameter(name).requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained}]
+    if saved.named:
+        groups = [{"params": sorted(model.named_parameters())}]
     if saved.grouped:
         matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

@@ -93,6 +93,17 @@ def files_by_rank(save: Path, pattern: str) -> dict[int, Path]:
     return found
 
 
+def check_no_others(save: Path, pattern: str, ranks: int) -> None:
+    """Raise UserError that names a file of another save: `pattern` matches a file of a rank beyond `ranks`, or a second
+    file beside one without a rank in its name."""
+    files = files_by_rank(save, pattern)
+    if (alone := RANK.fullmatch(files[0].name) if 0 in files else None) and alone[1] is None:
+        ranks = min(ranks, 1)
+    for rank, path in files.items():
+        if rank >= ranks:
+            raise UserError(f"{save} has {ranks} files {pattern}. Remove {path.name} of an earlier save.")
+
+
 def open_all(save: Path, pattern: str, world_size: int) -> list[dict[str, Any]]:
     """Load the files that match `pattern`, rank by rank. Raises UserError that names the missing files."""
     files = files_by_rank(save, pattern)
@@ -101,8 +112,7 @@ def open_all(save: Path, pattern: str, world_size: int) -> list[dict[str, Any]]:
         names = ", ".join(re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", like) for rank in missing[:4])
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise UserError(f"{save} was saved by {world_size} ranks and lacks {names}{more}. Copy the missing files.")
-    if extra := [path.name for rank, path in files.items() if rank >= world_size]:
-        raise UserError(f"{save} was saved by {world_size} ranks. Remove {extra[0]} of an earlier save.")
+    check_no_others(save, pattern, world_size)
     return [open_mapping(files[rank], ALLOWED, "DeepSpeed") for rank in range(world_size)]
 
 

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.convert.deepspeed.deepspeed_files import MODEL_STATES, OPTIM_STATES, open_all, open_first
+from rlhf.convert.deepspeed.deepspeed_files import (
+    MODEL_STATES,
+    OPTIM_STATES,
+    check_no_others,
+    open_all,
+    open_first,
+)
 from rlhf.convert.moments import MOMENTS
 from rlhf.convert.stored_tensor import Piece, StoredTensor, as_pieces, join_pieces, numel_of
 from rlhf.models.hf.named_tensors import JoinedTensor
@@ -24,6 +30,9 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 PARTITIONS, PARTITIONS_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 NO_MOMENTS = "The moments: this save lacks AdamW's state for some or all parameters."
 NO_NAMES = "{}: at stage 0 DeepSpeed saves them without names, and their order is unknown."
+
+SAMPLE = 1 << 16
+"""Elements of a parameter that are compared at stage 0."""
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -50,12 +59,15 @@ def assemble(save: Path, states: Mapping[str, Any]) -> Assembled:
     """Assemble the tensors of `save`. `states` are rank 0's model states. Raises UserError for a rank's missing file,
     and DamagedCheckpoint for partitions that do not fit the parameters."""
     if states.get("param_shapes") is None:
+        check_no_others(save, MODEL_STATES, 1)
+        check_no_others(save, OPTIM_STATES, 0)
         return _stage_0(states)
     content = open_first(save, OPTIM_STATES)
     first = _optimizer(content, save)
     counts = first["partition_count"]
     world_size = max(counts) if isinstance(counts, list) else int(counts)
     ranks = [_optimizer(content, save) for content in open_all(save, OPTIM_STATES, world_size)]
+    check_no_others(save, MODEL_STATES, world_size)
     if PARTITIONS in first:
         _check_order(save, states["param_shapes"], ranks, content.get("ds_config"))
         return _stages_1_and_2(save, states, ranks)
@@ -70,7 +82,8 @@ def _optimizer(content: Mapping[str, Any], save: Path) -> dict[str, Any]:
 
 
 def _stage_0(states: Mapping[str, Any]) -> Assembled:
-    """Assemble whole parameters; float32 copies and moments are in the optimizer's order, without names."""
+    """Assemble whole parameters; float32 copies and moments are in the optimizer's order. It is known from
+    `param_names`, which torch stores for an optimizer of named parameters, or from the float32 copies."""
     made = Assembled()
     for name, tensor in _unique_tensors(states["module"], {}):
         made.add_weight(name, tensor.shape, as_pieces([tensor]))
@@ -82,17 +95,34 @@ def _stage_0(states: Mapping[str, Any]) -> Assembled:
     if not state or any(moment not in each for moment in MOMENTS for each in state):
         made.absent.append(NO_MOMENTS)
         return made
+    if named := sorted(names := inner["param_groups"][0].get("param_names") or ()) == sorted(shapes):
+        shapes = {name: shapes[name] for name in names}
     found = [tuple(each[MOMENTS[0]].shape) for each in state]
     expected = [(sum(map(math.prod, shapes.values())),)] if flat else [tuple(shape) for shape in shapes.values()]
-    if len(inner["param_groups"]) > 1 or found != expected:
-        made.absent.append(NO_NAMES.format("The float32 weights and the moments" if flat or parts else "The moments"))
-        return made
     weights = as_pieces(flat or (parts[0] if parts else []))
+    known = len(inner["param_groups"]) == 1 and (named or _in_order(made, shapes, weights))
+    if not known or found != expected:
+        made.absent.append(NO_NAMES.format("The float32 weights and the moments" if weights else "The moments"))
+        return made
     moments = {moment: as_pieces(each[moment] for each in state) for moment in MOMENTS}
     _add_consecutive(
         made, shapes, [0] * len(shapes), weights, moments, state[0].get("step", inner["param_groups"][0].get("step"))
     )
     return made
+
+
+def _in_order(made: Assembled, shapes: Shapes, masters: list[Piece]) -> bool:
+    """Return whether the float32 weights `masters` are the model's, in the order of `shapes`, by a sample of each
+    weight. Without float32 weights nothing shows the order."""
+    at = 0
+    for name, shape in shapes.items():
+        stored = made.tensors[name].read(0, min(math.prod(shape), SAMPLE))
+        sample = cut(masters, at, at + len(stored))
+        found = [piece.read(first, last) for piece, first, last in sample]
+        if not torch.equal(torch.cat([stored[:0].float(), *found]).to(stored.dtype), stored):
+            return False
+        at += math.prod(shape)
+    return True
 
 
 def _stages_1_and_2(save: Path, states: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Assembled:
