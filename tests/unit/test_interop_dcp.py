@@ -142,6 +142,24 @@ def test_an_optimizer_beside_the_model(tmp_path):
     assert_equal(whole(open_source(Origin(tmp_path / "saved", tmp_path / "model"), "dcp")), expected)
 
 
+def test_a_trainer_folder_of_prime_rl(tmp_path):
+    """As its AppState saves model, optimizer, schedule and progress under one key."""
+    model, optimizer, expected = trained("llama", tmp_path / "model")
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    schedule.step()
+    weights, state = get_state_dict(model, optimizer)
+    progress = {"step": 20, "total_tokens": 512, "total_samples": 4}
+    app = {"model": weights, "optimizers": state, "scheduler": schedule.state_dict(), "progress": progress}
+    folder = tmp_path / "checkpoints" / "step_20" / "trainer"
+    dcp.save({"app": app}, checkpoint_id=folder, no_dist=True)
+    source = open_source(Origin(folder, tmp_path / "model"))
+    assert (source.layout, source.contents.absent) == ("dcp", [])
+    assert_equal(whole(source), expected)
+    done = source.contents.progress
+    assert (done.step, done.optimizer_steps) == (20, 1)
+    assert done.schedule == {"last_epoch": 1, "base_lrs": [0.01], "_last_lr": [0.01]}
+
+
 def to_torchtitan(name: str, tensor: Tensor, heads: dict[str, int]) -> tuple[str, Tensor]:
     """Name and rows of torchtitan 0.2, from those of transformers, as its adapter converts them."""
     top = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}

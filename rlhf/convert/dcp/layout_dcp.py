@@ -1,4 +1,4 @@
-"""Reads folders of torch.distributed.checkpoint: torchtitan's, accelerate's FSDP, and those of other programs.
+"""Reads folders of torch.distributed.checkpoint: torchtitan's, accelerate's FSDP, prime-rl's and other programs'.
 
 Two kinds are recognised: `.metadata` with `*.distcp` files, and the safetensors of HuggingFaceStorageWriter's ranks.
 The state dict may be nested (`model`, `optimizer`), or flat with the model at its top, as torchtitan saves it.
@@ -28,6 +28,8 @@ MEGATRON_FILES = ("metadata.json", "common.pt")
 MODEL, OPTIMIZER = ("model", "module", "state_dict"), ("optimizer", "optim", "optimizers")
 """Keys under which programs save model and optimizer in a nested state dict."""
 SCHEDULE = ("lr_scheduler", "scheduler")
+STEPS = (("train_state", "step"), ("progress", "step"))
+"""Keys of the step in torchtitan's and in prime-rl's state dict."""
 MOMENT = re.compile(r"state\.(.+)\.(exp_avg|exp_avg_sq|step)")
 OF_OPTIMIZER = re.compile(r"param_groups\..+|state\..+\.(?:max_exp_avg_sq|momentum_buffer)")
 """Other names of a flattened optimizer, which may be beside the model at the top: `{**model, **optimizer}`."""
@@ -193,14 +195,18 @@ def _renamed_from_torchtitan(
 
 
 def _progress(folder: DcpFolder, beside: Path, updates: int | None) -> TrainedSoFar:
-    """Return torchtitan's step and schedule, or those in the files of transformers' Trainer in the folder `beside`."""
+    """Return the step and schedule of torchtitan or prime-rl, or those in the files of transformers' Trainer in the
+    folder `beside`."""
     trainer = progress_of(beside)
     step = trainer.step
-    for key in [key for key, path in folder.paths.items() if path[-2:] == ("train_state", "step")]:
+    for key in [key for key, path in folder.paths.items() if path[-2:] in STEPS]:
         step = int(folder.read(key, 0, 1).item()) if key in folder.tensors else int(folder.read_object(key))
     schedule = {
         path[-1]: folder.read_object(key)
         for key, path in folder.paths.items()
-        if path[0] in SCHEDULE and path[-1] in ("last_epoch", "base_lrs", "_last_lr") and key in folder.objects
+        if path[:-1]
+        and path[-2] in SCHEDULE
+        and path[-1] in ("last_epoch", "base_lrs", "_last_lr")
+        and key in folder.objects
     }
     return TrainedSoFar(step=step, optimizer_steps=updates, schedule=schedule or trainer.schedule)
