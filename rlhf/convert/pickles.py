@@ -65,16 +65,6 @@ def stand_in(name: str, kind: type = StandIn) -> tuple[type, str]:
     return type(name.rpartition(".")[2], (kind,), {}), name
 
 
-def read_pickle(path: Path, allowed: Allowed = ()) -> Any:
-    """Load a file of `torch.save`; its tensors are mapped into memory and not read yet.
-
-    Only tensors, plain containers and the classes and functions `allowed` are created. Raises UserError that names any
-    other class in the file, DamagedCheckpoint for a truncated file or another kind of file.
-    """
-    with open_archive(path), restrict_unpickling(path, allowed):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
 @contextmanager
 def open_archive(path: Path, start: int = 0, size: int | None = None) -> Iterator[Any]:
     """Open a file of `torch.save`, or the `size` bytes from `start` on, and check the archive without unpickling.
@@ -145,7 +135,8 @@ def _content_of(path: Path, file: "_Part", header: int) -> int:
 def restrict_unpickling(path: Path, allowed: Allowed) -> Iterator[None]:
     """Let `torch.load(..., weights_only=True)` of the file `path` create only the classes and functions `allowed`.
 
-    Classes that other libraries have put on torch's list are not allowed either. Raises the errors of `read_pickle`.
+    Classes that other libraries have put on torch's list are not allowed either. Raises UserError that names such a
+    class, DamagedCheckpoint for another kind of file.
     """
     try:
         with _allow_only(allowed), warnings.catch_warnings():

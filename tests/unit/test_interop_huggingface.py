@@ -12,7 +12,7 @@ from rlhf.convert.huggingface.layout_huggingface import PICKLE, PICKLE_INDEX
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support import tiny_models
-from tests.support.checkpoints import equal_bits
+from tests.support.checkpoints import equal_bits, flip_bit
 from tests.support.sources import opened, whole
 
 
@@ -60,6 +60,14 @@ def test_pickles(model, tmp_path, shards):
     for chunk in (None, 5):
         with opened(tmp_path) as source:
             assert equal_bits(whole(source, chunk), state)
+
+
+def test_a_flipped_bit_in_a_pickle_is_found(model, tmp_path):
+    (tmp_path / "config.json").write_text(model.config.to_json_string())
+    torch.save(tensors_of(model), tmp_path / PICKLE)
+    flip_bit(tmp_path / PICKLE, (tmp_path / PICKLE).stat().st_size // 2)
+    with opened(tmp_path) as source, pytest.raises(DamagedCheckpoint, match=PICKLE):
+        whole(source)
 
 
 def test_pickles_that_want_more(tmp_path):

@@ -83,8 +83,8 @@ def _adapted(path: Path, origin: Origin, contents: Contents) -> dict[str, Readab
     file = ADAPTER if (path / ADAPTER).is_file() else OLD_ADAPTER
     if not (path / file).is_file():
         raise UserError(f"{path} has {ADAPTER_CONFIG} and lacks {ADAPTER}. Restore it.")
-    kind = layout_huggingface.SafetensorsFolder if file == ADAPTER else layout_huggingface.PickleFolder
-    tensors = tensors_of(kind(path, {file: None}, path))
+    open_weights = layout_huggingface.SafetensorsFolder if file == ADAPTER else layout_huggingface.open_pickles
+    tensors = tensors_of(open_weights(path, {file: None}, path))
     if choice == adapters.KEEP:
         contents.adapter = config
         contents.model_files = origin.model_files or _local_base(config) or path
