@@ -11,7 +11,6 @@ triples), or stays below 64 KiB, 20 ms or 4 blocks of an index.
 
 import argparse
 import gc
-import pickle
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from rlhf.checkpoint.save.draft import Draft
 from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.checkpoint.save.writer import Commit, RankFiles, complete
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.object_codec import decode, encode
 from rlhf.ranks.transport import Transport
 from rlhf.storage.boxes import Box
 from rlhf.storage.files import WrittenFile
@@ -118,15 +118,15 @@ def timed(action: Callable[[], T], times: int = 1) -> tuple[T, float]:
 def save_figures(shapes: dict[str, tuple[int, ...]], world_size: int, folder: Path) -> tuple[Manifest, Figures]:
     """Simulate the messages of a save, and the leader's work; write manifest and indices to `folder`."""
     middle = world_size // 2
-    _, own_seconds = timed(lambda: pickle.dumps(written_by(shards_of(shapes, middle, world_size), middle)))
-    messages = [pickle.dumps(written_by(shards_of(shapes, rank, world_size), rank)) for rank in range(world_size)]
+    _, own_seconds = timed(lambda: encode(written_by(shards_of(shapes, middle, world_size), middle)))
+    messages = [encode(written_by(shards_of(shapes, rank, world_size), rank)) for rank in range(world_size)]
     snapshot = Snapshot(1, ["model", "optimizer"], ["actor"], components=shards_of(shapes, 0, world_size))
     coordinator = Coordinator(Transport())
     coordinator.domains = [0] * world_size
     identity = Identity("fsdp2", "", {}, {}, [1])
 
     def lead() -> Commit:
-        ranks = [pickle.loads(message) for message in messages]  # noqa: S301
+        ranks = [decode(message) for message in messages]
         return complete(folder, snapshot, identity, Draft(folder, {}), ranks, coordinator)
 
     commit, seconds = timed(lead)
@@ -136,7 +136,7 @@ def save_figures(shapes: dict[str, tuple[int, ...]], world_size: int, folder: Pa
     _, sealing_seconds = timed(lambda: write_manifest(folder, commit.manifest))
     return commit.manifest, {
         "save, a rank sends: bytes": len(messages[middle]),
-        "save, a rank receives: bytes": len(pickle.dumps(commit.throughput)),
+        "save, a rank receives: bytes": len(encode(commit.throughput)),
         "save, a rank: seconds": own_seconds,
         "save, the leader receives: bytes": sum(map(len, messages)) / world_size,
         "save, the leader: seconds": seconds / world_size,
@@ -153,8 +153,8 @@ def load_figures(
     raw = (folder / MANIFEST).read_bytes()
     _, seconds = timed(lambda: parse_manifest(raw, folder / MANIFEST))
     yield "load, the leader parses: seconds", seconds / world_size
-    message = pickle.dumps(manifest)
-    _, seconds = timed(lambda: pickle.loads(message))  # noqa: S301
+    message = encode(manifest)
+    _, seconds = timed(lambda: decode(message))
     yield f"load, a rank receives of the manifest, {PER_ENTRY}: bytes", len(message) / _entries(manifest)
     yield f"load, a rank receives of the manifest, {PER_ENTRY}: seconds", seconds / _entries(manifest)
     for what, of_ranks in (("the same ranks", world_size), ("half the ranks", max(1, world_size // 2))):

@@ -1,8 +1,10 @@
 """Collects samples for users to read: texts and rewards of rollouts and evaluations, from all ranks."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -98,7 +100,7 @@ def _shown(
         # Keep the chat template's special tokens, so that users can see a wrong template.
         "prompt": tokenizer.decode(prompt_ids),
         "response": tokenizer.decode(sample.token_ids.tolist()),
-        "ground_truth": None if prompt is None else prompt.ground_truth,
+        "ground_truth": None if prompt is None else _plain(prompt.ground_truth),
         "score": score,
         "rewards": result.terms,
         "extra": {**result.extra, **result.notes},
@@ -108,3 +110,8 @@ def _shown(
         "finish_reason": sample.finish_reason,
         "version": sample.version,
     }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of the data, such as a date, in types of JSON, which ranks can exchange."""
+    return json.loads(json.dumps(value, default=str))

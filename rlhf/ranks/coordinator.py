@@ -4,11 +4,11 @@ If nodes have disks of their own, each storage domain has a leader. A `Transport
 Imports no torch.
 """
 
-import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlhf.ranks.object_codec import sendable
 from rlhf.ranks.transport import Transport
 
 if TYPE_CHECKING:
@@ -20,16 +20,6 @@ U = TypeVar("U")
 
 class PeerError(RuntimeError):
     """Names the rank on which an error happened."""
-
-
-def _sendable(error: Exception) -> Exception:
-    """Return `error` if another process can unpickle it, otherwise its text."""
-    try:
-        # Also unpickle: many classes with arguments of __init__ pickle, but the receiver cannot rebuild them.
-        pickle.loads(pickle.dumps(error))  # noqa: S301
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class Coordinator:
@@ -88,7 +78,7 @@ class Coordinator:
                 result = action()
             except Exception as caught:
                 error = caught
-        outcome = (result, error and _sendable(error)) if self.rank == rank else None
+        outcome = (result, error and sendable(error)) if self.rank == rank else None
         result, sent = self.broadcast(outcome, rank)
         if sent is not None:
             raise error if error is not None else sent
@@ -132,14 +122,14 @@ class Coordinator:
     def everywhere(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank, and return all results on every rank. For small results only."""
         result, error = _tried(action)
-        outcomes = self.all_gather((result, error and _sendable(error)))
+        outcomes = self.all_gather((result, error and sendable(error)))
         _raise_first(error, {rank: remote for rank, (_, remote) in enumerate(outcomes) if remote is not None})
         return [value for value, _ in outcomes]
 
     def collect(self, action: Callable[[], T]) -> list[T] | None:
         """Run `action` on every rank, and return all results on the leader, None on the other ranks."""
         result, error = _tried(action)
-        outcomes = self._transport.gather((result, error and _sendable(error)), 0)
+        outcomes = self._transport.gather((result, error and sendable(error)), 0)
         failed = {rank: remote for rank, (_, remote) in enumerate(outcomes or []) if remote is not None}
         _raise_first(error, self.broadcast(dict(list(failed.items())[:1])))
         return None if outcomes is None else [value for value, _ in outcomes]

@@ -1,4 +1,4 @@
-"""Sends pickled objects and bytes between ranks over gloo."""
+"""Sends objects and bytes between ranks over gloo."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf.ranks.object_codec import decode, encode
 from rlhf.ranks.transport import LostPeer, Transport
 
 
@@ -40,18 +41,19 @@ class GlooTransport(Transport):
     def all_gather(self, value: Any) -> list[Any]:
         if self._group is None:
             return [value]
-        values: list[Any] = [None] * self.world_size
         with _collective():
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            return list(map(decode, gather_bytes(encode(value), self._group)))
 
     def gather(self, value: Any, to: int) -> list[Any] | None:
         if self._group is None:
             return [value]
-        values: list[Any] | None = [None] * self.world_size if self.rank == to else None
+        own = encode(value)
         with _collective():
-            dist.gather_object(value, values, dst=to, group=self._group)
-        return values
+            longest, sizes = _sizes(len(own), self._group)
+            here = self.rank == to
+            received = [torch.empty(longest, dtype=torch.uint8) for _ in sizes] if here else None
+            dist.gather(_padded(own, longest), received, dst=to, group=self._group)
+        return None if received is None else list(map(decode, _unpadded(received, sizes)))
 
     def bitwise_or(self, bits: bytes) -> bytes:
         if self._group is None or not bits:
@@ -62,26 +64,33 @@ class GlooTransport(Transport):
         return total.numpy().tobytes()
 
     def send_object(self, value: Any, source: int, to: Sequence[int]) -> Any:
-        if self._group is None or self.rank == source:
-            with _collective():
-                for rank in to if self._group is not None else ():
-                    if rank != source:
-                        dist.send_object_list([value], dst=rank, group=self._group)
+        if self._group is None:
+            return value
+        if self.rank == source:
+            message = encode(value)
+            for rank in to:
+                if rank != source:
+                    self.send(torch.tensor([len(message)]), rank)
+                    self.send(_padded(message, len(message)), rank)
             return value
         if self.rank not in to:
             return None
-        received: list[Any] = [None]
-        with _collective():
-            dist.recv_object_list(received, src=source, group=self._group)
-        return received[0]
+        size = torch.empty(1, dtype=torch.int64)
+        self.receive(size, source)
+        received = torch.empty(int(size), dtype=torch.uint8)
+        self.receive(received, source)
+        return decode(received.numpy().tobytes())
 
     def broadcast(self, value: Any, source: int) -> Any:
         if self._group is None:
             return value
-        values = [value]
+        message = encode(value) if self.rank == source else b""
+        size = torch.tensor([len(message)])
         with _collective():
-            dist.broadcast_object_list(values, src=source, group=self._group)
-        return values[0]
+            dist.broadcast(size, source, group=self._group)
+            content = _padded(message, int(size))
+            dist.broadcast(content, source, group=self._group)
+        return value if self.rank == source else decode(content.numpy().tobytes())
 
     def send(self, block: Tensor, to: int) -> None:
         with _collective():
@@ -90,3 +99,31 @@ class GlooTransport(Transport):
     def receive(self, block: Tensor, source: int) -> None:
         with _collective():
             dist.recv(block, source, group=self._group)
+
+
+def gather_bytes(content: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Return the `content` of every rank of a gloo group, in rank order, on every rank. Collective over the group."""
+    longest, sizes = _sizes(len(content), group)
+    received = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(received, _padded(content, longest), group=group)
+    return _unpadded(received, sizes)
+
+
+def _sizes(own: int, group: dist.ProcessGroup) -> tuple[int, list[int]]:
+    """Return the longest size and the sizes of all ranks. Collective."""
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([own]), group=group)
+    found = [int(size) for size in sizes]
+    return max(found), found
+
+
+def _padded(content: bytes, size: int) -> Tensor:
+    """Return `content` as a tensor of `size` bytes. The ranks' tensors in a gloo collective have one size."""
+    padded = torch.zeros(size, dtype=torch.uint8)
+    if content:
+        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return padded
+
+
+def _unpadded(received: Sequence[Tensor], sizes: Sequence[int]) -> list[bytes]:
+    return [tensor[:size].numpy().tobytes() for tensor, size in zip(received, sizes, strict=True)]

@@ -13,7 +13,7 @@ class LostPeer(RuntimeError):
 
 
 class Transport:
-    """Exchanges pickled objects between ranks. This class is the transport of a single process.
+    """Exchanges objects (`rlhf.ranks.object_codec`) between ranks. This class is the transport of a single process.
 
     Every rank must make the same calls in the same order. A call raises LostPeer if a rank is dead or too slow.
     """

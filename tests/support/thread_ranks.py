@@ -1,7 +1,8 @@
 """Runs ranks as threads of one process, which start in microseconds, for tests of agreement between ranks.
 
-Messages, arguments and results are pickled, with the deadlines and errors of real ranks. The threads share the state of
-a process: random generators, limits, the environment, a test's patches. A rank cannot die in the middle of a line.
+Messages are encoded as those of real ranks, with their deadlines and errors. Arguments and results are pickled. The
+threads share the state of a process: random generators, limits, the environment, a test's patches. A rank cannot die in
+the middle of a line.
 Tests that depend on separate processes use `checkpoints.run_ranks`.
 """
 
@@ -26,6 +27,7 @@ from rlhf import events
 from rlhf.events import Listener
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
+from rlhf.ranks.object_codec import decode, encode
 from rlhf.ranks.rng import rng_state, set_rng_state
 from rlhf.ranks.transport import LostPeer
 
@@ -82,13 +84,13 @@ class ThreadTransport:
     def all_gather(self, value: Any) -> list[Any]:
         if self.world_size == 1:
             return [value]
-        return list(map(pickle.loads, self._meet("all_gather", pickle.dumps(value), range(self.world_size))))
+        return list(map(decode, self._meet("all_gather", encode(value), range(self.world_size))))
 
     def gather(self, value: Any, to: int) -> list[Any] | None:
         if self.world_size == 1:
             return [value]
-        received = self._meet("gather", pickle.dumps(value), range(self.world_size) if self.rank == to else [])
-        return list(map(pickle.loads, received)) if self.rank == to else None
+        received = self._meet("gather", encode(value), range(self.world_size) if self.rank == to else [])
+        return list(map(decode, received)) if self.rank == to else None
 
     def bitwise_or(self, bits: bytes) -> bytes:
         held = self._meet("bitwise_or", bits, range(self.world_size))
@@ -97,14 +99,14 @@ class ThreadTransport:
 
     def send_object(self, value: Any, source: int, to: Sequence[int]) -> Any:
         takes = self.rank in to and self.rank != source and self.world_size > 1
-        message = pickle.dumps(value) if self.rank == source and self.world_size > 1 else b""
+        message = encode(value) if self.rank == source and self.world_size > 1 else b""
         received = self._meet("send_object", message, [source] if takes else [])
-        return pickle.loads(received[0]) if takes else value if self.rank == source else None
+        return decode(received[0]) if takes else value if self.rank == source else None
 
     def broadcast(self, value: Any, source: int) -> Any:
-        message = pickle.dumps(value) if self.rank == source and self.world_size > 1 else b""
+        message = encode(value) if self.rank == source and self.world_size > 1 else b""
         [received] = self._meet("broadcast", message, [source])
-        return value if self.rank == source else pickle.loads(received)
+        return value if self.rank == source else decode(received)
 
     def send(self, block: Tensor, to: int) -> None:
         with self._world.changed:

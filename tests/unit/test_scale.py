@@ -1,12 +1,12 @@
 """Messages and indices of many ranks: the benchmark's figures stay flat, and it says when one does not."""
 
-import pickle
 import time
 
 import pytest
 import torch
 
 from benchmarks import scale
+from rlhf.ranks.object_codec import decode
 from rlhf.storage.layout import step_dir
 from rlhf.storage.shards import Shard
 from tests.support import thread_ranks
@@ -99,5 +99,5 @@ def test_room_and_linked_files_are_the_leaders_business(tmp_path, monkeypatch):
     run_thread_ranks(4, save_twice, config)
     assert verify(step_dir(config.run_dir, 2)).linked == {"ref/model": "global_step_1"}
     for received in RECEIVED[1:]:
-        assert not [pickle.loads(message) for kind, message in received if kind == "all_gather"]
+        assert not [decode(message) for kind, message in received if kind == "all_gather"]
         assert not [message for _, message in received if b"xxh3_128" in message]

@@ -5,7 +5,7 @@ needs only the snapshot, the directory and a coordinator, so it can run in a bac
 """
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -127,7 +127,10 @@ class RankFiles:
 
     files: list[WrittenFile] = field(default_factory=list)
     indices: dict[str, FileShards] = field(default_factory=dict)
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add_seconds(self, part: str, seconds: float) -> None:
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ def _write_files(root: Path, snapshot: Snapshot, linked: Collection[str], rank: 
     def count(path: str) -> None:
         nonlocal since
         now = time.monotonic()
-        written.seconds[_part_of(path, snapshot.roles)] += now - since
+        written.add_seconds(_part_of(path, snapshot.roles), now - since)
         since = now
 
     for folder, shards in snapshot.components.items():
@@ -168,7 +171,7 @@ def _add_exported(ranks: list[RankFiles], exported: Exported, roles: list[str]) 
     ranks[0].files += exported.files
     for rank, seconds in zip(ranks, exported.seconds, strict=True):
         for folder, spent in seconds.items():
-            rank.seconds[_part_of(folder, roles)] += spent
+            rank.add_seconds(_part_of(folder, roles), spent)
 
 
 def _part_of(path: str, roles: list[str]) -> str:
@@ -181,7 +184,10 @@ def _by_part(manifest: Manifest, ranks: list[RankFiles]) -> dict[str, Throughput
     linked = {name for folder in manifest.linked for name in manifest.in_folder(folder)}
     for name in manifest.files.keys() - linked:
         sizes[_part_of(name, manifest.roles)] += manifest.files[name]["size"]
-    return {part: Throughput(size, max(rank.seconds[part] for rank in ranks)) for part, size in sorted(sizes.items())}
+    return {
+        part: Throughput(size, max(rank.seconds.get(part, 0.0) for rank in ranks))
+        for part, size in sorted(sizes.items())
+    }
 
 
 def complete(

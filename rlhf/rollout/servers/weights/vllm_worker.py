@@ -4,7 +4,6 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load
 from vllm.distributed import get_tp_group
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
@@ -12,6 +11,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from rlhf.ranks.gloo import gather_bytes
+from rlhf.ranks.object_codec import decode, encode
 from rlhf.rollout.servers.secret import environment_secret
 from rlhf.rollout.servers.weights.pull import fetch
 from rlhf.rollout.vllm.model_digests import model_digests, record_packing, weight_check
@@ -81,7 +82,6 @@ class ReceivingEngine(NCCLWeightTransferEngine):
 
     def _gather_digests(self, digests: dict[str, Digest]) -> list[dict[str, Digest]]:
         group = get_tp_group()
-        ranks = [digests] * group.world_size
-        if group.world_size > 1:
-            dist.all_gather_object(ranks, digests, group=group.cpu_group)
-        return ranks
+        if group.world_size == 1:
+            return [digests]
+        return list(map(decode, gather_bytes(encode(digests), group.cpu_group)))
