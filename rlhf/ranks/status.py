@@ -50,9 +50,10 @@ class SaveStatus:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A rank's step, the newest event of its loop and its time in seconds since the epoch, and the rank's error.
+    """A rank's step, the newest event of its loop and its time, and the rank's error.
 
-    `thread` is the identity of the loop's thread, `save` a background save that runs.
+    Times are seconds of the monotonic clock, which all processes of a machine share and which is never set. `thread` is
+    the identity of the loop's thread, `save` a background save that runs.
     """
 
     step: int | None
@@ -76,7 +77,7 @@ class StatusWriter:
         make_dir(path.parent)
         dump_stacks_on_signal(stacks_file(run_dir, rank))
         self._lock = threading.Lock()
-        self._status = RankStatus(None, STARTING, time.time(), None, threading.get_ident())
+        self._status = RankStatus(None, STARTING, time.monotonic(), None, threading.get_ident())
         new = path.with_suffix(".new")
         self._fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._write(self._status)
@@ -88,10 +89,9 @@ class StatusWriter:
         Events of threads other than the loop's are written in two cases. A background save's, from SAVE_BEGINS to
         SAVE_ENDS, go to `save`. SCORED and WAITS_FOR_SCORE renew the time, because the loop waits for these threads.
         """
-        thread, now = threading.get_ident(), time.time()
+        thread, now = threading.get_ident(), time.monotonic()
         with self._lock:
-            # If a clock that was set back silenced a rank until the clock catches up, the watchdog would see a hang.
-            repeats = 0 <= now - self._status.time < _REPEAT_S
+            repeats = now - self._status.time < _REPEAT_S
             if thread == self._status.thread:
                 if (step, event) == (self._status.step, self._status.event) and repeats:
                     return
@@ -112,7 +112,7 @@ class StatusWriter:
         """
         with self._lock:
             # Store the error, because a background save may still write the status.
-            self._status = replace(self._status, time=time.time(), error=RankError(kind, message, traceback))
+            self._status = replace(self._status, time=time.monotonic(), error=RankError(kind, message, traceback))
             while not self._write(self._status):
                 if traceback:
                     traceback = traceback[len(traceback) // 4 + 1 :]

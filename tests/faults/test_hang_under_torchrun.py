@@ -67,7 +67,7 @@ class Rank:
         self.rank, self.status = rank, RankStatus(1, "update.before", 0.0, None)
 
     def move(self) -> None:
-        self.status = RankStatus(1, "update.mid", time.time(), None)
+        self.status = RankStatus(1, "update.mid", time.monotonic(), None)
 
     def statuses(self) -> dict[int, RankStatus]:
         return {self.rank: self.status}

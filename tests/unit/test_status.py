@@ -4,6 +4,8 @@ import time
 
 import pytest
 
+from rlhf.launch.evidence import AttemptResult, first_cause
+from rlhf.launch.interface import RankExit
 from rlhf.ranks.status import SCORED, RankError, StatusWriter, clear_statuses, read_statuses
 
 
@@ -74,16 +76,17 @@ def test_samples_that_another_thread_scores_show_that_the_loop_moves(tmp_path):
         before = after
 
 
-def test_a_clock_that_is_set_back_does_not_silence_a_rank(tmp_path, monkeypatch):
-    writer = StatusWriter(tmp_path, 0)
-    writer.event(3, "rollout.wait")
-    before, back = read_statuses(tmp_path)[0], time.time() - 3600
-    monkeypatch.setattr("rlhf.ranks.status.time.time", lambda: back)
-    writer.event(3, "rollout.wait")
-    after = read_statuses(tmp_path)[0]
-    assert after.time == back != before.time
-    back -= 3600
-    thread = threading.Thread(target=writer.event, args=[3, SCORED])
-    thread.start()
-    thread.join()
-    assert read_statuses(tmp_path)[0].time == back
+def test_a_clock_that_is_set_back_neither_silences_a_rank_nor_changes_the_order_of_errors(tmp_path, monkeypatch):
+    wall = time.time()
+    monkeypatch.setattr("rlhf.ranks.status.time.time", lambda: wall)
+    zero, one = StatusWriter(tmp_path, 0), StatusWriter(tmp_path, 1)
+    zero.event(3, "rollout.wait")
+    one.error("crash", "the first")
+    wall -= 3600
+    zero.error("crash", "follows")
+    died = AttemptResult({0: RankExit(1), 1: RankExit(1)}, first=(0, 1), killed=frozenset())
+    assert first_cause(died, read_statuses(tmp_path)) == 1
+    before = read_statuses(tmp_path)[0].time
+    time.sleep(0.15)
+    zero.event(3, "rollout.wait")
+    assert read_statuses(tmp_path)[0].time > before

@@ -1,4 +1,5 @@
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -231,7 +232,7 @@ def test_status_keeps_the_loop_and_the_save_behind_it_apart(tmp_path):
 
 def test_an_event_that_comes_often_is_noted_ten_times_a_second(tmp_path, monkeypatch):
     clock = iter([100.0, 100.5, 100.55, 100.7, 100.71])
-    monkeypatch.setattr("rlhf.ranks.status.time.time", lambda: next(clock))
+    monkeypatch.setattr("rlhf.ranks.status.time", SimpleNamespace(monotonic=lambda: next(clock)))
     writer = StatusWriter(tmp_path, 0)
     noted = []
     for event in ("update.mid", "update.mid", "update.mid", "update.after"):
