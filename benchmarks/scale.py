@@ -94,7 +94,7 @@ def written_by(components: dict[str, Shards], rank: int) -> RankFiles:
             size = share.first_byte + sum(tensor.nbytes for tensor in flat.values())
             digests = "0" * HASH_DIGITS * -(-size // BLOCK)
             rank_files.files.append(WrittenFile(f"{folder}/{rank_file(rank)}", size, digests))
-        rank_files.seconds["actor"] += 0.1
+        rank_files.add_seconds("actor", 0.1)
     return rank_files
 
 

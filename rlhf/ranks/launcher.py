@@ -2,8 +2,9 @@
 
 The supervisor starts `python -m rlhf.ranks.launcher FD MODULE ...` and sends requests over the socket FD. A fork copies
 one thread only, and breaks CUDA contexts and connections. So the launcher checks before each fork that it has neither
-other threads nor CUDA. A forked rank runs as `python *command` would: as `__main__`, with its own session, signals and
-environment.
+other threads nor CUDA. It also checks that the files of its modules have not changed, because ranks would import new
+code beside the old code. A forked rank runs as `python *command` would: as `__main__`, with its own session, signals
+and environment.
 """
 
 import gc
@@ -20,6 +21,7 @@ from socket import socket
 from typing import NoReturn
 
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked, RankEnded
+from rlhf.ranks.loaded_sources import LoadedSources
 from rlhf.ranks.parent import PARENT_PID, die_with_parent
 from rlhf.ranks.stop import STOP_SIGNALS
 from rlhf.ranks.world import listening_socket, rank_variables
@@ -67,6 +69,7 @@ class Launcher:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._problem: str | None = None
+        self._sources = LoadedSources()
         self._running: dict[int, int] = {}
         self._ended: list[int] = []
         self._woken, self._wake = os.pipe()
@@ -86,6 +89,7 @@ class Launcher:
                 importlib.import_module(module)
         except Exception as error:  # a rank in a new process fails likewise, and reports the traceback
             self._problem = f"it cannot import {module} ({type(error).__name__}: {error})"
+        self._sources.add_modules()
         # The garbage collector's marks would copy every page that ranks share with this process.
         gc.collect()
         gc.freeze()
@@ -127,7 +131,7 @@ class Launcher:
         """Fork the ranks and answer. Return True in each forked rank."""
         while self._ended:
             os.waitpid(self._ended.pop(), 0)
-        problem = self._problem or fork_problem()
+        problem = self._problem or fork_problem() or self._sources.problem()
         if problem is not None:
             self._connection.send(Forked({}, problem))
             return False

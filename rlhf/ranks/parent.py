@@ -11,6 +11,8 @@ SUPERVISOR_PID = "RLHF_SUPERVISOR_PID"
 """Process id of a rank's supervisor. Without this variable (torchrun, a debugger) a rank logs its errors itself."""
 PARENT_PID = "RLHF_PARENT_PID"
 """Process id of the parent: a rank's supervisor or launcher, or a rollout server's rank."""
+STOPPED = ("T", "t")
+"""States (`state_of`) of a process that a signal or a debugger has stopped."""
 _PR_SET_PDEATHSIG = 1
 _OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _BOOT, _PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
@@ -55,13 +57,26 @@ def machine() -> str:
 
 def start_time_of(pid: int) -> str | None:
     """Return the start time of a process, which differs if its id is reused; None if it has ended. Linux only."""
-    try:
-        fields = _stat(pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    fields = _stat(pid)
     return None if fields[0] in "ZX" else fields[19]
 
 
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state, such as T for stopped and Z for ended; X if it is gone. Linux only."""
+    return _stat(pid)[0]
+
+
+def exit_code_of(pid: int) -> int | None:
+    """Return the exit code, negative for a signal, of this user's process that has ended and still has an entry in the
+    kernel's table; otherwise None. Linux only."""
+    fields = _stat(pid)
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None
+
+
 def _stat(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` after the name: 0 is the state, 1 the parent, 19 the start time."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    """Return the fields of `/proc/PID/stat` after the name: 0 is the state, 1 the parent, 19 the start time, 49 the
+    status of a process that has ended. Return a state X for a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ["X"]

@@ -23,6 +23,7 @@ from tests.support.compare_runs import differences
 from tests.support.interrupter import at
 from tests.support.launching import ROOT, small, train
 from tests.support.rank_scripts import RANK, SUPERVISOR, alive, local_starter, needs_of, starts, wait_until
+from tests.support.refusals import says
 from tests.support.undisturbed import EXPORT
 
 UNSAFE = {
@@ -275,6 +276,111 @@ def test_a_killed_supervisor_takes_launcher_and_ranks_along(config, tmp_path):
         finally:
             supervisor.kill()
     wait_until(lambda: not any(map(alive, pids)), 30)
+
+
+CHANGES = {
+    "a module": ("(folder / 'versioned.py').write_text('VERSION = 22')", r"versioned\.py"),
+    "a removed module": ("os.rename(folder / 'versioned.py', folder / 'site-packages/versioned.py')", r"versioned\.py"),
+    "an upgrade": ("os.rename(installed, installed.with_name('tool-2.0.dist-info'))", r"tool-\d\.0\.dist-info"),
+    "an upgrade to the same version": ("installed.rmdir(); installed.mkdir()", r"tool-1\.0\.dist-info"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_ranks_never_mix_old_and_new_code(config, supervised, tmp_path, monkeypatch, caplog, change):
+    """An update while a run lives: the ranks of the next attempt import everything anew, and a crash is one crash."""
+    action, path = CHANGES[change]
+    (tmp_path / "versioned.py").write_text("VERSION = 1")
+    (tmp_path / "site-packages" / "tool-1.0.dist-info").mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}:{tmp_path / 'site-packages'}")
+    code = supervised(
+        f"""
+peers_started()
+if number == 1:
+    assert os.getppid() != supervisor
+    if rank == 0:
+        folder = Path(__file__).parent
+        installed = folder / "site-packages" / "tool-1.0.dist-info"
+        {action}
+    sys.exit(1)
+import versioned
+(run_dir / f"seen_{{rank}}").write_text(f"{{versioned.VERSION}} {{os.getppid() == supervisor}}")
+""",
+        "versioned",
+    )
+    assert code == EXIT_DONE
+    seen = [(config.run_dir / f"seen_{rank}").read_text() for rank in (0, 1)]
+    assert seen == [f"{22 if change == 'a module' else 1} True"] * 2
+    crash, line = logged(caplog)
+    assert re.match(r"Crash: rank [01]: exit code 1", crash)
+    assert re.search(f"start as new processes.*{tmp_path}/.*{path} has changed", line), line
+
+
+def test_an_update_during_the_imports_is_noticed(config, supervised, tmp_path, monkeypatch, caplog):
+    installed = tmp_path / "site-packages" / "tool-1.0.dist-info"
+    installed.mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}:{installed.parent}")
+    (tmp_path / "upgraded.py").write_text(f"from pathlib import Path\nPath({str(installed)!r}).rmdir()")
+    assert supervised("assert os.getppid() == supervisor", "upgraded") == EXIT_DONE
+    says(logged(caplog)[0], str(installed), "has changed")
+
+
+STOP_THE_LAUNCHER = """
+peers_started()
+if rank == 0 and number == 1:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    while Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+peers_passed("stopped")
+"""
+
+
+def test_a_run_whose_launcher_is_stopped_ends_as_if_it_were_not(config, supervised, caplog):
+    config.trainer.watchdog_first_timeout_s = 30.0
+    assert supervised(STOP_THE_LAUNCHER) == EXIT_DONE
+    assert logged(caplog) == []
+    assert len(starts(config)) == 2
+
+
+def test_a_crash_under_a_stopped_launcher_is_followed_by_new_processes(config, supervised, caplog):
+    config.trainer.watchdog_first_timeout_s, config.trainer.watchdog = 600.0, False
+    begin = time.monotonic()
+    code = supervised(
+        STOP_THE_LAUNCHER + "number == 1 and (os._exit(3) if rank else block())\nassert os.getppid() == supervisor"
+    )
+    assert code == EXIT_DONE
+    crash, line = logged(caplog)
+    assert "rank 1: exit code 3" in crash
+    says(line, "new processes", "stopped")
+    assert time.monotonic() - begin < 300
+
+
+def test_a_launcher_that_is_stopped_before_the_ranks_start_is_left(config, supervised, tmp_path, caplog):
+    (tmp_path / "stopping.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)")
+    config.trainer.watchdog_first_timeout_s, config.trainer.watchdog = 600.0, False
+    begin = time.monotonic()
+    assert supervised("assert os.getppid() == supervisor", "stopping") == EXIT_DONE
+    says(logged(caplog)[0], "new processes", "stopped")
+    assert time.monotonic() - begin < 300
+
+
+def test_a_launcher_that_pauses_goes_on(config, supervised, caplog):
+    """It reports the ends of ranks late, and the next attempt is forked."""
+    code = supervised(
+        STOP_THE_LAUNCHER
+        + """
+assert os.getppid() != supervisor
+if number == 1 and rank == 0:
+    import subprocess
+    subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getppid()}"], start_new_session=True)
+    os._exit(1)
+if number == 1:
+    time.sleep(100)
+"""
+    )
+    assert code == EXIT_DONE
+    assert len(logged(caplog)) == 1
+    assert len(starts(config)) == 4
 
 
 def test_a_request_to_stop_does_not_wait_for_imports(config, supervised, tmp_path, caplog):

@@ -2,7 +2,8 @@
 
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
@@ -11,9 +12,12 @@ from rlhf.launch.interface import RankExit
 from rlhf.launch.local.processes import RankProcesses, start_process
 from rlhf.launch.local.rank_output import RankOutput
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked, RankEnded
+from rlhf.ranks.parent import STOPPED, exit_code_of, state_of
 
 # An exiting interpreter closes its connections some milliseconds before its process ends.
 _EXIT_WAIT_S = 2.0
+# Number of looks at a dead rank, 0.1 s each, after which the launcher is too late to report the rank's end.
+_LATE_LOOKS = 20
 
 Message = Forked | Devices | RankEnded
 
@@ -34,6 +38,10 @@ class LauncherProcess:
         self.pid = self._popen.pid
         self.exit: int | None = None
         """The exit code, negative for a signal; None while the launcher runs. The kernel kills its ranks with it."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.exit is None and state_of(self.pid) in STOPPED
 
     def ask(self, request: Fork | CountDevices) -> None:
         """Send a request. `receive` returns the answer, unless the launcher ends."""
@@ -66,18 +74,24 @@ class LauncherProcess:
 
 
 class ForkedRanks(RankProcesses):
-    """`Ranks` that a launcher forked. If the launcher dies, the kernel kills the ranks."""
+    """`Ranks` that a launcher forked. If the launcher dies, the kernel kills the ranks.
+
+    If the launcher does not report the end of a rank, as when it is stopped, the kernel's table of processes does.
+    """
 
     def __init__(self, launcher: LauncherProcess, nproc: int, pids: Mapping[int, int], run_dir: Path) -> None:
         super().__init__(pids, run_dir)
         self._launcher = launcher
         self._running = set(range(nproc))
+        self._looks_at_dead: Counter[int] = Counter()
 
     def ended(self, wait_s: float) -> dict[int, RankExit]:
         exits: dict[int, RankExit] = {}
         while (message := self._launcher.receive(0.0 if exits else wait_s)) is not None:
             assert isinstance(message, RankEnded)
-            exits[message.rank] = RankExit(message.code)
+            if message.rank in self._running:
+                exits[message.rank] = RankExit(message.code)
+        exits |= self._unreported(self._running - exits.keys())
         if self._launcher.exit is not None:
             died_with = f"the launcher: {RankExit(self._launcher.exit)}"
             lost = self._running - exits.keys()
@@ -85,3 +99,9 @@ class ForkedRanks(RankProcesses):
             self.kill(lost)  # the ranks are dead; this kills the processes that they started
         self._running -= exits.keys()
         return exits
+
+    def _unreported(self, ranks: Collection[int]) -> dict[int, RankExit]:
+        """Return the ends of those of `ranks` that have been dead for `_LATE_LOOKS` calls."""
+        codes = {rank: code for rank in ranks if (code := exit_code_of(self._pids.get(rank, -1))) is not None}
+        self._looks_at_dead.update(codes.keys())
+        return {rank: RankExit(code) for rank, code in codes.items() if self._looks_at_dead[rank] >= _LATE_LOOKS}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhf.launch.interface import RankExit, Stacks
 from rlhf.launch.local.rank_output import RankOutput
-from rlhf.ranks.parent import PARENT_PID
+from rlhf.ranks.parent import PARENT_PID, STOPPED, state_of
 from rlhf.ranks.status import STACKS_SIGNAL, RankStatus, read_statuses, rename_stacks, stacks_file
 from rlhf.ranks.world import listening_socket, rank_variables
 
@@ -121,11 +121,8 @@ def _size(path: Path) -> int:
 
 def why_silent(process: int) -> str:
     """Return the likely reason why a process wrote no stacks, from its state in Linux's `/proc`."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        state = ""
-    if state in ("T", "t"):
+    state = state_of(process)
+    if state in STOPPED:
         return "stopped, as by SIGSTOP or a debugger"
     if state == "D":
         return "blocked in the kernel: a disk, a network file system or a driver does not answer"

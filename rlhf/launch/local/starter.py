@@ -21,10 +21,13 @@ from rlhf.launch.local.rank_output import RankOutput
 from rlhf.launch.stop_request import StopRequest
 from rlhf.planning.devices import count_gpus, usable_cores
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked
+from rlhf.ranks.lock import wait_for_ranks
 from rlhf.ranks.parent import SUPERVISOR_PID
 from rlhf.ranks.status import clear_statuses
 
 _LOOK_S = 0.1
+# Number of looks after which a stopped launcher is left. All processes of a run may be stopped for a moment.
+_STOPPED_LOOKS = 30
 # With the default handler of SIGINT, Ctrl-C leaves no traceback of this process on the terminal.
 _COUNT_GPUS = """
 import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -119,6 +122,7 @@ class LocalStarter:
             ranks = self._fork(self._launcher, command, stop)
             if ranks is not None or stop.signal_name is not None:
                 return ranks
+            wait_for_ranks(self._run_dir)  # a launcher that was stopped while it forked has left some
         log.info("The ranks start as new processes, without a launcher: %s.", self._why_plain)
         return PlainRanks(command, self._trainer.ranks, self._variables, self._run_dir, self._output)
 
@@ -135,14 +139,17 @@ class LocalStarter:
     def _answer(
         self, launcher: LauncherProcess, request: Fork | CountDevices, kind: type[A], stopped: Callable[[], bool]
     ) -> A | None:
-        """Return the launcher's answer; None if the launcher ends, is too slow, or `stopped` returns True."""
+        """Return the launcher's answer; None if it ends, is stopped or too slow, or if `stopped` returns True."""
         launcher.ask(request)
         timeout_s = self._trainer.watchdog_first_timeout_s
-        end = time.monotonic() + timeout_s
+        end, looks = time.monotonic() + timeout_s, 0
         while launcher.exit is None and not stopped():
             if isinstance(answer := launcher.receive(_LOOK_S), kind):
                 return answer
-            if time.monotonic() > end:
+            looks = looks + 1 if launcher.is_stopped else 0
+            if looks >= _STOPPED_LOOKS:
+                self._give_up(launcher, "it is stopped, as by SIGSTOP or a debugger")
+            elif time.monotonic() > end:
                 self._give_up(launcher, f"its imports take more than {timeout_s:g} s")
         return None
 

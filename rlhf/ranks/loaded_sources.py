@@ -1,0 +1,53 @@
+"""Finds out whether the files from which this process has imported its modules have changed since."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+_SITES = ("site-packages", "dist-packages")
+_INSTALLED = (".dist-info", ".egg-info")
+
+Mark = tuple[int, int, int] | None
+"""Inode, size and time of the last change of a file; None without the file."""
+
+
+class LoadedSources:
+    """Marks of the trainer's own files, of all loaded modules' files, and of the installed distributions.
+
+    Create this object before the imports, and call `add_modules` after them: a change of the trainer or of a
+    distribution during the imports is then noticed, too.
+    """
+
+    def __init__(self) -> None:
+        self._files = {path: _mark(path) for path in _PACKAGE.rglob("*.py")}
+        self._installed = dict(_installed())
+
+    def add_modules(self) -> None:
+        for module in list(sys.modules.values()):
+            if name := getattr(module, "__file__", None):
+                path = Path(name)
+                self._files.setdefault(path, _mark(path))
+
+    def problem(self) -> str | None:
+        """Return the reason why a fork of this process would mix old and new code; None if nothing has changed."""
+        changed = next((path for path, mark in self._files.items() if _mark(path) != mark), None)
+        if changed is None:
+            differing = self._installed.items() ^ set(_installed())
+            changed = min((path for path, _ in differing), default=None)
+        return changed and f"{changed} has changed since it imported its modules"
+
+
+def _installed() -> Iterator[tuple[Path, Mark]]:
+    """Yield the metadata folders of the installed distributions. An installation makes a new folder."""
+    for folder in map(Path, dict.fromkeys(sys.path)):
+        if folder.name in _SITES and folder.is_dir():
+            yield from ((path, _mark(path)) for path in folder.iterdir() if path.suffix in _INSTALLED)
+
+
+def _mark(path: Path) -> Mark:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
