@@ -97,7 +97,7 @@ def main(run_dir: Path) -> int:
         status = evidence.begin(run_dir)
         config = from_yaml((run_dir / RESOLVED).read_text())
         lock_as_rank(run_dir)
-        device = collectives.start(config.trainer)
+        device = _join(config)
         run(config, device, _coordinator(config), status, shown)
 
     # So that lines that the user's functions print appear at once, and are not lost if this process dies.
@@ -118,7 +118,7 @@ def main_under_torchrun(config: Config, banner: str = "") -> int:
 
     def work(evidence: _Evidence) -> None:
         faulthandler.register(STACKS_SIGNAL, all_threads=True)  # to stderr, until `StatusWriter` opens a file
-        device = collectives.start(config.trainer)
+        device = _join(config)
         coordinator = _coordinator(config)
         # Every rank has composed a configuration. All ranks use the leader's.
         agreed = from_yaml(coordinator.broadcast(to_yaml(config)))
@@ -138,6 +138,10 @@ def main_under_torchrun(config: Config, banner: str = "") -> int:
         if banner:
             output.only_log(banner)
         return _guarded(work)
+
+
+def _join(config: Config) -> torch.device:
+    return collectives.start(config.trainer, remote_servers=bool(config.rollout.servers.urls))
 
 
 def _coordinator(config: Config) -> Coordinator:

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf.config import TrainerConfig
 from rlhf.ranks import dims
 from rlhf.ranks.host_allocator import keep_freed_memory
+from rlhf.ranks.places import settle_places
 from rlhf.ranks.world import STORE_FD
 
 # torch 2.13 renamed the function, and warns of the old name.
@@ -27,8 +28,11 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cpu")
 
 
-def start(config: TrainerConfig) -> torch.device:
-    """Join the process group (gloo on CPU, NCCL on CUDA), apply the determinism settings, and return the device."""
+def start(config: TrainerConfig, *, remote_servers: bool = False) -> torch.device:
+    """Join the process group (gloo on CPU, NCCL on CUDA), apply the determinism settings, and return the device.
+
+    `remote_servers` as in `settle_places`. Raises UserError if two ranks use one GPU.
+    """
     device = pick_device(config.device)
     deterministic = config.deterministic if config.deterministic is not None else device.type == "cpu"
     if device.type == "cuda":
@@ -41,9 +45,12 @@ def start(config: TrainerConfig) -> torch.device:
         torch.set_num_threads(config.threads_per_rank)
     timeout = timedelta(seconds=config.collective_timeout_s)
     store, rank, world_size = _open_store(timeout)
+    store = dist.PrefixStore(_agree_on_attempt(store, rank, world_size, timeout), store)
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    settle_places(store, rank, world_size, gpu, remote_servers=remote_servers)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(_agree_on_attempt(store, rank, world_size, timeout), store),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,

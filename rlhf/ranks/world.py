@@ -1,9 +1,16 @@
 """Environment variables of the ranks of one machine, and the socket of their rendezvous."""
 
+import os
 import socket
 
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 STORE_FD = "RLHF_STORE_FD"
 """In rank 0: file descriptor of the listening socket for the store of the process group."""
+
+
+def ranks_here() -> int:
+    """Return the number of ranks on this rank's machine; 1 in a process that is not a rank."""
+    return int(os.environ.get(LOCAL_WORLD_SIZE, "1"))
 
 
 def listening_socket() -> socket.socket:
@@ -17,7 +24,7 @@ def rank_variables(rank: int, nproc: int, listener: socket.socket) -> dict[str, 
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
+        LOCAL_WORLD_SIZE: str(nproc),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(listener.getsockname()[1]),
     }

@@ -234,17 +234,17 @@ def test_servers_get_the_gpus_after_those_of_the_ranks(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = RolloutConfig(servers=ServersConfig(count=3), tensor_model_parallel_size=2)
     cuda = torch.device("cuda", 0)
-    assert server_gpus(config, cuda, 1) == [["2", "3"], ["4", "5"], ["6", "7"]]
+    assert server_gpus(config, cuda) == [["2", "3"], ["4", "5"], ["6", "7"]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,GPU-0")
-    assert server_gpus(config, cuda, 1) == [["5", "4"], ["3", "2"], ["1", "GPU-0"]]
+    assert server_gpus(config, cuda) == [["5", "4"], ["3", "2"], ["1", "GPU-0"]]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(
         UserError, match=r"servers\.count=3.* need 6 GPUs .* the 3 ranks .* has 8\. Set trainer\.nproc=2"
     ):
-        server_gpus(config, cuda, 1)
-    assert server_gpus(config, torch.device("cpu"), 1) == [[], [], []]
+        server_gpus(config, cuda)
+    assert server_gpus(config, torch.device("cpu")) == [[], [], []]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as with srun --gpus-per-task=1
-    says(user_error(server_gpus, config, cuda, 1), "servers.count=3", "3 ranks", "one GPU", "all GPUs", "rollout=vllm")
+    says(user_error(server_gpus, config, cuda), "servers.count=3", "3 ranks", "one GPU", "all GPUs", "rollout=vllm")
 
 
 def test_the_vocabulary_of_a_model_with_several_parts():

@@ -15,6 +15,7 @@ from rlhf.config import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.world import ranks_here
 from rlhf.rollout.engine import Request, Weights
 from rlhf.rollout.exchange import gather_requests, scatter_samples
 from rlhf.rollout.policy_files import PolicyFiles
@@ -176,7 +177,7 @@ def build_server_engine(
             processes: dict[Path, ServerProcess] = {}
             secret = run_secret(logs / "secret")
             if not config.servers.urls:
-                gpus = server_gpus(config, device, coordinator.world_size)
+                gpus = server_gpus(config, device)
                 policy.write()
                 make_dir(logs)
                 for i, of_server in enumerate(gpus):
@@ -204,14 +205,14 @@ def build_server_engine(
     return engine
 
 
-def server_gpus(config: RolloutConfig, device: torch.device, world_size: int) -> list[list[str]]:
+def server_gpus(config: RolloutConfig, device: torch.device) -> list[list[str]]:
     """Return the GPUs of each server that this run starts, as in CUDA_VISIBLE_DEVICES: the GPUs after the ranks' own.
     Raise UserError for too few GPUs."""
     count, size = config.servers.count, config.tensor_model_parallel_size
     if device.type != "cuda":
         return [[] for _ in range(count)]
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
-    found, needed = torch.cuda.device_count(), ranks + count * size
+    ranks, found = ranks_here(), torch.cuda.device_count()
+    needed = ranks + count * size
     if found == 1 < ranks:
         raise UserError(
             f"rollout.servers.count={count}: the servers need GPUs beside those of the {ranks} ranks, but this rank "

@@ -18,6 +18,7 @@ from rlhf.errors import UserError
 from rlhf.models.fused_experts import FileConversions, parts_in_files
 from rlhf.ranks import dims
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.world import ranks_here
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.vllm.colocated import VllmEngine, WeightsInFiles
 from rlhf.rollout.vllm.process_state import ProcessState
@@ -155,8 +156,7 @@ def _cpu_cache_bytes(config: RolloutConfig, hf_config: Any, max_model_len: int) 
     token_bytes = 2 * text.num_hidden_layers * heads * width * getattr(torch, config.engine_dtype).itemsize
     blocks = config.max_num_seqs * math.ceil(max_model_len / BLOCK) + 1  # vLLM reserves one block
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or dims.everyone().size)
-    return min(blocks * BLOCK * token_bytes, int(machine * config.vllm_share / local_ranks))
+    return min(blocks * BLOCK * token_bytes, int(machine * config.vllm_share / ranks_here()))
 
 
 def _weights_in_files(folder: Path) -> tuple[WeightsInFiles, Any]:
