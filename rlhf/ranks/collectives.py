@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.config import TrainerConfig
+from rlhf.errors import UserError
 from rlhf.ranks import dims
 from rlhf.ranks.host_allocator import keep_freed_memory
-from rlhf.ranks.places import settle_places
+from rlhf.ranks.places import START_FEWER_RANKS, settle_places
 from rlhf.ranks.world import STORE_FD
 
 # torch 2.13 renamed the function, and warns of the old name.
@@ -22,10 +23,19 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 def pick_device(name: str) -> torch.device:
     """Return this rank's device. `auto` is CUDA if CUDA is available, else the CPU. A rank that sees several GPUs takes
-    the GPU of its local rank. A rank that sees one GPU takes it: `srun --gpus-per-task=1` hides the others."""
-    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    the GPU of its local rank. A rank that sees one GPU takes it: `srun --gpus-per-task=1` hides the others.
+
+    Raises UserError if the rank sees several GPUs, and fewer than its machine has ranks.
+    """
+    if name != "cuda" and not (name == "auto" and torch.cuda.is_available()):
+        return torch.device("cpu")
+    gpus, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    if 1 < gpus <= local_rank:
+        raise UserError(
+            f"trainer.device={name}: rank {os.environ.get('RANK', '0')} is number {local_rank} on its machine (from "
+            f"0), where only {gpus} GPUs are visible, and each rank needs its own. {START_FEWER_RANKS}"
+        )
+    return torch.device("cuda", 0 if gpus == 1 else local_rank)
 
 
 def start(config: TrainerConfig, *, remote_servers: bool = False) -> torch.device:

@@ -18,6 +18,9 @@ _NETWORK = Path("/proc/self/ns/net")
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables with the network interface on which gloo and NCCL listen."""
+START_FEWER_RANKS = (
+    "Start one rank for each GPU that is visible on a machine (torchrun: --nproc-per-node), or set trainer.device=cpu."
+)
 
 
 def settle_places(store: "Store", rank: int, world_size: int, gpu: str, *, remote_servers: bool) -> None:
@@ -54,6 +57,5 @@ def _reject_shared_gpus(gpus: list[str]) -> None:
         if len(ranks) > 1:
             raise UserError(
                 f"trainer.device=cuda: the ranks {', '.join(map(str, ranks))} use the same GPU ({gpu}), and each rank "
-                "needs its own. Start as many ranks on each machine as it has visible GPUs (for torchrun: "
-                "--nproc-per-node), or set trainer.device=cpu."
+                f"needs its own. {START_FEWER_RANKS}"
             )

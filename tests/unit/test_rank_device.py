@@ -7,6 +7,7 @@ import torch
 
 from rlhf.backends import deepspeed
 from rlhf.ranks.collectives import configure_cuda, pick_device
+from tests.support.refusals import says, user_error
 
 
 @pytest.mark.parametrize(("visible", "index"), [(8, 3), (1, 0)])
@@ -16,6 +17,14 @@ def test_a_rank_takes_a_gpu_that_it_sees(monkeypatch, visible: int, index: int) 
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert pick_device("cuda") == pick_device("auto") == torch.device("cuda", index)
     assert pick_device("cpu") == torch.device("cpu")
+
+
+def test_more_ranks_than_gpus_are_an_error_of_the_user(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("RANK", "10")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    says(user_error(pick_device, "auto"), "device=auto", "rank 10", "2 GPUs", "--nproc-per-node", "trainer.device=cpu")
 
 
 @pytest.mark.parametrize(("device", "selected"), [("cuda:0", "0"), ("cuda:3", "3"), ("cpu", "3")])
