@@ -35,7 +35,7 @@ class LoadedSources:
         if changed is None:
             differing = self._installed.items() ^ set(_installed())
             changed = min((path for path, _ in differing), default=None)
-        return changed and f"{changed} has changed since it imported its modules"
+        return None if changed is None else f"{changed} has changed since it imported its modules"
 
 
 def _installed() -> Iterator[tuple[Path, Mark]]:

@@ -51,7 +51,7 @@ def sendable(error: Exception) -> Exception:
         for base in type(error).__mro__[1:]:
             if base not in (Exception, BaseException, object):
                 try:
-                    return decode(encode(base(text)))  # type: ignore[no-any-return]
+                    return decode(encode(base(text)))
                 except Exception:
                     continue
         return RuntimeError(text)
