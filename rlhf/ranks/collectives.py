@@ -14,7 +14,7 @@ from rlhf.config import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks import dims
 from rlhf.ranks.host_allocator import keep_freed_memory
-from rlhf.ranks.places import START_FEWER_RANKS, settle_places
+from rlhf.ranks.machines import START_FEWER_RANKS, settle_places
 from rlhf.ranks.world import STORE_FD
 
 # torch 2.13 renamed the function, and warns of the old name.

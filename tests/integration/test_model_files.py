@@ -283,7 +283,7 @@ def mistakes(rank: int, folder: Path) -> dict[str, str]:
     record_error("lacking", lambda: run("one/lacking", "auto"))
     record_error("lacking, own", lambda: run("all/lacking", "auto"))
     for place in ("one", "all"):
-        coordinator.on_leader(lambda: causal_lm("llama", folder / "store" / "going"))
+        coordinator.on_leader(lambda: causal_lm("llama", folder / "store" / "going") and None)
         file = folder / "store" / "going" / "model.safetensors"
         # Gone after the headers were read, as when someone replaces the folder.
         record_error(f"going, {place}", partial(run, f"{place}/going", "auto", partial(os.truncate, file, 5000)))

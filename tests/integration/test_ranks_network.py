@@ -1,4 +1,4 @@
-"""Where the ranks of a run listen: on one machine no other machine can connect to them."""
+"""Ranks of one machine listen on its loopback interface; two ranks on one GPU are an error."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from rlhf.errors import EXIT_DONE
-from rlhf.ranks import places
+from rlhf.ranks import machines
 from tests.support.forked_start import train_forked
 from tests.support.launching import ranks, small
 from tests.support.refusals import says
@@ -50,7 +50,7 @@ def seen(folder: Path) -> dict[int, tuple[str, set[str]]]:
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch) -> dict[str, str]:
-    for variable in (places.GLOO_INTERFACE, places.NCCL_INTERFACE, "LOCAL_WORLD_SIZE"):
+    for variable in (machines.GLOO_INTERFACE, machines.NCCL_INTERFACE, "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     (tmp_path / "seen").mkdir()
     return {"RLHF_EVENT_LISTENER": "tests.integration.test_ranks_network:note_sockets", SEEN: str(tmp_path / "seen")}
@@ -82,7 +82,7 @@ class Settled(threading.Thread):
 
     def run(self) -> None:
         try:
-            places.settle_places(*self._arguments, remote_servers=False)
+            machines.settle_places(*self._arguments, remote_servers=False)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
 
@@ -92,7 +92,7 @@ class Settled(threading.Thread):
 )
 def test_two_ranks_on_one_gpu_are_an_error_of_the_user(monkeypatch, gpus, shared):
     """NCCL said "Duplicate GPU detected", and no remedy."""
-    for variable in (places.GLOO_INTERFACE, places.NCCL_INTERFACE, "LOCAL_WORLD_SIZE"):
+    for variable in (machines.GLOO_INTERFACE, machines.NCCL_INTERFACE, "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(variable, "1")  # so that it has its present value again in the end
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     threads = [Settled(store.clone(), rank, gpu) for rank, gpu in enumerate(gpus)]
@@ -117,11 +117,11 @@ def test_two_ranks_on_one_gpu_are_an_error_of_the_user(monkeypatch, gpus, shared
 
 @pytest.mark.parametrize("remote_servers", [False, True])
 def test_settings_of_the_user_and_remote_servers_keep_their_network(monkeypatch, remote_servers):
-    monkeypatch.setenv(places.GLOO_INTERFACE, "eth7")
-    monkeypatch.setenv(places.NCCL_INTERFACE, "")
-    monkeypatch.delenv(places.NCCL_INTERFACE)
+    monkeypatch.setenv(machines.GLOO_INTERFACE, "eth7")
+    monkeypatch.setenv(machines.NCCL_INTERFACE, "")
+    monkeypatch.delenv(machines.NCCL_INTERFACE)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    places.settle_places(store, 0, 1, "", remote_servers=remote_servers)
-    assert (os.environ[places.GLOO_INTERFACE], os.environ["LOCAL_WORLD_SIZE"]) == ("eth7", "8")
-    assert os.environ.get(places.NCCL_INTERFACE) == (None if remote_servers else "lo")
+    machines.settle_places(store, 0, 1, "", remote_servers=remote_servers)
+    assert (os.environ[machines.GLOO_INTERFACE], os.environ["LOCAL_WORLD_SIZE"]) == ("eth7", "8")
+    assert os.environ.get(machines.NCCL_INTERFACE) == (None if remote_servers else "lo")
