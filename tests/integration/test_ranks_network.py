@@ -19,7 +19,7 @@ SEEN = "RLHF_TEST_SEEN"
 
 
 def note_sockets(event: str) -> None:
-    """Write this process's listening addresses and its number of local ranks into a file, while it trains."""
+    """Write the number of local ranks, gloo's interface and the listening addresses of this process into a file."""
     if event != "update.before":
         return
     inodes = set()
@@ -34,7 +34,8 @@ def note_sockets(event: str) -> None:
             fields = line.split()
             if fields[3] == LISTENING and f"socket:[{fields[9]}]" in inodes:
                 found.append(address_of(fields[1].partition(":")[0]))
-    text = " ".join([os.environ["LOCAL_WORLD_SIZE"], *found])
+    # Where a machine's name is 127.0.0.1, gloo listens there anyway; elsewhere the interface decides.
+    text = " ".join([os.environ["LOCAL_WORLD_SIZE"], os.environ.get(machines.GLOO_INTERFACE, "none"), *found])
     (Path(os.environ[SEEN]) / os.environ["RANK"]).write_text(text)
 
 
@@ -43,9 +44,9 @@ def address_of(digits: str) -> str:
     return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, b"".join(words))
 
 
-def seen(folder: Path) -> dict[int, tuple[str, set[str]]]:
+def seen(folder: Path) -> dict[int, list[str]]:
     texts = {int(path.name): path.read_text().split() for path in folder.iterdir()}
-    return {rank: (local, set(addresses)) for rank, (local, *addresses) in texts.items()}
+    return {rank: [local, gloo, *sorted(set(addresses))] for rank, (local, gloo, *addresses) in texts.items()}
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_ranks_under_the_supervisor_listen_on_the_loopback_address(tmp_path, sum
     command = [*small(tmp_path, "local", sums), "trainer.nproc=2", "trainer.total_training_steps=1"]
     end = train_forked([*command, "actor.optim.lr_warmup_steps=0"], environment)
     assert end.code == EXIT_DONE, end.output
-    assert seen(tmp_path / "seen") == {rank: ("2", {"127.0.0.1"}) for rank in (0, 1)}
+    assert seen(tmp_path / "seen") == {rank: ["2", "lo", "127.0.0.1"] for rank in (0, 1)}
 
 
 def test_ranks_of_another_launcher_count_themselves(tmp_path, sums, environment):
@@ -68,9 +69,7 @@ def test_ranks_of_another_launcher_count_themselves(tmp_path, sums, environment)
     command = [*small(tmp_path, "srun", sums), "trainer.total_training_steps=1", "actor.optim.lr_warmup_steps=0"]
     end = ranks(tmp_path / "log", command, environment, nproc=2)
     assert end.code == EXIT_DONE, end.output
-    found = seen(tmp_path / "seen")
-    assert found[0] == ("2", {"127.0.0.1", "::"})
-    assert found[1] == ("2", {"127.0.0.1"})
+    assert seen(tmp_path / "seen") == {0: ["2", "lo", "127.0.0.1", "::"], 1: ["2", "lo", "127.0.0.1"]}
 
 
 class Settled(threading.Thread):
