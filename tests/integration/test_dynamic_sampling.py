@@ -27,6 +27,7 @@ from tests.support.plain_collect import (
     build,
     new_driver,
     plain_way,
+    tensors_of_ranks,
 )
 from tests.support.rounding import FLOAT32
 
@@ -80,7 +81,7 @@ def walk(steps: int, settings: dict[str, Any], restart_after: int | None) -> lis
         groups = [{name: v[i : i + N] for name, v in columns.items()} for i in range(0, len(batch), N)]
         records.append({"groups": groups, "metrics": collected.metrics, "tokens": collected.tokens.total})
         if step == restart_after:
-            parts, position = coordinator.all_gather(collector.tensors()), collector.prompts.position
+            parts, position = tensors_of_ranks(collector, coordinator), collector.prompts.position
             collector = build(driver, coordinator, **settings)
             collector.load_tensors(parts if coordinator.rank == coordinator.world_size - 1 else [])
             collector.prompts.advance_to(position)

@@ -16,7 +16,7 @@ from rlhf.tracking.history import MACHINE_METRICS
 from tests.support.checkpoints import equal_bits
 from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.numeric_ranks import run_ranks
-from tests.support.plain_collect import BATCH, FILTERED, UNFILTERED, N, build, new_driver
+from tests.support.plain_collect import BATCH, FILTERED, UNFILTERED, N, build, new_driver, tensors_of_ranks
 from tests.support.rounding import FLOAT32
 
 STEPS = 4
@@ -66,9 +66,8 @@ def walk(rank: Rank, last: int) -> list[dict[str, Any]]:
 
 def saved(rank: Rank) -> tuple[int, int, list[Any]]:
     """What a checkpoint would hold."""
-    parts = rank.collector.coordinator.all_gather(dict(rank.collector.tensors()))
-    copies = [{name: tensor.clone() for name, tensor in part.items()} for part in parts]
-    return rank.driver.step, rank.collector.prompts.position, copies
+    parts = tensors_of_ranks(rank.collector, rank.collector.coordinator)
+    return rank.driver.step, rank.collector.prompts.position, parts
 
 
 def go_to(prompts: PromptShare, position: int) -> None:

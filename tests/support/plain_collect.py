@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -220,3 +221,9 @@ def plain_group(
         "timeouts": sum(s.timed_out for s in counted),
         "failures": sum(s.failed for s in counted),
     }
+
+
+def tensors_of_ranks(collector: Collector, coordinator: Coordinator) -> list[dict[str, Tensor]]:
+    """Return copies of all ranks' tensors for a checkpoint. Collective."""
+    own = {name: tensor.contiguous() for name, tensor in collector.tensors().items()}
+    return [load(part) for part in coordinator.all_gather(save(own))]

@@ -1,6 +1,7 @@
 """Small runs for power cuts: real start code, resumes, saves, history and journal around a state of a few tensors, with
 notes of each promise at its time."""
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -251,7 +252,7 @@ class TinyRun:
         step = self.driver.step
         self.part.state["mark"] = None if self.book is None else len(self.book.saves) + 1
         self.part.state["mark"] = mark = self.coordinator.broadcast(self.part.state["mark"])
-        states = self.coordinator.all_gather(self.everything())
+        states = [pickle.loads(state) for state in self.coordinator.all_gather(pickle.dumps(self.everything()))]
         if self.book is not None:
             self.book.saves[mark] = Saved(mark, step, dict(enumerate(states)), list(self.history))
             self.book.note("begun", self.book.saves[mark])
