@@ -69,6 +69,7 @@ LONGEST_FIRST = (
     "test_remote",
     "test_remote_start",
     "test_torchrun",
+    "test_ranks_network",
     "test_import_run",
     "test_import_of_peers",
     "test_verb_kills",
