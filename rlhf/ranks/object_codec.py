@@ -142,7 +142,7 @@ def _class(module: str, name: str) -> type:
     if module == builtins.__name__:
         found = getattr(builtins, name, None)
     if not isinstance(found, type):
-        raise ValueError(f"{module}.{name} is no class of Python or of the trainer")
+        raise ValueError(f"{module}.{name} is not a class of Python or of the trainer")
     return found
 
 

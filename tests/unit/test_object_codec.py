@@ -118,7 +118,7 @@ def message_of(value: Any) -> bytes:
     ],
 )
 def test_a_message_names_nothing_but_records_and_errors(message):
-    with pytest.raises(ValueError, match=r"is no class|is not"):
+    with pytest.raises(ValueError, match="is not"):
         decode(message_of(message))
 
 
