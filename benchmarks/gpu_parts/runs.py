@@ -93,8 +93,8 @@ def vllm(place: Place) -> Figures:
     place.goal(sync < 2, f"a weight sync takes {sync:.2f} s, not less than 2")
     figures: Figures = {"log-prob difference, mean": apart, "seconds of a weight sync": sync}
     figures |= {name: records[-1][name] for name in ("timing_s/gen", "timing_s/step")}
-    beside = [event["beside torch"] for event in events(place.folder) if event["event"] == "update.before"]
     if not place.rehearsal:
+        beside = [event["beside torch"] for event in events(place.folder) if event["event"] == "update.before"]
         planned = CUDA_BASE + ENGINE_BASE
         figures |= {"GiB beside torch's while vLLM sleeps": max(beside) / GIB, "planned GiB": planned / GIB}
         place.goal(
