@@ -136,7 +136,7 @@ def remax(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def pass_at_k(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """Return response i's advantage for the best of k responses to its prompt: (m_i - m) / (s + 1e-6).
+    """Return the advantage of response i if only the best of k responses to a prompt counts: (m_i - m) / (s + 1e-6).
 
     Over all k-subsets of the n responses, m and s are mean and standard deviation of the largest score. m_i is the mean
     over only the subsets with response i. `norm_adv_by_std_in_grpo=false` omits the division. With scores of 0 and 1, m
@@ -149,8 +149,8 @@ def pass_at_k(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     scores, order = inputs.scores.view(-1, n).sort(dim=1, stable=True)
     # Subtract the best score: if every subset has a response with the best score, all advantages are exactly 0.
     scores = scores - scores[:, -1:]
-    # Fraction of subsets whose largest score is the j-th lowest: of all subsets, of the subsets with the j-th response,
-    # and of the subsets with a given lower response.
+    # Entry j is the fraction of subsets whose largest score is the j-th lowest: among all subsets (of_all), among the
+    # subsets with response j (of_own), and among the subsets with one given response below j (of_lower).
     of_all = scores.new_tensor([comb(j, k - 1) / comb(n, k) for j in range(n)])
     of_own = scores.new_tensor([comb(j, k - 1) / comb(n - 1, k - 1) for j in range(n)])
     of_lower = scores.new_tensor([comb(j - 1, k - 2) / comb(n - 1, k - 1) if j and k > 1 else 0.0 for j in range(n)])
@@ -165,7 +165,7 @@ def pass_at_k(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def _decays(mask: Tensor, per_token: float) -> Tensor:
-    """Return the discount of each step, [N, R] float64: `per_token` on response tokens, 1 elsewhere."""
+    """Return the discount at each position, [N, R] float64: `per_token` on response tokens, 1 elsewhere."""
     return torch.ones_like(mask, dtype=torch.float64).masked_fill(mask.bool(), per_token)
 
 

@@ -1,8 +1,9 @@
 """Sizes of buffers that are not settings, for the trainer and the memory plan."""
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
-"""Largest number of logits (tokens times vocabulary) of a chunk; at least one token. The CPU's value is the fastest
-one. The GPU's value fits 440 tokens of a vocabulary of 152k, enough for matrix products at full speed."""
+"""Largest number of logits (tokens times vocabulary) that are computed at once. A chunk has at least one token, even
+if its logits are more. The CPU's value is the fastest. The GPU's value allows 440 tokens with a vocabulary of 152k,
+enough for matrix products at full speed."""
 GATHER_BUCKET = 8 << 20
 """Bytes of tensors per all-gather; a larger tensor is gathered alone. On a CPU a larger bucket is slower, because it
 does not fit into the caches."""

@@ -1,4 +1,4 @@
-"""Reads folders of configuration files for Hydra, with two more features."""
+"""Reads folders of configuration files for Hydra; a file may select a group's entry, or require a setting."""
 
 from pathlib import Path
 from typing import ClassVar

@@ -1,6 +1,7 @@
-"""Reads a tensor whose parts are in several places, as bands: blocks of its rows and columns.
+"""Reads a tensor of which several files store parts.
 
-Rows flatten all dimensions but the last. A vector has one row per element.
+The tensor is a matrix here: its rows are all dimensions but the last, flattened. A vector has one row per element. A
+part is read as bands. A band is a block of consecutive rows and columns of the matrix.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,8 +25,8 @@ class StoredPart(Protocol):
 
 @dataclass(frozen=True)
 class Band:
-    """Rows [row, row + rows) and columns [column, column + columns) of a tensor, stored from element `at` of the part
-    `stored` on."""
+    """Rows [row, row + rows) and columns [column, column + columns) of a tensor. The part `stored` has them from its
+    element `at` on."""
 
     row: int
     rows: int
@@ -43,7 +44,7 @@ def bands_of(
         yield Band(sum(offsets), torch.Size(sizes).numel(), 0, 1, 0, stored)
         return
     outer, columns = shape[:-1], sizes[-1]
-    # The last outer dimensions that the part covers whole, and the one before them, form consecutive rows.
+    # Rows are consecutive over the last outer dimensions that the part covers whole, and over one more: `split`.
     split = len(outer) - 1
     while split > 0 and sizes[split] == shape[split]:
         split -= 1

@@ -38,7 +38,7 @@ def write_torch_file(
 def torch_save_range(
     source: TensorSource, name: str, start: int, shape: tuple[int, ...]
 ) -> Iterator[bytes | memoryview]:
-    """Yield a file of `torch.save` with one tensor of `shape`: the elements of `name` from `start` on."""
+    """Yield the bytes that `torch.save` writes for one tensor of `shape`: the elements of `name` from `start` on."""
     info = TensorInfo(shape, source.contents.tensors[name].dtype)
     with FakeTensorMode():
         tensor = torch.empty(shape, dtype=info.dtype)

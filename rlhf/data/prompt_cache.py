@@ -4,7 +4,7 @@
 <data.cache_dir>/
   KEY/{prompts.arrow,about.json}   a set, under the hash of all its inputs; renamed to KEY when complete
   KEY.lock                         locked by the process that makes the set
-  files/HASH.json                  the hash of a data file, with the inode, size and times at that time
+  files/HASH.json                  the hash of a data file, with the inode, size and times that it had when hashed
   .tmp-KEY-...                     unfinished, perhaps after a kill; the next process that makes the set removes it
 ```
 """
@@ -41,7 +41,7 @@ def open_or_make(folder: Path, key: str, make: Callable[[Path], None]) -> Mapped
     """Return the set `key` of the cache `folder`. If it is missing, one process calls `make` to write it; others wait.
 
     Raises:
-        UserError: nothing was written for STALLED_S seconds, or the folder cannot be written, or as `make`.
+        UserError: nothing was written for STALLED_S seconds, the folder cannot be written, or `make` raises it.
     """
     entry, logged, grown_at, last_size = folder / key, False, time.monotonic(), -1
     while (prompts := _open(entry)) is None:

@@ -20,7 +20,7 @@ from rlhf.reward import RewardResult
 DRAWS, SEED = 1000, 42
 """Draws and seed of verl's bootstrap."""
 CORE = ("mean@", "pass@", "best@", "maj@")
-"""Metrics that are `val-core` for a source's main variable with all N responses. Other metrics are `val-aux`."""
+"""Metrics logged as `val-core` for the main variable of a source, if their number is N. All others are `val-aux`."""
 
 
 @dataclass(frozen=True)
@@ -113,27 +113,28 @@ def _variables(results: Sequence[RewardResult]) -> Iterator[tuple[str, list[floa
 
 
 def _sizes(n: int) -> list[int]:
-    """Return verl's k: the powers of two below n, and n itself; none for one response."""
+    """Return the values of k that verl uses: the powers of two below n, and n; none for one response."""
     return [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n] if n > 1 else []
 
 
 @cache
 def _draws(n: int, k: int) -> np.ndarray:
-    """Return the drawn responses, [DRAWS, k] int64."""
+    """Return the indices of the drawn responses, [DRAWS, k] int64."""
     return np.random.RandomState(SEED).choice(n, size=(DRAWS, k), replace=True)
 
 
 # Cached, because many variables and prompts have the same few zeros and ones.
 @lru_cache(maxsize=4096)
 def _best_and_worst(values: tuple[float, ...], k: int) -> tuple[float, float]:
-    """Return the means over the draws of the largest and of the smallest value."""
+    """Return the mean of the largest and the mean of the smallest value of a draw, over all draws."""
     drawn = np.array(values)[_draws(len(values), k)]
     return float(drawn.max(axis=1).mean()), float(drawn.min(axis=1).mean())
 
 
 @lru_cache(maxsize=256)
 def _voted(answers: tuple[int, ...], k: int) -> np.ndarray:
-    """Return each draw's first response with the majority answer, [DRAWS] int64. The first answer wins a tie."""
+    """Return the index of each draw's first response with the majority answer, [DRAWS] int64. The first answer wins a
+    tie."""
     drawn = _draws(len(answers), k)
     stated = np.array(answers)[drawn]
     supporters = (stated[:, :, None] == stated[:, None, :]).sum(axis=2)

@@ -20,10 +20,10 @@ class OtherRanks(Protocol):
     """The hang detectors of the other nodes. Each detector sees the ranks of its node only."""
 
     def report(self, *, save: bool) -> None:
-        """Report to the other nodes that a rank here is within its deadline: of its loop, or of a background save."""
+        """Report to the other nodes that the loop of a rank here, or with `save` its background save, is in time."""
 
     def are_silent(self, *, save: bool) -> bool:
-        """Return whether no other node has called `report` recently, with the same `save`."""
+        """Return whether no other node has called `report` with this `save` recently, or a node has found a hang."""
 
 
 class HangDetector:
@@ -39,8 +39,8 @@ class HangDetector:
     def look(self, ranks: WatchedRanks, alive: Collection[int]) -> Hang | None:
         """Return the evidence of a hang among the ranks that are `alive`, or None.
 
-        At most one call in LOOK_EVERY_S seconds looks; the others return None. A hang collects the stacks of all ranks,
-        after which the ranks can only be killed.
+        Calls within LOOK_EVERY_S seconds after a check return None at once. After a hang is found and the stacks of the
+        ranks are collected, the ranks can only be killed.
         """
         now = time.monotonic()
         if now < self._next_look:

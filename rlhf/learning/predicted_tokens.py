@@ -39,7 +39,7 @@ class PredictedTokens:
         return cls(packed.inputs, packed.starts[rows] + sequence_positions - 1, labels, mask, (rows, columns))
 
     def in_rows(self, values: Tensor) -> Tensor:
-        """Return [N, R] with the values of [M] at the tokens' places, zero elsewhere."""
+        """Return `values`, [M], at the places of their tokens in [N, R]; zero elsewhere."""
         return values.new_zeros(self.mask.shape).index_put(self.places, values)
 
 

@@ -26,7 +26,7 @@ EMPTY = (
 
 
 def check_adapter_folder(lora: LoraConfig, model_path: str, *, needed: bool = True) -> None:
-    """Check the peft folder `model.lora.path`; skip it unless `needed`, because a checkpoint already has the adapters.
+    """Check the peft folder `model.lora.path`, unless the run resumes from a checkpoint with adapters (not `needed`).
 
     Raises:
         UserError: the folder is missing, has other LoRA settings, or belongs to another base model.

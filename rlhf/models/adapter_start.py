@@ -49,13 +49,13 @@ def check_adapter_tensors(shapes: Mapping[str, Sequence[int]], folder: Path) -> 
             found = opened.get_slice(stored[name])
             if found.get_dtype() not in FLOATS:
                 raise UserError(
-                    f"{prefix}: {name} is {found.get_dtype()}, and adapters need {', '.join(FLOATS)}. Save it as "
-                    "one of these types."
+                    f"{prefix}: {name} is {found.get_dtype()}, and adapters need {', '.join(FLOATS)}. Save "
+                    f"{name} as one of these types."
                 )
             if found.get_shape() != list(shape):
                 raise UserError(
-                    f"{prefix}: {name} has shape {found.get_shape()}, the adapter of this model {list(shape)}: the "
-                    "base or the rank differs. Set model.path and model.lora.rank as in the adapter's training."
+                    f"{prefix}: {name} has shape {found.get_shape()}, but the adapter of this model has {list(shape)}: "
+                    "the base or the rank differs. Set model.path and model.lora.rank as in the adapter's training."
                 )
 
 

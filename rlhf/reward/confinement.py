@@ -90,7 +90,7 @@ class CpuTime:
         self._limit = 0
 
     def renew(self, count: int = 1) -> None:
-        """Raise the limit if needed: the CPU time left is then 1 to 2 times that of `count` samples, plus up to 1 s."""
+        """Raise the limit, if needed, so that CPU time for `count` samples is left; at most twice as much, plus 1 s."""
         used, allowance = time.process_time(), self._allowance * count
         if self._limit - used < allowance:
             self._limit = math.ceil(used + 2 * allowance)

@@ -20,7 +20,7 @@ RESERVED = ("mean", "min", "max", "std", "frac_zero_std", "overlong", "timeouts"
 
 
 def label_of(function: str) -> str:
-    """Return the metric name of an entry of `reward.functions`: its own, or the part after the colon for a file."""
+    """Return the metric name of an entry of `reward.functions`: a verifier's name, or a function's without its file."""
     return function if function in NAMES else split_spec(SETTING, function)[1]
 
 
@@ -39,7 +39,7 @@ def check_reward(config: RewardConfig, reward_model: RewardModelConfig) -> None:
 
 
 def check_functions(config: RewardConfig) -> None:
-    """Check the section `reward` alone, as `check_reward`."""
+    """Check the section `reward` as `check_reward` does, but not the reward model's path."""
     setting = f"{SETTING}={config.functions}"
     if not config.functions:
         raise UserError(f"{setting}: name at least one of {', '.join(NAMES)} or path/to/file.py:name.")
@@ -153,9 +153,9 @@ class WantedColumns:
         for name, function in self.required:
             if name not in record:
                 raise UserError(
-                    f"{where}: {SETTING}={function} takes {name}, and the row has no such column; it has "
-                    f"{', '.join(record) or 'none'}.{did_you_mean(nearest(name, record))} Name a column, give {name} "
-                    "a default, or set it in reward.kwargs."
+                    f"{where}: {SETTING}={function} takes {name}, but the row has no column {name}. Its columns: "
+                    f"{', '.join(record) or 'none'}.{did_you_mean(nearest(name, record))} Rename a column to {name}, "
+                    f"give the parameter {name} a default, or set it in reward.kwargs."
                 )
         by_name = {name for name in record if self.reads(name) and (name != prompt_key or name in self.named)}
         found = {name: value for name, value in record.items() if name in by_name}

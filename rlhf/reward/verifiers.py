@@ -33,7 +33,7 @@ def final_answer(text: str) -> str:
 
 
 def _braced(text: str) -> str:
-    """Return `text` up to the brace that closes the one already open, or all of it."""
+    """Return `text` up to the brace that closes the brace before `text`; all of `text` if no brace closes it."""
     depth = 1
     for i, character in enumerate(text):
         depth += (character == "{") - (character == "}")
@@ -54,12 +54,12 @@ def exact_match(item: RewardItem) -> Score:
 
 
 def math_verify(item: RewardItem) -> Score:
-    """Return 1 if math-verify finds the response's answer equal to a reference answer, else 0. math-verify's own alarms
-    are off: they count per expression; only the process' deadline counts per sample."""
+    """Return 1 if math-verify finds the response's answer equal to a reference answer, else 0. math-verify's own
+    timeouts are off, because they limit single expressions; the reward process has a deadline for the whole sample."""
     from math_verify import parse, verify
 
     def matches(gold: str) -> bool:
-        # As math-verify advises: the reference as LaTeX in an environment; verify(gold, answer), in that order.
+        # math-verify advises to put the reference into a LaTeX environment, and to pass it to `verify` first.
         return bool(verify(parse(f"\\boxed{{{gold}}}", parsing_timeout=None), answer, timeout_seconds=None))
 
     answer = parse(item.response, parsing_timeout=None)
@@ -98,8 +98,9 @@ def gym_dataset(data_source: str, settings: dict[str, Any]) -> Any:
 def evaluates_answers(data_source: str, settings: dict[str, Any]) -> bool:
     """Return whether the task evaluates the answer's text.
 
-    Several tasks do: with eval(), SymPy's parser, or a number that the answer gives. A policy's "9**9**9**9" or
-    "1e999999999" never returns there, and "R99999999999" uses all memory: such tasks need a process that can be killed.
+    Several tasks pass the answer to eval(), Fraction() or SymPy's parser, or build a list as long as the answer says. With
+    "9**9**9**9" or "1e999999999" such a task never returns, and with "R99999999999" it uses all memory. So these tasks
+    need a process that can be killed.
     """
     import inspect
 
@@ -109,8 +110,8 @@ def evaluates_answers(data_source: str, settings: dict[str, Any]) -> bool:
 
 
 def answer_reader(config: RewardConfig) -> Reader | None:
-    """Return the reader of the first of `reward.functions`; None unless that is a named verifier. Only the author of a
-    user function knows how the function reads an answer, and a reward model reads none."""
+    """Return the reader of the first of `reward.functions`; None unless it is a named verifier. The trainer cannot know
+    how a user's function reads an answer, and a reward model reads none."""
     first = config.functions[0]
     if first in ("exact_match", "math_verify"):
         return final_answer

@@ -32,7 +32,7 @@ LARGEST = 100_000_000
 
 
 def is_shape(sizes: Sequence[object]) -> bool:
-    """Return whether a tensor can have this shape, even if one of its sizes is 0."""
+    """Return whether a tensor can have this shape. A size of 0 does not make the other sizes valid."""
     counts = [size for size in sizes if type(size) is int and size >= 0]
     return len(counts) == len(sizes) and math.prod(size for size in counts if size) <= MOST_BYTES
 
@@ -65,10 +65,10 @@ def read_safetensors_header(files: CheckedFiles, name: str) -> tuple[dict[str, A
     header.pop("__metadata__", None)
     for tensor, entry in header.items():
         if not _describes_tensor(entry):
-            raise DamagedCheckpoint(f"{name}: has no valid type and shape of {tensor!r}")
+            raise DamagedCheckpoint(f"{name}: has no valid type and shape for {tensor!r}")
         offsets = entry.get("data_offsets")
         if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise DamagedCheckpoint(f"{name}: has no valid offsets of {tensor!r}")
+            raise DamagedCheckpoint(f"{name}: has no valid offsets for {tensor!r}")
     return header, length
 
 

@@ -119,7 +119,7 @@ class Progress(ProgressDisplay):
         return f"ETA {duration((now - began) / (self._step - first) * (self._total - self._step))}"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType | Segment]:
-        """Render the bar and an empty line for the cursor: if this process dies, the next one writes there."""
+        """Render the bar and, below it, an empty line for the cursor. If this process dies, the shell writes there."""
         # Leave the last column free: some terminals wrap when it is written.
         width = options.max_width - 1
         head = self._where(self._step) if self.started else ""

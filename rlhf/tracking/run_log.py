@@ -39,7 +39,7 @@ class RunLog:
         self._saved: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the end of the history; empty before `start`, when a resume may still have to cut the history."""
+        """Return the end of the history. Return nothing before `start`: a resume cuts the history only there."""
         return self._tracker.state_dict() if self._tracker is not None and self._started else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -73,12 +73,12 @@ class RunLog:
         self._progress.update(step, {name: metrics[name] for name in shown})
 
     def show(self, samples: Sequence[ShownSample]) -> None:
-        """Add samples for users to the next record."""
+        """Add samples to the next record, for users to read."""
         if self._tracker is not None:
             self._samples += samples
 
     def note(self, result: Measured | None) -> None:
-        """Add the metrics of a save or resume to the next record; a step's own record precedes its checkpoint."""
+        """Add the metrics of a save or resume to the next step's record: a step is recorded before it is saved."""
         if result is not None:
             self._pending |= result.metrics()
 

@@ -242,7 +242,7 @@ def test_a_metadata_takes_no_more_memory_than_it_has(folder: Path) -> None:
         ({"x": {"saved_offsets": ["a", 0]}}, [0, 24], "does not list the offsets of x"),
         ({"x": 5}, [0, 24], "does not list the offsets of x"),
         (["x"], [0, 24], "does not list the offsets of x"),
-        ({"x": {"saved_offsets": [0]}}, [0, 24], "begins at"),
+        ({"x": {"saved_offsets": [0]}}, [0, 24], "offsets .* do not fit its shape"),
         ({"x": {"saved_offsets": [0, 0]}}, [0, 12], "does not fit its shape"),
     ],
 )

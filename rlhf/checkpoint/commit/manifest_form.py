@@ -14,15 +14,16 @@ LONGEST_NAME = 255
 
 
 def problems_of(payload: dict[str, Any]) -> Iterator[str]:
-    """Yield the invalid fields of a manifest of the present format, one line each; all fields must exist."""
+    """Yield one line for each invalid field of a manifest of the present format. The caller has checked that all fields
+    exist."""
     wrong = [message.format(name) for names, fits, message in FORMS for name in names if not fits(payload[name])]
     if wrong:
         yield from wrong
         return
     if payload["imported"] and not {"layout", "path"} <= payload["imported"].keys():
-        yield "its imported has no layout or path"
+        yield "its imported lacks the layout or the path"
     if any(isinstance(figure, int) and abs(figure) > LARGEST_SIZE for figure in payload["metrics"].values()):
-        yield "its metrics are not finite numbers"
+        yield "its metrics have a number that is too large"
     for name, entry in payload["files"].items():
         if problem := _name_problem(name) or _entry_problem(entry):
             yield f"it names {name!r}, which {problem}"

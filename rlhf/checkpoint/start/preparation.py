@@ -38,8 +38,8 @@ def prepare(
 ) -> None:
     """Prepare the run directory of each storage domain for the ranks. Collective; raises the same error on every rank.
 
-    Requires every directory's run lock. Raises UserError for `trainer.resume_mode=disable` on a directory with
-    checkpoints, for checkpoints of a run with other settings, for a `trainer.resume_from_path` that is not a
+    The caller has the run lock of every directory. Raises UserError for `trainer.resume_mode=disable` on a directory
+    with checkpoints, for checkpoints of a run with other settings, for a `trainer.resume_from_path` that is not a
     checkpoint, for a `checkpoint.remote` that cannot be used, and for a pointer without checkpoints.
     """
     if settings.remote is not None and len(coordinator.domain_leaders) > 1:
@@ -109,8 +109,11 @@ def finished_step(
 
 
 def _launch(run_dir: Path, coordinator: Coordinator) -> list[str]:
-    """Return the torchrun processes of this launch; empty without torchrun. They are the processes of the present
-    ranks, and processes of earlier attempts that a disk lists together with a present process: machines change."""
+    """Return the torchrun processes of this launch; empty without torchrun.
+
+    They are the parents of the present ranks. A new attempt may run on other machines. So the result also has the
+    processes of earlier attempts, if a run.json lists them together with a present process.
+    """
     agents = {agent for agent in coordinator.all_gather(torchrun_agent()) if agent is not None}
     if not agents:
         return []
@@ -120,8 +123,8 @@ def _launch(run_dir: Path, coordinator: Coordinator) -> list[str]:
 
 
 def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
-    """Return the run's id and start day, from run.json on the driver's disk, else on another disk, else from the newest
-    checkpoint, else new. If run.json lacks the start day, it is also the checkpoint's."""
+    """Return the run's id and start day. Sources, in this order: run.json on the driver's disk, run.json on another
+    disk, the newest checkpoint, new values. If run.json lacks the start day, the last two sources give it."""
     known = [run for run in coordinator.on_domain_leaders(lambda: read_run_file(run_dir)) if run]
     if len({run["run_id"] for run in known}) > 1 and coordinator.is_leader:
         names = ", ".join(run["run_id"] for run in known)

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set-aside", action="store_true", help="also global_step_N.damaged-K, .superseded-K, .incomplete-K"
     )
     act = parser.add_mutually_exclusive_group()
-    act.add_argument("--yes", action="store_true", help="remove; reads every byte of the newest checkpoint before")
+    act.add_argument("--yes", action="store_true", help="remove, after reading every byte of the newest checkpoint")
     act.add_argument("--dry-run", action="store_true", help="only show, as without --yes")
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/checkpoints.md) for scripts")
 
@@ -46,7 +46,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         name: value for name in RULES if (value := _parse_option(name, getattr(arguments, name))) is not _NOT_GIVEN
     }
     if "://" in arguments.path:
-        raise UserError(f"{arguments.path}: set checkpoint.remote_max_to_keep to limit a remote folder.")
+        raise UserError(
+            f"{arguments.path}: prune works on local folders only. For a remote folder, set "
+            "checkpoint.remote_max_to_keep in the run."
+        )
     runs, problems = find_runs(arguments.path)
     worst = EXIT_CRASHED if problems else EXIT_DONE
     documents: list[dict[str, Any]] = []
@@ -88,7 +91,7 @@ def _parse_option(name: str, text: str | None) -> Any:
             return None
         if text not in rule["choices"]:
             choices = rule["choices"]
-            raise UserError(f"{option}: is one of {', '.join(choices)}.{did_you_mean(nearest(text, choices))}")
+            raise UserError(f"{option}: must be one of {', '.join(choices)}.{did_you_mean(nearest(text, choices))}")
         return text
     may_be_null = rule["ge"] == 1
     if may_be_null and text == "null":

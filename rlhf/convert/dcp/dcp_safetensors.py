@@ -71,7 +71,9 @@ class DcpSafetensors(DcpFolder):
             except (KeyError, TypeError, ValueError):
                 raise DamagedCheckpoint(f"{self.path / name} does not list the offsets of {tensor}") from None
             if len(offsets) != len(stored.shape):
-                raise DamagedCheckpoint(f"{self.path / name}: {tensor} begins at {offsets} and is {stored.shape}")
+                raise DamagedCheckpoint(
+                    f"{self.path / name}: the offsets {offsets} of {tensor} do not fit its shape {stored.shape}"
+                )
             self._parts.setdefault(tensor, []).append((offsets, stored))
 
     def _bands_of(self, name: str) -> Iterator[Band]:

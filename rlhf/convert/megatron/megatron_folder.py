@@ -113,7 +113,8 @@ def _model(source: TensorSource) -> MegatronModel:
 def _of_stage(
     model: MegatronModel, whole: Mapping[str, JoinedTensor], stage: int, stages: int
 ) -> dict[str, JoinedTensor]:
-    """Return the tensors of pipeline rank `stage` of a tensor parallel rank's `whole` tensors. Layers restart at 0."""
+    """Return the tensors of pipeline rank `stage`, out of all tensors of one tensor parallel rank (`whole`). Each stage
+    numbers its layers from 0."""
     count = model.layers // stages
     found = {}
     for name, tensor in whole.items():

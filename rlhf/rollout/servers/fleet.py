@@ -28,10 +28,10 @@ class Fleet:
         self._began.wait()
 
     def wait(self, seconds: float, generating: bool = True) -> FleetState | None:
-        """Wait for one of these states of the fleet, and return it; return None after `seconds`.
+        """Wait for a state of the fleet and return the state; return None after `seconds`.
 
-        done: all samples are generated. weights: no server has the wanted weights, and one can receive them. If not
-        `generating`, wait for one state only: ready, which means that a server is alive.
+        With `generating`, the states are `done` (all samples are generated) and `weights` (no server has the wanted
+        weights, and one can receive them). Without, the only state is `ready`: a server is alive.
 
         Raises:
             ServersFailed: too many failures; the text has each server's last failures and log file.

@@ -44,14 +44,14 @@ class _Member:
     starts: int = 0
     pushing: bool = False
     load: int = 0  # number of samples in flight
-    tasks: dict[asyncio.Task, int] = field(default_factory=dict)  # index of the siblings that each task has sent
+    tasks: dict[asyncio.Task, int] = field(default_factory=dict)  # each task, with the index of the group that it sent
     probe: asyncio.Task | None = None
     probe_error: str = NO_ANSWER  # error of the last probe; empty if the probe succeeded
 
 
 @dataclass
 class _Generation:
-    groups: Sequence[Sequence[Request]]  # siblings; one request asks a server for all samples of a group
+    groups: Sequence[Sequence[Request]]  # requests for samples of one prompt; one HTTP request asks for a whole group
     seed: int
     step: int
     queue: deque[int]  # indices of the groups that are not sent yet
@@ -124,6 +124,7 @@ class FleetLoop:
         return ServerClient(self._session, url, self._request_settings, self._settings.answer_timeout_s, self._secret)
 
     async def until(self, generating: bool, seconds: float) -> FleetState | None:
+        """Wait as `Fleet.wait`."""
         outcome_now = self._ended if generating else self._ready
         self._budget.needed = True
         end = time.monotonic() + seconds
