@@ -98,9 +98,9 @@ def gym_dataset(data_source: str, settings: dict[str, Any]) -> Any:
 def evaluates_answers(data_source: str, settings: dict[str, Any]) -> bool:
     """Return whether the task evaluates the answer's text.
 
-    Several tasks pass the answer to eval(), Fraction() or SymPy's parser, or build a list as long as the answer says. With
-    "9**9**9**9" or "1e999999999" such a task never returns, and with "R99999999999" it uses all memory. So these tasks
-    need a process that can be killed.
+    Several tasks pass the answer to eval(), Fraction() or SymPy's parser, or build a list as long as the answer says.
+    With "9**9**9**9" or "1e999999999" such a task never returns, and with "R99999999999" it uses all memory. So these
+    tasks need a process that can be killed.
     """
     import inspect
 
