@@ -63,7 +63,7 @@ def test_a_folder_of_other_layers_or_shapes_is_refused(tmp_path):
 
     save_file(stored | {name: torch.zeros(8, 24)}, file)
     message = user_error(fill_from_folder, backend.model_shards(), tmp_path)
-    assert "model.layers.0.mlp.down_proj.lora_A.weight has shape [8, 24], the adapter of this model [4, 24]" in message
+    assert "down_proj.lora_A.weight has shape [8, 24], but the adapter of this model has [4, 24]" in message
     save_file({key: tensor for key, tensor in stored.items() if key != name}, file)
     assert "has no model.layers.0.mlp.down_proj.lora_A.weight." in user_error(
         fill_from_folder, backend.model_shards(), tmp_path

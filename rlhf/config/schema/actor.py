@@ -52,7 +52,7 @@ class ActorConfig:
     speed, not the gradient (up to rounding)."""
     use_remove_padding: bool | None = setting(None, resume="harmless")
     """Pack the sequences of a micro-batch into one row without padding, also for the reference. null packs unless a
-    test of the model finds that packed sequences affect each other; true then ends the run; false pads."""
+    test finds that packed sequences affect each other in the model; true then ends the run instead; false pads."""
     ppo_epochs: int = setting(1, ge=1)
     """Optimizer passes over each batch."""
     shuffle: bool = setting(False)
