@@ -26,7 +26,7 @@ def vanilla(
     """Return PPO's clipped surrogate with separate bounds below and above, and dual clip.
 
     The loss is max(-A * r, -A * clamp(r, 1 - low, 1 + high)) with r = exp(clamp(log_probs - old_log_probs, -20, 20)).
-    For A < 0, dual clip bounds the loss by -A * c.
+    For A < 0, dual clip bounds the loss by -A * clip_ratio_c.
 
     Args:
         log_probs, old_log_probs, advantages: [N, R]; only `log_probs` gets a gradient.
@@ -87,7 +87,7 @@ def clip_cov(
     """Return PPO's clipped surrogate, 0 on the `chosen` tokens ([N, R], 0 or 1), without dual clip.
 
     The caller chooses at random among tokens with a large covariance of log-prob and advantage. Other arguments as in
-    `vanilla`. Metrics: 1 on tokens whose loss clipping changed (`pg_clipfrac`) and on chosen tokens (`clip_cov_frac`).
+    `vanilla`. Metrics: `pg_clipfrac`, 1 on tokens where clipping changed the loss; `clip_cov_frac`, 1 on chosen tokens.
 
     Source: Clip-Cov (arXiv 2505.22617).
     """

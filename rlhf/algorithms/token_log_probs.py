@@ -33,7 +33,8 @@ def token_log_probs(
         labels: [M] int64.
         temperature: divides the logits.
         weight: [V, H] of the head, with its `bias` [V].
-        finish: computes logits [m, V] from the head's product [m, V], for example soft-capping; None if both are equal.
+        finish: computes the logits [m, V] from hidden @ weight^T + bias, for example by soft-capping; None if this is
+            the logits already.
     """
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels, temperature, finish, with_entropy)
     return log_probs, entropy
@@ -66,11 +67,11 @@ class _TokenLogProbs(torch.autograd.Function):
             if entropy is None:
                 normalizer[rows] = below.exp_().sum(dim=1).log_().add_(top)
             else:
-                shares = below.exp()
-                total = shares.sum(dim=1)
+                unnormalized = below.exp()
+                total = unnormalized.sum(dim=1)
                 normalizer[rows] = total.log().add_(top)
                 # An impossible token has probability 0 and logarithm -inf; their product counts as 0.
-                mean = shares.mul_(below.clamp_(min=torch.finfo(wide).min)).sum(dim=1).div_(total)
+                mean = unnormalized.mul_(below.clamp_(min=torch.finfo(wide).min)).sum(dim=1).div_(total)
                 entropy[rows] = total.log_().sub_(mean)
             log_probs[rows] = of_label - normalizer[rows]
         ctx.save_for_backward(hidden, weight, bias, labels, normalizer, entropy)
@@ -93,14 +94,14 @@ class _TokenLogProbs(torch.autograd.Function):
             if ctx.finish is not None:
                 with torch.enable_grad():
                     logits = ctx.finish(product.requires_grad_())
-            log_shares = _scaled(logits.detach(), ctx.temperature, normalizer.dtype).sub_(normalizer[rows, None])
+            log_p = _scaled(logits.detach(), ctx.temperature, normalizer.dtype).sub_(normalizer[rows, None])
             # d log p_label / d logit_v = ([v = label] - p_v) / T;  d entropy / d logit_v = -p_v (log p_v + entropy) / T
             of_label = of_log_probs[rows, None] / ctx.temperature
             factor = -of_label
             if of_entropy is not None:
-                surprise = log_shares.masked_fill(log_shares.isneginf(), 0.0).add_(entropy[rows, None])
+                surprise = log_p.masked_fill(log_p.isneginf(), 0.0).add_(entropy[rows, None])
                 factor = surprise.mul_(of_entropy[rows, None] / -ctx.temperature).sub_(of_label)
-            gradient = log_shares.exp_().mul_(factor).scatter_add_(1, labels[rows, None], of_label).to(logits.dtype)
+            gradient = log_p.exp_().mul_(factor).scatter_add_(1, labels[rows, None], of_label).to(logits.dtype)
             if ctx.finish is not None:
                 (gradient,) = torch.autograd.grad(logits, product, gradient)
             if of_hidden is not None:

@@ -106,7 +106,7 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
         return dict(self._state.weights()) | self._buffer_shards()
 
     def base_shards(self) -> Shards:
-        """Return views of the module's own weights."""
+        """Return views of the frozen base weights in the module, which have no master weights."""
         if self._adapters is None:
             return {}
         return dict(self._adapters.base([*self._state.frozen(), *self._buffer_shards().items()]))

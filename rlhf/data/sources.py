@@ -114,7 +114,7 @@ def _file_set(
     value = data.train_files if setting == _TRAIN else data.val_files
     sources = resolve(setting, value, _split(setting))
     if is_large(sources) and (tokens := tokenizer_identity(tokenizer, limit.day)) is not None:
-        # The release of reasoning-gym counts only if its verifier checks rows.
+        # Cached rows depend on the release of reasoning-gym only if its verifier has checked the rows.
         verifier = version("reasoning-gym") if "reasoning_gym" in reward.functions else None
         other_inputs: list[Any] = [tokens, data.prompt_key, data.answer_key, max_samples]
         other_inputs += [_need_answer(reward.functions), verifier, WantedColumns.of(reward).as_json()]

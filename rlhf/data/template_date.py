@@ -12,12 +12,12 @@ _PERCENT = "\0"
 
 
 def uses_date(template: Any) -> bool:
-    """Return whether the text `template`, or one of several by name, may print a date."""
+    """Return whether `template` may print a date. `template` is a text, or a mapping from names to texts."""
     return CALL in json.dumps(template)
 
 
 def with_date(template: str, day: date, variables: Mapping[str, Any]) -> str:
-    """Return `template` after one more line, which defines `strftime_now` as a macro that prints midnight of `day`.
+    """Return `template` with a first line that defines `strftime_now` as a macro, which prints midnight of `day`.
 
     transformers passes no functions to a template, so the date must be part of the template.
     """

@@ -20,7 +20,7 @@ class PolicySampler:
     native_adapters: bool = False
     """Whether `engine` is an `AdapterEngine`, which receives the base weights once and then only the adapters."""
     seconds: float = field(default=0.0, init=False)
-    """Seconds of generation on this rank so far, without weight syncs, in which ranks wait for each other."""
+    """Seconds of generation on this rank so far. Weight syncs do not count, because ranks wait for each other there."""
     sync_seconds: float = field(default=0.0, init=False)
     """Seconds of weight syncs since the last call of `metrics`."""
     _version: int | None = field(default=None, init=False)

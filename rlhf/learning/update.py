@@ -87,7 +87,7 @@ def update(
         micro_batch_loss: computes loss and metrics of a micro-batch, divided by the denominators of its mini-batch.
         who: `actor` or `critic`.
         shuffle: draws new mini-batches for each later epoch; None reuses those of the first.
-        before: takes the batch and a mini-batch's rows by micro-batch; returns the batch from which the rows are taken.
+        before: receives the batch and the rows of the next mini-batch, by micro-batch; returns the batch to use for it.
         after: takes the metrics of an optimizer step and returns further metrics. Not called if no rank had a token.
     """
     if guards.rejected is not None:

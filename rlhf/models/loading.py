@@ -140,7 +140,7 @@ def load_value_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = N
     """
     source, hf_config = start.source, copy.deepcopy(start.hf_config)
     hf_config.num_labels = 1
-    # Architectures without this setting fall back to transformers' head dropout of 0.1.
+    # Without this setting, the heads of some architectures have a dropout of 0.1.
     hf_config.classifier_dropout = 0.0
     found = value_class(hf_config)
     if found is None:
@@ -184,8 +184,11 @@ def load_reward_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = 
 def _load(
     loader: Any, start: ModelStart, tensors: Mapping[str, Tensor] | None, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, tuple[int, ...] | None]]:
-    """Load a model without dropout: with dropout a policy's ratio to itself would not be 1. Also return the model's
-    wrong weights: None for a missing weight, the shape in the files for others."""
+    """Load a model and set its dropout to 0, because with dropout a policy's ratio to itself would not be 1.
+
+    Also return the weights that were not loaded, by name: None if the files lack the weight, else its different shape
+    in the files.
+    """
     source, folder, hf_config = start.source, start.folder, without_dropout(copy.deepcopy(start.hf_config))
     options |= {"config": hf_config, "dtype": torch.float32, "attn_implementation": source.attn_implementation}
     # transformers initialises missing weights with a warning; we raise an error.
@@ -260,7 +263,7 @@ def hf_files(
 
     Args:
         hf_config: configuration of the model in training.
-        base: configuration whose dropouts are written, which training sets to 0.
+        base: configuration with the dropouts to write, because those of `hf_config` are 0 in training.
     """
     with Scratch() as scratch:
         _with_values(copy.deepcopy(hf_config), _dropouts(base or hf_config)).save_pretrained(scratch.folder)

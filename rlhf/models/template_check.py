@@ -114,7 +114,7 @@ def check_syntax(where: str, text: str) -> None:
 
 
 def _templates(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield file, name and text of all chat templates in `folder`; the first of a name counts."""
+    """Yield file, name and text of all chat templates in `folder`; of equal names the first counts."""
     if (path := folder / "chat_template.jinja").is_file():
         yield path.name, _DEFAULT, _read(path)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):

@@ -157,7 +157,7 @@ def load(
             model, names = found
             parts = {own: parts_of(fused, name, headers[name].shape) for own, name in names.items()}
             return PendingModel(model, parts, reader)
-        torch.set_rng_state(generator)  # draw a new head only once
+        torch.set_rng_state(generator)  # `skeleton` has drawn a new head, and `load_from` draws the same one again
     if files.reader is None:
         return PendingModel(on_every_rank(lambda: load_from(None), coordinator), {}, reader)
     if not plain:

@@ -2,7 +2,8 @@
 
 With the modeling code of transformers 5, autograd keeps the input of a matrix product; input and output of an
 activation function; the float32 input, the normalized values and the output of an RMSNorm; queries, keys, values and
-the output of fused attention (Dao, arXiv 2307.08691, algorithm 1). A test counts with hooks on saved tensors.
+the output of fused attention (Dao, arXiv 2307.08691, algorithm 1). A test compares these counts with the tensors that
+`torch.autograd.graph.saved_tensors_hooks` reports.
 """
 
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def pass_cost(model: ModelShapes, width: int, attention: str, adapters: TokenCos
         adapters: costs of adapters, if any.
     """
     norms = sum(_norm(model, size, width, layer_norm=layer_norm) for size, layer_norm in model.norms)
-    # Rotary embeddings keep neither queries nor keys.
+    # Autograd does not keep the output of norms on queries and keys, because the rotary embedding after them is linear.
     norms -= width * sum(size for size in model.norms_within_attention)
     # `eager` repeats keys and values for all heads; packed sequences copy their outputs into another tensor.
     eager = attention.startswith("eager")

@@ -38,7 +38,7 @@ class TrainingState:
     while_building: int = 0
     """Whole weights while the engine is built (not with ZeRO 3)."""
     permanent: int = 0
-    """Permanent buffers, including gradients."""
+    """DeepSpeed's permanent buffers; some of them hold gradients (see `ZeroShares.permanent`)."""
     host: int = 0
     """Offloaded state on the host."""
 
@@ -53,7 +53,7 @@ def sharded(weights: Shapes, ranks: int) -> int:
 
 
 def frozen_state(model: ModelShapes, config: BackendConfig, kept: FrozenFsdpConfig, ranks: int) -> TrainingState:
-    """Return the memory of a model without an optimizer, which FSDP2 shards with either backend."""
+    """Return the memory of a model without an optimizer. FSDP2 shards such models, also with backend=deepspeed."""
     ranks //= config.dp_replicate
     width = WIDTHS[kept.model_dtype]
     return TrainingState(width * sharded(model.weights, ranks), gathered=_gathered(model, config, ranks))

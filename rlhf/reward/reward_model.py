@@ -1,4 +1,4 @@
-"""Scores chats with a sequence classifier. Imports torch, so only a rank imports it, not `rlhf.reward`."""
+"""Scores chats with a sequence classifier. Imports torch, so `rlhf.reward` does not import this module; ranks do."""
 
 import itertools
 from collections.abc import Callable, Sequence

@@ -25,9 +25,9 @@ class WeightsMismatch(RuntimeError):
 def digest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return sum and sum of squares, [2] int64 on the tensor's device, of the bits of `tensor` as integers.
 
-    Floating-point tensors count as if cast to `dtype`. A flipped bit always changes the first sum. The digest ignores
-    the order of elements and zeros, and adds up over slices. So weights that an engine fuses, pads, repacks or shards
-    keep their digest. Swapped elements are not detected.
+    Floating-point tensors count as if cast to `dtype`. A flipped bit always changes the first sum. Neither the order of
+    elements nor additional zeros change the digest, and a tensor's digest is the sum of its slices' digests. So weights
+    that an engine fuses, pads, repacks or shards keep their digest. Swapped elements are not detected.
     """
     cast = dtype if tensor.is_floating_point() else tensor.dtype
     on_cpu = tensor.device.type == "cpu"
@@ -43,7 +43,7 @@ def digest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read_digests(found: Mapping[str, Tensor]) -> dict[str, Digest]:
-    """Return the values of `digest` results by name; waits for their common device."""
+    """Return the values of `digest` results by name; waits for the device, the same for all results."""
     if not found:
         return {}
     rows = torch.stack(list(found.values()))
@@ -55,10 +55,10 @@ class WeightCheck:
 
     - A weight is compared with the engine's weight of the same name.
     - A fused weight is compared with the sum of its parts.
-    - Weights whose names the engine lacks (experts) are summed per layer, and compared with the sum of the engine's
-      weights of that layer whose names were not sent. If these sums differ at the first sync, the engine computes such
-      weights from those sent, as for Mamba's decay rates. The check then logs a warning, and from then on only requires
-      that the sum changes exactly when the weights sent change.
+    - The other weights of a layer (such as experts) have different names in the engine. The check compares the sum of
+      those sent with the sum of those that only the engine has. If the sums differ at the first sync, the engine must
+      compute its weights from the weights sent (Mamba's decay rates, for example). The check then logs a warning, and
+      from then on only requires that the engine's sum changes exactly when the sum of the weights sent changes.
     - Weights without a counterpart are not compared.
 
     An engine that has none of the weights sent, or that lacks a weight of an earlier sync, fails the check.

@@ -56,8 +56,8 @@ class TensorBoard:
     def _number_files(self) -> None:
         """Rename the event files to 0, 1, 2 and so on, in their order, so that the next file sorts behind all of them.
 
-        Readers order files by name, which begins with the second of the start. Otherwise a clock that was set back, or
-        two starts in one second, would put the next file before an earlier one.
+        Readers order files by name, and torch names a file by the time of its creation, in seconds. After a clock was
+        set back, or with two starts in one second, the next file could come before an earlier file.
         """
         for number, path in enumerate(sorted(self._log_dir.glob(f"{_PREFIX}*"))):
             rest = path.name.removeprefix(_PREFIX).lstrip("0123456789")

@@ -36,8 +36,8 @@ def check_compatible(
         )
     if missing := [item for item in load_contents if item not in manifest.contents]:
         raise UserError(
-            f"checkpoint.load_contents (if null: checkpoint.contents)={load_contents} asks for "
-            f"{', '.join(missing)}, but {path} holds {', '.join(manifest.contents)}. Set checkpoint.load_contents to a "
+            f"checkpoint.load_contents={load_contents} asks for {', '.join(missing)}, but {path} holds "
+            f"{', '.join(manifest.contents)}. Set checkpoint.load_contents (by default checkpoint.contents) to a "
             "subset of these parts."
         )
     if manifest.imported:
@@ -76,8 +76,11 @@ def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerp
 
 
 def same_bits_problems(manifest: Manifest, identity: Identity, world_size: int) -> list[str]:
-    """Return one line per difference from the run that saved the checkpoint that may change bits even with equal
-    settings; none for an imported checkpoint, which no run of this trainer saved."""
+    """Return one line per reason why later steps may have other bits than in the run that saved the checkpoint.
+
+    Reasons are the number of ranks, threads and versions; settings are not compared. Empty for an imported checkpoint,
+    which no run of this trainer saved.
+    """
     if manifest.imported:
         return []
     lines = []

@@ -24,9 +24,9 @@ class Snapshot:
     """This rank's part of a save.
 
     `files` and `whole_tensors` (path -> safetensors content) are this rank's own and written unchanged. `components`
-    (folder -> shards) are live views and get an index over all ranks; so are the shards of `exports` (folder ->
-    export), which all ranks write together. `unchanged` names components that a published checkpoint already has, bit
-    for bit. `metrics` are the step's, for the manifest.
+    (folder -> shards) get an index over all ranks. All ranks together write the files of `exports` (folder -> export).
+    The shards of components and exports are live views. `unchanged` maps components to a published checkpoint that
+    already has them, bit for bit. `metrics` are the step's, for the manifest.
     """
 
     step: int

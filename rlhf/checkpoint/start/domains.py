@@ -37,7 +37,7 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
     finally:
         with suppress(OSError):  # must not hide a failed creation
             remove_file(token)
-    coordinator.all_gather(None)  # wait until all ranks have checked: a cleanup before would remove tokens
+    coordinator.all_gather(None)  # wait until all ranks have removed their tokens: a cleanup follows
     domains = [min(view) for view in seen]
     if coordinator.is_leader and len(found := sorted(set(domains))) > 1:
         members = [[str(rank) for rank, own in enumerate(domains) if own == domain] for domain in found]

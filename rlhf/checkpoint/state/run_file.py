@@ -1,4 +1,4 @@
-"""Reads and writes run.json: a directory's run, the checkpoint that it was forked from, and its launch."""
+"""Reads and writes run.json: the id of a directory's run, the source of a fork, and the torchrun launch."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,8 @@ from rlhf.storage.reading import parse_json, read_regular
 
 LARGEST = 1 << 20
 AGENTS = "agents"
-"""The launch's torchrun processes, which identify its own saves (`overwrite`, `resume_mode=disable`)."""
+"""The torchrun processes of the launch. A restart by one of them must keep the launch's own checkpoints, also with
+`trainer.overwrite=true` or `trainer.resume_mode=disable`."""
 STARTED_ON = "started_on"
 """The day of the run's start (ISO), which chat templates print in every attempt."""
 

@@ -20,7 +20,7 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def find_runs(address: str) -> tuple[list[FoundRun], list[str]]:
-    """Return the runs at `address`, and a line per unreadable folder; raise UserError without any checkpoint."""
+    """Return the runs at `address`, and a line per unreadable folder; raise UserError if there is no checkpoint."""
     if "://" in address:
         from rlhf.checkpoint.verbs.remote_runs import find_remote_runs  # imports fsspec
 

@@ -28,8 +28,8 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
         )
     elif lacking := [name for name in ("optimizer", "extra") if config.checkpoint.journal and name not in saved]:
         yield (
-            f"checkpoint.contents={saved}: without {' and '.join(lacking)} a resumed run has other weights than those "
-            "that generated the samples in the journal; add them, or set checkpoint.journal=false."
+            f"checkpoint.contents={saved}: without {' and '.join(lacking)} a resumed run has other weights than the "
+            "run that wrote the samples in the journal; add them, or set checkpoint.journal=false."
         )
     yield from _export(config, resumes=resumes)
     yield from _retention(config)

@@ -43,7 +43,10 @@ def loss_problems(config: Config) -> Iterator[str]:
             f"{actor.ppo_mini_batch_size}); set actor.shuffle=false, or a smaller actor.ppo_mini_batch_size."
         )
     if actor.clip_ratio_low > 1:
-        yield f"actor.clip_ratio_low={actor.clip_ratio_low}: must be at most 1; a ratio is never below 0."
+        yield (
+            f"actor.clip_ratio_low={actor.clip_ratio_low}: must be at most 1, because the ratio is clipped at 1 - "
+            "clip_ratio_low, and a ratio is never below 0."
+        )
     policy_loss = actor.policy_loss
     if policy_loss.loss_mode == "clip_cov" and policy_loss.clip_cov_lb >= policy_loss.clip_cov_ub:
         yield (

@@ -25,8 +25,10 @@ PEFT = "0.21"
 
 
 def idle_lora(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """Yield one line per adapter setting `given` on the command line at its default, if no adapters are trained
-    (`lora_problems` reports other values)."""
+    """Yield one line per adapter setting that the command line sets to its default, if no adapters are trained.
+
+    `given` has the settings of the command line. `lora_problems` reports adapter settings with other values.
+    """
     if config.model.lora.enabled:
         return
     for key, value in given:

@@ -1,4 +1,4 @@
-"""Reports settings without effect, because another setting has the wrong value."""
+"""Reports settings that have no effect because of another setting's value."""
 
 from collections.abc import Iterable, Iterator
 
@@ -15,7 +15,7 @@ def without_effect(
     Args:
         needs: the setting and its value, or another condition.
         now: the present value of the setting in `needs`, for the message.
-        remedy: the change that meets a condition; by default `needs` itself.
+        remedy: the change that the line proposes; by default `needs`.
     """
     present = "" if now is None else f" (it is {now})"
     for key in keys:

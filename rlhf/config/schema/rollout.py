@@ -81,12 +81,13 @@ class RolloutConfig:
     """Devices per vLLM engine (tensor parallelism)."""
     gpu_memory_utilization: float | None = setting(None, gt=0, le=1, resume="harmless")
     """Fraction of a GPU's memory (on a CPU: of the machine's) that vLLM may use for weights and cache. null: `vllm`
-    uses what training leaves by `python -m rlhf.plan`, or 0.5 if that is unknown; servers use vLLM's own default."""
+    uses the memory that training leaves free according to `python -m rlhf.plan`, or 0.5 without such an estimate;
+    servers use vLLM's own default."""
     enforce_eager: bool = setting(False)
     """Run vLLM without CUDA graphs: slower, less memory. Always on for a CPU."""
     sleep_level: int = setting(2, ge=0, le=2, resume="harmless")
-    """Memory that `vllm` frees during training: 0 nothing, 1 weights (moved to CPU memory) and cache, 2 both without a
-    copy."""
+    """GPU memory that `vllm` frees during training: 0 nothing; 1 cache, and weights after moving them to CPU memory;
+    2 cache and weights without keeping a copy."""
     lora: str = setting("merged", choices=("merged", "native"))
     """Weight sync with `model.lora`: `merged` sends whole weights with adapters merged; `native` sends only adapters,
     which vLLM applies in each pass."""
@@ -102,7 +103,7 @@ class RolloutConfig:
 
     @property
     def vllm_share(self) -> float:
-        """Return `gpu_memory_utilization`, or 0.5 if it is null and the plan is unknown."""
+        """Return `gpu_memory_utilization`, or 0.5 if it is null and the plan gave no value."""
         return 0.5 if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     @property

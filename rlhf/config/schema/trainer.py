@@ -37,7 +37,7 @@ class TrainerConfig:
     critic_warmup: int = setting(0, ge=0)
     """Initial steps that train only the critic."""
     save_freq: int = setting(20, ge=0, resume="harmless")
-    """Steps between checkpoints; the last step is also saved. 0 saves only then and when the run is stopped."""
+    """Steps between checkpoints; the last step is also saved. 0 saves only when the run is asked to stop."""
     test_freq: int = setting(20, ge=0, resume="harmless")
     """Steps between evaluations on held-out prompts; the last step is also evaluated. 0 never evaluates."""
     val_before_train: bool = setting(True, resume="harmless")
@@ -62,10 +62,10 @@ class TrainerConfig:
     logger: list[str] = setting([], resume="harmless")
     """Trackers besides the console and metrics.jsonl: `wandb`, `tensorboard`."""
     max_restarts: int = setting(10, ge=0, resume="harmless")
-    """Restarts after crashes before the run ends. The count resets when a restart gets past the step that crashed."""
+    """Restarts after crashes before the run ends. A crash at a later step than all earlier crashes resets the count."""
     warm_start: bool = setting(True, resume="harmless")
-    """Fork ranks from a process with all imports done, for faster restarts. false, or an unsafe environment, starts new
-    processes."""
+    """Fork ranks from a process with all imports done, for faster restarts. Where a fork is unsafe (with `rollout=vllm`
+    or outside Linux), ranks start as new processes, as with false."""
     restart_backoff_s: float = setting(0.1, ge=0, resume="harmless")
     """Seconds before the first restart; ten times longer for each further restart."""
     restart_backoff_max_s: float = setting(60.0, ge=0, resume="harmless")

@@ -112,7 +112,7 @@ class DTensorPart:
 
     @property
     def is_copy(self) -> bool:
-        """Whether another rank has the same part."""
+        """Whether a rank at coordinate 0 of the replicating mesh dimensions has the same part."""
         return any(at for at, split in zip(self.coordinates, self.splits, strict=True) if split is None)
 
     def place(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -25,9 +25,11 @@ class TrainedTensor:
 def trained_tensors(
     tensors: Mapping[str, TensorInfo], model_files: Path, path: Path, role: str
 ) -> dict[str, TrainedTensor]:
-    """Return the weights and buffers of the model of `model_files` by the trainer's names; each is one of `tensors`.
-    Floating-point tensors are float32, as in the trainer. A `critic` has a value head. Raises UserError, which names
-    `path`, if `tensors` do not fit the model."""
+    """Build the model in `model_files` without weights, and find each of its weights and buffers in `tensors`.
+
+    Return them by the trainer's names. Floating-point tensors are float32, as in the trainer. A `critic` has a value
+    head. Raises UserError, which names `path`, if `tensors` do not fit the model.
+    """
     origin = ModelSource("SOURCE", str(path))
     hf_config = load_model_config(origin, model_files)
     load = load_value_model if role == "critic" else load_model

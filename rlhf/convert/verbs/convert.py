@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     check_paths([source, *parts], arguments.hf_model_path, target, arguments.overwrite)
     from rlhf.models.hf.source import Origin
 
-    # The trainer trains whole models, and none of the other formats has peft adapters.
+    # A native target gets whole models, which any new run can train. DCP and Megatron have no peft adapters.
     adapter = arguments.adapter if arguments.to == HF else "merge"
     role = arguments.role or "actor"
     origin = Origin(source, arguments.hf_model_path, role, arguments.tag, adapter, tuple(parts))
@@ -110,7 +110,9 @@ def _paths(arguments: argparse.Namespace) -> tuple[list[Path], Path]:
     if not sources and arguments.hf_model_path is not None:
         sources = [arguments.hf_model_path]
     if not sources or target is None:
-        raise UserError("Give SOURCE and TARGET, or --local_dir and --target_dir (--hf_model_path and --output_path).")
+        raise UserError(
+            "Give SOURCE and TARGET, or verl's options for them: --local_dir or --hf_model_path, and --target_dir."
+        )
     if None not in (arguments.source, arguments.local_dir):
         raise UserError(
             f"--local_dir={arguments.local_dir[0]} and SOURCE {arguments.source} are both set. Give one source."

@@ -29,7 +29,7 @@ def start_launcher(
 
 
 class LauncherProcess:
-    """A running launcher. The constructor starts the launcher, which imports `modules`. Call `close` in the end."""
+    """A running launcher. The constructor starts the launcher, which imports `modules`. Call `close` at the end."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str], output: RankOutput | None = None) -> None:
         self._connection, theirs = Pipe()
@@ -37,7 +37,7 @@ class LauncherProcess:
             self._popen = start_launcher(theirs.fileno(), modules, variables, output)
         self.pid = self._popen.pid
         self.exit: int | None = None
-        """The exit code, negative for a signal; None while the launcher runs. The kernel kills its ranks with it."""
+        """Exit code, negative for a signal; None while the launcher runs. When it ends, the kernel kills its ranks."""
 
     @property
     def is_stopped(self) -> bool:

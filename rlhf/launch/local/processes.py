@@ -25,7 +25,8 @@ def start_process(
 ) -> "subprocess.Popen[bytes]":
     """Start `python *command`, which inherits `fds`, with `variables` added to the environment.
 
-    `output` receives what the process and its children print; None leaves them this process's stdout and stderr.
+    `output` receives what the process and its children print. If `output` is None, they print to this process's stdout
+    and stderr.
     """
     # In a session of its own, so that only the supervisor receives the terminal's Ctrl-C.
     return subprocess.Popen(
