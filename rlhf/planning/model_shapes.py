@@ -17,6 +17,9 @@ LAYER = re.compile(r"^(.*?\.\d+)\.")
 EXPERT = re.compile(r"^(.*\.experts)\.\d+\.(.+)$")
 ROOT, HEAD = "", "head"
 VALUE_HEAD = "score.weight"
+FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+"""Model type -> n, if each n-th layer attends to all tokens. The files of these models may lack `layer_types` and
+`sliding_window_pattern`; transformers then uses these values."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +101,14 @@ class ModelShapes:
     def windows(self) -> list[int | None]:
         """Return the sliding window of each layer in tokens; None for attention to all tokens before a token."""
         window = self._size("sliding_window") if self.config.get("use_sliding_window", True) else None
-        kinds = self.config.get("layer_types")
-        if not isinstance(kinds, list) or len(kinds) != len(self.layers):
-            kinds = ["sliding_attention"] * len(self.layers)
-        return [window if kind == "sliding_attention" else None for kind in kinds]
+        kinds, layers = self.config.get("layer_types"), len(self.layers)
+        if isinstance(kinds, list) and len(kinds) == layers:
+            slides = [kind == "sliding_attention" for kind in kinds]
+        else:
+            full_every = self._size("sliding_window_pattern") or FULL_EVERY.get(str(self.config.get("model_type")), 0)
+            first = self._size("max_window_layers") or 0
+            slides = [layer >= first and not (full_every and (layer + 1) % full_every == 0) for layer in range(layers)]
+        return [window if each else None for each in slides]
 
     @cached_property
     def inner(self) -> int:

@@ -6,6 +6,7 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from rlhf.cli.command_parser import byte_size
 from rlhf.cli.plan import DOES_NOT_FIT, main
@@ -17,6 +18,7 @@ from rlhf.planning import devices
 from rlhf.planning.check import check_fits, models_of, plan_of
 from rlhf.planning.devices import gpu_memory, smallest_gpu
 from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
+from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.plan_text import gib, plan_page
 from rlhf.planning.remedies import remedies
 from rlhf.planning.rollout_memory import free_share
@@ -408,6 +410,24 @@ def test_layers_with_a_window_cache_only_the_window(seven_b, capsys):
     assert document(capsys, *options)["tokens"]["cache"] == pytest.approx(plain / (5 / 8), rel=1e-3)
     Path(seven_b, "config.json").write_text(json.dumps(changed | {"use_sliding_window": False}))
     assert document(capsys, *options)["tokens"]["cache"] == plain
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"model_type": "gemma2"},
+        {"model_type": "gemma3_text"},
+        {"model_type": "gemma3_text", "sliding_window_pattern": 3},
+        {"model_type": "cohere2", "sliding_window_pattern": 4},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 7},
+    ],
+)
+def test_windows_of_files_without_layer_types_are_those_of_transformers(named):
+    config = named | {"num_hidden_layers": 12, "sliding_window": 64}
+    kinds = AutoConfig.for_model(**config).layer_types
+    windows = ModelShapes({f"layers.{layer}.weight": (1, 1) for layer in range(12)}, config).windows
+    assert windows == [64 if kind == "sliding_attention" else None for kind in kinds]
+    assert {64, None} == set(windows)
 
 
 def test_devices_beyond_the_heads_of_the_keys_get_copies(seven_b, capsys):
