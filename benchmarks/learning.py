@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "min_p": ("rollout.min_p=0.05", WEIGHED),
     "repetition_penalty": ("rollout.repetition_penalty=1.05", WEIGHED),
     "rollout_is": (WEIGHED,),
-    "icepop": (
+    "rollout_rs": (
         "algorithm.rollout_correction.rollout_rs=token_k1",
         "algorithm.rollout_correction.rollout_rs_threshold=5",
         "algorithm.rollout_correction.rollout_rs_threshold_lower=0.5",
