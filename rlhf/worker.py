@@ -73,14 +73,15 @@ class _Evidence:
     def crash(self, error: Exception) -> None:
         """Write `error` and its traceback. The supervisor reports the rank that failed first."""
         if self.status is not None:
-            self.status.error("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
+            redact = Redaction(os.environ)
+            self.status.error("crash", redact(f"{type(error).__name__}: {error}"), redact(traceback.format_exc()))
         if self.status is None or SUPERVISOR_PID not in os.environ:
             log.exception("Rank %s crashed.", os.environ["RANK"])
 
     def end(self, kind: Literal["user", "unsaved"], message: str) -> None:
         """Write why the run ends. The supervisor logs the message once for all ranks."""
         if self.status is not None:
-            self.status.error(kind, message)
+            self.status.error(kind, Redaction(os.environ)(message))
         if self.status is None or SUPERVISOR_PID not in os.environ:
             log.error("%s", message)
 

@@ -4,7 +4,11 @@ import re
 from collections.abc import Mapping
 
 REDACTED = "REDACTED"
-SECRET_NAME = re.compile(r"(.*[_-])?(token|secret|password|passwd|key|credentials?|auth)", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"(.*[_-])?(api|access|auth|private|secret)?"
+    r"(token|secrets?|passwords?|passwd|passphrase|keys?|credentials?|auth|authorization|cookie)",
+    re.IGNORECASE,
+)
 """Name of a variable or an option whose value is a secret."""
 SECRET = re.compile(r"\b(hf|sk|ghp|gho|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}")
 """Tokens in the formats of Hugging Face, OpenAI, GitHub, Slack and AWS, wherever they occur in a text."""

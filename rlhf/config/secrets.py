@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
+from zlib import crc32
 
 from rlhf.config.redaction import LOGIN, REDACTED, SECRET, SECRET_NAME, without_queries
 
@@ -81,7 +82,8 @@ def _from_text(value: str, text: str, path: str, free: bool) -> str:
 
 
 def _variable(path: str) -> str:
-    return f"{re.sub(r'[^A-Z0-9]', '_', path.upper())}_SECRET"
+    # The sum keeps keys such as `api-key` and `api_key` apart.
+    return f"{re.sub(r'[^A-Z0-9]', '_', path.upper())}_{crc32(path.encode()):08X}_SECRET"
 
 
 def _typed(value: str, path: str, free: bool) -> str:
@@ -91,6 +93,8 @@ def _typed(value: str, path: str, free: bool) -> str:
         return Hidden(value, f"${{oc.env:{variable}}}", (variable, value))
     if query := _QUERY.fullmatch(value):
         return Hidden(value, f"{_escaped(query[1])}${{oc.env:{variable}}}", (variable, query[2]))
+    if free and without_queries(value) != value:
+        return Hidden(value, f"${{oc.env:{variable}}}", (variable, value))
     return value
 
 

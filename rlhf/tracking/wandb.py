@@ -1,7 +1,9 @@
 """Logs to Weights & Biases, online or offline: one wandb run across all restarts, each step once and in order."""
 
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -63,17 +65,18 @@ class Wandb:
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             raise RuntimeError(NO_LOGIN)
         self._set_offline_segments_aside()
-        self._run = wandb.init(
-            id=self.run_id,
-            # Not "must": wandb creates a run now if its first start didn't reach the server.
-            resume="allow",
-            project=self.trainer.project_name,
-            name=self.trainer.experiment_name,
-            entity=self.config.entity,
-            tags=list(self.config.tags),
-            dir=str(self.run_dir),
-            config=dict(self.settings),
-        )
+        with _without_arguments():
+            self._run = wandb.init(
+                id=self.run_id,
+                # Not "must": wandb creates a run now if its first start didn't reach the server.
+                resume="allow",
+                project=self.trainer.project_name,
+                name=self.trainer.experiment_name,
+                entity=self.config.entity,
+                tags=list(self.config.tags),
+                dir=str(self.run_dir),
+                config=dict(self.settings),
+            )
         self._next_step = self._run.starting_step
         for record in history.records(first=self._next_step):
             self.log(record["step"], {name: value for name, value in record.items() if name != "step"})
@@ -112,3 +115,13 @@ class Wandb:
         logger.warning(
             "stop was pressed on the wandb page; to stop the run, send SIGTERM to the command that started it"
         )
+
+
+@contextmanager
+def _without_arguments() -> Iterator[None]:
+    """Hide the command line, which wandb would upload. Under torchrun it has the secrets that the user typed."""
+    arguments, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        yield
+    finally:
+        sys.argv = arguments

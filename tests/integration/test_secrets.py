@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.errors import EXIT_DONE
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
 from tests.support.forked_start import train_forked
 from tests.support.launching import Ended, ranks, records, saved_steps, small, write_sums
 
@@ -40,3 +40,14 @@ def test_a_run_and_its_resume_with_another_secret(tmp_path, supervised):
     assert saved_steps(run_dir)[0] == 2
     assert [record["reward/judge"] for record in records(run_dir) if "reward/judge" in record] == [1.0, 2.0]
     assert "${oc.env:JUDGE}" in (run_dir / "global_step_2" / "config.yaml").read_text()
+
+
+def test_an_error_that_names_a_secret(tmp_path):
+    write_sums(tmp_path / "sums.jsonl")
+    (tmp_path / "reward.py").write_text(REWARD.replace('("typed-by-hand", ', '("another", '))
+    end = start(tmp_path, 1, "of-the-judge-1", supervised=True)
+    assert end.code == EXIT_USER_ERROR, end.output
+    written = {path: path.read_text() for path in (tmp_path / "rlhf" / "run").rglob("*.[jl]*") if path.is_file()}
+    assert "AssertionError" in next(text for path, text in written.items() if path.parent.name == "status")
+    for text in (end.output, *written.values()):
+        assert "typed-by-hand" not in text

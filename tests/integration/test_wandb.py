@@ -39,6 +39,13 @@ def nested(item: dict, name: str) -> dict:
     return {key.removeprefix(f"{name}."): item.pop(key) for key in list(item) if key.startswith(f"{name}.")}
 
 
+def test_the_command_line_with_its_secrets_is_not_stored(tmp_path: Path) -> None:
+    assert launch(tmp_path / "run", "offline", "none", "2", "reward.kwargs.api_key=typed-by-hand").returncode == 0
+    (segment,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    assert len(wandb_items(segment, RUN_ID)) == 3
+    assert not [path for path in segment.rglob("*") if path.is_file() and b"typed-by-hand" in path.read_bytes()]
+
+
 def test_offline_run_is_one_file_with_every_step_after_kills(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert launch(run_dir, "offline", "none", "20", "12").returncode == EXIT_KILLED

@@ -130,3 +130,28 @@ def test_a_text_that_looks_like_an_interpolation_is_restored(text):
 def test_queries_of_addresses_are_redacted():
     found = Redaction()("copied to s3://bucket/folder?key=abc&b=c (http://host/?token=1), why?")
     assert found == "copied to s3://bucket/folder?REDACTED (http://host/?REDACTED), why?"
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        "{headers: {Authorization: 'Bearer typed-by-hand'}}",
+        "{apikey: typed-by-hand}",
+        "{accessToken: typed-by-hand}",
+        "{api_keys: [typed-by-hand]}",
+        "{command: 'curl http://host/v1?token=typed-by-hand -s'}",
+    ],
+)
+def test_other_names_and_forms_of_secrets(kwargs):
+    config = composed(f"reward.kwargs={kwargs}")
+    assert "typed-by-hand" in str(plain(config))
+    assert_without_secrets(to_yaml(config))
+    assert_without_secrets(json.dumps(masked(config)))
+    export(config)
+    assert from_yaml(to_yaml(config)) == config
+
+
+def test_keys_with_similar_names_keep_their_own_secrets():
+    config = composed("reward.kwargs={api-key: first, api_key: second, a: {b_key: third}, a_b: {key: fourth}}")
+    export(config)
+    assert from_yaml(to_yaml(config)) == config
