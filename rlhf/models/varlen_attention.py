@@ -41,7 +41,8 @@ def varlen_attention(
         return None
     if any(options.get(name) is not None for name in UNSUPPORTED) or options.get("dropout"):
         return None
-    if not getattr(module, "is_causal", True):
+    causal = options.get("is_causal")  # before the module's own, as in transformers
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
         return None
     longest = options["max_length_q"]
     # A mask that is limited in another way than by a sliding window, such as by chunks, is as long as it allows.

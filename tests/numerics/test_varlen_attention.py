@@ -129,6 +129,8 @@ def test_eager_attention_does_not_use_the_kernel(installed):
         (None, {"softcap": 30.0}, False),
         (None, {"s_aux": torch.ones(2)}, False),
         (None, {"dropout": 0.1}, False),
+        (None, {"is_causal": False}, False),
+        (None, {"is_causal": None}, True),
     ],
 )
 def test_masks_and_options_that_the_kernel_cannot_express(installed, limit, options, used):

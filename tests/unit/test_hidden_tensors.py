@@ -31,6 +31,14 @@ def test_tensors_outside_parameters_buffers_and_caches():
     assert sorted(values(model)) == [[0, 1, 2, 3], [5, 5], [6, 6], [7, 7, 7]]
 
 
+def test_an_object_that_one_module_has_deep_and_another_near():
+    first, second = nn.ReLU(), nn.ReLU()
+    shared = SimpleNamespace(tables=[torch.ones(2)])
+    first.far = SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(shared=shared)))
+    second.near = shared
+    assert values(nn.Sequential(first, second)) == [[1, 1]]
+
+
 def test_what_a_sleep_loses_comes_back_in_place():
     model = nn.Sequential(Layer(), Layer())
     before = values(model)

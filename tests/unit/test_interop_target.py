@@ -20,6 +20,7 @@ from rlhf.storage.files import write_file, write_small
 from tests.support.checkpoints import flip_bit
 from tests.support.hostile import manifest
 from tests.support.published import publish
+from tests.support.refusals import says
 from tests.support.small_disks import small_disk
 from tests.support.tiny_models import causal_lm
 
@@ -91,6 +92,47 @@ def test_an_old_output_that_cannot_be_put_back_stays(tmp_path, monkeypatch, exch
     assert (target / "a").read_bytes() == b"new"
     assert caught.value.filename == str(target)
     assert str(earlier) in str(caught.value)
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_an_old_output_that_cannot_be_removed_is_no_error(tmp_path, monkeypatch, caplog, exchanges):
+    (tmp_path / "out").mkdir()
+    write_small(tmp_path / "out" / "a", b"old")
+    if not exchanges:
+        monkeypatch.setattr(target_module, "exchange", lambda *_: False)
+
+    def busy(path: Path, **_: Any) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr("shutil.rmtree", busy)
+    with output_folder(tmp_path / "out", overwrite=True) as folder:
+        write_small(folder / "a", b"new")
+    assert (tmp_path / "out" / "a").read_bytes() == b"new"
+    says(caplog.text, "could not be removed")
+    monkeypatch.undo()
+    assert target_module.remove_leftovers(tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_writer_that_has_moved_the_old_output_is_not_disturbed(tmp_path, monkeypatch):
+    """Where names cannot be exchanged, the old output has another name for an instant."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(target_module, "exchange", lambda *_: False)
+    listed, seen = Path.iterdir, []
+
+    def replaced_first(folder: Path) -> list[Path]:  # file systems list names in any order
+        return sorted(listed(folder), reverse=True)
+
+    def another_starts(event: str) -> None:
+        if event == "target.replaced":
+            seen.append(target_module.remove_leftovers(tmp_path / "out"))
+
+    monkeypatch.setattr(Path, "iterdir", replaced_first)
+    monkeypatch.setattr(target_module, "announce", another_starts)
+    with output_folder(tmp_path / "out", overwrite=True) as folder:
+        write_small(folder / "a", b"new")
+    assert seen == [False]
+    assert (tmp_path / "out" / "a").read_bytes() == b"new"
 
 
 def test_an_interrupt_between_the_exchange_and_its_note_deletes_nothing(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf.checkpoint.commit.manifest import describe, read_manifest
+from rlhf.checkpoint.commit.removal import delete
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -133,7 +134,8 @@ def step_named(target: Path, source: Path) -> int:
 def remove_leftovers(target: Path) -> bool:
     """Remove leftovers of killed processes beside `target`; return False if another process is writing `target`."""
     name = re.compile(rf"({re.escape(INCOMPLETE)}|{re.escape(REPLACED)}){re.escape(target.name)}-[0-9a-f]{{12}}")
-    for leftover in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
+    # Sorted: a living writer has a lock of its `.incomplete-` folder only, and needs its `.replaced-` folder, too.
+    for leftover in sorted(path for path in target.parent.iterdir() if name.fullmatch(path.name)):
         try:
             lock = lock_folder(leftover)
         except OSError:  # a file system without locks
@@ -199,7 +201,7 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
         raise
     announce("target.published")
     if replaced is not None:
-        remove_dir(replaced)
+        delete(replaced)  # the output is there, so a failure is no error
 
 
 def _put_back(replaced: Path, folder: Path, target: Path, reason: BaseException) -> None:

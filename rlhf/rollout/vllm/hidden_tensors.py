@@ -34,7 +34,7 @@ class HiddenTensors:
 def hidden_tensors(model: nn.Module) -> list[Tensor]:
     """Return the tensors that the modules of `model` refer to outside their parameters, buffers and caches."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    seen: set[int] = set()
+    seen: dict[int, int] = {}
     found: dict[int, Tensor] = {}
     for module in model.modules():
         own = [value for name, value in vars(module).items() if name not in CACHES]
@@ -44,11 +44,12 @@ def hidden_tensors(model: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-def _tensors_in(value: object, seen: set[int], depth: int) -> Iterator[Tensor]:
+def _tensors_in(value: object, seen: dict[int, int], depth: int) -> Iterator[Tensor]:
+    """Yield the tensors in `value`, up to `depth` levels below. `seen` has the levels that were searched by object."""
     if isinstance(value, Tensor):
         yield value
         return
-    if depth == 0 or id(value) in seen or isinstance(value, SKIPPED):
+    if depth <= seen.get(id(value), 0) or isinstance(value, SKIPPED):
         return
     if isinstance(value, dict):
         parts = list(value.values())
@@ -57,6 +58,6 @@ def _tensors_in(value: object, seen: set[int], depth: int) -> Iterator[Tensor]:
     else:
         parts = list(getattr(value, "__dict__", {}).values())
     if parts:
-        seen.add(id(value))
+        seen[id(value)] = depth
     for part in parts:
         yield from _tensors_in(part, seen, depth - 1)
