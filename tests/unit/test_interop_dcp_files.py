@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, Metadata, MetadataIndex
 
 from rlhf.convert.dcp.dcp_files import DcpFolder
 from rlhf.convert.dcp.dcp_safetensors import DcpSafetensors
@@ -186,6 +186,14 @@ def change_torch(folder: Path) -> None:
     )
 
 
+def change_a_constant_of_torch(folder: Path) -> None:
+    """A value for a member of an enumeration that is on the list."""
+    (folder / ".metadata").write_bytes(
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+        b"K\x00\x85R}X\x07\x00\x00\x00_value_K\x07sb."
+    )
+
+
 def lose_chunk(folder: Path) -> None:
     in_chunks(folder, "cube", [((0, 0, 0), TENSORS["cube"][:1].clone())])
 
@@ -210,7 +218,8 @@ def lose_chunk(folder: Path) -> None:
         (lose_chunks, "does not have torch's structure"),
         (pipe, "is not a regular file"),
         (ask_for_bytes, "is truncated, or not metadata"),
-        (change_torch, "sets attributes of Metadata"),
+        (change_torch, "sets attributes of .*Metadata"),
+        (change_a_constant_of_torch, "sets attributes of .*_MEM_FORMAT_ENCODING"),
     ],
 )
 def test_a_broken_folder_gets_one_line(
@@ -224,6 +233,7 @@ def test_a_broken_folder_gets_one_line(
     assert "\n" not in str(error.value)
     assert not (folder / "ran").exists()
     assert not hasattr(Metadata, "changed")
+    assert _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value == 0
 
 
 def test_a_metadata_takes_no_more_memory_than_it_has(folder: Path) -> None:

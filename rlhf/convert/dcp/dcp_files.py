@@ -6,6 +6,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -216,8 +217,9 @@ class _RestrictedUnpickler(pickle._Unpickler):
         )
 
     def _build(self) -> None:
-        if callable(made := self.stack[-2]):  # type: ignore[attr-defined]  # a class or function, not an instance
-            raise DamagedCheckpoint(f"it sets attributes of {made.__name__}")
+        made = self.stack[-2]  # type: ignore[attr-defined]
+        if callable(made) or isinstance(made, Enum):  # of the whole process, unlike an instance
+            raise DamagedCheckpoint(f"it sets attributes of {made}")
         self.load_build()  # type: ignore[attr-defined]
 
     dispatch[pickle.BUILD[0]] = _build
