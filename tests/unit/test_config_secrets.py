@@ -12,6 +12,7 @@ from rlhf.config.compare import ResolvedConfig, compare_text, trajectory
 from rlhf.config.library import Library
 from rlhf.config.redaction import Redaction
 from rlhf.config.resolved import from_yaml, to_yaml
+from rlhf.config.rules.validate import validate
 from rlhf.config.secrets import export, masked
 from rlhf.errors import UserError
 from tests.support.refusals import says
@@ -155,3 +156,9 @@ def test_keys_with_similar_names_keep_their_own_secrets():
     config = composed("reward.kwargs={api-key: first, api_key: second, a: {b_key: third}, a_b: {key: fourth}}")
     export(config)
     assert from_yaml(to_yaml(config)) == config
+
+
+def test_the_message_about_a_setting_without_effect_has_no_secret():
+    with pytest.raises(UserError) as raised:
+        validate(composed("rollout.engine_kwargs.vllm.hf_token=typed-by-hand"))
+    says(raised.value, "rollout.engine_kwargs.vllm={hf_token:REDACTED}", "rollout=vllm")

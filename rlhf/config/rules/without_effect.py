@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from rlhf.config import Config
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.overrides import hydra_value
+from rlhf.config.secrets import masked
 
 
 def without_effect(
@@ -22,6 +23,6 @@ def without_effect(
         value, default = SETTINGS[key].value(config), SETTINGS[key].default
         if value != default:
             yield (
-                f"{key}={hydra_value(value)}: has effect only with {needs}{present}; set {remedy or needs}, or "
+                f"{key}={hydra_value(masked(value))}: has effect only with {needs}{present}; set {remedy or needs}, or "
                 f"{key}={hydra_value(default)}."
             )
