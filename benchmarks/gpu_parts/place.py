@@ -1,4 +1,4 @@
-"""What all parts share: where they run, how large the models are, training runs, and why a part fails or is skipped."""
+"""Shares between all parts: the machine, sizes of models, training runs, and reasons of failed or skipped parts."""
 
 import json
 import os
