@@ -226,7 +226,7 @@ def _learners(setup: Setup, models: ModelSources, policy: PendingModel, total_st
         seed=config.trainer.seed,
     )
     if reference is not None and not lora.enabled and is_packed(actor.backend.module):
-        pack(model.module)  # of the actor's architecture
+        pack(model.module)  # the probe of the actor is valid for the reference: both have the same architecture
     critic = None
     if models.critic is not None:
         start = models.critic.load(loading.load_value_model, coordinator, device)
@@ -239,7 +239,7 @@ def _learners(setup: Setup, models: ModelSources, policy: PendingModel, total_st
 def _stateful(
     stream: PromptStream, advantages: Advantages, guards: Guards, run_log: RunLog, learners: Learners
 ) -> dict[str, Stateful]:
-    """Return the objects whose state a checkpoint saves besides weights and optimizers, by their names in it."""
+    """Return the objects whose state a checkpoint saves besides weights and optimizers, by name in the checkpoint."""
     parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards, "history": run_log}
     if advantages.scaling.remembers:
         parts["reward_scaling"] = advantages.scaling

@@ -105,7 +105,7 @@ class Checkpointer:
             copied = self._state.copied_bytes(self._settings.contents, self._settings.hf_adapter)
             check_memory(copied, self._coordinator)
         if self._copies is not None:
-            self._copies.start()  # only now: a resume sets damaged checkpoints aside
+            self._copies.start()  # after the resume, which moves damaged checkpoints away
         if loaded is None:
             return False
         self.loaded, manifest = loaded, loaded.manifest

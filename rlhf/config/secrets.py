@@ -18,9 +18,9 @@ _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
 
 
 class Hidden(str):
-    """The value of a setting that is stored as `text`, whose interpolations every start resolves again.
+    """A secret value. Files contain `text` instead, an interpolation that every start resolves to the value again.
 
-    `variable` is the environment variable and its value that `text` needs, if the user typed the secret itself.
+    If the user typed the secret itself, `text` reads an environment variable: `variable` is its name and value.
     """
 
     text: str
@@ -38,13 +38,16 @@ class Hidden(str):
 def hide(value: T, raw: Any, path: str = "RLHF", *, free: bool = False) -> T:
     """Return a resolved configuration with each secret as `Hidden`. Dataclasses change in place.
 
-    Secrets are interpolations in free mappings and addresses, texts under the name of a secret in free mappings, and
-    logins and queries of addresses.
+    Secrets are:
+    - in free mappings (with the user's own keys, such as `reward.kwargs`): interpolations, texts under a key such as
+      `api_key`, and texts that look like a token;
+    - elsewhere: interpolations of environment variables, in addresses or of variables such as `..._TOKEN`;
+    - everywhere: logins and queries of addresses.
 
     Args:
         raw: the configuration as plain containers, before interpolations are resolved.
         path: prefix of the names of environment variables.
-        free: whether `value` is in a free mapping, such as `reward.kwargs`.
+        free: whether `value` is in a free mapping.
     """
     found: Any = value
     if is_dataclass(value):
@@ -113,7 +116,7 @@ def _hidden_in(value: Any) -> Iterator[Hidden]:
 
 
 def with_texts(value: T) -> T:
-    """Return a copy of a section for a file: each `Hidden` as its text, other texts without interpolations."""
+    """Return a copy of a section for a file: each `Hidden` as its text, and `${` escaped in all other texts."""
     found: Any = value
     if isinstance(value, str):
         found = value.text if isinstance(value, Hidden) else _escaped(value)
@@ -129,7 +132,7 @@ def with_texts(value: T) -> T:
 
 
 def as_literals(tree: Any) -> Any:
-    """Return stored containers in which no text has an interpolation: the environment of their run is gone."""
+    """Return stored containers with `${` escaped: the variables that interpolations would read may be gone."""
     if isinstance(tree, dict):
         return {key: as_literals(item) for key, item in tree.items()}
     if isinstance(tree, list):
@@ -140,7 +143,7 @@ def as_literals(tree: Any) -> Any:
 def masked(value: Any, name: str = "") -> Any:
     """Return a section or a setting as plain containers without secrets, for trackers, messages and comparisons.
 
-    `name` is the key of `value` in a free mapping, or the name of a secret around it.
+    `name` is the key of `value` in a free mapping. In a mapping under a secret's name, it is that name for all keys.
     """
     if is_dataclass(value):
         return {field.name: masked(getattr(value, field.name)) for field in fields(value)}

@@ -17,8 +17,9 @@ HEADING = """\
 Every setting with the schema's default. Entries of groups (`conf/`) and recipes change defaults:
 `python -m rlhf.train --cfg job` shows the values of a run. [Configuration](configuration.md) explains how to set them.
 
-"On a resume" is the effect of a value that differs from the checkpoint's. *harmless* changes are always allowed.
-*start* settings apply only where a run begins. Any other change gives a different run.
+The column "On a resume" says what happens if the value differs from the checkpoint's. *harmless*: the run continues
+with the new value. *start*: the setting has an effect only where a run begins. An empty cell: results depend on the
+setting, and the command ends with an error unless you set `trainer.allow_config_change=true`.
 """
 
 

@@ -13,7 +13,7 @@ from rlhf.data.tokens import LengthLimit, Lengths
 
 
 class StoredPrompts(Protocol):
-    """The prompts that remain after the over-long policy, in memory or on disk."""
+    """The prompts that `data.overlong_prompts` leaves, in memory or on disk."""
 
     fingerprint: str
     """Hash of the rows."""
@@ -29,11 +29,11 @@ class StoredPrompts(Protocol):
 class PromptSet:
     """A sequence of `Prompt`s.
 
-    `dropped` and `truncated` are the numbers of prompts that the over-long policy removed or shortened. `fingerprint`
-    is a hash of the remaining rows, `tokens_fingerprint` of their tokens.
+    `dropped` and `truncated` are the numbers of prompts that `data.overlong_prompts` removed or shortened.
+    `fingerprint` is a hash of the remaining rows, `tokens_fingerprint` of their tokens.
 
     Raises:
-        UserError: no prompts remain, or the policy is `error` and a prompt is too long.
+        UserError: no prompts remain, or a prompt is too long with `data.overlong_prompts=error`.
     """
 
     def __init__(self, stored: StoredPrompts, limit: LengthLimit):

@@ -99,8 +99,8 @@ def step_metrics(
     """Return reward and length metrics of a batch over all ranks, and its token counts. Collective.
 
     The metrics include the mean of each reward function's score, and of each further number that a function returns.
-    Response lengths include the tokens of observations, as in verl. Responses of `max_response_length` tokens count as
-    clipped.
+    Response lengths include observations (tokens that a tool or an environment wrote), as in verl. Responses of
+    `max_response_length` tokens count as clipped.
     """
     rows = [(len(group.prompt_ids), sample) for group in groups for sample in group.samples]
     responses = [len(sample) for _, sample in rows]

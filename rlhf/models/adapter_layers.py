@@ -141,8 +141,9 @@ class AdaptedLayer:
 class Adapters:
     """Maps names of a model with adapters to names in checkpoints, and merges adapters into copies of the weights.
 
-    In checkpoints, frozen weights have their names without adapters. The adapter of the weight `X.weight` has peft's
-    names without the prefix: `X.lora_A.weight`, `X.lora_B.weight`, and with DoRA `X.lora_magnitude_vector`.
+    In checkpoints, a frozen weight has its name from the model without adapters. The adapter of the weight `X.weight`
+    has peft's names without peft's prefix: `X.lora_A.weight`, `X.lora_B.weight`, and with DoRA
+    `X.lora_magnitude_vector`.
     """
 
     def __init__(self, layers: Mapping[str, AdaptedLayer]) -> None:

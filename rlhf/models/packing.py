@@ -80,7 +80,7 @@ def is_packed(model: nn.Module) -> bool:
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:
-    """Return the argument of a model's `forward` for keys and values: transformers 5.24 renamed it."""
+    """Return the name of the KV cache among the arguments of a model's `forward`, which transformers 5.24 renamed."""
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 

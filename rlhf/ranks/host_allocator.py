@@ -6,8 +6,9 @@ import os
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
 """Parameters of glibc's mallopt (malloc.h)."""
 OPTIONS = {MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 1 << 30, TOP_PAD: 32 << 20}
-"""Bytes by parameter. 32 MiB is the largest threshold that glibc accepts. With a pad of 64 MiB, the size of the heaps
-of other threads, glibc never freed these heaps: 1.5 GB stayed after 1.6 GB of tensors of three threads."""
+"""Bytes by parameter. 32 MiB is the largest MMAP_THRESHOLD that glibc accepts. TOP_PAD must stay below 64 MiB, the size
+of a heap of a thread other than the main thread: with 64 MiB, glibc never freed such heaps, and 1.5 GB stayed after
+three threads had dropped tensors of 1.6 GB."""
 
 
 def keep_freed_memory() -> bool:
@@ -15,8 +16,8 @@ def keep_freed_memory() -> bool:
 
     By default glibc returns a tensor's memory to the kernel when the tensor dies. The kernel then has to zero each page
     of the next tensor, which takes more than a tenth of an update's time. Users' own settings of glibc's allocator
-    (`MALLOC_*` or `GLIBC_TUNABLES` in the environment) stay in force. Other C libraries have no mallopt and keep their
-    own ways.
+    (`MALLOC_*` or `GLIBC_TUNABLES` in the environment) stay in force. Other C libraries have no mallopt and keep
+    their defaults.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc." in tunables or any(name.startswith("MALLOC_") for name in os.environ):

@@ -13,7 +13,8 @@ from rlhf.rollout.sample import FinishReason, Sample, as_spans
 
 REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 FIELDS = 6
-"""Numbers per row: uid, sample, tokens, index of the finish reason in REASONS, runs of versions, observations."""
+"""Numbers per row: uid, sample, tokens, index of the finish reason in REASONS, and the lengths of `Sample.versions` and
+`Sample.observations`."""
 Arrays = dict[str, np.ndarray]
 Layout = dict[str, tuple[str, int]]
 """Array name -> type in NumPy's notation, and length. The order is that of the arrays' bytes."""

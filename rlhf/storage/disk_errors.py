@@ -32,5 +32,5 @@ def is_unfixable(error: BaseException) -> bool:
 
 
 def is_unreadable(error: OSError) -> bool:
-    """Return whether `error` means lost data, which is damage, and not a passing error."""
+    """Return whether `error` means lost data (damage) instead of a failure that may pass."""
     return error.errno in UNREADABLE_ERRNOS

@@ -42,8 +42,11 @@ def shards_in_files(shards: Shards, parts: FileParts) -> dict[str, Shard]:
 
 
 def _in_part(shard: Shard, part: FilePart) -> Shard:
-    """Return the overlap of `shard` and a Hugging Face tensor. Experts and their rows are consecutive in a weight, so a
-    box of the weight is a box of each."""
+    """Return the overlap of `shard` and a Hugging Face tensor.
+
+    Each expert, and each row of an expert, is a consecutive range of the fused weight. So the overlap of a box of the
+    weight with an expert is a box of the expert.
+    """
     common = list(overlaps(shard.box, range_box(part.start, part.stop), shard.shape))
     if not common:
         return Shard(part.shape, (0,), shard.local.reshape(-1)[:0], shard.owner)

@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 
 def recognises(origin: Origin) -> bool:
-    """Return whether `origin` is or contains a folder with a manifest; other trainers' folders have the same names."""
+    """Return whether `origin` is or contains a folder with a manifest: the name global_step_N alone may be verl's."""
     return any((path / MANIFEST).is_file() for path in (origin.path, *scan(origin.path)))
 
 
 def open_source(origin: Origin) -> "NativeCheckpoint":
-    """Open the checkpoint, or a run directory's newest checkpoint without a missing file."""
+    """Open the checkpoint, or the newest complete checkpoint of a run directory."""
     folders = [origin.path, *origin.parts]
     if (origin.path / MANIFEST).is_file():
         return _opened(folders, origin)
@@ -87,7 +87,7 @@ class NativeCheckpoint:
 
     If the weights are `adapted`, they are adapters of a base stored elsewhere. Then `origin.adapter` selects the
     tensors to read: the adapter in peft's form, adapter and base merged, or (None) the stored tensors. `weights` has
-    dtypes and locations without torch; `contents` and `read` import torch.
+    the dtypes and locations of the stored tensors, and needs no torch; `contents` and `read` import torch.
     """
 
     layout = NAME
@@ -201,7 +201,7 @@ class NativeCheckpoint:
 
 
 def _files_in(folders: list[Path], manifest: Manifest) -> CheckedFiles:
-    """Return the files of a checkpoint, each below the first of `folders` that has it undamaged."""
+    """Return the files of a checkpoint, each in the first of `folders` that has the file with the manifest's size."""
     files, missing = CheckedFiles(folders[0], manifest.files), list(manifest.files)
     problems: list[str] = []
     for folder in folders:

@@ -18,7 +18,7 @@ BASE = "model.path"
 
 def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> ConfigDiff:
     """Return the changes of `config` since the checkpoint at `path`; raise DamagedCheckpoint for a hash mismatch."""
-    # Reading a configuration takes longer than loading a small model.
+    # Skip equal texts by their hash: parsing a configuration takes longer than loading a small model.
     if manifest.imported or manifest.config_hash == config.hash:
         return ConfigDiff([], [])
     try:
@@ -29,8 +29,8 @@ def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> Con
 
 
 def check_base(path: Path, manifest: Manifest, config: ResolvedConfig, diff: ConfigDiff, base: str) -> None:
-    """Raise UserError unless the base model of the checkpoint's adapters has the fingerprint `base`: no setting makes
-    them fit. `diff`: the result of `changes_since`."""
+    """Raise UserError unless the base model of the checkpoint's adapters has the fingerprint `base`. Adapters fit no
+    other base, so `trainer.allow_config_change` does not help. `diff`: the result of `changes_since`."""
     stored = manifest.fingerprints.get(BASE)
     if stored in (None, base) or not config.setting("model.lora.enabled"):
         return
@@ -43,7 +43,7 @@ def check_base(path: Path, manifest: Manifest, config: ResolvedConfig, diff: Con
 
 
 def _by_content(diff: ConfigDiff, manifest: Manifest) -> ConfigDiff:
-    """Drop a changed path of the chat template where the text is the same."""
+    """Drop the change of `model.chat_template` if only the file's path differs, not its content."""
 
     def is_moved(change: Change) -> bool:
         known = manifest.fingerprints.get(change.key)

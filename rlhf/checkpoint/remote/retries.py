@@ -36,7 +36,7 @@ class Retries:
 
     The wait after a failure starts at FIRST_WAIT_S and doubles up to LONGEST_WAIT_S; a success resets it. Each wait is
     logged once. A call without a `beat` for `stalled_s` seconds counts as failed, and its daemon thread is abandoned.
-    `give_up_s` raises a call's error after that many seconds in which no try had more beats than earlier tries.
+    After `give_up_s` seconds in which no try got further (in beats) than the tries before it, a call raises its error.
     """
 
     def __init__(self, remote: str, *, stalled_s: float, give_up_s: float | None = None) -> None:

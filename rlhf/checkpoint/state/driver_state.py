@@ -13,13 +13,13 @@ LARGEST = (1 << 63) - 1
 
 @dataclass
 class DriverState:
-    """Counts a run's progress. JSON-able; `run_id` and `wall_seconds` do not influence the numbers."""
+    """Counts a run's progress. JSON-able; `run_id` and `wall_seconds` do not influence the training."""
 
     run_id: str
     total_steps: int
     """Upper limit of steps."""
     steps_per_epoch: float
-    """Batches in a pass over the prompts; dropped prompts make a pass take more steps."""
+    """Batches in a pass over the prompts. With dynamic sampling, which drops prompts, a pass takes fewer steps."""
     total_epochs: int | None = None
     """Upper limit of passes over the prompts; None: no limit."""
     step: int = 0
@@ -33,7 +33,7 @@ class DriverState:
     best_accuracy: float | None = None
     best_step: int | None = None
     wall_seconds: float = 0.0
-    """Time spent in steps, over all attempts that counted."""
+    """Time spent in steps, over all attempts. Of a repeated step, only the last try counts."""
     started_on: str | None = None
     """Day of the run's start (ISO), which chat templates print; None for another tool's checkpoint."""
 

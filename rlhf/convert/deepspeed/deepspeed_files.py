@@ -16,9 +16,9 @@ MODEL_STATES, OPTIM_STATES = "*_model_states.pt", "*_optim_states.pt"
 RANK = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(?:model|optim)_states\.pt")
 
 
-# A save uses a few of DeepSpeed's classes, and an application may add numpy's random state and its arguments. StandIns
-# replace all of them. numpy's own types are never created: a pickle can set their whole state, of which numpy uses
-# bytes as addresses.
+# A save uses a few of DeepSpeed's classes, and an application may add numpy's random state and its arguments. Stand-ins
+# replace all these classes, so no numpy object is created: a pickle sets an object's state, and numpy would use bytes
+# of a forged state as memory addresses.
 ALLOWED: Allowed = [
     *(
         stand_in(name)
@@ -72,7 +72,7 @@ def check_supported(save: Path) -> None:
     }
     for pattern, what in found.items():
         if path := next(iter(sorted(save.glob(pattern))), None):
-            raise UserError(f"{save} has {what} ({path.name}), which is not supported. Save without this.")
+            raise UserError(f"{save} has {what} ({path.name}), which is not supported. Save without it.")
     for path in sorted(save.glob("*_states.pt")):
         if (match := RANK.fullmatch(path.name)) and int(match[2]):
             raise UserError(
@@ -101,7 +101,7 @@ def check_no_others(save: Path, pattern: str, ranks: int) -> None:
         ranks = min(ranks, 1)
     for rank, path in files.items():
         if rank >= ranks:
-            raise UserError(f"{save} has {ranks} files {pattern}. Remove {path.name} of an earlier save.")
+            raise UserError(f"{save} needs {ranks} files {pattern}. Remove {path.name} of an earlier save.")
 
 
 def open_all(save: Path, pattern: str, world_size: int) -> list[dict[str, Any]]:

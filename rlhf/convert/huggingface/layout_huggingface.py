@@ -26,7 +26,7 @@ def recognises(origin: Origin) -> bool:
 
 
 def open_source(origin: Origin) -> SafetensorsFolder | NamedTensors:
-    """Open the folder's weights; safetensors come before pickles."""
+    """Open the folder's weights; safetensors take precedence over pickles."""
     path = origin.path
     if (found := open_safetensors(path, origin.model_files)) is not None:
         return found

@@ -42,7 +42,7 @@ def to_hf_folder(
         closing(open_source(origin, backend)) as source,
     ):
         if source.layout == "native":
-            # A native checkpoint has the configuration of its training.
+            # A native checkpoint's own configuration fits its tensors; only other model files need a comparison.
             options = replace(options, compared=origin.model_files is not None)
         work = hf_work(source, origin.path, options)
         with work_bar(f"{target}", work.plan.nbytes) as progress:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankNeeds:
-    """Settings and paths that the processes of a run's ranks need."""
+    """Modules and environment variables of the ranks, and whether a launcher may fork the ranks."""
 
     modules: Sequence[str]
     """Modules that the launcher imports, for the ranks that it forks."""
@@ -63,7 +63,7 @@ class LocalStarter:
 
     Args:
         output: receives what the ranks print; None leaves them this process's stdout and stderr.
-        expected: whether ranks will probably start. If not, the launcher starts with the first attempt.
+        expected: False if the run seems finished: the launcher then starts only when ranks are needed after all.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ def _why_plain(trainer: TrainerConfig, rollout: RolloutConfig) -> str | None:
 
 
 def _modules(trainer: TrainerConfig, data: DataConfig, backend: BackendConfig) -> list[str]:
-    """Return the modules of the ranks that are slow to import and start no threads."""
+    """Return the modules to import before the fork: slow to import, and without threads of their own."""
     modules = ["rlhf.worker"]
     if data.train_files is None:
         modules.append("reasoning_gym")

@@ -24,18 +24,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Architecture:
-    """A class of transformers, its tied tensors (name to source), its parameters in order, without tied copies, and the
-    tensors in files of weights that files store under other names."""
+    """A model class of transformers with its configuration, and the names of its weights."""
 
     kind: Any
     config: Any
     tied: dict[str, str]
+    """Name of a tied tensor -> name of the tensor that it copies."""
     parameters: tuple[str, ...]
+    """In the model's order, without tied copies."""
     parts: FileParts
+    """Only for weights that files store under other names."""
 
     def copies_in(self, tensors: Collection[str]) -> Iterator[tuple[str, str]]:
-        """Yield the tied tensors, each with its source, of which `tensors` has both: by their names in the model or in
-        the files."""
+        """Yield (tied tensor, its source) for each pair in `tensors`, by their names in the model or in files."""
         in_files = {name: of_name[0].name for name, of_name in self.parts.items()}
         for pair in self.tied.items():
             for name, source in {pair, tuple(in_files.get(each, each) for each in pair)}:
@@ -46,7 +47,7 @@ class Architecture:
 def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool | None = None) -> Architecture | None:
     """Return the architecture that a folder's config.json names, else the causal LM of its model type.
 
-    Return None, with a warning, for an architecture outside transformers.
+    Return None, with a warning, if config.json cannot be read or transformers has no class for it.
 
     Args:
         value_model: return the class with one output per token.
@@ -102,7 +103,7 @@ def check_fit(
 
     The suggested remedy depends on `value_model`: whether the user asked for a value model.
     """
-    # transformers would allocate memory to fuse the experts.
+    # Fuse the experts' headers here: transformers would allocate memory for the fused weights.
     headers, _ = fuse_experts(headers_of(tensors), architecture.config)
     options: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": torch.float32}
     with quiet_transformers():
@@ -123,7 +124,10 @@ def check_fit(
 
 
 def _hint(names: Iterable[str], value_model: bool) -> str:
-    """Return a hint that the tensors' `names` suggest, for the end of the remedy. Only `merge` has these options."""
+    """Return a hint for the end of the remedy, from the `names` of the tensors that do not fit.
+
+    Only `merge` has the options that the hints name.
+    """
     if value_model:
         return "; it was read as a value model, because of --is-value-model or the role critic"
     if any(name.startswith(("score.", "classifier.", "v_head.")) for name in names):

@@ -42,8 +42,10 @@ def _recording(process: Any, dtype: torch.dtype) -> Any:
 
 
 def model_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
-    """Return digests in `dtype` of this device's parameters or slices, and of its adapter's factors (`FACTORS`). The
-    first of several devices counts replicated key and value heads."""
+    """Return digests in `dtype` of this device's parameters (or slices of them) and adapter factors (`FACTORS`).
+
+    If several devices have the same key and value heads, only the first includes these heads in its digests.
+    """
     found: dict[str, Tensor] = {}
     names: dict[int, str] = {}
     for path, module in model.named_modules():
@@ -56,7 +58,7 @@ def model_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
             if packed is not None and not (name in found and torch.equal(found[name], packed)):
                 found[name] = packed  # the layer computes with the packed copy
         for factor in FACTORS.values():
-            # vLLM serves one adapter at a time; fused layers have a slice per factor.
+            # vLLM serves one adapter at a time, in slot 0. A fused layer has one tensor per part (q, k, v).
             slices = [stacked[0] for stacked in getattr(module, f"{factor}_stacked", ())]
             if slices:
                 found[f"{path}.{factor}"] = torch.stack([digest(part, dtype) for part in slices]).sum(0)
