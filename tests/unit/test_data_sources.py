@@ -152,7 +152,7 @@ def test_a_column_that_a_function_needs_is_missed_in_each_row(tmp_path, tokenize
     expected = (
         "t.jsonl line 1: reward.functions=",
         "named takes level",
-        "it has prompt, answer, levels",
+        "Its columns: prompt, answer, levels",
         "Did you mean levels?",
     )
     fails(config, tokenizer, *expected)

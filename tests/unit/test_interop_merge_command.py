@@ -215,7 +215,7 @@ def test_mistakes_get_one_line(models, tmp_path, command):
         (["--local_dir", no_config], "has no config.json. Name the model's folder with --hf_model_path"),
         (["--local_dir", models / "llama", "--private"], "--private is for an upload"),
         (["--local_dir", models / "llama", "--tp", 2], "--tp is for --to megatron, not for --to hf"),
-        ([], "--local_dir and --target_dir"),
+        ([], "--local_dir"),
     ):
         code, out, err = command("merge", "--target_dir", tmp_path / "out", *options)
         assert (code, out, err.count("\n")) == (2, "", 1), err
