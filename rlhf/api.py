@@ -59,7 +59,7 @@ def train(
             'if __name__ == "__main__":.'
         )
     _check_arguments(overrides, reward, callbacks)
-    if _is_rank():
+    if is_rank():
         raise UserError(
             "rlhf.train() does not work under torchrun. Start the command instead: "
             "torchrun ... -m rlhf.train KEY=VALUE."
@@ -104,14 +104,15 @@ def validated(overrides: Sequence[str], library: Library, reward_functions: Sequ
     return config
 
 
-def _is_rank() -> bool:
+def is_rank() -> bool:
+    """Return whether torchrun or a similar launcher started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = None) -> int:
     """Supervise the run, or run one rank under torchrun. Return an exit code of `rlhf.errors`."""
     export(config)
-    if _is_rank():
+    if is_rank():
         text = banner(config, recipes) if os.environ["RANK"] == "0" else ""
         if text:
             sys.stderr.write(f"{Redaction(os.environ)(printable_output(text))}\n")
@@ -124,8 +125,24 @@ def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = 
     return supervise(config, lambda: check_inputs(config), banner(config, recipes), callbacks or Callbacks())
 
 
-def check_inputs(config: Config) -> None:
-    """Raise UserError for mistakes whose checks need slow imports. Call this after all quick checks."""
+def evaluate_policy(config: Config, title: str) -> int:
+    """Evaluate the policy of `config` instead of training it, with the ranks of `start`. Return an exit code."""
+    export(config)
+    if is_rank():
+        check_inputs(config, trains=False)
+        from rlhf.worker import main_under_torchrun
+
+        return main_under_torchrun(config, title, evaluates=True)
+    from rlhf.launch.supervisor import supervise
+
+    return supervise(config, lambda: check_inputs(config, trains=False), title, evaluates=True)
+
+
+def check_inputs(config: Config, *, trains: bool = True) -> None:
+    """Raise UserError for mistakes whose checks need slow imports. Call this after all quick checks.
+
+    Without training, the memory plan does not apply.
+    """
     from rlhf.data import check_sources
     from rlhf.launch.preflight_import import preflight_import
     from rlhf.models.template_check import check_rendering
@@ -137,7 +154,8 @@ def check_inputs(config: Config) -> None:
         raise UserError(
             "trainer.device=cuda, but this machine has no GPU, or no driver for it. Set trainer.device=cpu."
         )
-    check_fits(config)
+    if trains:
+        check_fits(config)
     check_trackers(config.trainer.logger, config.tracking.wandb)
     check_reward(config.reward, config.reward_model)
     # Under torchrun, only one rank of each node imports the files.

@@ -85,14 +85,19 @@ def compose_config(overrides: list[str], library: Library, machine: Machine | No
     return composition(overrides, library, machine).resolved()
 
 
-def composition(overrides: list[str], library: Library, machine: Machine | None = None) -> Composition:
-    """Return the configuration before it is resolved. See `compose_config`."""
+def composition(
+    overrides: list[str], library: Library, machine: Machine | None = None, stored: DictConfig | None = None
+) -> Composition:
+    """Return the configuration before it is resolved. See `compose_config`.
+
+    A `stored` configuration replaces the schema's defaults, the default entries of the groups and the default recipe.
+    """
     choices, values = _sorted_overrides(overrides, library)
     ConfigFolder.set_by_files.clear()
     ConfigFolder.required_by_files.clear()
-    composed = _compose(choices, library)
+    composed = _compose(choices, library, stored)
     chosen = {choice.partition("=")[0] for choice in choices}
-    for key in ConfigFolder.required_by_files - ConfigFolder.set_by_files:
+    for key in ConfigFolder.required_by_files - ConfigFolder.set_by_files if stored is None else ():
         if key.partition(".")[0] not in chosen:  # model=tiny sets the model that the recipe leaves open
             OmegaConf.update(composed, key, "???")
     if problems := [problem for key, value in values if (problem := _set(composed, key, value))]:
@@ -260,18 +265,22 @@ def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
     return [pair for name, item in value.items() for pair in _flatten(f"{key}.{name}", item)]
 
 
-def _compose(choices: list[str], library: Library) -> DictConfig:
-    schema = OmegaConf.structured(Config)
+def _compose(choices: list[str], library: Library, stored: DictConfig | None) -> DictConfig:
+    schema, primary = OmegaConf.structured(Config), "train"
     for key in (key for key, setting in SETTINGS.items() if setting.metadata["by_device"]):
         OmegaConf.update(schema, key, None)
-    ConfigStore.instance().store(name="schema", node=schema)
+    ConfigStore.instance().store(name="schema", node=schema if stored is None else stored)
+    if stored is not None:
+        primary, groups = "stored", [group for group in library.groups if group != "algorithm"]
+        nothing_chosen = [{group: None} for group in (*groups, "algorithm", "recipes")]  # in the order of train.yaml
+        ConfigStore.instance().store(name=primary, node={"defaults": ["schema", *nothing_chosen, "_self_"]})
     OmegaConf.register_new_resolver("rlhf.package", lambda path: str(PACKAGE / path), replace=True)
     ConfigFolder.groups = frozenset(library.groups)
     SourcesRegistry.instance().register(ConfigFolder)
     quoted = ",".join("'library://" + str(path).replace("'", "\\'") + "'" for path in library.folders)
     try:
         with initialize_config_dir(config_dir=str(library.conf), version_base="1.3"):
-            return compose("train", overrides=[*choices, f"hydra.searchpath=[{quoted}]"])
+            return compose(primary, overrides=[*choices, f"hydra.searchpath=[{quoted}]"])
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{mark.name}:{mark.line + 1}" if mark else " ".join(choices)

@@ -39,12 +39,15 @@ def run_lifecycle(
     output: RunOutput,
     train: Callable[[], int],
     locked: Callable[[], None] = lambda: None,
+    *,
+    reports: bool = True,
 ) -> int:
     """Open the run directory, train unless the run is finished, and finish it. Return the exit code. Collective.
 
     Args:
         train: trains and returns an exit code of `rlhf.errors`. Only EXIT_DONE means that the run is finished.
         locked: called with the run lock taken, before the directory changes. It may raise UserError.
+        reports: whether the finished run has a report. An evaluation has none.
 
     Raises:
         UserError: the directory is in use, cannot be created, or belongs to another run.
@@ -61,7 +64,7 @@ def run_lifecycle(
             return EXIT_DONE
         if finished is None and (code := train()) != EXIT_DONE:
             return code
-        if coordinator.is_leader:
+        if coordinator.is_leader and reports:
             left = _finish(config, output, finished)
     from rlhf.checkpoint.remote.copies import check_copied
 

@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 import torch
 
+from rlhf.assemble.frozen_policy import build_evaluation
 from rlhf.assemble.run import build
 from rlhf.checkpoint.remote.copies import check_copied
 from rlhf.config import Config
@@ -31,6 +32,7 @@ from rlhf.loop import train
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
+from rlhf.ranks.launch_messages import EVALUATE
 from rlhf.ranks.lock import lock_as_rank
 from rlhf.ranks.logs import configure_logging, write_whole_lines
 from rlhf.ranks.progress_pipe import ProgressDisplay, ProgressPipe
@@ -42,6 +44,19 @@ from rlhf.tracking.run_output import OutputHandler, RunOutput
 
 log = logging.getLogger(__name__)
 schema()  # fills the cache once in a launcher, for all ranks that it forks
+
+
+def evaluate(
+    config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, shown: ProgressDisplay
+) -> None:
+    """Build the components of an evaluation and evaluate. Close reward processes and rollout engines, as `run` does."""
+    evaluation = build_evaluation(config, device, coordinator, status, shown)
+    try:
+        evaluation.run()
+    finally:
+        evaluation.run_log.close()
+        evaluation.reward.close()
+        evaluation.engine.close()
 
 
 def run(
@@ -86,7 +101,7 @@ class _Evidence:
             log.error("%s", message)
 
 
-def main(run_dir: Path) -> int:
+def main(run_dir: Path, *, evaluates: bool = False) -> int:
     """Run a rank that the supervisor started, and return its exit code.
 
     The supervisor has taken the run lock and written the configuration.
@@ -99,7 +114,7 @@ def main(run_dir: Path) -> int:
         config = from_yaml((run_dir / RESOLVED).read_text())
         lock_as_rank(run_dir)
         device = _join(config)
-        run(config, device, _coordinator(config), status, shown)
+        (evaluate if evaluates else run)(config, device, _coordinator(config), status, shown)
 
     # So that lines that the user's functions print appear at once, and are not lost if this process dies.
     write_whole_lines()
@@ -107,7 +122,7 @@ def main(run_dir: Path) -> int:
     return _guarded(work)
 
 
-def main_under_torchrun(config: Config, banner: str = "") -> int:
+def main_under_torchrun(config: Config, banner: str = "", *, evaluates: bool = False) -> int:
     """Run a rank of torchrun or a similar launcher, and return its exit code.
 
     No supervisor exists, so the ranks themselves prepare the run directory and finish the run. The caller has printed
@@ -129,10 +144,11 @@ def main_under_torchrun(config: Config, banner: str = "") -> int:
             status = evidence.begin(agreed.run_dir)
             with node_watchdog(agreed.run_dir, agreed.trainer, coordinator):
                 output.begin_bar()
-                run(agreed, device, coordinator, status, ProgressDisplay() if rank() else output.progress)
+                work_on = evaluate if evaluates else run
+                work_on(agreed, device, coordinator, status, ProgressDisplay() if rank() else output.progress)
             return EXIT_DONE
 
-        run_lifecycle(agreed, coordinator, output, attempt)
+        run_lifecycle(agreed, coordinator, output, attempt, reports=not evaluates)
 
     with output:
         configure_logging(rank(), OutputHandler(output))
@@ -179,7 +195,7 @@ def _guarded(work: Callable[[_Evidence], None]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]))
+    code = main(Path(sys.argv[1]), evaluates=EVALUATE in sys.argv[2:])
     logging.shutdown()
     with suppress(OSError, ValueError):  # the process that reads stdout may be dead
         sys.stdout.flush()

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from rlhf.assemble.model_sources import ResolvedModel
 from rlhf.backends import build_backend
-from rlhf.backends.base import TrainingBackend
-from rlhf.backends.fsdp2 import Fsdp2Model
+from rlhf.backends.base import PolicyWeights, TrainingBackend
+from rlhf.backends.fsdp2 import Fsdp2Model, Fsdp2Policy
 from rlhf.backends.training import Training
 from rlhf.config import ActorConfig, BackendConfig, CriticConfig, FrozenFsdpConfig, LoraConfig, ModelConfig
 from rlhf.learning.actor import Actor
@@ -122,7 +122,7 @@ def adapter_files(settings: ModelConfig, model: PreTrainedModel) -> dict[str, by
     return {ADAPTER_CONFIG: (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()}
 
 
-def init_adapters(backend: TrainingBackend, lora: LoraConfig, seed: int) -> None:
+def init_adapters(backend: PolicyWeights, lora: LoraConfig, seed: int) -> None:
     """Initialise the adapters of a model whose base weights are loaded. Collective."""
     shards, adapters = backend.model_shards(), Adapters.of(backend.module)
     assert adapters is not None
@@ -131,7 +131,7 @@ def init_adapters(backend: TrainingBackend, lora: LoraConfig, seed: int) -> None
         copy_slice(shards[name], norms)
 
 
-def load_adapters(backend: TrainingBackend, lora: LoraConfig, coordinator: Coordinator) -> None:
+def load_adapters(backend: TrainingBackend | Fsdp2Policy, lora: LoraConfig, coordinator: Coordinator) -> None:
     """Load the adapters in `model.lora.path`, if set, at the start of a run without a checkpoint. Collective.
 
     Raises:

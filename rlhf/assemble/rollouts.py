@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.assemble.inputs import RunInputs
 from rlhf.assemble.learners import build_frozen
@@ -15,6 +15,7 @@ from rlhf.config import Config, DataConfig, RolloutConfig, ValKwargsConfig
 from rlhf.config.compare import trajectory
 from rlhf.config.derived import longest_sample, needs_greedy_baseline, sends_adapters
 from rlhf.config.user_functions import hash_of_files
+from rlhf.data import PromptSet
 from rlhf.experience.collector import Collector
 from rlhf.experience.evaluation import Evaluator
 from rlhf.experience.generation import Generation
@@ -123,18 +124,23 @@ def build_collector(setup: Setup, inputs: RunInputs, sampler: PolicySampler, rew
 
 
 def build_evaluator(
-    setup: Setup, inputs: RunInputs, sampler: PolicySampler, reward: Reward, show: Callable[[list[ShownSample]], None]
+    setup: Setup,
+    val_set: PromptSet | None,
+    tokenizer: PreTrainedTokenizerBase,
+    sampler: PolicySampler,
+    reward: Reward,
+    show: Callable[[list[ShownSample]], None],
 ) -> Evaluator:
     """Build the evaluator on the held-out prompts, which passes its samples to `show`."""
     config = setup.config
     return Evaluator(
-        inputs.val_set,
+        val_set,
         sampler,
         sampling_params(config.rollout.val_kwargs, config.rollout, config.data),
         config.rollout.val_kwargs.n,
         reward,
         answer_reader(config.reward),
-        inputs.models.policy.tokenizer,
+        tokenizer,
         setup.coordinator,
         config.trainer,
         show,

@@ -171,7 +171,7 @@ def _build(setup: Setup, inputs: RunInputs, shown: ProgressDisplay, preemption: 
         reference=learners.reference,
         advantages=advantages,
         guards=guards,
-        evaluator=build_evaluator(setup, inputs, sampler, reward, run_log.show),
+        evaluator=build_evaluator(setup, inputs.val_set, models.policy.tokenizer, sampler, reward, run_log.show),
         viewer=RolloutViewer(collector.prompts, models.policy.tokenizer, config.trainer.log_rollouts, coordinator),
         checkpointer=checkpointer,
         run_log=run_log,

@@ -29,8 +29,8 @@ class Model(Protocol):
         """Return live views of this rank's weights and persistent buffers, valid until `on_device` begins or ends."""
 
 
-class TrainingBackend(Model, TrainState, Protocol):
-    """A model in training, with its optimizer and schedule.
+class PolicyWeights(Model, Protocol):
+    """The sharded weights of a policy, perhaps a frozen base with adapters, from which rollout engines are synced.
 
     Methods with a body are the same for all engines: they use only the shards.
     """
@@ -40,22 +40,6 @@ class TrainingBackend(Model, TrainState, Protocol):
     """The ranks that shard one copy of the model."""
     _device: torch.device
     _conversions: FileConversions
-
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of the sum of all ranks' `loss`. Collective."""
-
-    def optimizer_step(self) -> dict[str, float]:
-        """Clip the gradients, step, advance a schedule that counts optimizer steps, and clear the gradients.
-
-        Call it inside `on_device`. Return `grad_norm` (over all ranks, before clipping) and the `lr` used. If the norm
-        is not finite, only clear the gradients; the caller must check `grad_norm`.
-        """
-
-    def end_update(self) -> None:
-        """Advance a schedule that counts training steps, if this training step took an optimizer step."""
-
-    def zero_grad(self) -> None:
-        """Clear the accumulated gradient."""
 
     def base_shards(self) -> Shards:
         """Return live views of this rank's part of the frozen base weights, by their names in the model's files.
@@ -93,3 +77,23 @@ class TrainingBackend(Model, TrainState, Protocol):
         rank); buffers keep their type. Tensors are valid until `on_device` begins or ends. With adapters, yield the
         merged weights by the names of the base.
         """
+
+
+class TrainingBackend(PolicyWeights, TrainState, Protocol):
+    """A model in training, with its optimizer and schedule."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of the sum of all ranks' `loss`. Collective."""
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip the gradients, step, advance a schedule that counts optimizer steps, and clear the gradients.
+
+        Call it inside `on_device`. Return `grad_norm` (over all ranks, before clipping) and the `lr` used. If the norm
+        is not finite, only clear the gradients; the caller must check `grad_norm`.
+        """
+
+    def end_update(self) -> None:
+        """Advance a schedule that counts training steps, if this training step took an optimizer step."""
+
+    def zero_grad(self) -> None:
+        """Clear the accumulated gradient."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Cut
 from transformers import PreTrainedModel
 
-from rlhf.backends.base import TrainingBackend
+from rlhf.backends.base import PolicyWeights, TrainingBackend
 from rlhf.backends.gather import gather_tensors
 from rlhf.backends.offload import Offload
 from rlhf.backends.training import MOMENTS, Scheduled, Training, adamw_options, empty_moments, parameter_groups
@@ -79,17 +79,44 @@ class Fsdp2Model:
         return self._weights.shards(shards_of(self.named_state()))
 
 
-class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
+class Fsdp2Policy(Fsdp2Model, PolicyWeights):
+    """Shards a policy, perhaps with adapters. `Fsdp2Backend` trains the policy; an evaluation only reads the weights."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: BackendConfig, device: torch.device, *, param_offload: bool = False
+    ) -> None:
+        self._conversions = FileConversions.of(model)
+        super().__init__(model, config, device, param_offload=param_offload)
+        self._adapters = Adapters.of(self.module)
+
+    def model_shards(self) -> Shards:
+        state = self.named_state()
+        return self._weights.shards(shards_of(state if self._adapters is None else self._adapters.trained(state)))
+
+    def base_shards(self) -> Shards:
+        if self._adapters is None:
+            return {}
+        return self._weights.shards(shards_of(self._adapters.base(self.named_state())))
+
+    def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        if self._adapters is None:
+            yield from super().full_tensors(dtype)
+            return
+        yield from self.merged_tensors(self._adapters, dtype)
+
+    def after_load(self) -> None:
+        """Do nothing: a load writes to the module's own tensors."""
+
+
+class Fsdp2Backend(Fsdp2Policy, Scheduled, TrainingBackend):
     """Trains a model with AdamW in float32 and a learning-rate schedule. Frozen parameters have no optimizer state."""
 
     def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training) -> None:
         optim, offload = training.optim, training.offload
-        self._conversions = FileConversions.of(model)
-        Fsdp2Model.__init__(self, model, config, device, param_offload=offload.param_offload)
+        Fsdp2Policy.__init__(self, model, config, device, param_offload=offload.param_offload)
         # Train mode does not slow down log-prob passes: passes without gradients recompute no activations. Dropout is
         # off (models/loading.py).
         self.module.train()
-        self._adapters = Adapters.of(self.module)
         optimizer = torch.optim.AdamW(parameter_groups(self.module, optim), **adamw_options(optim))
         Scheduled.__init__(self, optimizer, training)
         self._grad_clip = training.grad_clip
@@ -123,21 +150,6 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def model_shards(self) -> Shards:
-        state = self.named_state()
-        return self._weights.shards(shards_of(state if self._adapters is None else self._adapters.trained(state)))
-
-    def base_shards(self) -> Shards:
-        if self._adapters is None:
-            return {}
-        return self._weights.shards(shards_of(self._adapters.base(self.named_state())))
-
-    def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        if self._adapters is None:
-            yield from super().full_tensors(dtype)
-            return
-        yield from self.merged_tensors(self._adapters, dtype)
-
     def optimizer_shards(self) -> Shards:
         self.reshard()
         named = self.module.named_parameters()
@@ -147,9 +159,6 @@ class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
             for key, value in self.optimizer.state[parameter].items()
         )
         return self._moments.shards(moments)
-
-    def after_load(self) -> None:
-        """Do nothing: a load writes to the module's own tensors."""
 
 
 def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> PreTrainedModel:

@@ -1,5 +1,6 @@
 """Converts the resolved configuration to and from YAML, for ranks and checkpoints."""
 
+from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
@@ -66,6 +67,16 @@ def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
     """
     config, lost = _migrated(text, release)
     return deepcopy(config), lost
+
+
+def stored_tree(text: str, release: str | None, *, without: Collection[str]) -> DictConfig:
+    """Return a stored configuration, with its interpolations, and with the defaults of the sections `without`.
+
+    Raises like `from_stored`.
+    """
+    tree = migrate(parse_sections(text), release).tree
+    kept = {name: section for name, section in tree.items() if name not in without}
+    return cast(DictConfig, OmegaConf.merge(schema(), OmegaConf.create(kept)))
 
 
 @lru_cache(_CACHE_SIZE)

@@ -63,7 +63,8 @@ def build_val_set(
 
 
 def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row:
-    """Check names, files, extensions, columns and rewards without a tokenizer, and return the first training row.
+    """Check names, files, extensions, columns and rewards without a tokenizer, and return the first row, a training row if
+    there are training files.
 
     Reads one row of each source, then rows of local files for up to EARLY_CHECK_S seconds. Loads a Hub dataset, so that
     it is downloaded once, before the ranks need it.
@@ -86,7 +87,7 @@ def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row:
         for _ in islice(_read(data, reward, sources), max_samples) if local else ():
             if time.monotonic() > end:
                 break
-    if data.train_files is None:
+    if data.train_files is None and not firsts:
         return with_system_prompt(procedural.first_row(data, seed), data.system_prompt)
     return firsts[0]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
-from rlhf.backends.base import TrainingBackend
+from rlhf.backends.base import PolicyWeights
 from rlhf.rollout import AdapterEngine, BackgroundEngine, Request, RolloutEngine, Sample
 
 
@@ -15,7 +15,7 @@ class PolicySampler:
     """Samples responses from the current policy; syncs the weights to the engine only when they have changed."""
 
     engine: RolloutEngine
-    actor: TrainingBackend
+    actor: PolicyWeights
     seed: int
     native_adapters: bool = False
     """Whether `engine` is an `AdapterEngine`, which receives the base weights once and then only the adapters."""

@@ -23,6 +23,7 @@ from rlhf.launch.restart_policy import GiveUp, RestartPolicy
 from rlhf.launch.stop_request import StopRequest
 from rlhf.lifecycle import reject_another_run, run_lifecycle
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.launch_messages import EVALUATE
 from rlhf.ranks.lock import wait_for_ranks
 from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.status import RankStatus
@@ -37,8 +38,15 @@ NO_CALLBACKS = Callbacks()
 log = logging.getLogger(__name__)
 
 
-def supervise(config: Config, check: Callable[[], None], banner: str = "", callbacks: Callbacks = NO_CALLBACKS) -> int:
-    """Train to the end of the run and return an exit code of `rlhf.errors`.
+def supervise(
+    config: Config,
+    check: Callable[[], None],
+    banner: str = "",
+    callbacks: Callbacks = NO_CALLBACKS,
+    *,
+    evaluates: bool = False,
+) -> int:
+    """Train to the end of the run, or only evaluate its policy. Return an exit code of `rlhf.errors`.
 
     Args:
         check: raises UserError for mistakes in the configuration. Meanwhile the launcher imports the ranks' modules.
@@ -54,7 +62,7 @@ def supervise(config: Config, check: Callable[[], None], banner: str = "", callb
         output.begin_bar()
         output.progress.phase(0, 0, "starting")
         try:
-            return _supervise(config, check, output, callbacks)
+            return _supervise(config, check, output, callbacks, evaluates)
         except OSError as error:
             if not is_unreadable(error):
                 raise
@@ -63,7 +71,9 @@ def supervise(config: Config, check: Callable[[], None], banner: str = "", callb
             return EXIT_CRASHED
 
 
-def _supervise(config: Config, check: Callable[[], None], output: RunOutput, callbacks: Callbacks) -> int:
+def _supervise(
+    config: Config, check: Callable[[], None], output: RunOutput, callbacks: Callbacks, evaluates: bool
+) -> int:
     expected, single_process = not _seems_finished(config), Coordinator(Transport())
     needs = RankNeeds.of(config.trainer, config.data, config.backend, config.rollout)
     with (
@@ -76,14 +86,17 @@ def _supervise(config: Config, check: Callable[[], None], output: RunOutput, cal
 
         def train() -> int:
             callbacks.follow(config.run_dir / HISTORY)
+            command = ["-m", "rlhf.worker", str(config.run_dir), *([EVALUATE] if evaluates else [])]
             with StopRequest() as stop:
-                code = run_attempts(config, ["-m", "rlhf.worker", str(config.run_dir)], starter, stop, callbacks)
+                code = run_attempts(config, command, starter, stop, callbacks)
                 callbacks.look(stop)
             return code
 
         try:
             with _usable(config.run_dir):
-                return run_lifecycle(config, single_process, output, train, starter.check_devices)
+                return run_lifecycle(
+                    config, single_process, output, train, starter.check_devices, reports=not evaluates
+                )
         except Unsaved as error:
             log.error("%s", error)
             return EXIT_REQUEUE

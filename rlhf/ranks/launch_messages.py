@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+EVALUATE = "evaluate"
+"""The second argument of a rank that evaluates a policy instead of training it."""
+
 
 @dataclass(frozen=True)
 class Fork:

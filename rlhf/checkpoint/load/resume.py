@@ -112,13 +112,14 @@ def _with_newest_intact(
             coordinator.on_domain_leaders(partial(_set_aside, located.path))
         return result
     if source is not None:
-        return _from_source(source, coordinator, attempt)
+        return from_source(source, coordinator, attempt)
     # Promise 5.
     _reject_second_start(run_dir, stuck, incomplete, coordinator)
     return None
 
 
-def _from_source(source: Path, coordinator: Coordinator, attempt: Callable[[FileLocations], T]) -> T:
+def from_source(source: Path, coordinator: Coordinator, attempt: Callable[[FileLocations], T]) -> T:
+    """Return the result of `attempt` for the checkpoint `source`. Collective. Raise UserError if it is damaged."""
     try:
         located = locate_files(source, coordinator)
         if located.missing and located.may_be_elsewhere:

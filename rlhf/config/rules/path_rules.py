@@ -71,10 +71,10 @@ def on_one_machine(environ: Mapping[str, str] = os.environ) -> bool:
 def model_problems(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield one line per model or chat template that is missing, and for a reward model without effect."""
     here = on_one_machine(environ)
-    yield from _model_folder("model.path", config.model.path, here)
+    yield from model_folder_problems("model.path", config.model.path, here)
     for key, optional in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
         if optional is not None:
-            yield from _model_folder(key, optional, here)
+            yield from model_folder_problems(key, optional, here)
     if not needs_reward_model(config.reward):
         remedy = f"reward.functions={hydra_value([*config.reward.functions, REWARD_MODEL])}"
         yield from without_effect(config, ["reward_model.path"], f"{REWARD_MODEL} in reward.functions", remedy=remedy)
@@ -86,7 +86,8 @@ def model_problems(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def _model_folder(key: str, name: str, here: bool) -> Iterator[str]:
+def model_folder_problems(key: str, name: str, here: bool) -> Iterator[str]:
+    """Yield a line if `name`, the value of `key`, is neither a Hub name nor, if it is a path `here`, a model folder."""
     path = Path(name).expanduser()
     looks_local = name.startswith(("/", "./", "../", "~")) or ("/" in name and path.parent.is_dir())
     if not name:

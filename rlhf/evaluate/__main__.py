@@ -1,0 +1,107 @@
+"""python -m rlhf.evaluate TARGET ...: evaluates models and checkpoints on held-out prompts, without training."""
+
+from rlhf.ranks.open_files import open_closed_streams
+from rlhf.ranks.stop import exit_on_stop_signal
+
+if __name__ == "__main__":
+    open_closed_streams()
+    # Before the slow imports. Later, the supervisor or the rank handles the signals.
+    exit_on_stop_signal()
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf.api import evaluate_policy, is_rank
+from rlhf.cli.arguments import check_options
+from rlhf.cli.command_parser import CommandParser
+from rlhf.config.library import Library
+from rlhf.config.redaction import Redaction
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.evaluate.results import files_of, store_result, stored_result, table
+from rlhf.evaluate.settings import Planned, plan
+from rlhf.evaluate.targets import find_target
+from rlhf.printable import printable_lines, printable_output, write_error
+from rlhf.ranks.open_files import raise_open_files
+
+FLAGS = ("--json", "--help", "-h")
+WITH_VALUE = ("--config-dir",)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Evaluate the targets and print their results. Return an exit code of `rlhf.errors`."""
+    raise_open_files()
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        write_error(Redaction(os.environ)(printable_output(str(error))))
+        return EXIT_USER_ERROR
+
+
+def _run(words: Sequence[str]) -> int:
+    check_options(words, FLAGS, WITH_VALUE)
+    # argparse does not accept options between overrides, so sort them first.
+    overrides = [word for word in words if "=" in word and not word.startswith("-") and not Path(word).exists()]
+    arguments = _parser().parse_args([word for word in words if word not in overrides])
+    targets = [find_target(name) for name in dict.fromkeys(arguments.targets)]
+    if is_rank() and len(targets) > 1:
+        raise UserError(
+            f"{targets[1].name}: a command under torchrun evaluates one target. Evaluate each target by a command of "
+            "its own; python -m rlhf.evaluate with all targets then shows one table."
+        )
+    planned = plan(targets, overrides, Library.find(arguments.config_dir))
+    stored = [stored_result(each) for each in planned]  # before the first evaluation: reports changed settings now
+    results = []
+    for number, (each, earlier) in enumerate(zip(planned, stored, strict=True), 1):
+        if earlier is None:
+            title = f"Evaluation {number} of {len(planned)}: {each.target.name}"
+            code, earlier = _evaluate(each, title)
+            if code != EXIT_DONE:
+                return code
+        results.append(earlier)
+    if os.environ.get("RANK", "0") == "0":
+        _show(results, as_json=arguments.json)
+    return EXIT_DONE
+
+
+def _evaluate(planned: Planned, title: str) -> tuple[int, dict[str, Any] | None]:
+    """Return the exit code and, on the leader of a finished evaluation, its result."""
+    files = files_of(planned)
+    code = evaluate_policy(planned.config, f"{title}, in {planned.config.run_dir}")
+    leads = os.environ.get("RANK", "0") == "0"
+    return code, store_result(planned, files) if code == EXIT_DONE and leads else None
+
+
+def _show(results: Sequence[dict[str, Any]], *, as_json: bool) -> None:
+    text = json.dumps({"results": list(results)}, indent=1) if as_json else printable_lines(table(results))
+    sys.stdout.write(f"{text}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="python -m rlhf.evaluate", usage="%(prog)s TARGET ... [OVERRIDE ...] [--json]")
+    parser.description = __doc__
+    parser.add_argument(
+        "targets",
+        nargs="+",
+        metavar="TARGET",
+        help="a model in Hugging Face format (folder or Hub name), a run directory (its newest checkpoint), or a "
+        "checkpoint (global_step_N); OVERRIDEs are settings as for python -m rlhf.train, such as data.val_files=FILE",
+    )
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="as for python -m rlhf.train")
+    parser.add_argument("--json", action="store_true", help="print one JSON document with all metrics")
+    return parser
+
+
+if __name__ == "__main__":
+    code = main()
+    if "RANK" in os.environ:
+        # As in worker.py: threads of the process group may abort a process that ends with sys.exit.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

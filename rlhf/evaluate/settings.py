@@ -1,0 +1,107 @@
+"""Composes the configuration of each evaluation: the stored settings of a run, then the command line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlhf.compose import Composition, composition
+from rlhf.config import Config, LoraConfig, RolloutConfig
+from rlhf.config.library import Library
+from rlhf.config.overrides import hydra_value
+from rlhf.config.rules.validate import validate
+from rlhf.errors import UserError
+from rlhf.evaluate.targets import Target
+
+EVALUATIONS = "evaluations"
+DEFAULT_NAME = "default"
+NAMED_BY_TARGETS = {"model.path", "trainer.resume_mode", "trainer.resume_from_path"}
+RECIPE = "recipes=minimal"
+"""Recipe for a model, if the command names neither a run nor a recipe."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One target with the configuration of its evaluation."""
+
+    target: Target
+    config: Config
+    again: bool
+    """Whether earlier results do not count (`trainer.overwrite`)."""
+
+
+def plan(targets: Sequence[Target], overrides: Sequence[str], library: Library) -> list[Planned]:
+    """Return the evaluation of each target. Raise UserError with the mistakes of all targets at once.
+
+    A run's stored settings are the defaults of its checkpoints. The settings of the first run are also the defaults of
+    models, so that a base model is evaluated like the run that began with it.
+    """
+    stored = [target.stored_settings() for target in targets]
+    first_run = next((tree for tree in stored if tree is not None), None)
+    planned, problems = [], []
+    for target, own in zip(targets, stored, strict=True):
+        try:
+            planned.append(_planned(target, first_run if own is None else own, list(overrides), library))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    return planned
+
+
+def _planned(target: Target, stored: DictConfig | None, overrides: list[str], library: Library) -> Planned:
+    composed = _composed(target, stored, overrides, library)
+    tree, typed = composed.tree, dict(composed.typed)
+    own = _own_settings(target)
+    for key in sorted(own.keys() & typed.keys() & NAMED_BY_TARGETS):
+        raise UserError(
+            f"{key}={hydra_value(typed[key])}: targets name the models and checkpoints of an evaluation. Remove the "
+            "setting, and give its value as a target."
+        )
+    again = bool(OmegaConf.select(tree, "trainer.overwrite"))
+    data, trainer = tree.data, tree.trainer
+    if data.val_files is None and (OmegaConf.is_missing(data, "train_files") or data.train_files is not None):
+        raise UserError("data.val_files is not set: an evaluation needs held-out prompts. Add data.val_files=FILE.")
+    parent = Path(trainer.default_local_dir).expanduser().absolute() / EVALUATIONS
+    own |= {
+        "data.train_files": None,
+        "trainer.default_local_dir": str(parent),
+        "trainer.project_name": typed.get("trainer.experiment_name", DEFAULT_NAME),
+        "trainer.experiment_name": target.slug,
+        "trainer.overwrite": False,
+    }
+    for key, value in own.items():
+        OmegaConf.update(tree, key, value, merge=False)
+    config = composed.resolved()
+    validate(config)
+    return Planned(target, config, again)
+
+
+def _composed(target: Target, stored: DictConfig | None, overrides: list[str], library: Library) -> Composition:
+    if stored is None:
+        recipe = [] if any(text.startswith("recipes=") for text in overrides) else [RECIPE]
+        return composition([*recipe, *overrides], library)
+    tree = stored.copy()
+    if target.checkpoint is None:  # the run's adapters do not fit another model
+        OmegaConf.update(tree, "model.lora", OmegaConf.structured(LoraConfig), merge=False)
+        OmegaConf.update(tree, "rollout.lora", RolloutConfig().lora)
+        OmegaConf.update(tree, "model.revision", None)
+    return composition(overrides, library, stored=tree)
+
+
+def _own_settings(target: Target) -> dict[str, Any]:
+    """Return the settings with which a run begins at the target, and ends before its next step."""
+    starts = target.checkpoint is not None
+    settings: dict[str, Any] = {
+        "trainer.resume_mode": "resume_path" if starts else "auto",
+        "trainer.resume_from_path": str(target.checkpoint) if starts else None,
+        "trainer.allow_config_change": True,
+        "trainer.total_training_steps": target.step + 1,
+        "trainer.logger": [],
+        "checkpoint.remote": None,
+    }
+    if target.model is not None:
+        settings["model.path"] = target.model
+    return settings
