@@ -80,7 +80,7 @@ class Fsdp2Model:
 
 
 class Fsdp2Policy(Fsdp2Model, PolicyWeights):
-    """Shards a policy, perhaps with adapters. `Fsdp2Backend` trains the policy; an evaluation only reads the weights."""
+    """Shards a policy, perhaps with adapters. `Fsdp2Backend` trains the policy; an evaluation only reads it."""
 
     def __init__(
         self, model: PreTrainedModel, config: BackendConfig, device: torch.device, *, param_offload: bool = False

@@ -63,8 +63,9 @@ def build_val_set(
 
 
 def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row:
-    """Check names, files, extensions, columns and rewards without a tokenizer, and return the first row, a training row if
-    there are training files.
+    """Check names, files, extensions, columns and rewards without a tokenizer, and return the first row of the files.
+
+    Without files, return the first generated problem.
 
     Reads one row of each source, then rows of local files for up to EARLY_CHECK_S seconds. Loads a Hub dataset, so that
     it is downloaded once, before the ranks need it.

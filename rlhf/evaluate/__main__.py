@@ -23,8 +23,8 @@ from rlhf.cli.command_parser import CommandParser
 from rlhf.config.library import Library
 from rlhf.config.redaction import Redaction
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.evaluate.evaluation_settings import plan
 from rlhf.evaluate.results import files_of, store_result, stored_result, table
-from rlhf.evaluate.settings import Planned, plan
 from rlhf.evaluate.targets import find_target
 from rlhf.printable import printable_lines, printable_output, write_error
 from rlhf.ranks.open_files import raise_open_files
@@ -55,26 +55,25 @@ def _run(words: Sequence[str]) -> int:
             "its own; python -m rlhf.evaluate with all targets then shows one table."
         )
     planned = plan(targets, overrides, Library.find(arguments.config_dir))
-    stored = [stored_result(each) for each in planned]  # before the first evaluation: reports changed settings now
-    results = []
+    # Before the first evaluation, to report changed settings now. Under torchrun, another node may lack the result.
+    stored = [None if is_rank() else stored_result(each) for each in planned]
+    results: list[dict[str, Any]] = []
     for number, (each, earlier) in enumerate(zip(planned, stored, strict=True), 1):
         if earlier is None:
             title = f"Evaluation {number} of {len(planned)}: {each.target.name}"
-            code, earlier = _evaluate(each, title)
-            if code != EXIT_DONE:
+            files = files_of(each)
+            code = evaluate_policy(each.config, f"{title}, in {each.config.run_dir}")
+            if code != EXIT_DONE or not _leads():
                 return code
+            earlier = store_result(each, files)
         results.append(earlier)
-    if os.environ.get("RANK", "0") == "0":
+    if _leads():
         _show(results, as_json=arguments.json)
     return EXIT_DONE
 
 
-def _evaluate(planned: Planned, title: str) -> tuple[int, dict[str, Any] | None]:
-    """Return the exit code and, on the leader of a finished evaluation, its result."""
-    files = files_of(planned)
-    code = evaluate_policy(planned.config, f"{title}, in {planned.config.run_dir}")
-    leads = os.environ.get("RANK", "0") == "0"
-    return code, store_result(planned, files) if code == EXIT_DONE and leads else None
+def _leads() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _show(results: Sequence[dict[str, Any]], *, as_json: bool) -> None:

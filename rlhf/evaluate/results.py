@@ -11,7 +11,7 @@ from rlhf.config.compare import as_lines, compare_text
 from rlhf.config.resolved import to_yaml
 from rlhf.data.records import resolve
 from rlhf.errors import UserError
-from rlhf.evaluate.settings import Planned
+from rlhf.evaluate.evaluation_settings import PlannedEvaluation
 from rlhf.models.fingerprint import fingerprint_file
 from rlhf.storage.files import replace_durably
 from rlhf.storage.layout import HISTORY
@@ -26,7 +26,7 @@ OF_EVALUATIONS = ("data.val_files", "data.val_max_samples", "rollout.val_kwargs.
 _SHOWN = re.compile(r"val-(?:core|aux)/(.+)/(acc|reward)/((?:mean|pass|maj)@\d+)(?:/mean)?")
 
 
-def files_of(planned: Planned) -> dict[str, str]:
+def files_of(planned: PlannedEvaluation) -> dict[str, str]:
     """Return the hashes of the local files on which the result depends."""
     config, target = planned.config, planned.target
     hashes = {"target": target.fingerprint}
@@ -37,7 +37,7 @@ def files_of(planned: Planned) -> dict[str, str]:
     return hashes
 
 
-def stored_result(planned: Planned) -> dict[str, Any] | None:
+def stored_result(planned: PlannedEvaluation) -> dict[str, Any] | None:
     """Return the stored result of this evaluation, or None without one.
 
     Raises:
@@ -59,7 +59,7 @@ def stored_result(planned: Planned) -> dict[str, Any] | None:
     if lines:
         raise UserError(
             f"{path} has the result of {planned.target.name} with other settings or files:\n" + "\n".join(lines) + "\n"
-            "Set trainer.experiment_name=NAME for results of their own, or trainer.overwrite=true to replace the result."
+            "Set trainer.experiment_name=NAME for results of their own, or trainer.overwrite=true to replace this one."
         )
     return result
 
@@ -71,7 +71,7 @@ def _changes(stored: str, config: Config) -> str:
     return as_lines(affecting).replace(" in the checkpoint,", " before,")
 
 
-def store_result(planned: Planned, files: Mapping[str, str]) -> dict[str, Any]:
+def store_result(planned: PlannedEvaluation, files: Mapping[str, str]) -> dict[str, Any]:
     """Write the result of a finished evaluation durably, and return it."""
     config, target = planned.config, planned.target
     *_, record = History(config.run_dir / HISTORY).records()

@@ -24,7 +24,7 @@ UNUSED = ("tracking", "checkpoint", "guards")
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class EvaluationTarget:
     """A policy to evaluate, as the user named it. `checkpoint` is None for a model in Hugging Face format."""
 
     name: str
@@ -77,7 +77,7 @@ class Target:
         return tree
 
 
-def find_target(name: str) -> Target:
+def find_target(name: str) -> EvaluationTarget:
     """Return the policy that `name` names. Raise UserError if it names none."""
     if "://" in name:
         raise UserError(f"{name} is a URL. Download the checkpoint, and give the local folder.")
@@ -87,7 +87,7 @@ def find_target(name: str) -> Target:
     problems = []
     for checkpoint in found:
         try:
-            return Target(name, checkpoint.absolute(), read_manifest(checkpoint))
+            return EvaluationTarget(name, checkpoint.absolute(), read_manifest(checkpoint))
         except DamagedCheckpoint as error:
             problems.append(str(error))
     if problems:
@@ -101,4 +101,4 @@ def find_target(name: str) -> Target:
         raise UserError(f"{name} has no checkpoint (global_step_N). Name a run that has saved one.")
     if lines := list(model_folder_problems("target", name, True)):
         raise UserError(f"{lines[0]} A target is a model in Hugging Face format, a run directory, or a checkpoint.")
-    return Target(name)
+    return EvaluationTarget(name)

@@ -15,7 +15,7 @@ import rlhf
 PACKAGE = Path(rlhf.__file__).parent
 
 STOREYS = (
-    {"train", "samples", "plan", "checkpoint.__main__"},
+    {"train", "evaluate", "samples", "plan", "checkpoint.__main__"},
     {"convert"},
     {"api", "cli"},
     {"compose", "launch"},
@@ -41,16 +41,23 @@ CHECKPOINT_LAYERS = (
 )
 """The rooms inside `checkpoint/`, from the top down; one imports from its own folder and from the layers below."""
 
-MAY_IMPORT_CHECKPOINT = {"loop", "worker", "lifecycle", "assemble", "checkpoint", "checkpoint.__main__", "convert"}
+MAY_IMPORT_CHECKPOINT = {"loop", "worker", "lifecycle", "assemble", "evaluate"} | {
+    "checkpoint",
+    "checkpoint.__main__",
+    "convert",
+}
 COMMANDS_IN_ROOMS = {"rlhf.checkpoint.__main__"}
 """Thin commands that stand in a room, and may import what is above it."""
 
 MAY_SEE_THE_WHOLE_CONFIG = {
     "rlhf.api",
+    "rlhf.assemble.frozen_policy",
     "rlhf.assemble.rollouts",
     "rlhf.assemble.run",
     "rlhf.cli.sweep",
     "rlhf.compose",
+    "rlhf.evaluate.evaluation_settings",
+    "rlhf.evaluate.results",
     "rlhf.launch.banner",
     "rlhf.launch.supervisor",
     "rlhf.lifecycle",

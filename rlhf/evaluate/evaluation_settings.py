@@ -13,7 +13,7 @@ from rlhf.config.library import Library
 from rlhf.config.overrides import hydra_value
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
-from rlhf.evaluate.targets import Target
+from rlhf.evaluate.targets import EvaluationTarget
 
 EVALUATIONS = "evaluations"
 DEFAULT_NAME = "default"
@@ -23,16 +23,16 @@ RECIPE = "recipes=minimal"
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedEvaluation:
     """One target with the configuration of its evaluation."""
 
-    target: Target
+    target: EvaluationTarget
     config: Config
     again: bool
     """Whether earlier results do not count (`trainer.overwrite`)."""
 
 
-def plan(targets: Sequence[Target], overrides: Sequence[str], library: Library) -> list[Planned]:
+def plan(targets: Sequence[EvaluationTarget], overrides: Sequence[str], library: Library) -> list[PlannedEvaluation]:
     """Return the evaluation of each target. Raise UserError with the mistakes of all targets at once.
 
     A run's stored settings are the defaults of its checkpoints. The settings of the first run are also the defaults of
@@ -51,7 +51,9 @@ def plan(targets: Sequence[Target], overrides: Sequence[str], library: Library) 
     return planned
 
 
-def _planned(target: Target, stored: DictConfig | None, overrides: list[str], library: Library) -> Planned:
+def _planned(
+    target: EvaluationTarget, stored: DictConfig | None, overrides: list[str], library: Library
+) -> PlannedEvaluation:
     composed = _composed(target, stored, overrides, library)
     tree, typed = composed.tree, dict(composed.typed)
     own = _own_settings(target)
@@ -76,10 +78,12 @@ def _planned(target: Target, stored: DictConfig | None, overrides: list[str], li
         OmegaConf.update(tree, key, value, merge=False)
     config = composed.resolved()
     validate(config)
-    return Planned(target, config, again)
+    return PlannedEvaluation(target, config, again)
 
 
-def _composed(target: Target, stored: DictConfig | None, overrides: list[str], library: Library) -> Composition:
+def _composed(
+    target: EvaluationTarget, stored: DictConfig | None, overrides: list[str], library: Library
+) -> Composition:
     if stored is None:
         recipe = [] if any(text.startswith("recipes=") for text in overrides) else [RECIPE]
         return composition([*recipe, *overrides], library)
@@ -91,7 +95,7 @@ def _composed(target: Target, stored: DictConfig | None, overrides: list[str], l
     return composition(overrides, library, stored=tree)
 
 
-def _own_settings(target: Target) -> dict[str, Any]:
+def _own_settings(target: EvaluationTarget) -> dict[str, Any]:
     """Return the settings with which a run begins at the target, and ends before its next step."""
     starts = target.checkpoint is not None
     settings: dict[str, Any] = {

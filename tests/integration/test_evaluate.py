@@ -1,0 +1,151 @@
+"""python -m rlhf.evaluate: the bits of a run's own evaluations, after kills as well; several targets; mistakes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlhf.compose import composition
+from rlhf.config.library import Library
+from rlhf.config.resolved import stored_tree, to_yaml
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
+from rlhf.evaluate.__main__ import main
+from tests.support.compare_runs import history
+from tests.support.forked_start import train_forked
+from tests.support.interrupter import at
+from tests.support.launching import TINY_POLICY, small, write_sums
+from tests.support.refusals import says
+from tests.support.undisturbed import once, session_folder
+
+EVALUATE = "rlhf.evaluate.__main__"
+SAMPLED = ("rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1.0")
+SHORT = (*SAMPLED, "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A run on two ranks and a run that trains adapters, both with evaluations of steps 0 to 2."""
+    folder = session_folder(tmp_path_factory) / "evaluated"
+    folder.mkdir(exist_ok=True)
+    held_out = write_sums(folder / "held_out.jsonl", 12)
+    for name, more in {"whole": ["trainer.nproc=2"], "lora": ["model.lora.enabled=true"]}.items():
+        command = [*small(folder, name, held_out), f"data.val_files={held_out}", *SHORT, *more, "actor.optim.lr=5e-3"]
+        end = once(folder, name, lambda command=command: train_forked(command))  # type: ignore[misc]
+        assert end.code == EXIT_DONE, end.output
+    return folder / "rlhf"
+
+
+def result_of(folder: Path, step: int) -> dict[str, float]:
+    """Return the metrics of the only result of `step`, without the clock's."""
+    found = [json.loads(path.read_text())["result"] for path in folder.rglob("evaluation.json")]
+    (metrics,) = [result["metrics"] for result in found if result["step"] == step]
+    return {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}
+
+
+def of_run(run_dir: Path, step: int) -> dict[str, float]:
+    record = next(record for record in history(run_dir) if record["step"] == step)
+    return {name: value for name, value in record.items() if name.startswith("val")}
+
+
+def test_a_run_and_its_base_model_have_the_bits_of_the_training(tmp_path, runs, capsys):
+    """On two ranks: killed with the supervisor, evaluated by the same command; the base model after a crash."""
+    run = shutil.copytree(runs / "whole", tmp_path / "whole")
+    place = f"trainer.default_local_dir={tmp_path}"
+    killed = train_forked([str(run), place], at("evaluation.before", 1, "SIGKILL", to="supervisor"), module=EVALUATE)
+    assert killed.code == -9
+    assert not list(tmp_path.rglob("evaluation.json"))
+    end = train_forked([str(run), place], module=EVALUATE)
+    assert end.code == EXIT_DONE, end.output
+    assert result_of(tmp_path, 2) == of_run(run, 2) != of_run(run, 0)
+    assert not list((tmp_path / "evaluations").rglob("global_step_*"))
+
+    crash = at("evaluation.after", 1, "raise", rank=1, once=tmp_path / "crashed")
+    both = [str(TINY_POLICY), str(run), place]
+    end = train_forked(both, crash, module=EVALUATE)
+    assert end.code == EXIT_DONE, end.output
+    assert "Restart 1 of" in end.output
+    assert result_of(tmp_path, 0) == of_run(run, 0)
+
+    assert main([*both, "--json"]) == EXIT_DONE
+    document = json.loads(capsys.readouterr().out)
+    assert [result["step"] for result in document["results"]] == [0, 2]
+    assert main(both) == EXIT_DONE
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["target", "accuracy", "reward", "mean@4", "pass@2", "pass@4", "maj@2", "maj@4"]
+    assert [row.split()[0] for row in rows] == both[:2]
+
+    assert main([str(run), place, "rollout.val_kwargs.n=8"]) == EXIT_USER_ERROR
+    says(
+        capsys.readouterr().err, "rollout.val_kwargs.n: 4 before, 8 now", "trainer.experiment_name", "trainer.overwrite"
+    )
+    (run / "global_step_2" / "manifest.json").write_bytes((run / "global_step_1" / "manifest.json").read_bytes())
+    assert main([str(run), place]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, "target", "other content")
+
+
+def test_adapters_have_the_bits_of_the_training(tmp_path, runs):
+    checkpoint = runs / "lora" / "global_step_1"
+    end = train_forked([str(checkpoint), f"trainer.default_local_dir={tmp_path}"], module=EVALUATE)
+    assert end.code == EXIT_DONE, end.output
+    assert result_of(tmp_path, 1) == of_run(runs / "lora", 1)
+
+
+def test_pairs_of_preferences_are_rejected_before_ranks_start(tmp_path):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "1 + 1 =", "chosen": "2", "rejected": "3"}\n')
+    end = train_forked(
+        [str(TINY_POLICY), f"data.val_files={pairs}", f"trainer.default_local_dir={tmp_path}"], module=EVALUATE
+    )
+    assert end.code == EXIT_USER_ERROR
+    says(end.output, str(pairs), "answer")
+    assert "starting the ranks" not in end.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([str(TINY_POLICY)], ["data.val_files"]),
+        (["none/of/these", "data.val_files=x"], ["none/of/these", "run directory"]),
+        (["s3://bucket/run"], ["s3://bucket/run", "Download"]),
+        ([str(TINY_POLICY.parent)], [str(TINY_POLICY.parent), "config.json"]),
+        ([str(TINY_POLICY), "recipes=offline", "rollout.val_kwargs.n=2"], ["val_kwargs.temperature=0", "val_kwargs.n"]),
+        ([str(TINY_POLICY), "recipes=offline", "model.path=x"], ["model.path=x", "target"]),
+        ([str(TINY_POLICY), "trainer.val_only=true"], ["val_only", "python -m rlhf.evaluate"]),
+        ([str(TINY_POLICY), "--jsn"], ["--jsn", "--json"]),
+    ],
+)
+def test_mistakes(arguments, expected, capsys):
+    assert main(arguments) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, *expected)
+
+
+def test_an_adapter_alone_is_no_target(tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main([str(tmp_path), "recipes=offline"]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, str(tmp_path), "base model", f"model.lora.path={tmp_path}")
+
+
+def test_torchrun_evaluates_one_target(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main([str(TINY_POLICY), str(TINY_POLICY.parent / "tiny_policy" / "."), "Qwen/Other"]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, "torchrun", "one target")
+
+
+def test_entries_and_recipes_change_a_stored_configuration_where_they_say_so():
+    library = Library.find(None)
+    run = composition(["recipes=offline", "rollout.n=4", "actor.optim.lr=3e-3"], library).resolved()
+
+    def on_stored(*overrides: str):
+        stored = stored_tree(to_yaml(run), None, without=())
+        return composition(list(overrides), library, stored=stored).resolved()
+
+    assert on_stored() == run
+    changed = on_stored("reward=exact_match", "rollout.val_kwargs.top_k=3")
+    assert (changed.reward.functions, changed.rollout.val_kwargs.top_k) == (["exact_match"], 3)
+    assert (changed.rollout.n, changed.data, changed.actor) == (4, run.data, run.actor)
+    recipe = on_stored("recipes=gsm8k_qwen_0.5b", "rollout.n=2")
+    assert (recipe.model.path, recipe.rollout.n) == ("Qwen/Qwen2.5-0.5B-Instruct", 2)
+    assert recipe.reward.functions == ["math_verify"]
+    assert recipe.trainer.seed == run.trainer.seed
