@@ -23,8 +23,8 @@ from rlhf.cli.command_parser import CommandParser
 from rlhf.config.library import Library
 from rlhf.config.redaction import Redaction
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
-from rlhf.evaluate.evaluation_settings import plan
 from rlhf.evaluate.results import files_of, store_result, stored_result, table
+from rlhf.evaluate.target_settings import plan
 from rlhf.evaluate.targets import find_target
 from rlhf.printable import printable_lines, printable_output, write_error
 from rlhf.ranks.open_files import raise_open_files

@@ -11,7 +11,7 @@ from rlhf.config.compare import as_lines, compare_text
 from rlhf.config.resolved import to_yaml
 from rlhf.data.records import resolve
 from rlhf.errors import UserError
-from rlhf.evaluate.evaluation_settings import PlannedEvaluation
+from rlhf.evaluate.target_settings import PlannedEvaluation
 from rlhf.models.fingerprint import fingerprint_file
 from rlhf.storage.files import replace_durably
 from rlhf.storage.layout import HISTORY
@@ -88,12 +88,12 @@ def store_result(planned: PlannedEvaluation, files: Mapping[str, str]) -> dict[s
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table with a row for each target: accuracy, reward, and mean@k, pass@k and maj@k of each data source."""
+    """Return a table with a row for each target: step, accuracy, reward, and mean@k, pass@k, maj@k of each source."""
     rows = [dict(_columns(result["metrics"])) for result in results]
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [["target", *columns]]
+    cells = [["target", "step", *columns]]
     cells += [
-        [str(result["target"]), *(row.get(name, "-") for name in columns)]
+        [str(result["target"]), str(result["step"]), *(row.get(name, "-") for name in columns)]
         for result, row in zip(results, rows, strict=True)
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -83,15 +83,11 @@ def find_target(name: str) -> EvaluationTarget:
         raise UserError(f"{name} is a URL. Download the checkpoint, and give the local folder.")
     path = Path(name).expanduser()
     is_checkpoint = path.is_dir() and (step_of(path.absolute()) is not None or (path / MANIFEST).is_file())
-    found = [path] if is_checkpoint else scan(path)
-    problems = []
-    for checkpoint in found:
+    for checkpoint in [path] if is_checkpoint else scan(path)[:1]:
         try:
             return EvaluationTarget(name, checkpoint.absolute(), read_manifest(checkpoint))
         except DamagedCheckpoint as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError(f"{name} has no checkpoint that can be read: {problems[0]}. Name another target.")
+            raise UserError(f"{name}: {error}. Name another checkpoint (global_step_N).") from None
     if (path / ADAPTER_CONFIG).is_file() and not (path / MODEL_CONFIG).is_file():
         raise UserError(
             f"{name} is a LoRA adapter without its base model. Name the base model as target, and add "

@@ -31,7 +31,7 @@ WRONG_COMMANDS = [
     (["actor.use_remove_padding=0.5"], "actor.use_remove_padding=0.5: must be true or false or null."),
     (
         ["val_only=true"],
-        "val_only=True: there is no setting val_only. A run has at least one step. The initial policy is",
+        "val_only=True: there is no setting val_only. An evaluation without training is a command of its own: python",
     ),
     (
         ["hydra.run.dir=."],

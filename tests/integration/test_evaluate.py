@@ -72,16 +72,21 @@ def test_a_run_and_its_base_model_have_the_bits_of_the_training(tmp_path, runs, 
     assert [result["step"] for result in document["results"]] == [0, 2]
     assert main(both) == EXIT_DONE
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["target", "accuracy", "reward", "mean@4", "pass@2", "pass@4", "maj@2", "maj@4"]
-    assert [row.split()[0] for row in rows] == both[:2]
+    assert head.split() == ["target", "step", "accuracy", "reward", "mean@4", "pass@2", "pass@4", "maj@2", "maj@4"]
+    assert [row.split()[:2] for row in rows] == [[both[0], "0"], [both[1], "2"]]
 
     assert main([str(run), place, "rollout.val_kwargs.n=8"]) == EXIT_USER_ERROR
     says(
         capsys.readouterr().err, "rollout.val_kwargs.n: 4 before, 8 now", "trainer.experiment_name", "trainer.overwrite"
     )
-    (run / "global_step_2" / "manifest.json").write_bytes((run / "global_step_1" / "manifest.json").read_bytes())
-    assert main([str(run), place]) == EXIT_USER_ERROR
-    says(capsys.readouterr().err, "target", "other content")
+    held_out = runs.parent / "held_out.jsonl"
+    text = held_out.read_text()
+    held_out.write_text(text.replace("answer", "answer ", 1))
+    try:
+        assert main([str(run), place]) == EXIT_USER_ERROR
+    finally:
+        held_out.write_text(text)
+    says(capsys.readouterr().err, "data.val_files", str(held_out), "other content")
 
 
 def test_adapters_have_the_bits_of_the_training(tmp_path, runs):

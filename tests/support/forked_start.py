@@ -34,7 +34,10 @@ def train_forked(
     folder: Path = ROOT,
     module: str = "rlhf.train",
 ) -> Ended:
-    """Run `launching.train`, or another command `module`, in `folder`, seven CPU seconds cheaper, for tests that do not test process starts."""
+    """Run `launching.train`, or another command `module`, in `folder`.
+
+    This is seven CPU seconds cheaper, for tests that do not test process starts.
+    """
     with tempfile.NamedTemporaryFile("r") as log:
         variables = {**os.environ, **(environment or {})}
         process = forkserver.Process(target=_supervisor, args=(list(arguments), variables, folder, log.name, module))

@@ -56,7 +56,7 @@ MAY_SEE_THE_WHOLE_CONFIG = {
     "rlhf.assemble.run",
     "rlhf.cli.sweep",
     "rlhf.compose",
-    "rlhf.evaluate.evaluation_settings",
+    "rlhf.evaluate.target_settings",
     "rlhf.evaluate.results",
     "rlhf.launch.banner",
     "rlhf.launch.supervisor",

@@ -17,6 +17,8 @@ from rlhf.evaluate.targets import EvaluationTarget
 
 EVALUATIONS = "evaluations"
 DEFAULT_NAME = "default"
+STEPS_LEFT = 1_000_000
+"""Training steps after the target, of which none is done. Enough for any warm-up of the stored settings."""
 NAMED_BY_TARGETS = {"model.path", "trainer.resume_mode", "trainer.resume_from_path"}
 RECIPE = "recipes=minimal"
 """Recipe for a model, if the command names neither a run nor a recipe."""
@@ -96,13 +98,13 @@ def _composed(
 
 
 def _own_settings(target: EvaluationTarget) -> dict[str, Any]:
-    """Return the settings with which a run begins at the target, and ends before its next step."""
+    """Return the settings with which a run begins at the target."""
     starts = target.checkpoint is not None
     settings: dict[str, Any] = {
         "trainer.resume_mode": "resume_path" if starts else "auto",
         "trainer.resume_from_path": str(target.checkpoint) if starts else None,
         "trainer.allow_config_change": True,
-        "trainer.total_training_steps": target.step + 1,
+        "trainer.total_training_steps": target.step + STEPS_LEFT,
         "trainer.logger": [],
         "checkpoint.remote": None,
     }
