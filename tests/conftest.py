@@ -38,6 +38,7 @@ LONGEST_FIRST = (
     "test_interop_fsdp",
     "test_wandb",
     "test_settings_act",
+    "test_evaluate",
     "test_allowed_changes",
     "test_model_files",
     "test_launcher",

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     check_options(words, FLAGS, WITH_VALUE)
     # argparse does not accept options between overrides, so sort them first.
-    overrides = [word for word in words if "=" in word and not word.startswith("-") and not Path(word).exists()]
+    overrides = [word for word in words if "=" in word and not word.startswith("-") and not os.path.exists(word)]  # noqa: PTH110
     arguments = _parser().parse_args([word for word in words if word not in overrides])
     targets = [find_target(name) for name in dict.fromkeys(arguments.targets)]
     if is_rank() and len(targets) > 1:

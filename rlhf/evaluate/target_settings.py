@@ -64,7 +64,7 @@ def _planned(
             f"{key}={hydra_value(typed[key])}: targets name the models and checkpoints of an evaluation. Remove the "
             "setting, and give its value as a target."
         )
-    again = bool(OmegaConf.select(tree, "trainer.overwrite"))
+    again = bool(typed.get("trainer.overwrite"))  # not as stored: that one was about the run
     data, trainer = tree.data, tree.trainer
     if data.val_files is None and (OmegaConf.is_missing(data, "train_files") or data.train_files is not None):
         raise UserError("data.val_files is not set: an evaluation needs held-out prompts. Add data.val_files=FILE.")

@@ -29,7 +29,10 @@ def runs(tmp_path_factory) -> Path:
     folder = session_folder(tmp_path_factory) / "evaluated"
     folder.mkdir(exist_ok=True)
     held_out = write_sums(folder / "held_out.jsonl", 12)
-    for name, more in {"whole": ["trainer.nproc=2"], "lora": ["model.lora.enabled=true"]}.items():
+    for name, more in {
+        "whole": ["trainer.nproc=2", "trainer.overwrite=true"],
+        "lora": ["model.lora.enabled=true"],
+    }.items():
         command = [*small(folder, name, held_out), f"data.val_files={held_out}", *SHORT, *more, "actor.optim.lr=5e-3"]
         end = once(folder, name, lambda command=command: train_forked(command))  # type: ignore[misc]
         assert end.code == EXIT_DONE, end.output
