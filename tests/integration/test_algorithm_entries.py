@@ -74,7 +74,7 @@ SMALL = [
     "data.max_response_length=8",
     "backend.autocast=none",
 ]
-WITHOUT_VLLM = ["rollout=embedded", "rollout.gpu_memory_utilization=0.5"]
+WITHOUT_VLLM = ["rollout=embedded"]
 SMALL_RECIPES = {
     "offline": [],
     "minimal": [*SMALL, "data.train_files={sums}"],

@@ -14,7 +14,6 @@ from tests.support.checkpoints import run_ranks
 PACKAGE = Path(rlhf.__file__).parent
 GLUE = {
     "launch/node_watchdog.py": "a store between processes beside the ranks, which are in no group",
-    "rollout/servers/weights/vllm_worker.py": "runs in vLLM's processes, over vLLM's groups",
 }
 """Modules outside of `rlhf.ranks` that call torch.distributed, and why."""
 ABOUT_TENSORS = {"fsdp", "tensor", "checkpoint", "DistError"}
