@@ -96,11 +96,13 @@ def composition(
     ConfigFolder.set_by_files.clear()
     ConfigFolder.required_by_files.clear()
     composed = _compose(choices, library, stored)
-    chosen = {choice.partition("=")[0] for choice in choices}
+    chosen = {group: name.strip("[]") for group, _, name in (choice.partition("=") for choice in choices)}
     for key in ConfigFolder.required_by_files - ConfigFolder.set_by_files if stored is None else ():
         if key.partition(".")[0] not in chosen:  # model=tiny sets the model that the recipe leaves open
             OmegaConf.update(composed, key, "???")
-    if problems := [problem for key, value in values if (problem := _set(composed, key, value))]:
+    problems = list(_replaced_entries(chosen, composed, library))
+    problems += [problem for key, value in values if (problem := _set(composed, key, value))]
+    if problems:
         raise UserError("\n".join(problems))
     with _interpolating():
         defaults = device_defaults(lambda key: OmegaConf.select(composed, key), machine or Machine.here())
@@ -127,6 +129,19 @@ def _sorted_overrides(overrides: list[str], library: Library) -> tuple[list[str]
     if problems:
         raise UserError("\n".join(problems))
     return choices, values
+
+
+def _replaced_entries(chosen: dict[str, str], composed: DictConfig, library: Library) -> Iterator[str]:
+    """Yield a message for each chosen entry that has one setting, if a recipe gives the setting another value."""
+    values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False))
+    for group in sorted(chosen.keys() & set(library.groups)):
+        entry = yaml.safe_load(library.entries(group)[chosen[group]].read_bytes()) or {}
+        for leaf, value in entry.items() if len(entry) == 1 else ():
+            key, now = f"{group}.{leaf}", values[group].get(leaf)
+            if setting_of(key) and value not in ("???", now):
+                better = shlex.quote(f"{key}={'null' if value is None else value}".replace("'", ""))
+                what = f"{group}={chosen[group]}: has no effect, because the recipe sets {key}={now}."
+                yield f"{what} Remove {key} from the recipe, or write {better}."
 
 
 def _set(composed: DictConfig, key: str, value: Any) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from rlhf.config import DataConfig
 from rlhf.data.items import Row
 from rlhf.errors import UserError
 
@@ -80,7 +81,7 @@ def _ground_truth(record: Mapping[str, Any], where: str, answer_key: str, need_a
         return reward_model["ground_truth"]
     if not _is_null(record.get(answer_key)):
         return record[answer_key]
-    if not need_answer:
+    if not need_answer and (answer_key == DataConfig.answer_key or answer_key in record or reward_model is not None):
         return None
     if reward_model is not None and not isinstance(reward_model, dict) and answer_key not in record:
         raise UserError(

@@ -11,6 +11,7 @@ from rlhf.config.library import Library
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
 from tests.support.commands import BUNDLED, RECIPES, ROOT, command_error, compose
+from tests.support.refusals import says
 
 ENTRIES = [(group, name) for group in BUNDLED.groups for name in BUNDLED.entries(group)]
 
@@ -146,6 +147,22 @@ def test_a_wheel_holds_conf_and_recipes_inside_the_package(tmp_path, monkeypatch
 
 
 P = "# @package _global_\n"
+
+
+def test_an_entry_that_a_recipe_replaces(user_dir, capsys):
+    text = P + "defaults:\n  - minimal\n  - _self_\nreward:\n  functions: [math_verify]\nmodel:\n  path: a/b\n"
+    (user_dir / "recipes" / "mine.yaml").write_text(
+        text + "data:\n  train_files: a.jsonl\nrollout:\n  name: embedded\n"
+    )
+    mine = ["--config-dir", str(user_dir), "recipes=mine"]
+    error = command_error(capsys, *mine, "model=tiny", "rollout=auto", "reward=exact_match")
+    says(
+        error, "model=tiny", "recipe", "model.path=a/b", "model.path", "'model.path=${rlhf.package:models/tiny_policy}'"
+    )
+    says(error, "reward=exact_match", "recipe", "reward.functions=['math_verify']", "'reward.functions=[exact_match]'")
+    says(error, "rollout=auto", "recipe", "rollout.name=embedded", "rollout.name=null")
+    kept = compose("recipes=mine", "model=hf", "rollout=embedded", "reward=math_verify", config_dir=user_dir)
+    assert kept == compose("recipes=mine", config_dir=user_dir)
 
 
 def test_a_file_may_choose_entries_as_the_command_does(user_dir, capsys):

@@ -212,6 +212,8 @@ def test_missing_columns(tmp_path, tokenizer):
         fails(config_of(path), tokenizer, name, "'prompt' (data.prompt_key)", "promt, answer, id", "Did you mean promt")
         path = write(tmp_path / f"a{name}", {"prompt": "1", "answers": "2"})
         fails(config_of(path), tokenizer, name, "no column 'answer' (data.answer_key)", "Did you mean answers")
+        own = config_of(path, reward="reward_model", answer_key="label")
+        fails(own, tokenizer, name, "no column 'label' (data.answer_key)")
         path = write(tmp_path / f"e{name}", {"prompt": "1", "answer": None})
         fails(config_of(path), tokenizer, name, "the reference answer, column ", " is null in this row")
         path = write(tmp_path / f"n{name}", {"prompt": "1", "answer": float("nan")})
