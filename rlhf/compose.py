@@ -352,4 +352,7 @@ def _interpolating() -> Iterator[None]:
     try:
         yield
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+        reason = str(error).splitlines()[0]
+        if unset := re.search(r"Environment variable '(.*)' not found", reason):
+            reason = f"the environment variable {unset[1]} is not set. Set it, or write ${{oc.env:{unset[1]},DEFAULT}}"
+        raise UserError(f"{error.full_key}: {reason}.") from error

@@ -52,7 +52,7 @@ def find_definition(setting: str, spec: str) -> ast.FunctionDef | ast.AsyncFunct
         found = nearest(path.name, [p.name for p in path.parent.glob("*.py")])
         raise UserError(f"{shown}: no file {path}.{did_you_mean(found)} Correct the path (relative to {Path.cwd()}).")
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = ast.parse(path.read_bytes(), path.name)
     except (SyntaxError, ValueError, OSError) as error:
         raise UserError(f"{shown}: the file cannot be read as Python: {error}. Correct it.") from error
     bound = {each: binding for node in tree.body for each, binding in _bound(node)}

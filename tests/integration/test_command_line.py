@@ -75,6 +75,10 @@ WRONG_COMMANDS = [
         "recipes=mine.yaml: there is no such recipe. Put your own recipe into DIR/recipes/NAME.yaml",
     ),
     (
+        ["trainer.experiment_name=${oc.env:RLHF_UNSET}"],
+        "trainer.experiment_name: the environment variable RLHF_UNSET is not set. Set it, or write ${oc.env:RLHF_UNSET,",
+    ),
+    (
         ["model=gpt2"],
         "model=gpt2: the group has no such entry. For a folder or a Hub name, write model.path=gpt2. Choices",
     ),

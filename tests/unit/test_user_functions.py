@@ -83,7 +83,9 @@ def test_what_cannot_be_found_is_told_with_the_nearest(file):
 @pytest.mark.parametrize("content", [b"def f(:\n", b"\xff\xfe\x00", b"a\x00b"])
 def test_what_is_no_python(file, content):
     file.write_bytes(content)
-    assert "the file cannot be read as Python" in error_message(find_function, "x.y", f"{file}:f")
+    message = error_message(find_function, "x.y", f"{file}:f")
+    assert "the file cannot be read as Python" in message
+    assert "unknown" not in message
 
 
 @pytest.mark.parametrize("name", ["plain", "optional", "rest", "root"])
