@@ -63,6 +63,20 @@ def adapter(folder: Path) -> Path:
     return folder / "lora"
 
 
+def checkpoint(run_dir: Path, *folders: str) -> Path:
+    for folder in ("actor/model", *folders):
+        (run_dir / "global_step_2" / folder).mkdir(parents=True)
+    (run_dir / "global_step_2" / "manifest.json").write_text("{}")
+    return run_dir / "global_step_2"
+
+
+def exported(models: Path) -> Path:
+    saved = checkpoint(models / "run", "actor/huggingface")
+    (saved / "actor/huggingface/config.json").write_text("{}")
+    return saved
+
+
+EXPORT = "`python -m rlhf.checkpoint export {m}/run"
 MODEL_PATHS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "misspelt": (lambda m: m / "qwen_smal", "there is no such folder. Did you mean {m}/qwen_small?"),
     "parent folder": (
@@ -70,6 +84,10 @@ MODEL_PATHS: dict[str, tuple[Callable[[Path], Path], str]] = {
         "has no config.json, so it is not a model in Hugging Face format. Did you mean {m}/qwen",
     ),
     "adapter": (lambda m: adapter(m), "Hugging Face format. It contains a LoRA adapter: set "),
+    "run": (lambda m: checkpoint(m / "run").parent, EXPORT + " DIR`"),
+    "checkpoint": (lambda m: checkpoint(m / "run"), EXPORT + "/global_step_2 DIR`"),
+    "part of a checkpoint": (lambda m: checkpoint(m / "run") / "actor", EXPORT + "/global_step_2 DIR`"),
+    "exported checkpoint": (exported, "Did you mean {m}/run/global_step_2/actor/huggingface?"),
     "file": (lambda m: m / "readme.txt", "is a file; give the folder that contains config.json."),
 }
 
@@ -77,16 +95,10 @@ MODEL_PATHS: dict[str, tuple[Callable[[Path], Path], str]] = {
 @pytest.mark.parametrize("key", ["model", "critic", "reward_model"])
 @pytest.mark.parametrize(("path", "message"), MODEL_PATHS.values(), ids=MODEL_PATHS.keys())
 def test_local_model_path(models, path, message, key):
-    (line,) = problems(
-        make(
-            **{
-                "reward__functions": ["reward_model"],
-                "reward_model__path": "org/judge",
-                f"{key}__path": str(path(models)),
-            }
-        )
-    )
-    assert line.startswith(f"{key}.path={path(models)}: ")
+    wrong = path(models)
+    settings = {"reward__functions": ["reward_model"], "reward_model__path": "org/judge", f"{key}__path": str(wrong)}
+    (line,) = problems(make(**settings))
+    assert line.startswith(f"{key}.path={wrong}: ")
     assert message.format(m=models) in line
 
 

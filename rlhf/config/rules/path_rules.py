@@ -95,19 +95,27 @@ def model_folder_problems(key: str, name: str, here: bool) -> Iterator[str]:
     elif path.is_file():
         yield f"{key}={name}: is a file; give the folder that contains config.json."
     elif here and path.is_dir() and not (path / "config.json").is_file():
-        inside = sorted(p.parent for p in path.glob("*/config.json"))
-        hint = did_you_mean(str(inside[0])) if inside else " Set the folder that contains config.json."
-        if (path / "adapter_config.json").is_file():
-            hint = (
-                f" It contains a LoRA adapter: set {key} to the base model, and add model.lora.enabled=true "
-                f"model.lora.path={name}; or merge both with PEFT's merge_and_unload, and give the saved folder."
-            )
-        yield f"{key}={name}: this folder has no config.json, so it is not a model in Hugging Face format.{hint}"
+        why = "this folder has no config.json, so it is not a model in Hugging Face format."
+        yield f"{key}={name}: {why}{_remedy(key, path)}"
     elif here and looks_local and not path.exists():
         yield f"{key}={name}: there is no such folder.{_sibling(path)}"
     elif not looks_local and not path.exists() and not _HUB_NAME.fullmatch(name):
         unset = " The shell has not expanded the variable after the $." if "$" in name else ""
         yield f"{key}={name}: is neither a folder here nor a Hub name of the form org/name.{unset} Correct it."
+
+
+def _remedy(key: str, path: Path) -> str:
+    if (path / "adapter_config.json").is_file():
+        return (
+            f" It contains a LoRA adapter: set {key} to the base model, and add model.lora.enabled=true "
+            f"model.lora.path={path}; or merge both with PEFT's merge_and_unload, and give the saved folder."
+        )
+    if inside := sorted([*path.glob("*/config.json"), *path.glob("*/huggingface/config.json")]):
+        return did_you_mean(str(inside[0].parent))
+    source = path.parent if (path.parent / "manifest.json").is_file() else path
+    if [*source.glob("manifest.json"), *source.glob("global_step_*/manifest.json")]:
+        return f" Write a model with `python -m rlhf.checkpoint export {source} DIR`, and set {key}=DIR."
+    return " Set the folder that contains config.json."
 
 
 def _sibling(path: Path) -> str:
