@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         library = Library.find(arguments.config_dir)
         config = compose_config(arguments.overrides, library, _machine(arguments))
         ranks = arguments.ranks or config.trainer.ranks
-        validate(config, {"RANK": "0", "WORLD_SIZE": str(ranks)}, here=False)
+        validate(config, {"RANK": "0", "WORLD_SIZE": str(ranks)} if arguments.ranks else {}, here=False)
         models = models_of(config, from_config=True)
         assert models is not None
         check_adapters(config.model, models.policy)

@@ -76,7 +76,7 @@ WRONG_COMMANDS = [
     ),
     (
         ["trainer.experiment_name=${oc.env:RLHF_UNSET}"],
-        "trainer.experiment_name: the environment variable RLHF_UNSET is not set. Set it, or write ${oc.env:RLHF_UNSET,",
+        "trainer.experiment_name: the environment variable RLHF_UNSET is not set. Set it, or write ${oc.env:",
     ),
     (
         ["model=gpt2"],

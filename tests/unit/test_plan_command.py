@@ -24,6 +24,7 @@ from rlhf.planning.remedies import remedies
 from rlhf.planning.rollout_memory import free_share
 from rlhf.train import main as train
 from tests.support.launching import TINY_POLICY, write_sums
+from tests.support.refusals import says
 
 QWEN_7B = {
     "model_type": "qwen2",
@@ -102,6 +103,12 @@ def test_ranks_of_several_machines(seven_b, capsys):
     )
     assert (on_one["ranks"], on_four["ranks"]) == (8, 32)
     assert 4 * on_four["phases"]["save"]["actor optimizer"] == on_one["phases"]["save"]["actor optimizer"]
+
+
+def test_an_error_names_the_setting_of_the_ranks(seven_b, capsys):
+    wrong = ["rollout=vllm", "trainer.nproc=8", "rollout.tensor_model_parallel_size=3", "--device-memory", "80GB"]
+    assert main(["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", *wrong]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, "rollout.tensor_model_parallel_size=3", "trainer.nproc=8")
 
 
 def test_each_model_and_phase_has_its_part(capsys):
