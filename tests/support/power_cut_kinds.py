@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from rlhf.checkpoint.save import disk_space
 from rlhf.checkpoint.verbs.pruning import plan_pruning, remove_planned, run_at_rest
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_DONE
+from rlhf.evaluate.results import RESULT, store_result
 from rlhf.launch import supervisor
 from rlhf.rollout.servers.secret import run_secret
 from rlhf.storage.files import make_dir, write_file, write_small
@@ -279,6 +281,19 @@ def secret(root: Path, book: Book) -> None:
     run.finish()
 
 
+def evaluated(root: Path, book: Book) -> None:
+    """Store the result of an evaluation, which the same command must not compute again."""
+    start = start_of(root)
+    run = begin(book, start)
+    run.train(1)
+    run.finish()
+    name = f"rlhf/default/{RESULT}"
+    book.note("whole", (name, is_json))
+    planned = SimpleNamespace(config=start.config, target=SimpleNamespace(name="model", checkpoint=None, step=1))
+    store_result(planned, {})  # type: ignore[arg-type]
+    book.note("there", name)
+
+
 def exported(root: Path, book: Book) -> None:
     """Export folders with a verb of the checkpoint command; one folder replaces an earlier folder."""
     run = begin(book, start_of(root))
@@ -363,6 +378,7 @@ KINDS: dict[str, Callable[[Path, Book], None]] = {
         fetched,
         supervised,
         secret,
+        evaluated,
         exported,
     )
 }

@@ -81,6 +81,7 @@ def hunt(records: list[Record], call: Site, mutation: str, rng: random.Random) -
     mutants = [replace(made, ops=MUTATIONS[mutation](made.ops, call)) for made in records]
     benches = [Bench(mutant) for mutant in mutants]
     try:
+        idle = 0
         for depth in range(TRIED):
             before = sum(bench.states for bench in benches)
             for made, bench in zip(records, benches, strict=True):
@@ -90,7 +91,9 @@ def hunt(records: list[Record], call: Site, mutation: str, rng: random.Random) -
                     if sum(bench.states for bench in benches) >= TRIED:
                         return None, TRIED
             tried = sum(bench.states for bench in benches)
-            if tried == before and depth > 3:
+            # A random state may be one of before: only many of them in a row show that there are no others.
+            idle = idle + 1 if tried == before else 0
+            if idle > 30:
                 break
         return None, tried
     finally:
