@@ -4,11 +4,13 @@ import json
 import re
 import shlex
 import shutil
+from operator import attrgetter
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import yaml
 
 import rlhf
 from rlhf.api import check_inputs
@@ -22,7 +24,9 @@ PAGE = (Path(rlhf.__file__).parents[1] / "docs/migrating.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```$", PAGE, flags=re.S | re.M)
 COMMANDS = [block for block in BLOCKS if block.startswith("python -m rlhf.train")]
 ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| `")]
-NAMES = [(name, ours) for theirs, ours in ROWS for name in re.findall(r"`([^`]+)`", theirs)]
+NAMES = [(row[0], row[1]) for row in ROWS if len(row) == 2]
+NAMES = [(name, ours) for theirs, ours in NAMES for name in re.findall(r"`([^`]+)`", theirs)]
+DEFAULTS = [(name, row[1]) for row in ROWS if len(row) == 3 for name in re.findall(r"`([^`]+)`", row[0])]
 # In the answer to its whole name, or valid here with another meaning; the row says more.
 ELSEWHERE = {"beta": "actor.use_kl_loss", "algorithm.adv_estimator": None, "algorithm.kl_ctrl.kl_coef": None}
 
@@ -76,3 +80,10 @@ def test_a_name_of_a_table_is_answered_with_its_row(name: str, ours: str) -> Non
         assert name in ELSEWHERE
         return
     assert ELSEWHERE.get(name) or any(re.search(rf"\b{re.escape(each)}\b", answer) for each in named), answer
+
+
+@pytest.mark.parametrize(("name", "shown"), DEFAULTS, ids=[name for name, _ in DEFAULTS])
+def test_a_default_of_the_table_is_ours(name: str, shown: str) -> None:
+    config = compose_config(["recipes=null", "model=tiny", "data.train_files=train.jsonl"], Library.find(None))
+    (value,) = re.findall(r"`([^`]+)`", shown)
+    assert attrgetter(name)(config) == yaml.safe_load(value)
