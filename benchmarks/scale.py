@@ -28,7 +28,7 @@ from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest, parse_manifest, write_manifest
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.verification import BlockNumbers
-from rlhf.checkpoint.save.draft import Draft
+from rlhf.checkpoint.save.pending import PendingCheckpoint
 from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.checkpoint.save.writer import Commit, RankFiles, complete
 from rlhf.ranks.coordinator import Coordinator
@@ -74,7 +74,7 @@ def model_shapes(size: str) -> dict[str, tuple[int, ...]]:
 def shards_of(shapes: dict[str, tuple[int, ...]], rank: int, world_size: int) -> dict[str, Shards]:
     """Return a rank's components as FSDP2 shards them, without memory."""
     found: dict[str, dict[str, Shard]] = {folder: {} for folder in COMPONENTS}
-    scalar = Shard((), (0,), torch.empty((), device="meta"), owner=rank == 0)
+    scalar = Shard((), (0,), torch.empty((), device="meta"), saved_here=rank == 0)
     for name, shape in shapes.items():
         box = chunk_of(Box((0,) * len(shape), shape), 0, rank, world_size)
         shard = Shard(shape, box.offsets, torch.empty(box.sizes, device="meta"))
@@ -127,7 +127,7 @@ def save_figures(shapes: dict[str, tuple[int, ...]], world_size: int, folder: Pa
 
     def lead() -> Commit:
         ranks = [decode(message) for message in messages]
-        return complete(folder, snapshot, identity, Draft(folder, {}), ranks, coordinator)
+        return complete(folder, snapshot, identity, PendingCheckpoint(folder, {}), ranks, coordinator)
 
     commit, seconds = timed(lead)
     for path, content in commit.indices.items():

@@ -30,7 +30,7 @@ from rlhf.experience.evaluation import Evaluator
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.models import loading
 from rlhf.models.adapter_layers import add_adapters
-from rlhf.models.config_check import check_not_quantised
+from rlhf.models.config_check import check_not_quantized
 from rlhf.models.model_files import on_every_rank
 from rlhf.models.weights import PendingModel
 from rlhf.ranks.coordinator import Coordinator
@@ -110,7 +110,7 @@ def _models(setup: Setup, scratch: Path) -> ModelSources:
     judge = config.reward_model if needs_reward_model(config.reward) else None
     models = resolve_models(config.model, None, judge, coordinator, setup.device, scratch)
     policy = models.policy
-    check_not_quantised(policy.files.source.path, getattr(policy.hf_config, "quantization_config", None))
+    check_not_quantized(policy.files.source.path, getattr(policy.hf_config, "quantization_config", None))
     if config.model.lora.enabled:
         on_every_rank(lambda: policy.check_adapters(config.model.lora), coordinator)
     check_lengths(policy.hf_config, config.data.max_prompt_length, config.data.max_response_length)

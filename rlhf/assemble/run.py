@@ -52,7 +52,7 @@ from rlhf.learning.utilization import Utilization
 from rlhf.loop import Components
 from rlhf.models import loading
 from rlhf.models.adapter_layers import add_adapters, without_adapters
-from rlhf.models.config_check import check_not_quantised
+from rlhf.models.config_check import check_not_quantized
 from rlhf.models.flops import UpdateFlops, peak_flops
 from rlhf.models.log_prob_probe import check_log_probs
 from rlhf.models.model_files import on_every_rank
@@ -106,7 +106,7 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
         scratch,
     )
     policy = models.policy
-    check_not_quantised(policy.files.source.path, getattr(policy.hf_config, "quantization_config", None))
+    check_not_quantized(policy.files.source.path, getattr(policy.hf_config, "quantization_config", None))
     if config.model.lora.enabled:
         on_every_rank(lambda: policy.check_adapters(config.model.lora), coordinator)
     check_lengths(policy.hf_config, config.data.max_prompt_length, config.data.max_response_length)

@@ -134,8 +134,8 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
         yield from ((name, buffer.detach()) for name, buffer in persistent_buffers(self._engine.module))
 
     def _buffer_shards(self) -> dict[str, Shard]:
-        owner, buffers = dims.everyone().rank == 0, persistent_buffers(self._engine.module)
-        return {name: Shard(tuple(buffer.shape), (0,), buffer.detach(), owner) for name, buffer in buffers}
+        saved_here, buffers = dims.everyone().rank == 0, persistent_buffers(self._engine.module)
+        return {name: Shard(tuple(buffer.shape), (0,), buffer.detach(), saved_here) for name, buffer in buffers}
 
 
 class ClippedAdamW(torch.optim.AdamW):

@@ -203,21 +203,21 @@ def local_part(tensor: Tensor) -> Tensor:
 def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
     """Return this rank's part of each tensor.
 
-    The owner of a tensor saves it: rank 0 an unsharded tensor, one replica a replicated tensor. All replicas own about
-    the same number of elements.
+    Rank 0 saves an unsharded tensor, one replica a replicated tensor. All replicas save about the same number of
+    elements.
     """
     shards: dict[str, Shard] = {}
-    owned: dict[int, list[int]] = {}
+    saved: dict[int, list[int]] = {}
     for name, tensor in tensors:
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
-            shards[name] = Shard(shape, (0,), local_part(tensor), owner=dims.everyone().rank == 0)
+            shards[name] = Shard(shape, (0,), local_part(tensor), saved_here=dims.everyone().rank == 0)
             continue
         replica, replicas = replica_of(tensor)
-        by_replica = owned.setdefault(replicas, [0] * replicas)
-        owner = by_replica.index(min(by_replica))
-        by_replica[owner] += tensor.numel()
-        shards[name] = Shard(shape, offsets_of(tensor), local_part(tensor), owner == replica)
+        by_replica = saved.setdefault(replicas, [0] * replicas)
+        saver = by_replica.index(min(by_replica))
+        by_replica[saver] += tensor.numel()
+        shards[name] = Shard(shape, offsets_of(tensor), local_part(tensor), saver == replica)
     return shards
 
 

@@ -89,7 +89,7 @@ def split_over_ranks(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
         share = math.ceil(tensor.numel() / ranks)
         part = tensor.detach().reshape(-1)[rank * share : (rank + 1) * share]
         start = min(rank * share, tensor.numel())
-        shards[name] = Shard(tuple(tensor.shape), (start,), part.to("cpu", copy=True), owner=True)
+        shards[name] = Shard(tuple(tensor.shape), (start,), part.to("cpu", copy=True), saved_here=True)
     return shards
 
 

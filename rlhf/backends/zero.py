@@ -31,9 +31,11 @@ class Range:
     flat: Tensor
     offset: int
 
-    def shard(self, tensor: Tensor, *, owner: bool) -> Shard:
+    def shard(self, tensor: Tensor, *, saved_here: bool) -> Shard:
         """Return this part of `tensor`, which is `flat` or has the same layout."""
-        return Shard(self.shape, (self.start,), tensor.detach().view(-1)[self.offset : self.offset + self.numel], owner)
+        return Shard(
+            self.shape, (self.start,), tensor.detach().view(-1)[self.offset : self.offset + self.numel], saved_here
+        )
 
 
 class ZeroState:
@@ -47,7 +49,7 @@ class ZeroState:
         self._stage: int = engine.zero_optimization_stage()
         self._ranges = dict(_ranges(engine, optimizer, self._stage))
         # At stage 0 every rank has all weights, and rank 0 saves them.
-        self._owner = self._stage > 0 or dims.everyone().rank == 0
+        self._saved_here = self._stage > 0 or dims.everyone().rank == 0
         self._flats = {id(part.flat): part.flat for part in self._ranges.values()}
         for flat in self._flats.values():
             optimizer.state[flat] = empty_moments(flat)
@@ -115,14 +117,14 @@ class ZeroState:
     def weights(self) -> Iterator[tuple[str, Shard]]:
         """Yield views of the float32 weights."""
         for name, part in self._ranges.items():
-            yield name, part.shard(self._current(part.flat), owner=self._owner)
+            yield name, part.shard(self._current(part.flat), saved_here=self._saved_here)
 
     def frozen(self) -> Iterator[tuple[str, Shard]]:
         """Yield views of the frozen weights, which have no master copy. Below stage 3 every rank has them unsharded."""
         for name, parameter in _named(self._engine, trained=False):
             if self._stage < 3:
                 shape = tuple(parameter.shape)
-                yield name, Shard(shape, (0,), self._current(parameter.detach()), owner=dims.everyone().rank == 0)
+                yield name, Shard(shape, (0,), self._current(parameter.detach()), saved_here=dims.everyone().rank == 0)
                 continue
             start, size = _part_of(parameter, parameter.ds_tensor.numel())
             yield name, Shard(tuple(parameter.ds_shape), (start,), self._current(parameter.ds_tensor.detach())[:size])
@@ -130,10 +132,10 @@ class ZeroState:
     def moments(self) -> Iterator[tuple[str, Shard]]:
         """Yield views of the moments, and the step counts."""
         for name, part in self._ranges.items():
-            yield f"{name}.step", Shard((), (0,), self._steps[name], owner=dims.everyone().rank == 0)
+            yield f"{name}.step", Shard((), (0,), self._steps[name], saved_here=dims.everyone().rank == 0)
             for moment in MOMENTS:
                 flat = self._current(self._optimizer.state[part.flat][moment])
-                yield f"{name}.{moment}", part.shard(flat, owner=self._owner)
+                yield f"{name}.{moment}", part.shard(flat, saved_here=self._saved_here)
 
     def read_step_counts(self) -> None:
         """Copy the optimizer's step counts, one per flat tensor, to the counts per parameter."""

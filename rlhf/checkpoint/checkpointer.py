@@ -17,8 +17,8 @@ from rlhf.checkpoint.load.restoring import LoadResult
 from rlhf.checkpoint.load.resume import restore
 from rlhf.checkpoint.remote.copies import RemoteCopies
 from rlhf.checkpoint.save.background import SaveInFlight
-from rlhf.checkpoint.save.draft import Draft, begin_checkpoint
 from rlhf.checkpoint.save.host_memory import check_memory
+from rlhf.checkpoint.save.pending import PendingCheckpoint, begin_checkpoint
 from rlhf.checkpoint.save.snapshot import Snapshot, take_snapshot
 from rlhf.checkpoint.save.staging import Stager
 from rlhf.checkpoint.save.writer import SaveResult, write_checkpoint
@@ -157,13 +157,13 @@ class Checkpointer:
             self._settle()
             return self._pop_result()
         try:
-            draft = begin_checkpoint(snapshot, self._run_dir, self._coordinator)
+            pending = begin_checkpoint(snapshot, self._run_dir, self._coordinator)
         except SaveFailed as error:
             self._raise_or_continue(error, last)
             return self._pop_result()
-        background, staged = self._background, self._stager.copy(snapshot, draft.linked)
+        background, staged = self._background, self._stager.copy(snapshot, pending.linked)
         blocked = time.monotonic() - called
-        save.start(lambda: self._write(staged, background, called, started, draft, blocked))
+        save.start(lambda: self._write(staged, background, called, started, pending, blocked))
         self._in_flight = save
         return self._pop_result()
 
@@ -173,7 +173,7 @@ class Checkpointer:
         coordinator: Coordinator,
         called: float,
         started: float,
-        draft: Draft | None = None,
+        pending: PendingCheckpoint | None = None,
         blocked: float | None = None,
     ) -> SaveResult:
         result = write_checkpoint(
@@ -183,7 +183,7 @@ class Checkpointer:
             coordinator,
             self._settings,
             self._deleter,
-            draft,
+            pending,
             cancel_copy=(lambda: None) if self._copies is None else self._copies.cancel_copy,
         )
         now = time.monotonic()

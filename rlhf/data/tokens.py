@@ -1,4 +1,4 @@
-"""Tokenizes prompts with the chat template, and drops, truncates or rejects over-long prompts."""
+"""Tokenizes prompts with the chat template, and drops, truncates or rejects prompts that are too long."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ def in_batches(items: Iterable[T]) -> Iterator[list[T]]:
 
 @dataclass
 class Lengths:
-    """Counts of all rows and of over-long rows, and the number of tokens of the longest over-long row."""
+    """Counts of all rows and of rows that are too long, and the tokens of the longest such row."""
 
     rows: int = 0
     too_long: int = 0
@@ -40,7 +40,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The over-long policy: `data.max_prompt_length`, `data.overlong_prompts`, and the setting of the rows' source."""
+    """The length limit: `data.max_prompt_length`, `data.overlong_prompts`, and the setting of the rows' source."""
 
     max_prompt_length: int
     overlong: str

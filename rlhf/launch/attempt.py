@@ -91,7 +91,7 @@ class Attempt:
 
     def _request_stop(self, alive: Collection[int]) -> None:
         self._deadline = min(self._deadline, self._stop.at + self._grace_s)
-        self._ranks.ask_to_leave(alive)
+        self._ranks.request_stop(alive)
         log.info(
             "%s: the ranks save at the next safe point and leave, within %g s (trainer.preempt_grace_s). "
             "A second SIGTERM or Ctrl-C kills them at once.",

@@ -62,7 +62,7 @@ class Ranks(WatchedRanks, Protocol):
     def ended(self, wait_s: float) -> dict[int, RankExit]:
         """Return the ranks that ended since the last call. Wait up to `wait_s` seconds for the first end."""
 
-    def ask_to_leave(self, ranks: Collection[int]) -> None:
+    def request_stop(self, ranks: Collection[int]) -> None:
         """Ask ranks to save at the next safe point and leave with EXIT_REQUEUE."""
 
     def kill(self, ranks: Collection[int]) -> None:

@@ -23,12 +23,12 @@ def check_policy(name: str, trust_remote_code: bool, max_prompt: int, max_respon
     """Check the policy in the folder `name`; `max_prompt` and `max_response` are lengths in tokens.
 
     Raises:
-        UserError: the policy's architecture has no causal LM in transformers, or the policy is quantised or has too few
+        UserError: the policy's architecture has no causal LM in transformers, or the policy is quantized or has too few
             positions.
     """
     _check_architecture("model.path", name, trust_remote_code, CAUSAL)
     if (config := read_object(Path(name).expanduser() / "config.json")) is not None:
-        check_not_quantised(name, config.get("quantization_config"))
+        check_not_quantized(name, config.get("quantization_config"))
         check_positions(_positions(config), max_prompt, max_response)
 
 
@@ -53,14 +53,14 @@ def check_labels(prefix: str, labels: int | None) -> None:
         )
 
 
-def check_not_quantised(model_path: str, quantisation: Any) -> None:
-    if not quantisation:
+def check_not_quantized(model_path: str, quantization: Any) -> None:
+    if not quantization:
         return
-    kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    kind = quantization.get("quant_method") if isinstance(quantization, dict) else None
     raise UserError(
-        f"model.path={model_path}: is quantised ({kind or 'quantization_config in its config.json'}), but a policy "
+        f"model.path={model_path}: is quantized ({kind or 'quantization_config in its config.json'}), but a policy "
         "needs weights in float32 or bfloat16, also with adapters: rollouts would sample from merged weights that are "
-        "rounded to the quantised type, not from the trained weights. Set model.path to the model before quantisation."
+        "rounded to the quantized type, not from the trained weights. Set model.path to the model before quantization."
     )
 
 

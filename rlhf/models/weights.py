@@ -162,7 +162,7 @@ def load(
         return PendingModel(on_every_rank(lambda: load_from(None), coordinator), {}, reader)
     if not plain:
         raise UserError(
-            f"{files.source} is not a plain folder of safetensors (an adapter, quantised, or other file names), so "
+            f"{files.source} is not a plain folder of safetensors (an adapter, quantized, or other file names), so "
             "every rank must read it: put the folder at this path on every node."
         )
     received: dict[str, Tensor] = {}

@@ -49,14 +49,14 @@ def _in_part(shard: Shard, part: FilePart) -> Shard:
     """
     common = list(overlaps(shard.box, range_box(part.start, part.stop), shard.shape))
     if not common:
-        return Shard(part.shape, (0,), shard.local.reshape(-1)[:0], shard.owner)
+        return Shard(part.shape, (0,), shard.local.reshape(-1)[:0], shard.saved_here)
     [inner] = common
     start = bounds(inner, shard.shape)[0] - part.start
     if inner.is_range:
-        return Shard(part.shape, (start,), shard.at(inner), shard.owner)
+        return Shard(part.shape, (start,), shard.at(inner), shard.saved_here)
     offsets = tuple(start // stride % size for stride, size in zip(strides_of(part.shape), part.shape, strict=True))
     piece = shard.at(inner).view(inner.sizes[len(inner.sizes) - len(part.shape) :])
-    return Shard(part.shape, offsets, piece, shard.owner)
+    return Shard(part.shape, offsets, piece, shard.saved_here)
 
 
 def whole_in_files(weights: Iterable[tuple[str, Tensor]], parts: FileParts) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ SAMPLES = "samples"
 RUN_LOG = "run.log"
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
-PIN = ".upload-"
+UPLOAD = ".upload-"
 """Prefix of a folder of hard links to a checkpoint's files during their copy to `checkpoint.remote`."""
 
 # One name per step: no leading zeros, no digits of other scripts.

@@ -36,14 +36,14 @@ class Shard:
 
     With one offset per dimension the part is a box, which begins at `offsets` and has the sizes of `local`. With a
     single offset it is the range [offset, offset + local.numel()) of the flattened tensor, and `local` has any shape.
-    `local` is row-major. `owner` is whether this rank saves the part; a replicated part has one owner. A load fills
-    `local` on every rank.
+    `local` is row-major. `saved_here` is whether this rank saves the part; one rank saves a replicated part. A load
+    fills `local` on every rank.
     """
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     local: Tensor
-    owner: bool = True
+    saved_here: bool = True
 
     @property
     def box(self) -> Box:
@@ -101,9 +101,9 @@ def tensor_table(shards: Shards) -> Tensors:
 
 
 def lay_out(file_name: str, shards: Shards) -> tuple[dict[str, Tensor], FileShards]:
-    """Return this rank's owned shards, flattened and in the order of its file, and its share of the index. The share
-    has a hash of all tensors, owned or not, so that the merge notices a tensor that no rank owns."""
-    flat = {name: p.local.detach().reshape(-1) for name, p in shards.items() if p.owner and p.local.numel()}
+    """Return the shards that this rank saves, flattened and in the order of its file, and its share of the index. The
+    share has a hash of all tensors, saved here or not, so that the merge notices a tensor that no rank saves."""
+    flat = {name: p.local.detach().reshape(-1) for name, p in shards.items() if p.saved_here and p.local.numel()}
     # One rank writes step counts and all ranks read them. They are stored next to each other: scattered, they would
     # make all ranks read that rank's whole file.
     flat = dict(sorted(flat.items(), key=lambda item: item[1].numel() > 1))
@@ -113,7 +113,7 @@ def lay_out(file_name: str, shards: Shards) -> tuple[dict[str, Tensor], FileShar
 
 
 def write_shards(root: Path, folder: str, file_name: str, shards: Shards) -> tuple[list[WrittenFile], FileShards]:
-    """Write this rank's owned shards to `folder/file_name`; return the file, if any, and the share of the index."""
+    """Write the shards that this rank saves to `folder/file_name`. Return the file, if any, and the index share."""
     flat, share = lay_out(file_name, shards)
     if not flat:
         return [], share

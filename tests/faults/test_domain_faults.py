@@ -14,7 +14,7 @@ import pytest
 
 from rlhf.checkpoint.commit import publication, retention
 from rlhf.checkpoint.commit.deleter import Deleter
-from rlhf.checkpoint.save import draft as save_draft
+from rlhf.checkpoint.save import pending as save_pending
 from rlhf.checkpoint.save.disk_space import make_room
 from rlhf.checkpoint.start import domains
 from rlhf.config.schema.checkpoint import CheckpointConfig
@@ -192,7 +192,7 @@ def fail_on_one(rank: int, tmp_path: Path, where: str) -> tuple[str, bool, list[
                 broken.enter_context(replaced(module, "fsync_dir", lame))
         elif rank == 1:
             module, name = {
-                "begin": (save_draft, "_link_folder"),
+                "begin": (save_pending, "_link_folder"),
                 "manifest": (publication, "_seal"),
                 "rename": (publication, "_rename_final"),
             }[where]

@@ -440,12 +440,12 @@ def test_gpus_of_the_driver_that_torch_does_not_find_are_told(config, monkeypatc
 
 def test_which_runs_are_forked_and_what_they_import_before():
     config = Config()
-    assert needs_of(config).why_plain is None
+    assert needs_of(config).no_fork_reason is None
     assert needs_of(config).modules == ["rlhf.worker", "reasoning_gym"]
     config.data.train_files, config.backend.name, config.trainer.device = "sums.jsonl", "deepspeed", "cpu"
     assert needs_of(config).modules == ["rlhf.worker", "torch._inductor.compile_fx", "deepspeed"]
     config.rollout.name = "vllm"
-    assert "rollout.name=vllm" in needs_of(config).why_plain
+    assert "rollout.name=vllm" in needs_of(config).no_fork_reason
 
 
 def test_no_rank_imports_of_the_parents_side_and_the_parent_no_torch():

@@ -16,7 +16,7 @@ from rlhf.checkpoint.remote import remote_start
 from rlhf.checkpoint.remote.lease import LEASE
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.storage.layout import MANIFEST, PIN, scan, step_dir
+from rlhf.storage.layout import MANIFEST, UPLOAD, scan, step_dir
 from tests.support.checkpoints import run_ranks
 from tests.support.published import eventually
 from tests.support.remotes import (
@@ -112,7 +112,7 @@ def test_a_remote_that_dies_for_a_while(tmp_path, url, caplog):
     assert complete_steps(config) == [8, 6, 2]
     for step in (8, 6, 2):
         verify(there(tmp_path, step))
-    assert not list(config.run_dir.glob(f"{PIN}*"))
+    assert not list(config.run_dir.glob(f"{UPLOAD}*"))
 
 
 def test_the_end_of_the_training_does_not_wait_for_a_dead_remote(tmp_path, url, caplog):
@@ -249,7 +249,7 @@ def test_killed_at_every_call_of_a_copy(tmp_path, url):
         config.checkpoint.remote_max_to_keep = 1
         assert copy_all(config) == []
         assert_intact(config, tmp_path, 4)
-        assert not list(config.run_dir.glob(f"{PIN}*"))
+        assert not list(config.run_dir.glob(f"{UPLOAD}*"))
     assert seen == {(2,), (4, 2), (4,)}
 
 

@@ -18,7 +18,7 @@ from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import Transport
 from rlhf.storage.files import remove
-from rlhf.storage.layout import PIN, POINTER, TRASH, step_dir
+from rlhf.storage.layout import POINTER, TRASH, UPLOAD, step_dir
 from tests.support.checkpoints import flip_bit, listening
 from tests.support.published import publish, steps
 from tests.support.small_disks import small_disk
@@ -174,25 +174,25 @@ def test_shared_files_give_room_only_with_their_last_name(disk, deleter):
 
 def test_a_copy_under_way_makes_way(disk, deleter):
     """The upload of a checkpoint holds its files by links of its own, also when the checkpoint is gone."""
-    pins = []
+    links = []
     for step in (2, 4, 6):
         publish(disk, step, nbytes=2 * MIB)
-        pins.append(disk / f"{PIN}global_step_{step}-0123456789ab")
-        pins[-1].mkdir()
-        os.link(step_dir(disk, step) / "actor/model/weights", pins[-1] / "weights")
+        links.append(disk / f"{UPLOAD}global_step_{step}-0123456789ab")
+        links[-1].mkdir()
+        os.link(step_dir(disk, step) / "actor/model/weights", links[-1] / "weights")
 
     def cancel_copy() -> None:
-        for pin in pins:
-            if pin.exists() and not (disk / pin.name.split("-")[1]).exists():
-                remove(pin)
+        for folder in links:
+            if folder.exists() and not (disk / folder.name.split("-")[1]).exists():
+                remove(folder)
 
     removal.discard(step_dir(disk, 2))
     leave(disk, MIB)
     assert removed_for(disk, 3 * MIB, never, deleter, cancel_copy) == []
-    assert [pin.exists() for pin in pins] == [False, True, True]
+    assert [folder.exists() for folder in links] == [False, True, True]
     rule = after_the_save(disk, 8, max_to_keep=1)
     assert removed_for(disk, 5 * MIB, rule, deleter, cancel_copy) == [4]
-    assert [pin.exists() for pin in pins] == [False, False, True]
+    assert [folder.exists() for folder in links] == [False, False, True]
     assert steps(disk) == [6]
 
 

@@ -154,9 +154,9 @@ def of_dtensors(rank: int) -> dict[str, Any]:
     shards = shards_of((name, distribute_tensor(t, mesh, how)) for name, (t, how) in placed.items())
     gathered = {name: tensor.clone() for name, tensor in gather_tensors(shards.items(), dims.everyone())}
     assert equal_bits(gathered, {name: tensor for name, (tensor, _) in placed.items()})
-    owned: list[Any] = [None] * 4
-    dist.all_gather_object(owned, {name: shard.box for name, shard in shards.items() if shard.owner})
-    return {"shards": shards, "owned": owned}
+    saved: list[Any] = [None] * 4
+    dist.all_gather_object(saved, {name: shard.box for name, shard in shards.items() if shard.saved_here})
+    return {"shards": shards, "saved": saved}
 
 
 def test_sharded_tensors_of_torch_are_boxes(tmp_path):
@@ -167,6 +167,6 @@ def test_sharded_tensors_of_torch_are_boxes(tmp_path):
         assert shards["columns"].box == Box((0, 24 * column), (64, 24))
         assert shards["twice"].box == range_box(16 * 48 * rank, 16 * 48 * (rank + 1))
         assert shards["bias"].box == range_box(5 * row, 5 + 4 * row)
-        parts = {name: [of_rank[name] for of_rank in found["owned"] if name in of_rank] for name in shards}
+        parts = {name: [of_rank[name] for of_rank in found["saved"] if name in of_rank] for name in shards}
         counts = {name: len(of_name) for name, of_name in parts.items()}
         assert counts == {"both": 4, "columns": 2, "twice": 4, "bias": 2}

@@ -351,7 +351,7 @@ def spread(backend: TrainingBackend) -> list[int]:
     """How many elements of weights each rank saves."""
     counts: list[int] = [0] * dist.get_world_size()
     shards = backend.model_shards().values()
-    dist.all_gather_object(counts, sum(shard.local.numel() for shard in shards if shard.owner))
+    dist.all_gather_object(counts, sum(shard.local.numel() for shard in shards if shard.saved_here))
     return counts
 
 

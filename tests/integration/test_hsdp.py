@@ -38,7 +38,7 @@ def save(backend: TrainingBackend, config: Config) -> list[int]:
     assert make_checkpointer(config, backend, 2).save(2) is not None
     shards = [*backend.model_shards().values(), *backend.optimizer_shards().values()]
     counts: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(counts, sum(shard.local.numel() for shard in shards if shard.owner))
+    dist.all_gather_object(counts, sum(shard.local.numel() for shard in shards if shard.saved_here))
     return counts
 
 

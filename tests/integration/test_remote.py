@@ -11,7 +11,7 @@ import pytest
 
 from rlhf.checkpoint.remote.remote_store import COPY
 from rlhf.errors import UserError
-from rlhf.storage.layout import HISTORY, MANIFEST, PIN, RUN_FILE, scan, step_dir
+from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, UPLOAD, scan, step_dir
 from tests.support.checkpoints import PlainReference, PlainRole, equal_bits, files_of, make_checkpointer, resume
 from tests.support.compare_runs import differences
 from tests.support.forked_start import train_forked
@@ -163,7 +163,7 @@ def test_local_retention_cannot_take_the_files_away(tmp_path, caplog):
 
     def remove_it(number: int, call: str, path: str) -> None:
         if call == "write" and "global_step_2" in path:
-            assert list(config.run_dir.glob(f"{PIN}*"))
+            assert list(config.run_dir.glob(f"{UPLOAD}*"))
             shutil.rmtree(step_dir(config.run_dir, 2), ignore_errors=True)
 
     WEATHER.before = remove_it
@@ -171,7 +171,7 @@ def test_local_retention_cannot_take_the_files_away(tmp_path, caplog):
     assert scan(config.run_dir) == []
     assert complete_steps(config) == [2]
     verify(remote_dir(tmp_path, 2))
-    assert not list(config.run_dir.glob(f"{PIN}*"))
+    assert not list(config.run_dir.glob(f"{UPLOAD}*"))
 
 
 def test_a_checkpoint_that_is_gone_before_its_turn_is_passed_over(tmp_path, folder_url, caplog):
@@ -193,10 +193,10 @@ def test_room_for_a_save_goes_before_a_copy_that_nothing_else_keeps(tmp_path, ca
     def short_of_room(number: int, call: str, path: str) -> None:
         if call == "open wb" and "global_step_2" in path:
             copies.cancel_copy()
-            assert list(config.run_dir.glob(f"{PIN}*")), "it still has a name in the run directory"
+            assert list(config.run_dir.glob(f"{UPLOAD}*")), "it still has a name in the run directory"
             shutil.rmtree(step_dir(config.run_dir, 2), ignore_errors=True)
             copies.cancel_copy()
-            assert not list(config.run_dir.glob(f"{PIN}*"))
+            assert not list(config.run_dir.glob(f"{UPLOAD}*"))
             WEATHER.before = lambda number, call, path: None
 
     WEATHER.before = short_of_room

@@ -160,7 +160,7 @@ def state_of(backend: TrainingBackend) -> dict[str, Any]:
 
 def gathered(shards: Shards) -> dict[str, Tensor]:
     """Gather the ranks' shards to whole tensors. Collective. Fails if shards do not cover a tensor."""
-    mine = {name: (shard.box, shard.local.reshape(-1)) for name, shard in shards.items() if shard.owner}
+    mine = {name: (shard.box, shard.local.reshape(-1)) for name, shard in shards.items() if shard.saved_here}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     whole = {}

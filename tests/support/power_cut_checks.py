@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.config import Config
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.layout import DRIVER_STATE, PIN, POINTER, TEMPORARY, TRASH, scan, step_dir, step_of
+from rlhf.storage.layout import DRIVER_STATE, POINTER, TEMPORARY, TRASH, UPLOAD, scan, step_dir, step_of
 from rlhf.storage.reading import CheckedFiles
 from tests.support.checkpoints import equal_bits
 from tests.support.power_cut_runs import Promises, Start, TinyRun, results_of, samples_of
@@ -150,7 +150,7 @@ def _wrong_journal(promises: Promises, run: TinyRun) -> list[str]:
 
 def _left_behind(config: Config) -> list[str]:
     names = sorted(path.name for path in config.run_dir.iterdir())
-    return [f"left behind: {name}" for name in names if name.startswith((TEMPORARY, TRASH, PIN))]
+    return [f"left behind: {name}" for name in names if name.startswith((TEMPORARY, TRASH, UPLOAD))]
 
 
 def _not_kept(promises: Promises, config: Config) -> list[str]:

@@ -25,7 +25,7 @@ def snapshot_of(size: int):
         "half": Shard((size,), (0,), torch.randn(size).bfloat16()),
         "steps": Shard((), (0,), torch.tensor(5.0)),
         "empty": Shard((0, 4), (0,), torch.empty(0, 4)),
-        "elsewhere": Shard((size,), (0,), role.weight, owner=False),
+        "elsewhere": Shard((size,), (0,), role.weight, saved_here=False),
     }
     return snapshot
 
@@ -34,7 +34,7 @@ def addresses(snapshot) -> dict[str, int]:
     """Where each tensor that the rank writes lies."""
     found = {}
     for folder, component in snapshot.components.items():
-        written = {name: shard.local for name, shard in component.items() if shard.owner and shard.local.numel()}
+        written = {name: shard.local for name, shard in component.items() if shard.saved_here and shard.local.numel()}
         found |= {f"{folder}/{name}": tensor.data_ptr() for name, tensor in written.items()}
     return found
 
@@ -47,7 +47,7 @@ def test_copies_lie_in_the_same_memory_from_save_to_save():
         for folder, component in live.components.items():
             for name, shard in component.items():
                 copy = staged.components[folder][name]
-                assert (copy.shape, copy.offsets, copy.owner) == (shard.shape, shard.offsets, shard.owner)
+                assert (copy.shape, copy.offsets, copy.saved_here) == (shard.shape, shard.offsets, shard.saved_here)
                 assert equal_bits(copy.local, shard.local)
         own = {name for name, address in addresses(staged).items() if address != addresses(live)[name]}
         # What nobody reads is not copied.

@@ -49,10 +49,10 @@ def test_the_tables_of_transformers_are_read_whole(table, module):
     assert len(architectures(table)) > 50
 
 
-def test_a_quantised_policy(folder):
+def test_a_quantized_policy(folder):
     name = changed(folder, quantization_config={"quant_method": "bitsandbytes"})
     assert policy_error(name).startswith(
-        f"model.path={name}: is quantised (bitsandbytes), but a policy needs weights in"
+        f"model.path={name}: is quantized (bitsandbytes), but a policy needs weights in"
     )
 
 

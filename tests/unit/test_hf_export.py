@@ -65,7 +65,7 @@ def held_by(rank: int, tensors: dict[str, torch.Tensor], cuts: list[list[int]]) 
         edges = [0, *(tensor.numel() * end // 100 for end in sorted(ends)), tensor.numel()]
         start, stop = edges[rank], edges[rank + 1]
         if tensor.dtype == torch.uint8:  # as a buffer, which every rank has and the first one saves
-            shards[name] = Shard(tuple(tensor.shape), (0,), tensor.reshape(-1), owner=rank == 0)
+            shards[name] = Shard(tuple(tensor.shape), (0,), tensor.reshape(-1), saved_here=rank == 0)
         else:
             shards[name] = Shard(tuple(tensor.shape), (start,), tensor.reshape(-1)[start:stop].clone())
     return shards
@@ -146,7 +146,7 @@ def test_rank_that_cannot_write_stops_all_and_lets_none_wait(tmp_path, small, ac
     assert messages[1].endswith(" 1")  # it does not try again
 
 
-def test_tensor_without_an_owner_is_told(tmp_path, small):
+def test_a_tensor_that_no_rank_saves_is_an_error(tmp_path, small):
     shards = {"weight": Shard((10,), (0,), torch.zeros(6))}
     with pytest.raises(ValueError, match="weight do not cover its 10 elements"):
         write_exports(tmp_path, {FOLDER: HfExport.of(shards, None, {}, {})}, make_coordinator())

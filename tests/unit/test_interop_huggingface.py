@@ -106,7 +106,7 @@ def test_broken_folders(model, tmp_path):
         check_rejected(DamagedCheckpoint, "is not an index of weights")
     saved(model, folder, max_shard_size="4KB")
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "quantization_config": {}}))
-    check_rejected(UserError, "is quantised")
+    check_rejected(UserError, "is quantized")
 
 
 def test_the_files_are_those_of_the_library(model, tmp_path):

@@ -146,7 +146,7 @@ def test_files_are_valid_safetensors_and_hold_only_what_the_rank_owns(tmp_path):
     weights = {
         "a": Shard((2, 3), (3,), torch.arange(3.0)),
         "half": Shard((2,), (0,), torch.tensor([1.5, -0.0], dtype=torch.bfloat16)),
-        "replica": Shard((), (0,), torch.tensor(7), owner=False),
+        "replica": Shard((), (0,), torch.tensor(7), saved_here=False),
         "nothing": Shard((0, 4), (0,), torch.empty(0, 4)),
     }
     written, _ = write_shards(tmp_path, "model", "rank_00001.safetensors", weights)
@@ -336,7 +336,7 @@ def test_an_index_that_nobody_wrote_is_damage_and_nothing_else(tmp_path, change)
 
 
 def test_a_tensor_that_no_rank_owns_cannot_be_lost_silently(tmp_path):
-    ranks = [{"step": Shard((), (0,), torch.tensor(3.0), owner=False)} for _ in range(2)]
+    ranks = [{"step": Shard((), (0,), torch.tensor(3.0), saved_here=False)} for _ in range(2)]
     with pytest.raises(ValueError, match="the shards of step do not cover its 1 elements"):
         write_all(tmp_path, ranks)
 

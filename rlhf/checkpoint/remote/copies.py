@@ -13,7 +13,6 @@ from xxhash import xxh3_128_hexdigest
 
 from rlhf.checkpoint.commit.manifest import Manifest, damage_in, manifest_bytes, parse_manifest
 from rlhf.checkpoint.remote.lease import Lease
-from rlhf.checkpoint.remote.pins import checkpoint_of, pin_checkpoint, remove_pin, remove_pins
 from rlhf.checkpoint.remote.remote_start import claim
 from rlhf.checkpoint.remote.remote_store import (
     CHUNK,
@@ -27,6 +26,7 @@ from rlhf.checkpoint.remote.remote_store import (
     remote_url,
 )
 from rlhf.checkpoint.remote.retries import Retries, Stopped, in_threads
+from rlhf.checkpoint.remote.upload_links import checkpoint_of, link_for_upload, remove_links, remove_upload_links
 from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.schema.trainer import TrainerConfig
@@ -58,7 +58,7 @@ class RemoteCopies:
         self._pending: set[int] = set()
         self._busy = True  # until the thread has listed the remote folder
         self._started = self._over = False
-        self._pin: Path | None = None
+        self._links: Path | None = None
         self._complete: dict[int, str] = {}  # step -> hash of its manifest; this run's only
         self._bytes, self._seconds = 0, 0.0
         self._lease: Lease | None = None
@@ -68,7 +68,7 @@ class RemoteCopies:
         if self._started:
             return
         self._started = True
-        remove_pins(self._run_dir)
+        remove_upload_links(self._run_dir)
         self._pending.update(step for path in scan(self._run_dir) if (step := step_of(path)) is not None)
         threading.Thread(target=self._work, name="remote-copies", daemon=True).start()
 
@@ -91,15 +91,15 @@ class RemoteCopies:
             return found
 
     def cancel_copy(self) -> None:
-        """Stop the copy in progress if only its pin keeps the files of a removed checkpoint on the disk.
+        """Stop the copy in progress if only its links keep the files of a removed checkpoint on the disk.
 
         A save that lacks disk space calls this.
         """
         with self._changed:
-            if (pin := self._pin) is not None and not (removed := checkpoint_of(pin)).exists():
+            if (links := self._links) is not None and not (removed := checkpoint_of(links)).exists():
                 log.warning("%s is not copied to checkpoint.remote: a save needs its disk space.", removed.name)
-                self._pin = None
-                remove_dir(pin, ignore_errors=True)
+                self._links = None
+                remove_dir(links, ignore_errors=True)
 
     def finish(self, deadline_s: float) -> list[int]:
         """Wait at most `deadline_s` seconds for pending copies, then stop; return the steps left, newest first."""
@@ -199,7 +199,7 @@ class RemoteCopies:
         try:
             if self._complete.get(step) == xxh3_128_hexdigest(manifest_bytes(path)):
                 return
-            source = self._pinned(path)
+            source = self._linked(path)
         except (DamagedCheckpoint, LocalFault):
             if path.exists():
                 raise
@@ -211,23 +211,23 @@ class RemoteCopies:
             raise LocalFault(str(error)) from error
         finally:
             with self._changed:
-                self._pin = None
+                self._links = None
             if source != path:
-                remove_pin(source)
+                remove_links(source)
 
-    def _pinned(self, path: Path) -> Path:
-        """Pin `path`, so that local retention cannot remove its files before they are copied; return `path` itself
+    def _linked(self, path: Path) -> Path:
+        """Link the files of `path`, so that retention cannot remove them before they are copied; return `path` itself
         without hard links. Raise DamagedCheckpoint or LocalFault if a file is missing."""
         try:
-            pin = pin_checkpoint(path)
+            links = link_for_upload(path)
         except FileNotFoundError as error:
             raise LocalFault(f"{error.filename} is missing") from error
         except OSError as error:
             log.warning("%s cannot be linked and is copied without links: %s", path.name, error)
             return path
         with self._changed:
-            self._pin = pin
-        return pin
+            self._links = links
+        return links
 
     def _upload(self, store: RemoteStore, step: int, source: Path) -> None:
         """Copy `source`. After a LocalFault or DamagedCheckpoint, the remote copy is unchanged or removed."""

@@ -12,7 +12,7 @@ from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.retention import remove_checkpoints
 from rlhf.checkpoint.load.verification import newest_usable
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.storage.layout import PIN, step_of
+from rlhf.storage.layout import UPLOAD, step_of
 
 log = logging.getLogger(__name__)
 # Some file systems (btrfs, XFS, network ones) free the space of deleted files a little later.
@@ -84,13 +84,13 @@ def _count_to_remove(run_dir: Path, needed: int, removable: list[Path]) -> int:
 
 
 def bytes_freed_by(paths: list[Path]) -> int:
-    """Return the bytes on disk freed by removing all of `paths` and their pins, without files that have other links."""
+    """Return the bytes on disk freed by removing all of `paths` and their upload links. Other links keep a file."""
     names: Counter[tuple[int, int]] = Counter()
     freed = 0
     # A symlink to a checkpoint elsewhere frees nothing here.
     own = [path for path in paths if not path.is_symlink()]
-    pins = [pin for path in own for pin in path.parent.glob(f"{PIN}{path.name}-*")]
-    for root in [*own, *pins]:
+    links = [folder for path in own for folder in path.parent.glob(f"{UPLOAD}{path.name}-*")]
+    for root in [*own, *links]:
         for folder, _, files in os.walk(root):
             for name in files:
                 stat = (Path(folder) / name).lstat()

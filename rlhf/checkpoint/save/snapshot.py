@@ -42,13 +42,13 @@ class Snapshot:
     def nbytes(self, linked: Collection[str] = ()) -> int:
         """Return the bytes that this rank writes, without headers, exports and the components `linked`."""
         written = (component for folder, component in self.components.items() if folder not in linked)
-        shards = (p.local for component in written for p in component.values() if p.owner)
+        shards = (p.local for component in written for p in component.values() if p.saved_here)
         whole = (t for tensors in self.whole_tensors.values() for t in tensors.values())
         return sum(t.numel() * t.element_size() for t in [*shards, *whole]) + sum(map(len, self.files.values()))
 
     def index_rows(self, linked: Collection[str] = ()) -> int:
         written = (component for folder, component in self.components.items() if folder not in linked)
-        return sum(len(p.box.sizes) for component in written for p in component.values() if p.owner)
+        return sum(len(p.box.sizes) for component in written for p in component.values() if p.saved_here)
 
 
 def take_snapshot(

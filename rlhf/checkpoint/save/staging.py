@@ -35,9 +35,12 @@ class Stager:
         written += [export.shards for export in live.values()]
         # An export's shards may also be a saved component's: one copy is enough.
         distinct = {id(shards): shards for shards in written}
-        copies = iter(self._copies([s.local for shards in distinct.values() for s in shards.values() if s.owner]))
+        copies = iter(self._copies([s.local for shards in distinct.values() for s in shards.values() if s.saved_here]))
         staged = {
-            key: {name: replace(shard, local=next(copies)) if shard.owner else shard for name, shard in shards.items()}
+            key: {
+                name: replace(shard, local=next(copies)) if shard.saved_here else shard
+                for name, shard in shards.items()
+            }
             for key, shards in distinct.items()
         }
         components = {

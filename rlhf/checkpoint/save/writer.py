@@ -19,7 +19,7 @@ from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest, describe
 from rlhf.checkpoint.commit.publication import abort_save, publish
 from rlhf.checkpoint.save.disk_space import make_room
-from rlhf.checkpoint.save.draft import Draft, Entries, begin_checkpoint, over_domains
+from rlhf.checkpoint.save.pending import Entries, PendingCheckpoint, begin_checkpoint, over_domains
 from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.checkpoint.state.throughput import Throughput, throughput_metrics
 from rlhf.config.schema.checkpoint import CheckpointConfig
@@ -65,25 +65,25 @@ def write_checkpoint(
     coordinator: Coordinator,
     settings: CheckpointConfig,
     deleter: Deleter,
-    draft: Draft | None = None,
+    pending: PendingCheckpoint | None = None,
     cancel_copy: Callable[[], None] = lambda: None,
 ) -> SaveResult:
-    """Commit `snapshot` (begun as `draft`) as `run_dir/global_step_N` and apply retention. Collective. Raises
+    """Commit `snapshot` (begun as `pending`) as `run_dir/global_step_N` and apply retention. Collective. Raises
     SaveFailed on every rank when any rank fails; then nothing is left behind and earlier checkpoints are unchanged."""
     started = time.monotonic()
-    draft = draft or begin_checkpoint(snapshot, run_dir, coordinator)
-    root = draft.root
+    pending = pending or begin_checkpoint(snapshot, run_dir, coordinator)
+    root = pending.root
     try:
         snapshot = _with_shared_files(snapshot, coordinator)
-        needed = _needed(snapshot, draft.linked, coordinator)
+        needed = _needed(snapshot, pending.linked, coordinator)
         find_victims = partial(retention.victims, run_dir, settings, snapshot.step, coordinator, snapshot.metrics)
         make_room(run_dir, needed, find_victims, deleter, settings.timeout_s / 2, coordinator, cancel_copy)
-        ranks = coordinator.collect(lambda: _write_files(root, snapshot, draft.linked, coordinator.rank))
+        ranks = coordinator.collect(lambda: _write_files(root, snapshot, pending.linked, coordinator.rank))
         exported = write_exports(root, snapshot.exports, coordinator)
         if ranks is not None and exported is not None:
             _add_exported(ranks, exported, snapshot.roles)
         commit = coordinator.send_to_domain_leaders(
-            lambda: complete(run_dir, snapshot, identity, draft, ranks or [], coordinator)
+            lambda: complete(run_dir, snapshot, identity, pending, ranks or [], coordinator)
         )
         coordinator.on_domain_leaders(lambda: _write_indices(root, commit))
         total_bytes, by_part = coordinator.broadcast(None if commit is None else commit.throughput)
@@ -194,7 +194,7 @@ def complete(
     run_dir: Path,
     snapshot: Snapshot,
     identity: Identity,
-    draft: Draft,
+    pending: PendingCheckpoint,
     ranks: list[RankFiles],
     coordinator: Coordinator,
 ) -> Commit:
@@ -208,15 +208,15 @@ def complete(
     for domain, written in zip(coordinator.domains, ranks, strict=True):
         by_domain[domain] += written.files
     entries = over_domains([describe(files) for files in by_domain.values()], coordinator)
-    manifest = _manifest(run_dir, snapshot, identity, draft, entries, len(ranks))
+    manifest = _manifest(run_dir, snapshot, identity, pending, entries, len(ranks))
     return Commit(manifest, indices, (manifest.total_bytes, _by_part(manifest, ranks)))
 
 
 def _manifest(
-    run_dir: Path, snapshot: Snapshot, identity: Identity, draft: Draft, written: Entries, world_size: int
+    run_dir: Path, snapshot: Snapshot, identity: Identity, pending: PendingCheckpoint, written: Entries, world_size: int
 ) -> Manifest:
-    linked = dict(chain(*(entries.items() for entries in draft.linked.values())))
-    sources = [(folder, snapshot.unchanged[folder]) for folder in draft.linked]
+    linked = dict(chain(*(entries.items() for entries in pending.linked.values())))
+    sources = [(folder, snapshot.unchanged[folder]) for folder in pending.linked]
     return Manifest(
         step=snapshot.step,
         world_size=world_size,

@@ -12,7 +12,7 @@ from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.commit.output_folder import remove_leftovers
 from rlhf.checkpoint.commit.pointer import point_to, point_to_newest
 from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
-from rlhf.checkpoint.remote.pins import remove_pins
+from rlhf.checkpoint.remote.upload_links import remove_upload_links
 from rlhf.checkpoint.state.driver_state import parse_driver_state
 from rlhf.checkpoint.state.run_file import AGENTS, STARTED_ON, read_run_file
 from rlhf.config.schema.trainer import TrainerConfig
@@ -54,7 +54,7 @@ def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
     except OSError as error:
         log.error("An interrupted export in %s could not be removed (%s); the next start tries again.", run_dir, error)
     reject_earlier(run_dir, trainer, launch)
-    remove_pins(run_dir)
+    remove_upload_links(run_dir)
 
 
 def reject_earlier(run_dir: Path, trainer: TrainerConfig, launch: Collection[str] = ()) -> None:

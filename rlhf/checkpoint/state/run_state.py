@@ -35,7 +35,7 @@ class RunState:
         live += [role.optimizer_shards() for role in self.roles.values() if "optimizer" in contents]
         if self.reference is not None:
             live.append(self.reference.shards())
-        size = sum(shard.local.nbytes for shards in live for shard in shards.values() if shard.owner)
+        size = sum(shard.local.nbytes for shards in live for shard in shards.values() if shard.saved_here)
         if "hf_model" in contents and hf_adapter == "merge":
             size += sum(role.merged_bytes() for role in self.roles.values() if ADAPTER_CONFIG in role.hf_files())
         return size

@@ -21,7 +21,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import run_lock, wait_for_ranks
 from rlhf.ranks.transport import Transport
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.layout import MANIFEST, PIN, TEMPORARY, TRASH, scan, set_aside_dirs, step_of
+from rlhf.storage.layout import MANIFEST, TEMPORARY, TRASH, UPLOAD, scan, set_aside_dirs, step_of
 from rlhf.storage.scratch import lock_folder
 
 RANKS_S = 5.0
@@ -128,7 +128,7 @@ def _is_whole(path: Path, verify: Callable[[Path], Manifest]) -> bool:
 def _is_leftover(path: Path) -> bool:
     if path.name.startswith((INCOMPLETE, REPLACED)):
         return _is_abandoned(path) and not is_only_output(path)
-    return path.name.startswith((TEMPORARY, TRASH, PIN))
+    return path.name.startswith((TEMPORARY, TRASH, UPLOAD))
 
 
 def _is_abandoned(path: Path) -> bool:

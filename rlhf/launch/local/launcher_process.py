@@ -43,7 +43,7 @@ class LauncherProcess:
     def is_stopped(self) -> bool:
         return self.exit is None and state_of(self.pid) in STOPPED
 
-    def ask(self, request: Fork | CountDevices) -> None:
+    def send(self, request: Fork | CountDevices) -> None:
         """Send a request. `receive` returns the answer, unless the launcher ends."""
         try:
             self._connection.send(request)

@@ -48,7 +48,7 @@ class RankProcesses:
     def statuses(self) -> dict[int, RankStatus]:
         return read_statuses(self._run_dir)
 
-    def ask_to_leave(self, ranks: Collection[int]) -> None:
+    def request_stop(self, ranks: Collection[int]) -> None:
         self._signal(ranks, signal.SIGUSR1)
 
     def stacks(self, ranks: Collection[int]) -> Stacks:

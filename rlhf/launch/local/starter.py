@@ -46,14 +46,14 @@ class RankNeeds:
     """Modules that the launcher imports, for the ranks that it forks."""
     variables: Mapping[str, str]
     """Environment variables of the ranks."""
-    why_plain: str | None
+    no_fork_reason: str | None
     """The reason why ranks cannot be forked; None if they can."""
 
     @classmethod
     def of(
         cls, trainer: TrainerConfig, data: DataConfig, backend: BackendConfig, rollout: RolloutConfig
     ) -> "RankNeeds":
-        return cls(_modules(trainer, data, backend), _variables(trainer, backend), _why_plain(trainer, rollout))
+        return cls(_modules(trainer, data, backend), _variables(trainer, backend), _no_fork_reason(trainer, rollout))
 
 
 class LocalStarter:
@@ -76,7 +76,7 @@ class LocalStarter:
         expected: bool = True,
     ) -> None:
         self._trainer, self._run_dir, self._output, self._expected = trainer, run_dir, output, expected
-        self._modules, self._variables, self._why_plain = needs.modules, needs.variables, needs.why_plain
+        self._modules, self._variables, self._no_fork_reason = needs.modules, needs.variables, needs.no_fork_reason
         self._launcher: LauncherProcess | None = None
         self._ignored_ends = False
 
@@ -95,7 +95,7 @@ class LocalStarter:
         return self
 
     def _launch(self) -> None:
-        if self._why_plain is None and (self._launcher is None or self._launcher.exit is not None):
+        if self._no_fork_reason is None and (self._launcher is None or self._launcher.exit is not None):
             self._launcher = LauncherProcess(self._modules, self._variables, self._output)
 
     def __exit__(self, *_: object) -> None:
@@ -123,7 +123,7 @@ class LocalStarter:
             if ranks is not None or stop.signal_name is not None:
                 return ranks
             wait_for_ranks(self._run_dir)  # a launcher that was stopped while it forked has left some
-        log.info("The ranks start as new processes, without a launcher: %s.", self._why_plain)
+        log.info("The ranks start as new processes, without a launcher: %s.", self._no_fork_reason)
         return PlainRanks(command, self._trainer.ranks, self._variables, self._run_dir, self._output)
 
     def _fork(self, launcher: LauncherProcess, command: Sequence[str], stop: StopRequest) -> ForkedRanks | None:
@@ -140,7 +140,7 @@ class LocalStarter:
         self, launcher: LauncherProcess, request: Fork | CountDevices, kind: type[A], stopped: Callable[[], bool]
     ) -> A | None:
         """Return the launcher's answer; None if it ends, is stopped or too slow, or if `stopped` returns True."""
-        launcher.ask(request)
+        launcher.send(request)
         timeout_s = self._trainer.watchdog_first_timeout_s
         end, looks = time.monotonic() + timeout_s, 0
         while launcher.exit is None and not stopped():
@@ -154,7 +154,7 @@ class LocalStarter:
         return None
 
     def _give_up(self, launcher: LauncherProcess, problem: str) -> None:
-        self._why_plain = f"the launcher must not fork them, because {problem}"
+        self._no_fork_reason = f"the launcher must not fork them, because {problem}"
         launcher.close()
         self._launcher = None
 
@@ -195,7 +195,7 @@ class LocalStarter:
         return int(done.stdout)
 
 
-def _why_plain(trainer: TrainerConfig, rollout: RolloutConfig) -> str | None:
+def _no_fork_reason(trainer: TrainerConfig, rollout: RolloutConfig) -> str | None:
     if not trainer.warm_start:
         return "trainer.warm_start=false"
     if sys.platform != "linux":

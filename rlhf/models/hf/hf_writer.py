@@ -179,7 +179,7 @@ class _LocalFile:
         self._tensors, self.file = export.plan.tensors, file
         named = ((name, export.in_files[name]) for name in file.first_byte)
         # In file order, as in the plan.
-        self._shards = [(name, shard) for name, shard in named if shard.owner and shard.local.numel()]
+        self._shards = [(name, shard) for name, shard in named if shard.saved_here and shard.local.numel()]
         self._begins = [
             file.first_byte[name] + bounds(shard.box, shard.shape)[0] * ITEM_BYTES[self._tensors[name][0]]
             for name, shard in self._shards

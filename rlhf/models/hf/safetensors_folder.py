@@ -24,9 +24,9 @@ def open_safetensors(path: Path, model_files: Path | None = None) -> "Safetensor
     """Open the folder `path`, with small files from `model_files` or `path`; return None without safetensors.
 
     Raises:
-        UserError: the weights are quantised.
+        UserError: the weights are quantized.
     """
-    check_not_quantised(path)
+    check_not_quantized(path)
     if (path / WEIGHTS_INDEX).is_file():
         return SafetensorsFolder(path, weight_map(path, WEIGHTS_INDEX), model_files or path)
     if (path / WEIGHTS).is_file():
@@ -34,12 +34,12 @@ def open_safetensors(path: Path, model_files: Path | None = None) -> "Safetensor
     return None
 
 
-def check_not_quantised(path: Path) -> None:
-    """Raise UserError if config.json in `path` describes quantised weights."""
+def check_not_quantized(path: Path) -> None:
+    """Raise UserError if config.json in `path` describes quantized weights."""
     if not (path / MODEL_CONFIG).is_file():
         return
     if "quantization_config" in parse_model_config({MODEL_CONFIG: (path / MODEL_CONFIG).read_bytes()}, path):
-        raise UserError(f"{path} is quantised ({MODEL_CONFIG}). Name the folder with the weights before quantisation.")
+        raise UserError(f"{path} is quantized ({MODEL_CONFIG}). Name the folder with the weights before quantization.")
 
 
 def weight_map(path: Path, index: str) -> dict[str, list[str] | None]:

@@ -22,7 +22,7 @@ Entries = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Draft:
+class PendingCheckpoint:
     """A checkpoint in progress: its temporary directory, and the folders with hard links. On the leader, `linked` also
     has the manifest entries of each folder's files."""
 
@@ -30,7 +30,7 @@ class Draft:
     linked: dict[str, Entries]
 
 
-def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator) -> Draft:
+def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator) -> PendingCheckpoint:
     """Create a checkpoint's directory and hard links. Collective. Raise SaveFailed on every rank if a leader fails."""
     root: Path | None = None
 
@@ -58,7 +58,7 @@ def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator
                 coordinator.on_domain_leaders(partial(_unlink_folder, root, folder))
     except Exception as error:
         raise abort_save(run_dir, snapshot.step, root, coordinator, error) from error
-    return Draft(root, {folder: entries.get(folder, {}) for folder in linked})
+    return PendingCheckpoint(root, {folder: entries.get(folder, {}) for folder in linked})
 
 
 def over_domains(by_domain: list[Entries], coordinator: Coordinator) -> Entries:
