@@ -1,27 +1,27 @@
 # shellcheck shell=bash
-# Stages side by side, for scripts that source this: `stage` tells of one, `run_stages` runs all of them. There is one
-# place more than there are cores. Stages of one place fill what the others leave: their priority is low, so that they
-# take little from tests with deadlines. What a stage says is shown in one piece when it ends. Whatever ends the script,
-# nothing is left of its stages, nor of the folder $work.
+# Runs stages side by side, for scripts that source this file: `stage` adds a stage, `run_stages` runs all. There is one
+# place more than cores. Stages of one place have a low priority, so that they do not slow down tests with deadlines.
+# The output of a stage appears in one piece at its end. When the script ends, for whatever reason, its stages and the
+# folder $work are removed.
 
-# Every stage is a process group, which can be ended as a whole, and in which Ctrl-C means what it means at a prompt.
+# Every stage is a process group, so that it can be ended as a whole and Ctrl-C works in it as at a prompt.
 set -m
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/rlhf-ci.XXXXXX")
-# In the environment of all that is started here, and so a mark of what is left of it.
+# Marks, in the environment, all processes that are started here.
 export RLHF_CI_WORK=$work
 logs=$work/logs
 mkdir "$logs"
 
 stages=() times=() failures=()
-declare -A places needs alone commands  # by name, as told to `stage`
+declare -A places needs alone commands  # by name, as passed to `stage`
 declare -A state                        # waiting, running, passed or failed, by name
-declare -A began running                # when, by name; the name, by process
+declare -A began running                # seconds by name; name by process
 used=0
-patience_s=10  # after each way of asking a stage to end
+patience_s=10  # after each signal
 
-# stage NAME PLACES NEEDS ALONE COMMAND...: COMMAND in a subshell that ends at its first error, once the stages NEEDS
-# (names between commas) have passed and PLACES are free. ALONE shows a failure by itself, in a checkout with the
+# stage NAME PLACES NEEDS ALONE COMMAND...: runs COMMAND in a subshell that ends at its first error, when the stages
+# NEEDS (separated by commas) have passed and PLACES are free. ALONE reproduces a failure, in a checkout with the
 # README's virtual environment active.
 stage() {
   stages+=("$1")
@@ -70,7 +70,7 @@ ended() {
   echo "=== $name: exit code $code, $((SECONDS - began[$name])) s"
 }
 
-# ready NAME: whether all that it needs has passed. Where some of it failed, so has NAME.
+# ready NAME: returns whether all stages that NAME needs have passed. If one has failed, NAME fails too.
 ready() {
   local name names
   IFS=, read -ra names <<<"${needs[$1]}"
@@ -83,12 +83,12 @@ ready() {
   done
 }
 
-# All stages, the first ones first. After a failure CI goes on, and fails in the end.
+# Runs all stages in order. After a failure the others still run, and CI fails in the end.
 run_stages() {
   local capacity=$(($(nproc) + 1)) name process code
   while true; do
     for name in "${stages[@]}"; do
-      # A stage that is larger than the machine has it for itself.
+      # A stage that is larger than the machine runs alone.
       if [ "${state[$name]}" = waiting ] && ready "$name" &&
         { [ "$used" -eq 0 ] || [ $((used + places[$name])) -le "$capacity" ]; }; then
         start "$name"
@@ -104,7 +104,7 @@ run_stages() {
   [ -z "${failures[*]}" ]
 }
 
-# Ask what runs to end, then end it, with all that has left its process group.
+# Ask the running stages to end, then kill them and the processes that left their process groups.
 stop_all() {
   local signal process
   for signal in INT TERM KILL; do
@@ -123,7 +123,7 @@ stop_all() {
 
 finish() {
   local code=$? name
-  # Whoever reads along may be gone, as after Ctrl-C with `| tee log`; that must keep nothing from being ended.
+  # The reader of the output may be gone, as after Ctrl-C with `| tee log`. The stages must end anyway.
   set +e
   trap '' INT TERM HUP PIPE
   stop_all 2>/dev/null

@@ -1,22 +1,23 @@
-"""python -m tests.faults.campaign --kills N --seed S [--nproc R] [--profile NAME]: does any kill change the result?
+"""Checks that kills do not change a run.
 
-Trains once undisturbed. Trains again with N SIGKILLs of ranks and of the supervisor at named events, started again each
-time with the same command. Then compares weights, optimizer, RNG, driver state and metric history bit for bit, and
-reports which windows were hit. Exit code 0 only when the runs are equal, every window was hit and nothing was left
-behind. Saves run behind the training, as they do by default, and kills in their windows find the loop up to two steps
-further. Settings at the end of the command are for both runs, such as `checkpoint.async_save=false` or
-`backend=deepspeed backend.zero_stage=3 backend.autocast=bfloat16`.
+    python -m tests.faults.campaign --kills N --seed S [--nproc R] [--profile NAME]
 
-With fewer kills than windows, those of the profile are hit, and as many of the others as there are kills left: the next
-ones with each seed, so that campaigns of several seeds hit all of them. A short form, for CI.
+Trains once undisturbed. Trains again with N SIGKILLs of ranks and of the supervisor at named events (windows), and
+restarts with the same command after each kill. Compares weights, optimizer, RNG, driver state and metric history bit
+for bit, and reports which windows were hit. Exits with 0 only if the runs are equal, every window was hit and no
+leftover remains. Saves are asynchronous by default, so a kill in a save finds the loop up to two steps ahead. Settings
+at the end of the command apply to both runs, such as `checkpoint.async_save=false` or `backend=deepspeed
+backend.zero_stage=3 backend.autocast=bfloat16`.
 
-Starts are forked from a server that has paid for the imports, but for those of --random, which are of the command
-itself.
+With fewer kills than windows, the campaign hits all windows of the profile and some of the others. Each seed continues
+where the previous seed stopped, so several short campaigns hit all windows.
 
-With --random the kills have no appointment: any process of the tree (supervisor, launcher, ranks, reward processes,
-rollout servers), at random instants, by SIGKILL, by SIGSTOP and then SIGKILL, by SIGTERM, or all processes at once.
-Runs of one length are killed until N kills have hit, or for --hours H; each is compared with the undisturbed one.
-It reports the kills by kind and role, starts and restarts, and how long after a kill the run trained again.
+Starts are forked from a server with the imports done, except with --random.
+
+--random kills any process of the tree (supervisor, launcher, ranks, reward processes, rollout servers) at random
+instants: with SIGKILL, with SIGSTOP and then SIGKILL, with SIGTERM, or all processes at once. Runs of a fixed length
+follow each other until N kills have hit, or for --hours H. Each is compared with the undisturbed run. The report counts
+kills by kind and role, starts and restarts, and the time from a kill to the next trained step.
 """
 
 import argparse
@@ -49,15 +50,15 @@ ON_THE_LEADER = (
     "commit.trash",
 )
 SAVE_FREQ = 2
-# Events of the loop: about two steps, before it has to wait for the save.
+# In events of the loop: about two steps, then the loop waits for the save.
 LONGEST_AHEAD = 16
 LAUNCH_DEADLINE_S = 1800
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What is trained, and the windows that only this kind of run has; `spare` checkpoints' worth of steps for rare
-    ones to come by; `random_steps` of each run that is killed at random instants."""
+    """Settings of a run and the windows that only this kind of run has. `spare` is the number of checkpoints added
+    to the run's length so that rare windows occur. `random_steps` is the length of each run with --random."""
 
     settings: tuple[str, ...]
     on_every_rank: tuple[str, ...] = ()
@@ -67,11 +68,11 @@ class Profile:
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """Its own first."""
+        """Return the profile's windows, its own ones first."""
         return self.on_every_rank + self.on_the_leader + ON_EVERY_RANK + ON_THE_LEADER
 
     def windows_of(self, kills: int, seed: int) -> tuple[str, ...]:
-        """The windows that so many kills hit."""
+        """Return the windows that `kills` kills hit."""
         own, others = self.on_every_rank + self.on_the_leader, ON_EVERY_RANK + ON_THE_LEADER
         left = kills - len(own)
         if left >= len(others):
@@ -80,11 +81,11 @@ class Profile:
 
 
 PROFILES = {
-    # And a bonus that moves with every optimizer step.
+    # The entropy bonus changes with every optimizer step.
     "grpo": Profile(
         ("actor.use_kl_loss=true", "actor.entropy_ctrl.type=adaptive", "actor.entropy_ctrl.target_entropy=1.0")
     ),
-    # A critic with its warm-up, a coefficient that moves with every batch, and rewards normalised over all so far.
+    # A critic with warm-up, an adaptive KL coefficient, and a running normalization of rewards.
     "ppo": Profile(
         (
             "algorithm=ppo",
@@ -101,8 +102,8 @@ PROFILES = {
             "critic.optim.lr_scheduler_interval=training_step",
         )
     ),
-    # More prompts per generation than a batch takes, so that groups are carried over almost every step, to be trained
-    # on late; and what is drawn, masked, left out and penalised otherwise than in the others.
+    # A generation has more prompts than a batch, so almost every step carries groups over. Sampling, masks, filters and
+    # penalties differ from the other profiles.
     "dapo": Profile(
         (
             "algorithm=dapo",
@@ -118,14 +119,14 @@ PROFILES = {
             "rollout.repetition_penalty=1.05",
         )
     ),
-    # Saves at 2, 4, 6 ... and the reference at 3, 6, 9 ...: some saves write the reference, others link it.
+    # Saves at steps 2, 4, 6 ... and a moving reference at 3, 6, 9 ...: some saves write the reference, others link it.
     "ema": Profile(
         ("actor.use_kl_loss=true", "actor.kl_loss_coef=0.1", "ref.update_freq=3", "ref.alpha=0.5"),
         on_every_rank=("reference.update",),
         on_the_leader=("commit.link",),
         spare=12,
     ),
-    # Batches far below the average reward are refused, which on so small batches happens now and then.
+    # Guards reject batches far below the average reward, which such small batches sometimes are.
     "rollback": Profile(
         (
             "actor.use_kl_loss=true",
@@ -137,7 +138,7 @@ PROFILES = {
         on_every_rank=("rollback.before", "rollback.after"),
         spare=16,
     ),
-    # Adapters beside frozen weights, the reference in the same module, and dropout, which draws from the generators.
+    # Adapters beside frozen weights, the reference in the same module, and dropout, which uses the generators.
     "lora": Profile(
         (
             "actor.use_kl_loss=true",
@@ -148,7 +149,7 @@ PROFILES = {
             "checkpoint.contents=[model,optimizer,extra]",
         )
     ),
-    # Two more rewards from processes of their own: of one sample, and of all that a prompt has.
+    # Two more rewards in reward processes: one scores a sample, one all samples of a prompt.
     "rewards": Profile(
         (
             "reward.functions=[reasoning_gym,tests/support/graded.py:nearness,tests/support/graded.py:others]",
@@ -156,7 +157,7 @@ PROFILES = {
         ),
         on_every_rank=("reward.scored",),
     ),
-    # Two servers of ours, on machines that have vLLM.
+    # Two vLLM servers, on machines that have vLLM.
     "servers": Profile(
         (
             "rollout=vllm_server",
@@ -170,7 +171,7 @@ PROFILES = {
 
 
 def overrides(folder: Path, name: str, steps: int, nproc: int, profile: Profile) -> list[str]:
-    """A small run in which everything that a checkpoint holds matters: several epochs, mini-batches, a schedule."""
+    """Return a small run that uses all state of a checkpoint: several epochs, mini-batches, a schedule."""
     return [
         f"trainer.default_local_dir={folder}",
         f"trainer.experiment_name={name}",
@@ -194,7 +195,7 @@ def overrides(folder: Path, name: str, steps: int, nproc: int, profile: Profile)
 
 
 def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) -> list[dict]:
-    """Every window equally often, in random order, spread over the run; an eighth of the kills hit the supervisor."""
+    """Plan the kills: every window equally often, in random order, over the whole run. An eighth hit the supervisor."""
     rng = random.Random(seed)
     windows = profile.windows_of(kills, seed)
     events = [windows[i % len(windows)] for i in range(kills)]
@@ -203,7 +204,7 @@ def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) 
     for number, event in enumerate(events):
         observer = rng.randrange(nproc) if event in ON_EVERY_RANK + profile.on_every_rank else 0
         victim = "supervisor" if rng.random() < 0.125 else str(rng.randrange(nproc) if rng.random() < 0.3 else observer)
-        # Retention has something to remove from the third checkpoint on.
+        # Retention removes checkpoints from the third one on.
         first = 2 * SAVE_FREQ if event in ("commit.prune", "commit.trash") else 0
         after = max(first, int(number / kills * (steps - profile.spare * SAVE_FREQ)))
         kill = {"id": number, "event": event, "observer": observer, "victim": victim, "after_step": after}
@@ -250,7 +251,7 @@ def run_at_random(
 
 
 def compared(folder: Path) -> list[str]:
-    """What differs between the two runs, and what was left behind."""
+    """Return the differences between the two runs, and leftovers."""
     run_dir = folder / "rlhf" / "killed"
     leftovers = [path.name for path in run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]
     return [f"left behind: {name}" for name in leftovers] + differences(folder / "rlhf" / "undisturbed", run_dir)
@@ -258,7 +259,7 @@ def compared(folder: Path) -> list[str]:
 
 def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profile, more: list[str]) -> list[str]:
     """Returns what is wrong, in lines; empty when no kill changed anything."""
-    # A kill lets the run get at most one checkpoint further, so that the last one still finds a run to hit.
+    # Between two kills the run saves at most one checkpoint, so the last kill still hits a running process.
     steps = SAVE_FREQ * (kills + profile.spare)
     started = time.monotonic()
     code = launch(overrides(folder, "undisturbed", steps, nproc, profile) + more, {}, folder / "undisturbed.log")
@@ -299,7 +300,7 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
     windows = [window for window in profile.windows if any(kill["event"] == window for kill in plan)]
     for window in windows:
         print_line(f"  {window:20} {hits[window]}")
-    # What a kill in a save behind the training has noted.
+    # The steps that a kill in an asynchronous save has noted.
     ahead = [int(text) for kill in fired if (text := (folder / f"fired_{kill['id']:04d}").read_text())]
     print_line(
         f"  in a save behind the training: {len(ahead)}, the loop meanwhile up to {max(ahead, default=0)} events "

@@ -1,15 +1,13 @@
-"""python -m tests.faults.power_cuts --states N --finish K --seed S: does a power cut ever cost what was saved?
+"""Checks that power cuts lose no save: `python -m tests.faults.power_cuts --states N --finish K --seed S`.
 
-Records the file operations of real saves of every kind, builds states that a power cut may leave of them
-(`tests.support.power_cut_states`), and gives the command again in each: it must find the newest checkpoint that it was
-told is saved, or a later one, whole, with its history and journal, and save from there. Exit code 0 only when all do.
+Records the file operations of real saves of every kind, builds states that a power cut may leave
+(`tests.support.power_cut_states`), and starts the run again in each state. The run must find the newest checkpoint
+reported as saved, or a later one, with its history and journal, and save again. Exits with 0 only if all do.
 
-K further states are of real training, with GRPO and with PPO, which goes on to its end in each and must end as the
-undisturbed run, bit for bit.
+In K further states, runs with GRPO and with PPO train to the end and must equal the undisturbed run bit for bit.
 
-With --mutations, the syncs of one call in the code are left out of the records, for each such call in turn, and a state
-must be found that breaks a promise. Says which kind has it, after how many states. Exit code 0 only when there is one
-for every call.
+--mutations leaves out the syncs of one call in the code, for each such call in turn, and looks for a state that breaks
+a promise. It reports the kind of save and the number of states. Exits with 0 only if every call has such a state.
 """
 
 import argparse
@@ -37,7 +35,7 @@ from tests.support.recorded_files import Site
 
 
 def in_a_process(job: tuple[str, int, int, str]) -> Report:
-    """Record and replay one kind."""
+    """Records and replays one kind of save."""
     kind, wanted, seed, folder = job
     quiet()
     try:
@@ -57,34 +55,34 @@ def in_a_process(job: tuple[str, int, int, str]) -> Report:
 
 @cache
 def own_folder(folder: str) -> Path:
-    """The folder of this process, in that of all."""
+    """Return this process's folder, inside the common folder."""
     return Path(tempfile.mkdtemp(dir=folder))
 
 
 @cache
 def own_records(kind: str, seed: int, folder: str) -> list[Record]:
-    """The records of a kind, made once in each process, since configurations name the folder."""
+    """Return the records of a kind. Each process makes its own, because configurations contain the folder."""
     quiet()
     return records_of(kind, own_folder(folder), seed)
 
 
 def calls_in(job: tuple[str, int, str]) -> tuple[str, Counter[Site]]:
-    """How often each call syncs in the records of a kind."""
+    """Return how often each call syncs in the records of a kind."""
     return job[0], Counter(site for made in own_records(*job) for op in made.ops for site in set(op.sites))
 
 
 def caught(job: tuple[Site, str, list[str], int, str]) -> tuple[Site, str, str | None, int]:
-    """The first failure of a mutation in the records of the named kinds, after how many states."""
+    """Return the first failure of a mutation in the records of the named kinds, and the number of states before."""
     call, mutation, kinds, seed, folder = job
     records = [made for kind in kinds for made in own_records(kind, seed, folder)]
-    # Those first that have little else in them.
+    # First the kinds with few other operations.
     records.sort(key=lambda made: sum(call not in op.sites for op in made.ops))
     failure, tried = hunt(records, call, mutation, random.Random(f"{call} {seed}"))
     return call, mutation, failure, tried
 
 
 def mutate(kinds: list[str], seed: int, jobs: int, folder: Path) -> bool:
-    """Leave out the syncs of each call in turn, then make them late; whether a promise breaks every time."""
+    """Leave out the syncs of each call in turn, then delay them. Return whether each mutation breaks a promise."""
     started, seen = time.monotonic(), dict[str, Counter[Site]]()
     with multiprocessing.Pool(jobs) as pool:
         for kind, counts in pool.imap_unordered(calls_in, [(kind, seed, str(folder)) for kind in kinds]):
@@ -109,14 +107,14 @@ def mutate(kinds: list[str], seed: int, jobs: int, folder: Path) -> bool:
 
 
 def applies(call: Site, mutation: str) -> bool:
-    """Late syncs have a meaning where a file is renamed behind its sync: in one function of all."""
+    """Return whether `mutation` applies to `call`. A late sync matters only before a rename: in one function."""
     return mutation == "left out" or call in calls_before_a_rename()
 
 
 def quiet() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    domains.LOOK_AGAIN_S = 0.001  # no folder here shows a file late
+    domains.LOOK_AGAIN_S = 0.001  # no folder in this test shows a file late
 
 
 def print_line(text: str) -> None:
@@ -125,7 +123,7 @@ def print_line(text: str) -> None:
 
 
 def campaign(kinds: list[str], wanted: int, seed: int, jobs: int, folder: Path) -> bool:
-    """Replay `wanted` states over all `kinds`; whether every one kept what was promised."""
+    """Replay `wanted` states over all `kinds`. Return whether every state kept the promises."""
     each = -(-wanted // len(kinds))
     started, reports = time.monotonic(), list[Report]()
     with multiprocessing.Pool(jobs, maxtasksperchild=1) as pool:
@@ -143,7 +141,7 @@ def campaign(kinds: list[str], wanted: int, seed: int, jobs: int, folder: Path) 
 
 
 def finish(count: int, seed: int, jobs: int, folder: Path) -> bool:
-    """Train to the end in `count` states; whether it is the undisturbed one each time."""
+    """Train to the end in `count` states. Return whether each run equals the undisturbed run."""
     started, wrong = time.monotonic(), 0
     for text, found in finishes(count, seed, jobs, folder / "finish"):
         wrong += bool(found)

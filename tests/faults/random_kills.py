@@ -1,4 +1,4 @@
-"""Kills without an appointment: any process of a run's tree, at random instants, in four ways.
+"""Kills any process of a run's tree at random instants, in four ways.
 
 The command is `python -m tests.faults.campaign --random`, which explains it.
 """
@@ -37,7 +37,7 @@ ENDS = (EXIT_REQUEUE, -signal.SIGKILL, -signal.SIGTERM)
 
 @dataclass
 class Figures:
-    """Kills of one campaign, and what came of them."""
+    """Counts of one campaign: kills, starts and restarts."""
 
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By kind and by the role of the process."""
@@ -48,7 +48,7 @@ class Figures:
     restarts: int = 0
 
     def lines(self) -> Iterator[str]:
-        """The report."""
+        """Return the report."""
         yield (
             f"random: {self.kills.total()} kills in {self.runs} run(s), {self.starts} starts of the command, "
             f"{self.restarts} restarts by the supervisor"
@@ -62,11 +62,11 @@ class Figures:
 
 
 class Stuck(Exception):
-    """A run neither trains nor ends."""
+    """Raised for a run that neither trains nor ends."""
 
 
 class DisturbedRun:
-    """One run, killed again and again while `more()` says so, and started again with the same `command`."""
+    """Runs `command`, kills it while `more()` returns true, and starts it again."""
 
     def __init__(
         self, command: Sequence[str], folder: Path, rng: random.Random, figures: Figures, more: Callable[[], bool]
@@ -99,7 +99,7 @@ class DisturbedRun:
         return [f"a process of the run is still there: {process}" for process in left]
 
     def _disturb(self, started: subprocess.Popen) -> int:
-        """Kill something at a random moment, again and again; the exit code of the command."""
+        """Kill processes at random instants until the command ends. Return its exit code."""
         while (code := self._until_the_moment(started)) is None:
             if (hit := self._kill_one(psutil.Process(started.pid))) is not None:
                 kind, role = hit
@@ -108,7 +108,7 @@ class DisturbedRun:
         return code
 
     def _until_the_moment(self, started: subprocess.Popen) -> int | None:
-        """Wait for the moment of the next kill, or for the end without any; the exit code if it has ended."""
+        """Wait until the next kill is due or the command ends. Return the exit code if it has ended."""
         last = max((at for _, at, _ in self._hits), default=float("-inf"))
         trains = self._rng.random() < OF_TRAINING
         moment = None if trains else time.monotonic() + self._rng.uniform(0.01, ANY_S)
@@ -127,7 +127,7 @@ class DisturbedRun:
         return code
 
     def _kill_one(self, supervisor: psutil.Process) -> tuple[str, str] | None:
-        """Kind and role of a kill that hit a running process."""
+        """Return kind and role of a kill that hit a running process."""
         roles = self._tree(supervisor)
         if not roles:
             return None
@@ -156,7 +156,7 @@ class DisturbedRun:
                 process.kill()
 
     def _tree(self, supervisor: psutil.Process) -> dict[str, list[psutil.Process]]:
-        """The running processes by role."""
+        """Return the running processes by role."""
         roles: dict[str, list[psutil.Process]] = defaultdict(list)
         with suppress(psutil.NoSuchProcess):
             for process in [supervisor, *supervisor.children(recursive=True)]:
@@ -177,7 +177,7 @@ class DisturbedRun:
 
 
 def role_of(process: psutil.Process, supervisor: psutil.Process) -> str:
-    """What a process of the tree does in the run."""
+    """Return the role of a process of the tree."""
     if process == supervisor:
         return "supervisor"
     words = " ".join(process.cmdline())

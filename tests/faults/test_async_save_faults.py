@@ -1,4 +1,4 @@
-"""Saves behind the training that fail: told on every rank at the same step, in time, and with the checkpoint before
+"""Failed asynchronous saves: every rank raises the error at the same step, in time, and earlier checkpoints stay
 intact."""
 
 import os
@@ -31,7 +31,7 @@ def config(tmp_path) -> Config:
 
 
 def fill_up(rank: int, config: Config) -> tuple:
-    """Save 1; from then on no file of rank 1 grows beyond 100 kB; train on until a rank knows of it."""
+    """Save step 1, limit the file size of rank 1 to 100 kB, and train until a rank raises the error."""
     run = Run(rank, config)
     run.checkpointer.save(run.step())
     run.checkpointer.finish()
@@ -39,7 +39,7 @@ def fill_up(rank: int, config: Config) -> tuple:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     run.checkpointer.save(run.step())
     end = time.monotonic() + DEADLINE_S
-    while not any(run.coordinator.all_gather(run.checkpointer.failed)):  # as the loop asks after each step
+    while not any(run.coordinator.all_gather(run.checkpointer.failed)):  # as the loop does after each step
         assert time.monotonic() < end
         time.sleep(0.01)
         assert run.checkpointer.maybe_save(run.step(), {}) is None
@@ -64,7 +64,7 @@ def test_a_failure_behind_the_training_surfaces_on_every_rank_at_the_same_step(t
 
 
 def test_a_failed_save_ends_the_attempt_steps_before_the_next_one(tmp_path):
-    """The loop asked after each step, and was answered at the next save only."""
+    """The error reaches the loop after a step, not only at the next save."""
     hit = tmp_path / "hit"
     settings = ["trainer.total_training_steps=20", "trainer.save_freq=10", "checkpoint.async_save=true"]
     arguments = [*small(tmp_path, "run", write_sums(tmp_path / "sums.jsonl")), *settings]
@@ -95,7 +95,7 @@ def test_on_save_error_continue_trains_on(tmp_path, config):
 
 
 def die_while_writing(rank: int, config: Config) -> str:
-    """Rank 1 is killed in the middle of a file, rank 0 trains meanwhile."""
+    """Rank 1 is killed in the middle of a file while rank 0 trains."""
     run = Run(rank, config)
     run.checkpointer.save(run.step())
     run.checkpointer.finish()
@@ -112,7 +112,7 @@ def die_while_writing(rank: int, config: Config) -> str:
 
 @pytest.mark.parametrize("on_save_error", ["stop", "continue"])
 def test_a_kill_during_the_write_leaves_the_checkpoint_before(tmp_path, config, on_save_error):
-    config.checkpoint.on_save_error = on_save_error  # without its peer, a rank cannot go on
+    config.checkpoint.on_save_error = on_save_error  # a rank needs its peer
     message, dead = on_ranks(tmp_path, 2, die_while_writing, config)
     assert dead == "died"
     assert "The checkpoint of step 2" in message
@@ -148,7 +148,7 @@ def test_a_disk_that_does_not_answer_ends_the_attempt_within_the_deadline(config
 
 
 def too_large(rank: int, config: Config) -> str:
-    role = PlainRole(50_000_000)  # 400 MB with its moment
+    role = PlainRole(50_000_000)  # 400 MB with its moments
     checkpointer = make_checkpointer(config, role, 1)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 200_000_000, resource.RLIM_INFINITY))

@@ -34,7 +34,7 @@ SEED = 20
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """A run with the checkpoints of steps 2 and 4, and the states that they hold."""
+    """A run with the checkpoints of steps 2 and 4, and their states."""
     folder = tmp_path_factory.mktemp("bit_flips")
     with world_of_one(folder):
         config = make_config(folder)
@@ -49,7 +49,7 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def config(original, tmp_path) -> Config:
-    """A copy of that run, to be damaged."""
+    """A copy of the run, for damage."""
     config = make_config(tmp_path)
     config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
     shutil.copytree(original[0], config.run_dir)
@@ -57,8 +57,8 @@ def config(original, tmp_path) -> Config:
 
 
 def choose_flips(checkpoint: Path) -> list[tuple[str, int]]:
-    """Every file at least once, the rest of the flips by size; the last bits of the file and of the manifest among
-    them."""
+    """Return the flips: one or more in every file, the others in proportion to size. The last bits of each file are
+    included."""
     rng = random.Random(SEED)
     sizes = {name: 8 * (checkpoint / name).stat().st_size for name in sorted(files_of(checkpoint))}
     chosen = list(sizes) + rng.choices(list(sizes), weights=list(sizes.values()), k=FLIPS - len(sizes))
@@ -134,8 +134,8 @@ def test_all_damaged_is_an_error_at_every_start_never_a_fresh_run(config):
 
 @pytest.fixture
 def broken_disk(config, monkeypatch) -> Path:
-    """The newest checkpoint's optimizer answers with an input/output error, and its directory cannot be renamed any
-    more."""
+    """Reads of the newest checkpoint's optimizer fail with an input/output error, and its directory cannot be
+    renamed."""
     checkpoint = step_dir(config.run_dir, 4)
     rename = Path.rename
 

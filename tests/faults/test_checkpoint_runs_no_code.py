@@ -1,5 +1,4 @@
-"""A checkpoint folder that someone else made can be wrong, never run code: pickles, torch files and YAML tags in every
-place."""
+"""Foreign checkpoint folders run no code: pickles, torch files and YAML tags in place of every file."""
 
 import json
 import pickle
@@ -20,7 +19,7 @@ from tests.support.hashes import hash_file
 
 
 class Bomb:
-    """Unpickling it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -45,7 +44,7 @@ def payloads(bomb: Path, folder: Path) -> dict[str, bytes]:
 
 
 def reseal(checkpoint: Path) -> None:
-    """Make the manifest agree with the files, as somebody with bad intentions would."""
+    """Make the manifest agree with the files, as an attacker would."""
     payload = json.loads((checkpoint / "manifest.json").read_text())["payload"]
     for name, entry in payload["files"].items():
         entry["size"], entry["xxh3_128"] = hash_file(checkpoint / name)
@@ -88,7 +87,7 @@ def test_no_file_of_a_checkpoint_runs_code(tmp_path, bomb, kind, sealed):
         (checkpoint / name).write_bytes(payload)
         if sealed and name != "manifest.json":
             reseal(checkpoint)
-        # Which error it is does not matter here; a file that is not read makes none.
+        # The kind of error does not matter. A file that is not read causes none.
         with suppress(Exception):
             make_checkpointer(config, PlainRole()).resume()
         assert not bomb.exists(), name

@@ -1,4 +1,4 @@
-"""Damage that one rank meets while it loads: all ranks fall back together, at the same and at another number of
+"""Damage that one rank finds while it loads: all ranks fall back together, on the same and on another number of
 ranks."""
 
 import functools
@@ -25,13 +25,13 @@ from tests.support.checkpoints import (
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 DEADLINE_S = 90
-# Of float32: five blocks of 4 MiB on one rank, so that ranges of other ranks' files are some blocks and not others.
+# In float32, five blocks of 4 MiB on one rank, so that ranges of other ranks' files include some blocks only.
 SIZE = 5 << 20
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 
 
 class Run:
-    """An actor, a part of the driver state and something carried over, all of which follow from `seed`."""
+    """An actor, a part of the driver state and carried-over tensors, all determined by `seed`."""
 
     def __init__(self, config: Config, rank: int, seed: int) -> None:
         coordinator = make_coordinator()
@@ -47,7 +47,7 @@ class Run:
         )
 
     def step_if_whole(self) -> int | None:
-        """The step that all of the state is of, None when it is not of one step."""
+        """Return the step of the state; None if parts are of different steps."""
         step = self.driver.step
         like = PlainRole(self.role.shape[0], 0, 1, step)
         start, stop = self.role.start, self.role.start + len(self.role.weight)
@@ -65,7 +65,7 @@ def resume(rank: int, config: Config) -> int | str | None:
     try:
         assert run.checkpointer.resume() is True
     except UserError as error:
-        # Only tensors may have been touched.
+        # Only tensors may have changed.
         assert (run.driver.step, run.part.state, run.role.position) == (0, {"count": 0}, 0)
         return str(error)
     return run.step_if_whole()
@@ -80,7 +80,8 @@ def configuration(folder: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Callable[[int], Path]:
-    """The directory of a run of so many ranks with the checkpoints of five steps, which nobody changes."""
+    """A function that returns the run directory of `writers` ranks with checkpoints of five steps. Tests do not
+    change it."""
 
     @functools.cache
     def by(writers: int) -> Path:
@@ -93,8 +94,7 @@ def original(tmp_path_factory) -> Callable[[int], Path]:
 
 @pytest.fixture
 def saved(original, tmp_path) -> Callable[..., Config]:
-    """A run with the checkpoints of some of those steps; their files are those of `original` until `own` makes
-    copies."""
+    """A run with some of these checkpoints. Files are links to `original` until `own` copies them."""
 
     def by(writers: int, *steps: int) -> Config:
         config = configuration(tmp_path)
@@ -108,7 +108,7 @@ def saved(original, tmp_path) -> Callable[..., Config]:
 
 
 def own(path: Path) -> Path:
-    """`path`, now a file that no other run shares."""
+    """Replace `path` by a copy that no other run shares."""
     content = path.read_bytes()
     path.unlink()
     path.write_bytes(content)
@@ -122,8 +122,8 @@ def own(path: Path) -> Path:
 def test_all_ranks_fall_back_together_whoever_reads_the_damage(tmp_path, saved, writers, readers, in_processes):
     config = saved(writers, 1, 2, 3, 4, 5)
     assert run_thread_ranks(readers, resume, config) == [5] * readers
-    # The first and last bytes of tensors, which only the first or the last rank reads; and what every rank reads, or
-    # none.
+    # The first and last bytes of tensors, which only the first or the last rank reads; and files that all ranks read,
+    # or none.
     damage = {
         5: ("actor/model/rank_00000.safetensors", 8 * 600),
         4: (f"actor/optimizer/rank_{writers - 1:05d}.safetensors", -1),

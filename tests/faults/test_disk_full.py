@@ -1,5 +1,5 @@
-"""Saves that cannot be written: no room, a limit in the middle of a file, no permission, a rank that dies. Never
-silent, never a loss."""
+"""Saves that cannot be written: full disk, file size limit, no permission, a dead rank. Each is reported and loses
+nothing."""
 
 import errno
 import logging
@@ -54,8 +54,7 @@ def mounted(tmp_path) -> Iterator[Config]:
 
 @pytest.fixture
 def processes(tmp_path):
-    """Run an attempt on two ranks with processes of their own, for what belongs to a process: its limits, its user, its
-    end."""
+    """Run an attempt on two processes, for tests of limits, user and death of a process."""
 
     def run(function: Callable, *arguments) -> list:
         join = Path(tempfile.mkdtemp(dir=tmp_path))
@@ -65,7 +64,7 @@ def processes(tmp_path):
 
 
 def ranks(function: Callable, *arguments) -> list:
-    """Run an attempt on two ranks; each returns (kind of error, its text, seconds to it)."""
+    """Run an attempt on two ranks. Each returns the kind of error, its text, and the seconds until it."""
     return run_thread_ranks(2, function, *arguments, deadline_s=DEADLINE_S)
 
 
@@ -74,8 +73,8 @@ def leftovers(config: Config) -> list[str]:
 
 
 def assert_whole(config: Config, *steps: int) -> None:
-    """Exactly the checkpoints of `steps` are there, intact; the newest one is what a fresh start resumes, and nothing
-    else is left."""
+    """Check that exactly the checkpoints of `steps` exist and are intact, that a new start resumes the newest, and
+    that no leftover remains."""
     assert [step_of(path) for path in scan(config.run_dir)] == sorted(steps, reverse=True)
     assert [verify(path).step for path in scan(config.run_dir)] == sorted(steps, reverse=True)
     assert (config.run_dir / POINTER).read_text() == f"{max(steps)}\n"
@@ -87,7 +86,7 @@ def assert_whole(config: Config, *steps: int) -> None:
 
 
 def save(rank: int, config: Config, step: int, prepare_failure: Callable[[int, Config], None] | None = None) -> tuple:
-    """Save `step` on this rank; how that ended."""
+    """Save `step` on this rank. Return how the save ended."""
     coordinator = make_coordinator()
     role = PlainRole(FLOATS, rank, coordinator.world_size, seed=step)
     checkpointer = make_checkpointer(config, role, step, coordinator)
@@ -102,8 +101,8 @@ def save(rank: int, config: Config, step: int, prepare_failure: Callable[[int, C
 
 
 def limit_file_size(rank: int, config: Config) -> None:
-    """From here on no file of this process grows beyond 100 kB; each rank's weights take 400 kB. The kernel says so in
-    mid-file."""
+    """Limit files of this process to 100 kB. Each rank's weights take 400 kB, so the write fails in the middle of a
+    file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
@@ -115,7 +114,7 @@ def limit_file_size_of_rank_1(rank: int, config: Config) -> None:
 def test_a_write_that_fails_in_the_middle_of_a_file_is_told_on_every_rank(config, processes):
     assert [kind.__name__ for kind, *_ in ranks(save, config, 2)] == ["SaveResult"] * 2
     for kind, message, seconds in processes(save, config, 4, limit_file_size):
-        assert kind is UserError  # a restart would meet the same limit
+        assert kind is UserError  # a restart would reach the same limit
         assert f"The checkpoint of step 4 in {config.run_dir} was not saved; earlier checkpoints are intact." in message
         assert os.strerror(errno.EFBIG) in message
         assert message.endswith("Fix it and run the same command again.")
@@ -137,7 +136,7 @@ def test_a_failure_of_one_rank_ends_the_save_on_all(config, processes):
 
 
 def save_twice(rank: int, config: Config) -> list[tuple]:
-    """Fail at step 4, find the room again, save step 6: what training does that goes on."""
+    """Fail at step 4, free the disk, save step 6, as continued training does."""
     errors = messages(logging.ERROR)
     coordinator = make_coordinator()
     results = []
@@ -176,7 +175,7 @@ def test_too_little_room_is_refused_before_a_byte_is_written(mounted):
 
 
 def test_linked_bytes_need_no_room(mounted):
-    """A reference of 1 MB beside 1.6 MB of other state, and room for the latter only."""
+    """A reference of 1 MB and 1.6 MB of other state, on a disk with space for the latter only."""
     driver, reference = make_driver(), PlainReference(250_000)
     checkpointer = make_checkpointer(mounted, PlainRole(FLOATS), driver=driver, reference=reference)
     checkpointer.save(2)
@@ -195,7 +194,7 @@ def test_linked_bytes_need_no_room(mounted):
 
 
 def fill_the_disk(config: Config) -> None:
-    """A neighbour's file that leaves room for nothing."""
+    """Fill the disk with another program's file."""
     with (config.run_dir / "filler").open("ab", buffering=0) as filler:
         for size in (1 << 16, 1 << 12):
             with suppress(OSError):
@@ -204,7 +203,7 @@ def fill_the_disk(config: Config) -> None:
 
 
 def neighbour_fills_the_disk(rank: int, config: Config) -> None:
-    """The room check has passed and the first file is open when a neighbour takes the rest of the disk."""
+    """Another program fills the disk after the space check, when the first file is open."""
     if rank == 1:
         subscribe(lambda event: fill_the_disk(config) if event == "commit.file_write" else None)
 
@@ -234,7 +233,7 @@ def test_a_disk_that_fills_up_in_a_window_of_the_commit(mounted, event, caplog):
         assert os.strerror(errno.ENOSPC) in message
         assert_whole(mounted, 2)
     else:
-        # Renaming takes no room; the pointer is a hint that may fail without costing a checkpoint that is whole.
+        # Renaming needs no space. The pointer may fail; the checkpoint is complete without it.
         assert kind.__name__ == "SaveResult", message
         assert f"{POINTER} could not be written and is removed" in caplog.text
         assert not (mounted.run_dir / POINTER).exists()
@@ -269,7 +268,7 @@ def test_a_rank_without_permission_is_told_on_every_rank(config, processes):
 
 
 def obstruct_rank_1(rank: int, config: Config) -> None:
-    """A folder lies where rank 1 wants to write its second file: an error that a restart may cure."""
+    """A folder has the name of rank 1's second file: an error that a restart may fix."""
 
     def listener(event: str) -> None:
         for temporary in config.run_dir.glob(f"{TEMPORARY}*"):
@@ -318,7 +317,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_room_not_the_run(config,
     old = config.run_dir / "global_step_2"
 
     def obstruct(event: str) -> None:
-        if event == "commit.trash":  # the folder is renamed; somebody takes it away before it is deleted
+        if event == "commit.trash":  # the folder is renamed, and disappears before it is deleted
             for trash in config.run_dir.glob(f"{TRASH}*"):
                 trash.rename(trash.with_name("taken"))
 
@@ -350,7 +349,7 @@ def test_a_failed_clean_up_does_not_hide_why_the_save_failed(config, caplog):
 
 @pytest.mark.parametrize("condition", ["full", "read-only"])
 def test_a_start_on_a_disk_that_takes_nothing_is_one_message(tmp_path, condition):
-    """It was a traceback and exit code 1."""
+    """The start ends with exit code 2 and no traceback."""
     with small_disk(tmp_path / "disk", 1) as disk:
         (disk / "rlhf" / "offline").mkdir(parents=True)
         if condition == "full":

@@ -1,5 +1,4 @@
-"""Nodes with disks of their own, and what happens to one: killed in the commit, short of room, without its disk, with a
-damaged one."""
+"""Faults of nodes with node-local disks: a kill in the commit, a full disk, a lost disk, a damaged disk."""
 
 import errno
 import os
@@ -36,12 +35,13 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """No folder here shows a file late. Ranks in processes of their own look again as late as in a run."""
+    """Shorten the wait between looks: no folder in these tests shows a file late. Ranks in processes keep the real
+    wait."""
     monkeypatch.setattr(domains, "LOOK_AGAIN_S", 0.001)
 
 
 def kill_in_a_save(rank: int, tmp_path: Path, event: str, victim: int) -> dict:
-    """Save three steps; in the last save's `event` the rank `victim` is killed. What the third step was."""
+    """Save three steps and kill rank `victim` at `event` of the last save. Return the state of the third step."""
     config = on_node(tmp_path, rank)
     config.checkpoint.timeout_s = 5
     run = start(rank, config)
@@ -68,10 +68,10 @@ def kill_in_a_save(rank: int, tmp_path: Path, event: str, victim: int) -> dict:
 @pytest.mark.parametrize(
     ("event", "victim", "left", "resumed_step"),
     [
-        # One has renamed, the other has not: the next start completes it.
+        # One disk has renamed, the other has not: the next start completes the commit.
         ("commit.rename", 1, ([3, 2, 1], [2, 1]), 3),
         ("commit.rename", 0, ([2, 1], [3, 2, 1]), 3),
-        # One has all of its part, the other has not: the step does not exist.
+        # One disk has its whole part, the other has not: the step does not exist.
         ("commit.manifest", 1, ([2, 1], [2, 1]), 2),
         ("commit.pointer", 1, ([3, 2, 1], [3, 2, 1]), 3),
     ],
@@ -93,7 +93,7 @@ def test_a_kill_between_the_disks(tmp_path, event, victim, left, resumed_step):
 
 @pytest.mark.parametrize("harmed", [0, 1])
 def test_a_damaged_manifest_costs_no_part_of_an_interrupted_commit(tmp_path, harmed):
-    """Killed between the renames of two disks; then a byte of either manifest is damaged."""
+    """A kill between the renames of two disks, then damage of one byte of either manifest."""
     run_thread_ranks(2, save, tmp_path, [0, 1], 2)
     first, second = (step_dir(on_node(tmp_path, node).run_dir, 2) for node in (0, 1))
     second = second.rename(second.with_name(publication.temporary_name(2)))
@@ -110,7 +110,7 @@ def lose_parts(tmp_path: Path, node: int, *steps: int) -> None:
 
 
 def resume_and_listen(rank: int, tmp_path: Path, nodes: list[int]) -> tuple[int | str, list[str]]:
-    """The step that the ranks have come to, or why not; and what was said."""
+    """Return the step of the ranks or the error, and the log."""
     logged = messages()
     try:
         return resume(rank, tmp_path, nodes)[1]["driver"]["step"], logged
@@ -121,7 +121,7 @@ def resume_and_listen(rank: int, tmp_path: Path, nodes: list[int]) -> tuple[int 
 def test_a_lost_disk(tmp_path):
     saved = run_thread_ranks(2, save, tmp_path, [0, 1], 3)
     kept = shutil.copytree(on_node(tmp_path, 1).run_dir, tmp_path / "kept")
-    # The newest steps are gone: the newest complete one counts, and what is missing is named.
+    # The newest steps are lost: the newest complete step is loaded, and the log lists the missing files.
     lose_parts(tmp_path, 1, 2, 3)
     outcomes = run_thread_ranks(2, resume_and_listen, tmp_path, [0, 1])
     assert [outcome[0] for outcome in outcomes] == [1, 1]
@@ -133,7 +133,7 @@ def test_a_lost_disk(tmp_path):
         "global_step_2.incomplete-1",
         "global_step_3.incomplete-1",
     ]
-    # All of it is gone: said, and nothing is touched.
+    # Everything is lost: an error, and no change.
     shutil.rmtree(on_node(tmp_path, 1).run_dir)
     before = files_of(run_dir)
     for text, _ in run_thread_ranks(2, resume_and_listen, tmp_path, [0, 1]):
@@ -143,7 +143,7 @@ def test_a_lost_disk(tmp_path):
         assert "step 0 by itself" in text
         assert "trainer.overwrite=true" in text
     assert files_of(run_dir) - before <= {"run.json"}
-    # It is found again, in another machine.
+    # The disk is found again, in another machine.
     shutil.rmtree(on_node(tmp_path, 1).run_dir, ignore_errors=True)
     for step in (2, 3):
         (run_dir / f"global_step_{step}.incomplete-1").rename(step_dir(run_dir, step))
@@ -155,7 +155,7 @@ def test_a_lost_disk(tmp_path):
 def test_damage_on_one_disk_is_everyones(tmp_path):
     # Promise 6.
     run_thread_ranks(2, save, tmp_path, [0, 1], 3)
-    # Of step 3 a file that is fetched after the swap, of step 2 the manifest.
+    # In step 3 a file that is fetched after the swap, in step 2 the manifest.
     flip_bit(step_dir(on_node(tmp_path, 1).run_dir, 3) / "actor/optimizer/rank_00001.safetensors", 9000)
     flip_bit(step_dir(on_node(tmp_path, 0).run_dir, 2) / "manifest.json", 9000)
     outcomes = run_thread_ranks(2, resume_and_listen, tmp_path, [1, 0])
@@ -169,7 +169,7 @@ def test_damage_on_one_disk_is_everyones(tmp_path):
 
 
 def fail_on_one(rank: int, tmp_path: Path, where: str) -> tuple[str, bool, list[str], dict]:
-    """A save that fails on the disk of rank 1 only; the same run then saves the next step."""
+    """A save fails on the disk of rank 1 only. The same run then saves the next step."""
     config = on_node(tmp_path, rank, behind=where != "begin")
     config.checkpoint.on_save_error = "stop"
     run = start(rank, config)
@@ -225,7 +225,7 @@ def test_a_failure_on_one_disk_is_everyones_and_leaves_nothing(tmp_path, where):
 
 
 def resume_onto_a_full_disk(rank: int, tmp_path: Path) -> str:
-    """After a swap; the disk of rank 1 takes nothing that is fetched."""
+    """After a swap of disks, rank 1's disk cannot store fetched blocks."""
     run = start(rank, on_node(tmp_path, 1 - rank))
 
     def full(*_: object) -> int:
@@ -243,7 +243,7 @@ def test_no_room_for_what_is_fetched(tmp_path):
     run_thread_ranks(2, save, tmp_path, [0, 1], 2)
     for text in run_thread_ranks(2, resume_onto_a_full_disk, tmp_path):
         assert ".tmp-fetched-global_step_2" in text
-    # It is no fault of the checkpoint.
+    # The checkpoint is not at fault.
     assert [published(on_node(tmp_path, node)) for node in (0, 1)] == [[2, 1]] * 2
     assert not [path for node in (0, 1) for path in on_node(tmp_path, node).run_dir.glob(".tmp-*")]
 
@@ -261,7 +261,7 @@ def test_a_part_of_another_run_does_not_count(tmp_path):
 
 
 def retire_on_two(rank: int, tmp_path: Path, silent: bool) -> list[int | None]:
-    """Retention after the save of step 6 on two disks; `silent`: that of rank 1 does not say what it has."""
+    """Apply retention after the save of step 6 on two disks. With `silent`, rank 1's disk cannot be listed."""
     run_dir, coordinator, deleter = on_node(tmp_path, rank).run_dir, make_coordinator(), Deleter()
     coordinator.domains = [0, 1]
 
@@ -276,7 +276,7 @@ def retire_on_two(rank: int, tmp_path: Path, silent: bool) -> list[int | None]:
 
 @pytest.mark.parametrize(("silent", "left"), [(False, [4, 6]), (True, [2, 4, 6])])
 def test_what_one_disk_keeps_stays_on_all(tmp_path, silent, left):
-    """Where a rule cannot be known to let go of a checkpoint on one disk, the other keeps its files of it as well."""
+    """If one disk's rules may keep a checkpoint, the other disk keeps its files of the checkpoint too."""
     for node in (0, 1):
         for step in (2, 4, 6):
             publish(on_node(tmp_path, node).run_dir, step, {"val/accuracy": step / 10})
@@ -285,7 +285,7 @@ def test_what_one_disk_keeps_stays_on_all(tmp_path, silent, left):
 
 
 def make_room_on_two(rank: int, tmp_path: Path, needed: list[int]) -> tuple[str | None, list[int | None]]:
-    """Room for a save of step 8 that needs `needed[rank]` bytes on the disk of each rank."""
+    """Free space for a save of step 8 that needs `needed[rank]` bytes on the disk of each rank."""
     run_dir, coordinator, deleter = on_node(tmp_path, rank).run_dir, make_coordinator(), Deleter()
     coordinator.domains = [0, 1]
     may_go = partial(retention.victims, run_dir, CheckpointConfig(max_to_keep=1), 8, coordinator, {})
@@ -310,7 +310,7 @@ def publish_on_two(rank: int, tmp_path: Path, step: int) -> None:
 
 @pytest.mark.parametrize("harm", ["flip", "flip manifest", "remove"])
 def test_room_is_never_made_of_the_newest_checkpoint_that_all_disks_can_prove(tmp_path, harm):
-    """Step 6 is intact on the disk that is short of room, and damaged on the other: step 4 is what is left."""
+    """Step 6 is intact on the full disk and damaged on the other, so step 4 is the newest intact step."""
     with small_disk(tmp_path / "node_0", 12), small_disk(tmp_path / "node_1", 64):
         for step in (2, 4, 6):
             publish_parts(tmp_path, step)
@@ -320,10 +320,10 @@ def test_room_is_never_made_of_the_newest_checkpoint_that_all_disks_can_prove(tm
         else:
             flip_bit(part / (MANIFEST if harm == "flip manifest" else "actor/model/rank_00001"), 900)
         here = [2, 4, 6] if harm != "remove" else [2, 4]
-        # More than 2 gives up: refused on both, and nothing is gone on either.
+        # More than removing step 2 would free: the save fails on both disks, which keep everything.
         for error_message, left in run_thread_ranks(2, make_room_on_two, tmp_path, [9 * MIB, 0]):
             assert "removing global_step_2, which retention allows, would free only 2" in str(error_message)
             assert left in (here, [2, 4, 6])
-        # What goes on the one goes on the other, which has room enough.
+        # Both disks remove the same steps, although one has enough space.
         outcomes = run_thread_ranks(2, make_room_on_two, tmp_path, [7 * MIB, 0])
         assert outcomes == [(None, [4, 6]), (None, [step for step in here if step != 2])]

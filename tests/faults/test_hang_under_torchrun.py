@@ -1,4 +1,4 @@
-"""Ranks that hang under torchrun: their node's watchdog finds them and kills all, and torchrun restarts the run."""
+"""Hung ranks under torchrun: their node's watchdog finds them and kills all ranks, and torchrun restarts the run."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from tests.support.undisturbed import EXPORT
 
 DEADLINE_S = 15
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
-# The hang of `hanger` comes before the event is noted. Rank 0, which is stopped, is the parent of the watchdog.
+# `hanger` hangs before the event is written. Rank 0, which is stopped, is the parent of the watchdog.
 PLAN = (("rollout.after", 2, 1, "hold_the_gil"), ("update.mid", 9, 0, "stop_forever"))
 PHASES = ("rollout.before", "update.before")
 
@@ -61,7 +61,7 @@ def test_each_hang_is_found_and_killed_and_torchrun_restarts_the_run(tmp_path, s
 
 
 class Rank:
-    """One rank of a node, as its watchdog sees it."""
+    """The watchdog's view of one rank of a node."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.status = rank, RankStatus(1, "update.before", 0.0, None)
@@ -77,8 +77,8 @@ class Rank:
 
 
 def test_a_rank_that_waits_for_another_node_does_not_hang(monkeypatch):
-    """The ranks of node 0 are overdue: no hang while a rank of node 1 moves, and one when it moves no more, also when
-    nothing is heard of it."""
+    """The ranks of node 0 are overdue. This is a hang only when no rank of node 1 makes progress or node 1 is
+    silent."""
     monkeypatch.setattr(node_watchdog, "REPORT_EVERY_S", 0.05)
     monkeypatch.setattr(node_watchdog, "SILENCE_S", 1.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -107,7 +107,7 @@ def test_a_rank_that_waits_for_another_node_does_not_hang(monkeypatch):
 
 
 def test_a_node_kills_its_ranks_when_the_others_have_logged_the_hang(monkeypatch):
-    """Ranks fail when those of another node are killed. Each node logs its evidence first."""
+    """Each node logs its evidence before any node kills, because ranks fail when another node's ranks are killed."""
     monkeypatch.setattr(node_watchdog, "SILENCE_S", 30.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -158,7 +158,7 @@ time.sleep(600)
 
 
 def test_a_store_whose_process_is_stopped_says_nothing(monkeypatch):
-    """Where no torchrun has it, the store is in rank 0, which may be the one that is stopped."""
+    """Without torchrun, the store is in rank 0, which may be the stopped rank."""
     monkeypatch.setattr(node_watchdog, "SILENCE_S", 0.2)
     monkeypatch.setattr(node_watchdog, "STORE_TIMEOUT_S", 0.2)
     with subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE) as rank_0:
@@ -167,7 +167,7 @@ def test_a_store_whose_process_is_stopped_says_nothing(monkeypatch):
         others = OtherNodes(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1, 2, "attempt")
         assert not others.are_silent(save=False)
         os.kill(rank_0.pid, signal.SIGSTOP)
-        end = threading.Timer(60, rank_0.kill)  # an answer of a kind, for who would wait for one
+        end = threading.Timer(60, rank_0.kill)  # an answer for anyone who waits for one
         end.start()
         while not others.are_silent(save=False):
             time.sleep(0.1)
@@ -182,7 +182,7 @@ def ignores(pid: int, number: int) -> bool:
 
 
 def test_a_request_to_leave_is_for_the_ranks_and_not_for_their_watchdog(tmp_path):
-    """SLURM sends it to all processes; the ranks are watched until they have saved."""
+    """SLURM sends the signal to all processes. The watchdog watches the ranks until they have saved."""
     (tmp_path / RESOLVED).write_text(to_yaml(Config(model=ModelConfig(path="policy"))))
     rank = subprocess.Popen(["sleep", "600"])
     command = [sys.executable, "-m", MODULE, str(tmp_path), json.dumps({0: rank.pid}), "0", "1", "attempt"]

@@ -1,5 +1,4 @@
-"""Ranks that hang: each is found, named, shown with its stacks and restarted, and the run ends as if nothing had
-happened."""
+"""Hung ranks: each is found, named with its stacks and restarted, and the run ends with the undisturbed bits."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -17,17 +16,17 @@ from tests.support.launching import Ended, saved_steps, small
 from tests.support.rank_scripts import supervised
 from tests.support.undisturbed import EXPORT, Undisturbed
 
-# Longer than any phase takes on a busy machine, shorter than two pauses.
+# Longer than any phase on a busy machine, shorter than two pauses.
 DEADLINE_S = 15
 SETTINGS = ("trainer.nproc=2", f"trainer.watchdog_timeout_s={DEADLINE_S}", "trainer.restart_backoff_s=0.1")
-# The hang of `hanger` comes before the event is noted.
+# `hanger` hangs before the event is written.
 PLAN = (("rollout.after", 2, 1, "sleep_forever"), ("update.mid", 9, 0, "stop_forever"))
 PHASES = ("rollout.before", "update.before")
 
 
 @dataclass(frozen=True)
 class Story:
-    """A run of several attempts, its log cut into one text for each hang."""
+    """A run of several attempts. Its log is split into one text for each hang."""
 
     run_dir: Path
     end: Ended
@@ -61,7 +60,7 @@ def test_the_stacks_say_where_it_hangs_and_who_waits(story):
     shown = story.crashes[0].split("rank 1 hangs here:\n")[1]
     assert " in sleep_forever" in shown.splitlines()[0]
     assert " in groups" in shown
-    # The files stay; the other rank's shows for whom it waits.
+    # The files stay. The other rank's stack shows which rank it waits for.
     hung, waiting = (story.run_dir / f"status/hang_1_rank_{rank}.txt" for rank in (1, 0))
     assert " in sleep_forever" in hung.read_text()
     assert "/torch/distributed/" in waiting.read_text()
@@ -82,8 +81,7 @@ def test_the_finished_run_is_the_undisturbed_one(story, undisturbed):
 
 @pytest.mark.slow
 def test_slow_phases_within_the_deadline_raise_no_alarm(tmp_path, sums):
-    """Two slow moments, together longer than the deadline, one of them in an evaluation; the other rank waits
-    meanwhile."""
+    """Two slow phases are together longer than the deadline, one of them in an evaluation. The other rank waits."""
     slow = hangs(tmp_path, ("evaluation.after", 1, 1, "pause"), ("rollout.after", 1, 0, "pause"))
     problems = ("reward=reasoning_gym", "data.train_files=null", "data.reasoning_gym.val_size=8")
     command = [*small(tmp_path, "slow", sums), *SETTINGS, *problems, "data.reasoning_gym.train_size=30"]
@@ -175,7 +173,7 @@ hanger.sleep_forever()
     ids=["an endless loop", "a deadlocked collective", "the later one of two", "a save behind the loop", "a start"],
 )
 def test_small_ranks(tmp_path, monkeypatch, caplog, script, phase, frame):
-    """Ranks without a model, for the kinds of hangs that a training is not needed for."""
+    """Ranks without a model, for hangs that need no training."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     config = Config()
     t = config.trainer

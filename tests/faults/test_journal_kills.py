@@ -1,5 +1,5 @@
-"""Runs with the rollout journal, killed after they generated: they generate no sample twice and end as runs without it
-or kills."""
+"""Runs with the rollout journal, killed after generation: no sample is generated twice, and the bits equal an
+undisturbed run without journal."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from tests.support.launching import STEPS, ranks, records, small
 from tests.support.undisturbed import EXPORT
 
 JOURNAL = "checkpoint.journal=true"
-# Two mini-batches a step, two writes a step, saves every three steps: what is hit, and the steps that are in the
-# journal then.
+# Two mini-batches and two writes per step, saves every three steps: the event of the kill, and the steps in the
+# journal.
 KILLS: dict[str, tuple[dict[str, Any], set[int]]] = {
     "update": ({"event": "update.mid", "number": 11}, {4, 5, 6}),
     "samples without rewards": ({"event": "rollout.after", "number": 5}, {4, 5}),
@@ -35,7 +35,7 @@ def assert_nothing_was_lost(run_dir: Path, undisturbed: Path, journaled: set[int
 @pytest.mark.parametrize("name", KILLS)
 def test_a_kill_costs_no_samples_and_no_bit(name, undisturbed, sums, tmp_path: Path):
     kill, journaled = KILLS[name]
-    # So that it is certain which checkpoint the killed run has.
+    # Synchronous saves, so that the killed run's checkpoints are known.
     waits = "checkpoint.async_save=false"
     arguments, log = small(tmp_path, "killed", sums, JOURNAL, EXPORT, waits), tmp_path / "log"
     environment = at(**kill, what="SIGKILL", once=tmp_path / "hit")

@@ -1,4 +1,4 @@
-"""Last save of a run that fails: its words and its exit code agree with what is on disk."""
+"""Failed last saves: log and exit code of the run agree with the disk."""
 
 import errno
 import os
@@ -35,8 +35,8 @@ def config(request, tmp_path) -> Config:
 
 
 def end(rank: int, config: Config, way: str, code: int, saved: list[int]) -> tuple[type, str, list[str]]:
-    """Save the steps `saved`; then, with a disk that answers `code` on rank 1, save step 2 in vain and end at step
-    3."""
+    """Save the steps `saved`. Then rank 1's disk fails with `code`: the save of step 2 fails, and the run ends at
+    step 3."""
     logged = messages()
     run = Run(rank, config)
     checkpointer = run.checkpointer
@@ -106,7 +106,7 @@ def test_a_save_that_succeeds_is_said_to_be_there(config):
 
 @pytest.mark.parametrize("asked", [True, False], ids=["SIGTERM", "the last step"])
 def test_a_run_on_a_full_disk_is_not_done(tmp_path, asked):
-    """It was "saved step 2" and 75, and "Done" and 0."""
+    """The log reports no save that failed, and the exit code is neither 75 nor 0."""
     sums = write_sums(tmp_path / "sums.jsonl")
     with small_disk(tmp_path / "disk", 2) as disk:
         settings = ["trainer.total_training_steps=3", "trainer.save_freq=1", "checkpoint.on_save_error=continue"]
@@ -122,7 +122,7 @@ def test_a_run_on_a_full_disk_is_not_done(tmp_path, asked):
 
 
 def test_a_finished_run_without_its_copies_is_to_be_started_again(tmp_path):
-    """The remote is too small. It was "Done" and 0, at the end of the run and at every later start."""
+    """The remote is too small. The run and every later start report the missing copies."""
     sums = write_sums(tmp_path / "sums.jsonl")
     with small_disk(tmp_path / "remote", 1) as remote:
         settings = ["trainer.total_training_steps=2", f"checkpoint.remote=file://{remote}", "checkpoint.timeout_s=5"]
@@ -139,7 +139,7 @@ def test_a_finished_run_without_its_copies_is_to_be_started_again(tmp_path):
 
 
 def test_a_disk_that_takes_no_export_does_not_keep_a_finished_run_from_its_copies(tmp_path, monkeypatch):
-    """The export came first: it was 0, and no copy had been tried."""
+    """The export fails. The copies to the remote are made before."""
     remote = tmp_path / "remote"
     settings = [f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu", "trainer.total_training_steps=2"]
     finished = [*settings, "checkpoint.async_save=false"]

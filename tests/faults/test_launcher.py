@@ -1,5 +1,4 @@
-"""The launcher: when it refuses to fork, what its ranks inherit, and what follows from its death or its
-supervisor's."""
+"""The launcher: when it must not fork, what its ranks inherit, and the effects of its death or its supervisor's."""
 
 import json
 import logging
@@ -59,8 +58,8 @@ def config(tmp_path, monkeypatch, caplog) -> Config:
 
 @pytest.fixture
 def supervised(config, tmp_path):
-    """Run the ranks' script under a supervisor in this process, with a launcher that imports `modules`; the exit
-    code."""
+    """Run the ranks' script under a supervisor in this process, with a launcher that imports `modules`. Return the
+    exit code."""
     return lambda script, *modules: rank_scripts.supervised(config, tmp_path / "rank.py", RANK + script, modules)
 
 
@@ -82,14 +81,14 @@ def test_what_is_not_safe_to_fork_is_not_forked(config, supervised, tmp_path, ca
 
 
 def test_what_ranks_import_starts_no_threads(config, supervised, monkeypatch):
-    """Not even numpy's OpenBLAS, where a rank has several threads: it starts its own when it is imported."""
+    """Not even NumPy's OpenBLAS, which starts threads at import if a rank has several."""
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     config.trainer.threads_per_rank = 2
     assert supervised("assert os.getppid() != supervisor", *needs_of(config).modules) == EXIT_DONE
 
 
 def test_a_thread_is_seen_at_the_fork_and_not_only_at_the_import(supervised, tmp_path, caplog):
-    """The first attempt is forked; the thread that comes later makes the second one plain."""
+    """The first attempt is forked. A later thread prevents the fork of the second."""
     (tmp_path / "late.py").write_text(
         "import os, signal, threading, time\n"
         "sleep = lambda *_: threading.Thread(target=time.sleep, args=[600], daemon=True).start()\n"
@@ -129,7 +128,7 @@ def test_a_thread_that_ends_while_threads_are_counted_is_no_error():
 
 
 def test_a_forked_rank_is_like_a_plain_one(config, supervised):
-    """What a rank script sees of itself: nothing of the launcher's is left in it."""
+    """A rank script finds nothing of the launcher's in its process."""
     script = """
 import json
 if number == 1:
@@ -244,7 +243,7 @@ if number == 1:
 
 
 def test_a_launcher_that_cannot_fork_says_so_and_leaves_no_rank(config, supervised, tmp_path, caplog):
-    """As when the user may have no more processes: the second rank can't be forked."""
+    """The fork of the second rank fails, as when the user's limit of processes is reached."""
     (tmp_path / "full.py").write_text("""
 import os
 fork, left = os.fork, [1]
@@ -288,7 +287,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_ranks_never_mix_old_and_new_code(config, supervised, tmp_path, monkeypatch, caplog, change):
-    """An update while a run lives: the ranks of the next attempt import everything anew, and a crash is one crash."""
+    """After an update during a run, the ranks of the next attempt import everything anew, and a crash counts once."""
     action, path = CHANGES[change]
     (tmp_path / "versioned.py").write_text("VERSION = 1")
     (tmp_path / "site-packages" / "tool-1.0.dist-info").mkdir(parents=True)
@@ -365,7 +364,7 @@ def test_a_launcher_that_is_stopped_before_the_ranks_start_is_left(config, super
 
 
 def test_a_launcher_that_pauses_goes_on(config, supervised, caplog):
-    """It reports the ends of ranks late, and the next attempt is forked."""
+    """A stopped launcher reports the ends of ranks late, and the next attempt is forked."""
     code = supervised(
         STOP_THE_LAUNCHER
         + """
@@ -396,7 +395,7 @@ def test_a_request_to_stop_does_not_wait_for_imports(config, supervised, tmp_pat
 def test_imports_that_hang_are_left_to_the_ranks(config, supervised, tmp_path, caplog):
     (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)")
     config.trainer.watchdog_first_timeout_s = 1.0
-    config.trainer.watchdog = False  # the ranks may take longer than that
+    config.trainer.watchdog = False  # the ranks may take longer
     assert supervised("assert os.getppid() == supervisor", "hanging") == EXIT_DONE
     assert "its imports take more than 1 s" in logged(caplog)[0]
 
@@ -409,7 +408,7 @@ def test_imports_that_hang_are_left_to_the_ranks(config, supervised, tmp_path, c
     ],
 )
 def test_counting_the_devices_has_a_deadline(config, tmp_path, monkeypatch, count, message):
-    """Where the imports of the launcher hang, and where CUDA itself does."""
+    """The imports of the launcher hang, or CUDA hangs."""
     (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)")
     monkeypatch.setattr(of_this_machine, "_COUNT_GPUS", count)
     t = config.trainer
@@ -467,7 +466,7 @@ print(any("rlhf.ranks.launcher" in map(str, arguments[1]) for arguments in start
 sys.exit(code or 10 * ("torch" in sys.modules))
 """
     command = [*small(tmp_path, "light", sums), "trainer.total_training_steps=1", "actor.optim.lr_warmup_steps=0"]
-    for launches in (True, False):  # trains, and finds it finished: then no other process loads torch either
+    for launches in (True, False):  # trains, then finds the run finished, and no process loads torch
         done = subprocess.run([sys.executable, "-c", program, *command], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == EXIT_DONE, done.stderr
         assert done.stdout.splitlines()[-1] == str(launches)
@@ -475,8 +474,8 @@ sys.exit(code or 10 * ("torch" in sys.modules))
 
 @pytest.mark.slow
 def test_plain_ranks_and_a_killed_launcher_give_the_same_run(tmp_path, undisturbed, launches, sums):
-    """Bit for bit, generators included: forked ranks undisturbed, plain ones, and forked ones whose launcher is
-    killed."""
+    """Forked ranks, ranks as new processes, and forked ranks whose launcher is killed have the same bits, generators
+    included."""
     killed = at("update.before", 5, "SIGKILL", to="launcher", rank=1, once=tmp_path / "hit")
     runs = {
         "plain": (["trainer.warm_start=false", "trainer.nproc=1"], {}, 1),

@@ -1,4 +1,4 @@
-"""A rollout engine that keeps its old weights at a hand-over costs a run one restart, and no bit of its result."""
+"""A rollout engine that keeps old weights at a weight sync costs one restart and changes no bit of the result."""
 
 import pytest
 

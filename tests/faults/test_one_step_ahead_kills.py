@@ -1,5 +1,4 @@
-"""Runs that generate a step ahead, killed with a batch in flight: they end as the run that nothing disturbs, bit for
-bit."""
+"""Runs that generate one step ahead, killed with a batch in flight, end with the bits of an undisturbed run."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from tests.support.undisturbed import EXPORT, once, session_folder
 
 AHEAD = (
     "rollout=vllm_server",
-    # Of servers elsewhere nothing is asked of this machine; the engine is another one here anyway.
+    # Remote servers need no vLLM on this machine. The tests replace the engine anyway.
     "rollout.servers.urls=[http://127.0.0.1:9]",
     "rollout.async_steps=1",
     "algorithm.rollout_correction.rollout_is=token",
@@ -26,8 +25,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "dynamic sampling": ("algorithm.filter_groups.enable=true", "data.gen_batch_size=12"),
     "rollbacks": ("guards.action=rollback", "guards.max_reward_drop=0.15", "guards.max_events=100"),
 }
-# Two mini-batches a step, saves every three steps: before the first save, after it, and when the running batch was
-# finished for one. A run that is asked to stop saves, whatever the step.
+# Two mini-batches per step, saves every three steps. Kills come before the first save, after it, and after a save that
+# waited for the running batch. A stop request saves at any step.
 KILLS: dict[str, tuple[dict[str, Any], int]] = {
     "before a save": ({"event": "update.mid", "number": 3, "what": "SIGKILL"}, -9),
     "after a save": ({"event": "update.mid", "number": 9, "what": "SIGKILL"}, -9),
@@ -63,7 +62,7 @@ def test_a_kill_with_a_batch_in_flight_costs_no_bit(run, kill, nproc, sums, tmp_
         assert ages == [0] + [1] * (STEPS - 1)
     interruption, code = KILLS[kill]
     kills = at(**interruption, once=tmp_path / "hit")
-    # So that it is certain which checkpoint the killed run has.
+    # Synchronous saves, so that the killed run's checkpoints are known.
     assert start(tmp_path, "killed", kills, "checkpoint.async_save=false").code == code
     end = start(tmp_path, "killed", kills)
     assert end.code == 0, end.output

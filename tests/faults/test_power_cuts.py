@@ -1,4 +1,4 @@
-"""A few states of the power-cut campaign, whose command has many more: python -m tests.faults.power_cuts."""
+"""A few states of the power-cut campaign (`python -m tests.faults.power_cuts`)."""
 
 import random
 
@@ -12,7 +12,7 @@ from tests.support.power_cut_replay import replay
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """No folder here shows a file late."""
+    """Shorten the wait between looks: no folder in these tests shows a file late."""
     monkeypatch.setattr(power_cuts.domains, "LOOK_AGAIN_S", 0.001)
 
 

@@ -1,4 +1,4 @@
-"""Preemption of a run on two ranks, in three ways one after the other: it still ends as if nothing had happened."""
+"""A run on two ranks, preempted in three ways one after the other, ends with the bits of an undisturbed run."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from tests.support.undisturbed import EXPORT, Undisturbed
 
 @dataclass(frozen=True)
 class Story:
-    """What each start of one run came to."""
+    """The outcome of each start of one run."""
 
     run_dir: Path
     ends: list[Ended]

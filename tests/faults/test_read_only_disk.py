@@ -1,4 +1,4 @@
-"""Starts on a disk that became read-only: a finished run reports, and whatever would train says why it cannot."""
+"""Starts on a disk that became read-only: a finished run prints its report, any other run an error."""
 
 import errno
 import subprocess
@@ -30,7 +30,7 @@ def command(disk: Path, *more: str) -> list[str]:
 
 
 def saved(disk: Path, step: int) -> None:
-    """A run of 80 steps that has come to `step`, on a disk that nothing can be written to any more."""
+    """A run of 80 steps at `step`, on a disk that is read-only now."""
     config = compose_config(command(disk, "checkpoint.async_save=false"), Library.find(None))
     save_steps(config, PlainRole(), step)
     prepare(config)
@@ -52,7 +52,7 @@ def test_a_finished_run_reports_under_our_supervisor(disk, capsys):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_disk_error_that_may_pass_is_one_message(tmp_path, capsys, monkeypatch, named):
-    """The system names no file for a failed read or sync."""
+    """The error names the path, which the system omits for a failed read or sync."""
 
     def fail(path: Path, _: str) -> None:
         raise OSError(errno.EIO, "Input/output error", *([str(path)] if named else []))

@@ -1,5 +1,4 @@
-"""A remote that fails, hangs, dies and comes back, and kills: nothing is lost here, nothing half done looks complete
-there."""
+"""Kills, and a remote that fails, hangs or disappears: no local loss, and no partial copy looks complete."""
 
 import errno
 import re
@@ -46,7 +45,7 @@ def there(tmp_path: Path, step: int) -> Path:
 
 
 def assert_intact(config: Config, tmp_path: Path, *steps: int) -> None:
-    """The remote folder holds exactly these steps, each equal to the local checkpoint."""
+    """Check that the remote has exactly these steps, each equal to the local checkpoint."""
     assert complete_steps(config) == remote_store(config).steps() == list(steps)
     for step in steps:
         verify(there(tmp_path, step))
@@ -55,7 +54,7 @@ def assert_intact(config: Config, tmp_path: Path, *steps: int) -> None:
         ).read_bytes()
 
 
-# A file takes three calls: open, write, look at its size. Fewer could never succeed.
+# A file needs three calls: open, write, size.
 @pytest.mark.parametrize("k", [4, 5, 7, 11])
 def test_every_kth_call_fails(tmp_path, url, k):
     config = make_run(tmp_path / "a", 2, 4, 6, remote=url)
@@ -74,8 +73,8 @@ def test_every_kth_call_fails(tmp_path, url, k):
 
 
 def test_a_remote_that_dies_for_a_while(tmp_path, url, caplog):
-    """It goes away in the middle of a file; training goes on saving; it is back, and so is everything that retention
-    keeps here."""
+    """The remote disappears in the middle of a file while training saves. After its return it gets all checkpoints
+    that retention keeps."""
     config = make_run(tmp_path / "a", 2, remote=url)
     config.checkpoint.max_to_keep = 2
     away = threading.Event()
@@ -96,10 +95,10 @@ def test_a_remote_that_dies_for_a_while(tmp_path, url, caplog):
         copies.published(step_dir(config.run_dir, step))
     eventually(lambda: "(5 in a row)" in caplog.text)
     assert copies.metrics()["perf/remote_pending"] == 4
-    # Retention was not held up, and every local checkpoint is whole.
+    # Retention went on, and every local checkpoint is complete.
     assert [verify(path).step for path in scan(config.run_dir)] == [8, 6]
     rows = [int(n) for n in re.findall(r"failed \((\d+) in a row\)", caplog.text)]
-    # A call that was under way when the remote went away may still have succeeded, and begun the count anew.
+    # A call in progress when the remote disappeared may have succeeded and restarted the count.
     since = len(rows) - 1 - rows[::-1].index(1)
     assert rows[since:] == list(range(1, len(rows) - since + 1)), (
         "one line for each wait, whatever the number of threads"
@@ -108,7 +107,7 @@ def test_a_remote_that_dies_for_a_while(tmp_path, url, caplog):
 
     back.set()
     assert copies.finish(DEADLINE_S) == []
-    # Step 2 was under way and is kept by its links, step 4 was gone before its turn.
+    # Step 2 was in progress and is kept by its links. Step 4 was removed before its copy began.
     assert complete_steps(config) == [8, 6, 2]
     for step in (8, 6, 2):
         verify(there(tmp_path, step))
@@ -133,7 +132,7 @@ def test_the_end_of_the_training_does_not_wait_for_a_dead_remote(tmp_path, url, 
 
 
 def test_a_connection_that_hangs(tmp_path, url, caplog, monkeypatch):
-    """It holds up neither the end of the process nor, after a while, the copies."""
+    """A hung call delays neither the end of the process nor, after a while, the copies."""
     config = make_run(tmp_path / "a", 2, remote=url)
     release = threading.Event()
 
@@ -172,7 +171,7 @@ def test_a_remote_that_is_away_at_the_start(tmp_path, url, monkeypatch, caplog):
     WEATHER.before = before
     assert open_remote(config) is None
     assert "does not answer" in caplog.text
-    # What it may hold decides where this one begins.
+    # The content of the remote decides at which step the start begins.
     with pytest.raises(UserError, match="a small file cannot be written"):
         open_remote(other)
     WEATHER.__init__()
@@ -214,8 +213,7 @@ def test_a_full_disk_while_fetching_is_told_and_leaves_nothing(tmp_path, url):
 
 
 def copy_and_die(rank: int, config: Config, n: int, keep: int | None) -> int:
-    """One start of the copies that is killed at its `n`th call; returns the number of calls when it gets to its end
-    before."""
+    """Start the copies and kill them at the `n`th call. Return the number of calls if the copies end before."""
     config.checkpoint.remote_max_to_keep = keep
     WEATHER.kill_at(n)
     assert copy_all(config) == []
@@ -224,21 +222,21 @@ def copy_and_die(rank: int, config: Config, n: int, keep: int | None) -> int:
 
 @pytest.mark.slow
 def test_killed_at_every_call_of_a_copy(tmp_path, url):
-    """From the first call to the last: what looks complete is, the old copy stays until the new one is there, the next
-    start ends it."""
+    """After a kill at any call, a copy that looks complete is complete, the old copy stays until the new one is
+    complete, and the next start finishes the copies."""
     config = make_run(tmp_path / "a", 2, remote=url)
     copy_all(config)
     save(config, 4)
     shutil.copytree(tmp_path / "remote", tmp_path / "before")
     seen: set[tuple[int, ...]] = set()
     total = run_ranks(1, copy_and_die, config, 10**9, 1, deadline_s=DEADLINE_S, join=tmp_path / "join")[0]
-    for n in range(1, total + 1, 2):  # two copies are whole for two calls
+    for n in range(1, total + 1, 2):  # two copies are complete for two calls
         shutil.rmtree(tmp_path / "remote")
         shutil.copytree(tmp_path / "before", tmp_path / "remote")
         outcome = run_ranks(1, copy_and_die, config, n, 1, deadline_s=DEADLINE_S, join=tmp_path / f"join_{n}")
         assert outcome == ["died"]
         for lease in (tmp_path / "remote").rglob(LEASE):
-            if not lease.stat().st_size:  # killed while it was written: of nobody known, and waited for
+            if not lease.stat().st_size:  # a lease killed during its write has no holder, and the start waits
                 lease.unlink()
         left = complete_steps(config)
         seen.add(tuple(left))
@@ -261,7 +259,8 @@ def restore_and_die(rank: int, config: Config, n: int) -> int:
 
 @pytest.mark.slow
 def test_killed_while_fetching(tmp_path, url):
-    """A start that is killed at any call of the way back leaves no checkpoint; the next one fetches it whole."""
+    """A start that is killed at any call of a download leaves no checkpoint. The next start fetches the whole
+    checkpoint."""
     config = make_run(tmp_path / "a", 2, 4, remote=url)
     copy_all(config)
     total = run_ranks(

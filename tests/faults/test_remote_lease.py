@@ -1,5 +1,5 @@
-"""Two machines with one remote folder: one copies there, the other is refused, waits for the end of a dead one, or
-finds out that it has been replaced."""
+"""Two machines with one remote folder: one copies; the other ends with an error, waits for a dead one, or finds that
+it was replaced."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def store(request, tmp_path) -> RemoteStore:
 
 @pytest.fixture
 def leases() -> Iterator[list[Lease]]:
-    """What a test takes is given back."""
+    """Release every lease of a test."""
     opened: list[Lease] = []
     yield opened
     for lease in opened:
@@ -53,7 +53,7 @@ def leases() -> Iterator[list[Lease]]:
 
 
 def machine(name: str, store: RemoteStore, tmp_path: Path, leases: list[Lease]) -> Lease:
-    """The lease as the machine `name` sees it, with a run directory of its own."""
+    """Return the lease of machine `name`, with its own run directory."""
     run_dir = tmp_path / name
     run_dir.mkdir(exist_ok=True)
     leases.append(Lease(store, run_dir, long_retries()))
@@ -70,7 +70,7 @@ def holds(lease: Lease) -> bool:
 
 
 def die(lease: Lease) -> None:
-    """Renew no more, and give nothing back; also not by a renewal that was under way."""
+    """Stop renewals, also one in progress, without a release of the lease."""
     lease._stop.set()
     for thread in threading.enumerate():
         if getattr(thread, "_target", None) == lease._keep:
@@ -87,7 +87,7 @@ def test_a_second_machine_is_refused_and_told_who_is_there(store, tmp_path, leas
     with pytest.raises(UserError, match="is in use by alpha"):
         second.acquire()
     first.confirm()
-    # The same run again, another process of it or the next start, goes on at once.
+    # Another process or the next start of the same run continues at once.
     machine("alpha", store, tmp_path, leases).acquire()
 
 
@@ -98,7 +98,7 @@ def test_the_lease_of_a_dead_machine_ends_by_itself(store, tmp_path, leases):
     started = time.monotonic()
     second.acquire()
     assert EXPIRY_S <= time.monotonic() - started < LONG_S
-    # It was only cut off, and is back.
+    # The machine was only disconnected, and is back.
     with pytest.raises(UserError, match="is in use by beta"):
         first.confirm()
     first.release()
@@ -130,7 +130,7 @@ def test_a_renewal_under_way_does_not_outlive_the_lease(store, tmp_path, leases,
     assert begun.wait(DEADLINE_S)
     giving_back = threading.Thread(target=lease.release)
     giving_back.start()
-    giving_back.join(0.3)  # if it does not wait for the renewal, it is over by now
+    giving_back.join(0.3)  # without a wait for the renewal, it has ended by now
     go_on.set()
     giving_back.join(DEADLINE_S)
     assert written.wait(DEADLINE_S)
@@ -208,7 +208,7 @@ def test_one_of_many_at_the_same_time_gets_it(store, tmp_path, leases, monkeypat
             thread.start()
         for thread in threads:
             thread.join(DEADLINE_S)
-        # Of two that took it further apart than SETTLE_S, the first finds out when it looks next.
+        # If two machines took the lease more than SETTLE_S apart, the first one finds out at its next look.
         assert [holds(lease) for lease in acquired].count(True) == 1, over
         assert len(acquired) < len(racing), over
         for lease in racing:

@@ -1,4 +1,4 @@
-"""Second starts of a run, by what they find: they continue, say why not, fall back, fork, or begin anew."""
+"""Second starts of a run: they continue, end with an error, fall back, fork, or start anew."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from tests.support.verified import verify
 
 
 class Case:
-    """The undisturbed run on one rank, cut back to step 3 or 6 and started again."""
+    """Return a function that truncates the undisturbed run on one rank to step 3 or 6 and starts it again."""
 
     def __init__(self, folder: Path, undisturbed: Undisturbed, sums: Path):
         self.folder, self.sums, self.finished = folder, sums, undisturbed.run_dir(1)
@@ -86,7 +86,7 @@ def test_other_prompts_are_refused(case):
     case.cut_back(3)
     shorter = case.folder / "shorter.jsonl"
     shorter.write_text("".join(case.sums.read_text().splitlines(keepends=True)[:-1]))
-    # The path is a setting of its own; what counts is what the files hold.
+    # Only the content of the files counts, not the path.
     end = case.start(f"data.train_files={shorter}")
     assert end.code == EXIT_USER_ERROR
     assert f"data.train_files: {case.sums} in the checkpoint, {shorter} now" in end.output
@@ -132,10 +132,10 @@ def test_disable_refuses_and_overwrite_begins_anew(case):
 
 def test_a_fork_starts_from_another_run_once_and_then_continues_its_own(case):
     source = case.finished / "global_step_3"
-    # Saves that are committed when the kill comes.
+    # Synchronous saves are committed before the kill.
     saves = ("trainer.save_freq=1", "checkpoint.async_save=false")
     fork = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}", *saves)
-    # Saved 4 and 5, died in 6.
+    # Steps 4 and 5 are saved, the kill is in step 6.
     end = case.start(*fork, environment=at("update.before", 3, "SIGKILL"))
     assert end.code == -9, end.output
     assert saved_steps(case.run_dir) == [5, 4]

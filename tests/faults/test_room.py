@@ -1,5 +1,5 @@
-"""A disk that is short of room for the next save, a disk of its own for each test: what may go first, what never goes,
-what is refused."""
+"""Disks without space for the next save, one disk per test: which checkpoints a save removes first, which never, and
+when it fails."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def free(disk: Path) -> int:
 
 
 def leave(disk: Path, room: int) -> None:
-    """A neighbour's file that leaves `room` bytes free."""
+    """Write another program's file that leaves `room` bytes free."""
     (disk / "filler").write_bytes(bytes(free(disk) - room))
     assert room - 8192 <= free(disk) <= room
 
@@ -65,7 +65,7 @@ def removed_for(
     deleter: Deleter,
     cancel_copy: Callable[[], None] = lambda: None,
 ) -> list[int | None]:
-    """The steps that are gone once there is room."""
+    """Return the steps that were removed to free space."""
     before = steps(disk)
     make_room(disk, needed, victims, deleter, DEADLINE_S, SINGLE_PROCESS, cancel_copy)
     return [step for step in before if step not in steps(disk)]
@@ -89,7 +89,7 @@ def test_what_retention_gives_up_anyway_goes_first_and_no_more_than_it_takes(dis
     assert steps(disk) == [6, 8]
     assert (disk / POINTER).read_text() == "8\n"
     assert "removing global_step_2, global_step_4 first, which retention would remove later" in caplog.text
-    # As much again, although one more may go: 6 is enough, and 8 is the newest.
+    # Removing step 6 is enough, although retention allows one more. Step 8 is the newest.
     leave_less = free(disk) - MIB
     (disk / "more").write_bytes(bytes(leave_less))
     assert removed_for(disk, 2 * MIB, after_the_save(disk, 10, max_to_keep=1), deleter) == [6]
@@ -105,7 +105,7 @@ def test_the_newest_intact_one_stays_whatever_retention_says(disk, deleter):
     flip_bit(step_dir(disk, 6) / "actor/model/weights", 999)
     rule = after_the_save(disk, 8, max_to_keep=1)
     assert [path.name for path in rule()] == ["global_step_2", "global_step_4", "global_step_6"]
-    # 6 is damaged, so that 4 is what a crash would go back to.
+    # Step 6 is damaged, so a crash would resume from step 4.
     with pytest.raises(OSError, match=r"needs 4\.0 MiB and the disk has 1\.0 MiB free") as refused:
         removed_for(disk, 4 * MIB, rule, deleter)
     assert "; removing global_step_2, which retention allows, would free only 2.0 MiB" in str(refused.value)
@@ -138,7 +138,7 @@ def test_what_is_kept_for_good_or_as_the_best_does_not_removed_for(disk, deleter
 
 
 def test_trash_is_room_to_come(disk):
-    """The deleter has just taken what fills the disk; a save waits for it and removes nothing else."""
+    """The deleter is removing what fills the disk. A save waits for it and removes nothing else."""
     for step in (2, 4, 6):
         publish(disk, step, nbytes=4 * MIB)
     leave(disk, MIB)
@@ -165,7 +165,7 @@ def test_shared_files_give_room_only_with_their_last_name(disk, deleter):
     archive = four.rename(disk / "archive")
     four.symlink_to(archive)
     assert bytes_freed_by([four]) == 0
-    # 2 alone would not help, which is known before it is gone.
+    # Removing step 2 alone would not be enough, so nothing is removed.
     leave(disk, MIB)
     with pytest.raises(OSError, match=r"removing global_step_2, .* would free only 0\.0 MiB"):
         removed_for(disk, 2 * MIB, after_the_save(disk, 8, max_to_keep=3), deleter)
@@ -173,7 +173,7 @@ def test_shared_files_give_room_only_with_their_last_name(disk, deleter):
 
 
 def test_a_copy_under_way_makes_way(disk, deleter):
-    """The upload of a checkpoint holds its files by links of its own, also when the checkpoint is gone."""
+    """Upload links keep the files of a checkpoint that is removed."""
     links = []
     for step in (2, 4, 6):
         publish(disk, step, nbytes=2 * MIB)
@@ -197,7 +197,7 @@ def test_a_copy_under_way_makes_way(disk, deleter):
 
 
 def test_room_that_does_not_come_is_refused_with_the_figures_of_then(disk, deleter, monkeypatch):
-    """Somebody else takes the freed room at once."""
+    """Another program takes the freed space at once."""
     monkeypatch.setattr("rlhf.checkpoint.save.disk_space.SETTLE_S", 0.3)
     for step in (2, 4):
         publish(disk, step, nbytes=2 * MIB)

@@ -1,4 +1,4 @@
-"""Races for one run directory: of ranks that agree on a leader, and of runs that know nothing of each other."""
+"""Races for one run directory: between ranks of one run, and between independent runs."""
 
 import json
 import os
@@ -31,8 +31,7 @@ DEADLINE_S = 300
 
 
 def set_up_as_torchrun_does(rank: int, config: Config, set_ups: int) -> dict[str, Any]:
-    """What every rank of a new attempt does before it trains, over and over; every second time it starts the run
-    anew."""
+    """Repeat the set-up of a new attempt on every rank. Every second set-up overwrites the run."""
     coordinator, delays = make_coordinator(), random.Random(rank)
     run_dir, runs, overwritten = config.run_dir, [], 0
     mark, leftover = run_dir / f"mark_{rank}", run_dir / f".tmp-global_step_{rank}-x"
@@ -44,17 +43,17 @@ def set_up_as_torchrun_does(rank: int, config: Config, set_ups: int) -> dict[str
         with run_lock_together(run_dir, coordinator):
             assert find_domains(run_dir, coordinator) == [0] * PROCESSES
             prepare(config, coordinator)
-            # Nobody goes on before the directory is ready.
+            # No rank continues before the directory is ready.
             assert not leftover.exists()
             status = StatusWriter(run_dir, rank)
             coordinator.all_gather(None)
-            os.close(status._fd)  # which lives as long as a rank, and threads leave their process many
+            os.close(status._fd)  # which lives as long as a rank; many threads share a process
         assert mark.exists() == (number > 0 and not config.trainer.overwrite)
         identity = read_run_file(run_dir)["run_id"]
         assert (identity in runs) == (number > 0 and not config.trainer.overwrite)
         runs.append(identity)
         overwritten += config.trainer.overwrite
-        # Something to delete for the next one: a file of every rank, and what its killed save would have left.
+        # Files for the next set-up to delete: one of every rank, and the leftovers of a killed save.
         mark.touch()
         (leftover / "actor").mkdir(parents=True)
     return {"set_ups": number + 1, "overwritten": overwritten, "runs": len(set(runs)), "seen": " ".join(runs)}
@@ -63,8 +62,8 @@ def set_up_as_torchrun_does(rank: int, config: Config, set_ups: int) -> dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["processes", "threads"])
 def test_many_set_ups_by_eight_ranks(tmp_path, request, kind):
-    """A race that is lost once in a hundred set-ups is found all but surely: by threads, which meet on the same files
-    and locks at a hundredth of the cost. With --full-product by processes as well."""
+    """Almost certainly finds a race that one of a hundred set-ups loses. Threads use the same files and locks at a
+    hundredth of the cost; --full-product also runs processes."""
     whole = request.config.getoption("--full-product", False)
     set_ups = 500 if kind == "threads" else 1000 if whole else 30
     work = (PROCESSES, set_up_as_torchrun_does, make_config(tmp_path), set_ups)
@@ -72,19 +71,19 @@ def test_many_set_ups_by_eight_ranks(tmp_path, request, kind):
         results = run_thread_ranks(*work, deadline_s=DEADLINE_S)
     else:
         results = run_ranks(*work, deadline_s=DEADLINE_S, join=tmp_path / "join")
-    # The first set-up makes the run, each that overwrites makes a new one.
+    # The first set-up creates the run; each overwrite creates a new run.
     expected = {"set_ups": set_ups, "overwritten": set_ups // 2, "runs": set_ups // 2 + 1, "seen": results[0]["seen"]}
     assert results == [expected] * PROCESSES
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Every file below `folder`: its inode, the time of its last change, and what it holds."""
+    """Return inode, time of the last change and content of every file below `folder`."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def stands_still(run_dir: Path) -> int | None:
-    """The process that holds the run's lock, if it has stopped."""
+    """Return the process with the run's lock, if it is stopped."""
     text = (run_dir / "run.lock").read_text() if (run_dir / "run.lock").exists() else ""
     pid = json.loads(text)["pid"] if text else None
     state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] if pid else ""
@@ -92,7 +91,7 @@ def stands_still(run_dir: Path) -> int | None:
 
 
 def test_a_refused_second_launch_leaves_the_first_run_as_it_was(tmp_path, sums, launches, undisturbed):
-    """It once replaced the status files of the first, whose watchdog then killed the healthy run."""
+    """A rejected start must not replace the first run's status files: its watchdog would kill the healthy run."""
     command = [*small(tmp_path, "first", sums), EXPORT]
     first = launches.submit(ranks, tmp_path / "first.log", command, at("update.before", 2, "SIGSTOP"))
     run_dir = tmp_path / "rlhf" / "first"
@@ -113,7 +112,7 @@ def test_a_refused_second_launch_leaves_the_first_run_as_it_was(tmp_path, sums, 
 
 
 def fail_on_the_leader(rank: int, config: Config) -> str:
-    """The set-up fails on the leader alone: what does this rank get to know?"""
+    """Return the error that this rank gets when the set-up fails on the leader only."""
     try:
         make_coordinator().on_leader(lambda: prepare(config))
     except UserError as error:
@@ -130,7 +129,7 @@ def test_an_error_of_the_leader_reaches_every_rank(tmp_path):
 
 
 def start_a_run(number: int, config: Config, marker: Path, attempts: int, outcome) -> None:
-    """Start runs that know nothing of the other processes': lock, set up, look around, leave."""
+    """Start independent runs: each locks, sets up, checks the directory and leaves."""
     chance, held, rejected = random.Random(number), 0, 0
     run_dir = config.run_dir
     try:
@@ -139,7 +138,7 @@ def start_a_run(number: int, config: Config, marker: Path, attempts: int, outcom
             run_dir.mkdir(parents=True, exist_ok=True)
             try:
                 with run_lock(run_dir):
-                    # Alone: this fails when another process is between here and the unlink.
+                    # Fails if another process is between here and the unlink.
                     os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
                     prepare(config)
                     identity = read_run_file(run_dir)
@@ -177,5 +176,5 @@ def test_runs_that_know_nothing_of_each_other_take_turns_or_are_refused(tmp_path
             process.join()
     assert all(isinstance(result, tuple) for result in results), results
     assert [held for held, _ in results] == [attempts] * PROCESSES
-    assert sum(rejected for _, rejected in results) > 0  # they did meet
+    assert sum(rejected for _, rejected in results) > 0  # the starts did overlap
     assert not (tmp_path / "marker").exists()

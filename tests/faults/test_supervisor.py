@@ -1,6 +1,6 @@
-"""The supervisor against real ranks that crash, hang, are killed or preempted: small scripts in the worker's place.
+"""The supervisor with real ranks that crash, hang, are killed or preempted. Small scripts replace the worker.
 
-Each test runs twice, on ranks that a launcher forks and on ranks that are started plainly.
+Each test runs twice: with forked ranks and with ranks as new processes.
 """
 
 import logging
@@ -27,7 +27,7 @@ from tests.support.rank_scripts import RANK, SUPERVISOR, alive, starts, wait_unt
 
 @pytest.fixture(params=[True, False], ids=["warm", "plain"])
 def config(tmp_path, monkeypatch, request) -> Config:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # the scripts lie outside the checkout
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # the scripts are outside the checkout
     config = Config()
     config.model.path = "none"
     t = config.trainer
@@ -40,13 +40,13 @@ def config(tmp_path, monkeypatch, request) -> Config:
 
 @pytest.fixture
 def supervised(config, tmp_path):
-    """Run the ranks' script under a supervisor in this process; returns the exit code."""
+    """Run the ranks' script under a supervisor in this process. Return the exit code."""
     return lambda script: rank_scripts.supervised(config, tmp_path / "rank.py", RANK + script)
 
 
 @pytest.fixture
 def start(config, tmp_path):
-    """Start a supervisor process of its own and wait until all its ranks run; returns it and the ranks' process ids."""
+    """Start a supervisor process and wait until all its ranks run. Return the process and the ranks' process ids."""
     started = []
 
     def run(script: str) -> tuple[subprocess.Popen, list[int]]:
@@ -100,7 +100,7 @@ if number == 1:
 """)
     assert code == EXIT_DONE
     assert len(starts(config)) == 4
-    assert time.monotonic() - begin < 60  # and not for the end of rank 0's sleep
+    assert time.monotonic() - begin < 60  # and does not wait for the end of rank 0's sleep
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("rlhf")]
     assert warnings == [
         "Crash: rank 1: SIGKILL (often the kernel's out-of-memory killer), at step 1, last event rollout.before. "
@@ -206,7 +206,7 @@ sys.exit(75)
 
 
 def test_a_request_before_the_first_step_waits_for_nothing(config, supervised, caplog):
-    """As while the weights are loaded, which may take minutes: there is nothing to save."""
+    """While weights load, which may take minutes, there is nothing to save."""
     caplog.set_level(logging.INFO, "rlhf")
     begin = time.monotonic()
     code = supervised("""
@@ -319,7 +319,7 @@ def test_more_ranks_than_devices_and_an_unwritable_place_are_refused(config, tmp
 @pytest.mark.parametrize("config", [False], indirect=True)
 @pytest.mark.parametrize("closed", ["..", ".", "run.json", "global_step_1/manifest.json"])
 def test_a_directory_that_may_not_be_read_is_refused(config, closed):
-    with tempfile.TemporaryDirectory() as folder:  # pytest's are root's alone
+    with tempfile.TemporaryDirectory() as folder:  # only root can enter pytest's folders
         Path(folder).chmod(0o755)
         config.trainer.default_local_dir = folder
         (config.run_dir / "global_step_1").mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""Runs in a real terminal: lines whole and the cursor seen before, during, after, and after each kind of death."""
+"""Runs in a real terminal: whole lines and a visible cursor before, during and after a run, and after each kind of
+death."""
 
 import os
 import re
@@ -20,7 +21,7 @@ from tests.support.launching import model_that_is_never_read, small, write_sums
 from tests.support.rank_scripts import RANK, alive, starts, wait_until
 from tests.support.terminal import ROOT, Terminal
 
-# `supervise` with a script in the worker's place.
+# `supervise` with a script instead of the worker.
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
@@ -44,8 +45,8 @@ with RunOutput("auto", Redaction(os.environ)) as output:
             code = run_attempts(config, [sys.argv[2], str(config.run_dir)], starter, stop)
 sys.exit(code)
 """
-# A rank that loads its weights; below, rank 0 is at step 3 of 9, and `stay` keeps both ranks there. What a test waits
-# for on the screen comes last, so that it shows that the rest is done.
+# A rank that loads its weights. Below, rank 0 is at step 3 of 9, and `stay` keeps both ranks there. The text that a
+# test waits for comes last on the screen, when the rest is done.
 LOADING = """
 from rlhf.ranks.progress_pipe import ProgressPipe
 ProgressPipe.from_environment().phase(rank, 0, "loading the weights", 0, 0)
@@ -83,7 +84,7 @@ def config(tmp_path) -> Config:
 
 @pytest.fixture
 def start(config, tmp_path) -> Iterator:
-    """Start ranks that run this script, under a supervisor in a terminal of so many columns."""
+    """Start ranks that run this script, under a supervisor in a terminal of `columns` columns."""
     started: list[Terminal] = []
 
     def run(columns: int, script: str, before: str = STEPS) -> Terminal:
@@ -91,7 +92,7 @@ def start(config, tmp_path) -> Iterator:
         rank.write_text(RANK + before + script)
         driver.write_text(SUPERVISOR)
         yaml.write_text(to_yaml(config))
-        # As a parent exports them that has imported readline: the size of another terminal, or of an earlier time.
+        # As exported by a parent that has imported readline: the size of another terminal, or an old size.
         stale = {"COLUMNS": "99", "LINES": "24"}
         started.append(Terminal(columns, tmp_path, driver, yaml, rank, **stale))
         return started[-1]
@@ -108,7 +109,7 @@ def start(config, tmp_path) -> Iterator:
 def assert_in_order(terminal: Terminal) -> None:
     end = time.monotonic() + 30
     while not terminal.is_left_in_order and time.monotonic() < end and terminal.read():
-        pass  # the rest of what is being drawn
+        pass  # the rest of the drawing
     assert terminal.is_left_in_order, terminal.text
     assert b"\x1b[?25l" not in terminal.raw, "the cursor was hidden"
     glued = [line for line in terminal.lines if re.search(r".step +\d+/", line) or line.count("supervisor:") > 1]
@@ -121,7 +122,7 @@ def kill(number: int) -> Callable[[Terminal], None]:
 
 @dataclass(frozen=True)
 class Death:
-    """What ranks do from the beginning, or once they are at work, and what becomes of the run."""
+    """The ranks' behavior from the beginning or during the work, and the outcome of the run."""
 
     script: str
     code: int
@@ -132,7 +133,7 @@ class Death:
     before: str = STEPS
 
 
-# So that rank 0, which has the bar, is not ended before it has shown it.
+# So that rank 0 does not end before it has shown its bar.
 LAST = "rank == 0 or peers_ended()\n"
 DEATHS = {
     "giving up": Death(f"{LAST}sys.exit(3)", EXIT_CRASHED, "The run ends: crashes in a row"),
@@ -225,7 +226,7 @@ def test_a_run_whose_terminal_hangs_up_saves_and_leaves(config, start, columns):
 
 
 def test_a_run_whose_output_nobody_reads_saves_and_leaves(config, tmp_path):
-    """`| less`, paused: the pipe is full when SIGTERM comes."""
+    """A paused `| less`: the pipe is full when SIGTERM arrives."""
     reader, pipe = os.pipe()
     script = """
 for i in range(3000):
@@ -256,22 +257,22 @@ stay()
 
 @pytest.fixture(scope="module")
 def torch_import_s() -> float:
-    """Processor seconds of `import torch` on this machine, now."""
+    """Return the processor seconds of `import torch` on this machine."""
     code = "import time, torch; print(time.process_time())"
     return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_the_first_second(tmp_path, columns, torch_import_s):
-    """A banner before anything heavy is imported; Ctrl-C after it is one line."""
+    """The banner appears before heavy imports. Ctrl-C after it prints one line."""
     model = model_that_is_never_read(tmp_path / "tiny_policy")
     arguments = small(tmp_path, "first", write_sums(tmp_path / "sums.jsonl"), f"model.path={model}")
     secret = {"HF_TOKEN": "hf_secretsecret123"}
     terminal = Terminal(columns, tmp_path, "-m", "rlhf.train", "recipes=null", *arguments, **secret)
     terminal.wait_for("first/run.log\nstarting")
     user, system = Path(f"/proc/{terminal.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    # Of the processor, and beside another import: machines have other things to do, and their speed changes. It is
-    # about half of torch's.
+    # In processor seconds, and compared with another import, because the load and speed of machines vary. It takes
+    # about half of torch's seconds.
     assert (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") < torch_import_s
     maps = Path(f"/proc/{terminal.process.pid}/maps").read_text()
     assert "torch" not in maps
@@ -284,7 +285,7 @@ def test_the_first_second(tmp_path, columns, torch_import_s):
     assert_in_order(terminal)
     expected = "SIGINT while no rank was training. The same command starts the run again."
     assert "".join(terminal.lines).count("SIGINT") == 1
-    # A line may end with the space where it breaks, which the screen does not tell from an empty place.
+    # A line may end with the space where it breaks; on the screen, this looks like an empty cell.
     assert "".join("".join(terminal.lines).split()).endswith("".join(expected.split()))
     assert not (tmp_path / "rlhf" / "first" / RUN_LOG).exists()
 

@@ -1,6 +1,6 @@
-"""A whole run under torchrun on two nodes that share no disk: killed in the commit, swapped, without a disk.
+"""A whole run under torchrun on two nodes that share no disk: a kill in the commit, swapped nodes, a lost disk.
 
-A node is a mount namespace with a disk of its own, or a folder where the machine allows no namespaces.
+A node is a mount namespace with its own disk, or a folder if the machine allows no namespaces.
 """
 
 import os
@@ -26,7 +26,7 @@ from tests.support.undisturbed import EXPORT
 
 @dataclass
 class Node:
-    """A machine: where its disk is seen from here, and how a program is started on it, in the root of its disk."""
+    """A node: the path of its disk from here, and the command that starts a program on it, in the root of its disk."""
 
     disk: Path
     prefix: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Node:
 
 @pytest.fixture
 def nodes(tmp_path) -> Iterator[list[Node]]:
-    """Two of them; as namespaces, the same path is another tmpfs on each."""
+    """Two nodes. With namespaces, the same path is another tmpfs on each."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = f"mount -t tmpfs none {disk} && cd {disk} && echo ready && exec sleep 3600"
@@ -85,7 +85,7 @@ def _in_namespace(pid: int, disk: Path) -> Node:
 def train_on(
     nodes: list[Node], sums: Path, environment: dict[str, str] | None = None, *more: str, restarts: int = 0
 ) -> list[Ended]:
-    """A start of one run on `nodes`, in this order, with `more` settings; how it ended on each."""
+    """Start one run on `nodes`, in this order, with `more` settings. Return how it ended on each."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     arguments = [*small(Path("checkpoints"), "two_nodes", sums), EXPORT, *more]
@@ -105,7 +105,7 @@ def train_on(
 
 
 def merged(nodes: list[Node], folder: Path) -> Path:
-    """The run as one directory: the driver's disk, and what the other one has besides."""
+    """Merge the run into one directory: the driver's disk, and the files that only the other disk has."""
     shutil.copytree(nodes[0].run_dir, folder, ignore=shutil.ignore_patterns("*.lock"))
     for step in saved_steps(folder):
         shutil.copytree(step_dir(nodes[1].run_dir, step), step_dir(folder, step), dirs_exist_ok=True)
@@ -116,25 +116,25 @@ def merged(nodes: list[Node], folder: Path) -> Path:
 def test_a_run_that_is_killed_and_swapped_ends_like_one_that_is_not(tmp_path, sums, undisturbed, nodes):
     expected = undisturbed.run_dir(2)
     a, b = nodes
-    # Between the renames of the second commit, that of step 6: a has it, b has it ready.
+    # Between the renames of the second commit, of step 6: a has renamed, b has not.
     ends = train_on([a, b], sums, at("commit.rename", 2, "SIGKILL", rank=1))
     assert all(end.code != 0 for end in ends), ends
     assert "The ranks have 2 storage domains: ranks 0; ranks 1." in ends[0].output
     assert saved_steps(b.run_dir) == [3]
-    # The nodes come back in another order, and are killed before they get anywhere.
+    # The nodes start in another order, and are killed before any step.
     ends = train_on([b, a], sums, at("update.before", 1, "SIGKILL", rank=0))
     assert all(end.code != 0 for end in ends), ends
     completed = "Completed the commit of step 6, interrupted between the nodes' disks."
     assert completed in ends[0].output
     assert "Resumed step 6" in ends[0].output
     assert [saved_steps(node.run_dir) for node in (a, b)] == [[6, 3], [6, 3]]
-    # Back in the first order, to the end.
+    # In the first order again, to the end.
     ends = train_on([a, b], sums)
     assert [end.code for end in ends] == [0, 0], ends
     assert differences(expected, merged(nodes, tmp_path / "whole")) == []
     assert [record["step"] for record in records(a.run_dir)] == list(range(1, 8))
     assert not (b.run_dir / "metrics.jsonl").exists()
-    # One comes back with an empty disk.
+    # One node has an empty disk.
     shutil.rmtree(b.disk / "checkpoints")
     before = [path.name for path in scan(a.run_dir)]
     ends = train_on([a, b], sums)
@@ -146,7 +146,7 @@ def test_a_run_that_is_killed_and_swapped_ends_like_one_that_is_not(tmp_path, su
 
 @pytest.mark.slow
 def test_a_hang_on_one_node_is_found_on_both_and_the_run_is_restarted(tmp_path, sums, undisturbed, nodes):
-    """No node sees the other's ranks; each shows its own, and the one that waits knows that the other is late, too."""
+    """Each node shows the stacks of its own ranks only, and the waiting node knows that the other is overdue too."""
     hang = hangs(tmp_path, ("rollout.after", 2, 1, "sleep_forever"))
     ends = train_on(nodes, sums, hang, "trainer.watchdog_timeout_s=15", restarts=2)
     assert [end.code for end in ends] == [0, 0], ends

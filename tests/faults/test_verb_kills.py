@@ -1,5 +1,5 @@
-"""Verbs that write a folder, killed by SIGKILL at operations on files and at random instants: nobody sees half of a
-target, and the same command again finishes and leaves nothing else behind."""
+"""Verbs that write a folder, killed at file operations and at random instants. No partial target is visible, and the
+same command again finishes without leftovers."""
 
 import os
 import random
@@ -29,7 +29,7 @@ Bytes = Mapping[str, bytes]
 
 @dataclass(frozen=True)
 class Command:
-    """A verb with its arguments, and whether the files in its target are all that it writes there."""
+    """A verb with its arguments, and whether it writes only the files in its target."""
 
     arguments: tuple[str, ...]
     whole: Callable[[Bytes, Bytes, Path], bool]
@@ -41,7 +41,7 @@ def same(found: Bytes, wanted: Bytes, target: Path) -> bool:
 
 
 def intact(found: Bytes, wanted: Bytes, target: Path) -> bool:
-    """A checkpoint of our own: two imports have two run ids."""
+    """A checkpoint of this trainer: two imports have two run ids."""
     verify(target)
     return found.keys() == wanted.keys()
 
@@ -77,7 +77,7 @@ def sources(tmp_path_factory) -> Path:
 
 
 def _run(home: str, arguments: list[str], number: int, sender: Any) -> None:
-    """Run a command in `home`, and end this process at its operation `number`; send how many there were."""
+    """Run a command in `home`, and end this process at file operation `number`. Send the number of operations."""
     os.chdir(home)
     done = 0
 
@@ -91,7 +91,7 @@ def _run(home: str, arguments: list[str], number: int, sender: Any) -> None:
         changes = event in CHANGES or (
             event == "open" and isinstance(details[2], int) and details[2] & 3 != os.O_RDONLY
         )
-        # A file opened by its number has been counted; Python writes the modules that it compiles in this way.
+        # A file opened by its descriptor has been counted already; Python writes compiled modules in this way.
         if changes and not isinstance(details[0], int) and str(Path(home) / os.fsdecode(details[0])).startswith(home):
             operation()
 
@@ -102,7 +102,7 @@ def _run(home: str, arguments: list[str], number: int, sender: Any) -> None:
 
 
 def run(home: Path, command: Command, number: int = 0, after_s: float | None = None, *more: str) -> tuple[Any, float]:
-    """What the process sent, None for one that was killed, and its seconds."""
+    """Return the message of the process (None if it was killed) and its seconds."""
     receiver, sender = forkserver.Pipe(duplex=False)
     started = time.monotonic()
     process = forkserver.Process(target=_run, args=(str(home), [*command.arguments, *more], number, sender))
@@ -148,7 +148,7 @@ def test_killed_anywhere_it_is_whole_or_not_there(home, name, old, request):
     rng = random.Random(f"{name} {old}")
     chosen = range(1, operations + 1 + 3 * old)
     if not request.config.getoption("full_product"):
-        # The last ones are where the target appears.
+        # The target appears at one of the last operations.
         chosen = sorted({*rng.sample(chosen, AT_OPERATIONS - 3), *chosen[-3:]})
     kills: list[tuple[int, float | None]] = [(number, None) for number in chosen]
     kills += [(0, rng.uniform(0.0, seconds)) for _ in range(AT_RANDOM)]
@@ -172,7 +172,7 @@ def test_killed_anywhere_it_is_whole_or_not_there(home, name, old, request):
 
 
 def _in(home: Path, command: Command) -> list[str]:
-    """The arguments as seen from another folder."""
+    """Return the arguments with paths relative to another folder."""
     return [
         str(home / word) if word in ("model", "run", "target", command.target) else word for word in command.arguments
     ]

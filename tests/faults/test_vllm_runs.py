@@ -1,5 +1,5 @@
-"""Whole runs with vLLM beside the embedded engine, on one real server: what they reach, and what a kill with a batch in
-flight costs."""
+"""Whole runs with vLLM and with the embedded engine, on one real server: their accuracy, and the cost of a kill with
+a batch in flight."""
 
 import random
 import socket
@@ -30,14 +30,14 @@ CORRECTED = "algorithm.rollout_correction.rollout_is=token"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server that somebody else has started, with a secret that all of them know."""
+    """The URL of a server that the trainer did not start, with a shared secret."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(VARIABLE, "of-servers-and-runs-here")
         yield from serve(tmp_path_factory)
 
 
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The server, while the generator is not closed."""
+    """Run the server until the generator is closed."""
     port = listening_port()
     log = tmp_path_factory.mktemp("server") / "log"
     command = [
@@ -70,7 +70,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def listening_port() -> int:
-    """A free port that no connection of another test's takes while the server loads: they get those from 32768 on."""
+    """Return a free port below 32768, so that no connection of another test takes it while the server loads."""
     while True:
         with suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(20_000, 32_000))) as free:
             return free.getsockname()[1]
@@ -112,11 +112,11 @@ def test_a_trainer_killed_with_a_batch_in_flight_trains_on_the_same_samples(serv
         return trained_on(tmp_path / name)
 
     undisturbed = run("undisturbed")
-    # In the update of step 5, after the save of step 3, while the batch of step 6 is being generated.
+    # In the update of step 5, after the save of step 3, during the generation of step 6.
     killed = run("killed", at("update.before", 5, "SIGKILL", once=tmp_path / "hit"))
     assert (tmp_path / "hit").exists()
     assert killed == undisturbed
-    # Eight prompts a step with four samples each, in the order of the stream, whatever ran ahead.
+    # Eight prompts per step with four samples each, in the order of the stream.
     assert {step: {uid for uid, _ in samples} for step, samples in killed.items()} == {
         step: set(range(8 * (step - 1), 8 * step)) for step in range(1, STEPS + 1)
     }

@@ -1,4 +1,4 @@
-"""Two real vLLM servers of ours behind proxies: killed, stopped, cut off, answering garbage while they generate."""
+"""Two real vLLM servers behind proxies: killed, stopped, disconnected, or with invalid answers during generation."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 CPU = torch.device("cpu")
-# The machine may be slow and busy with other things; what hangs on purpose is not waited for so long.
+# The machine may be slow and busy. Deliberate hangs use a shorter time.
 START_S, ANSWER_S, HANG_S = 240.0, 120.0, 10.0
 LONGEST = 512
 SEEDED = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -50,7 +50,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
 class Behind(ServerProcess):
-    """A server of ours behind a proxy, at whose address it stays through restarts."""
+    """A server behind a proxy, whose address stays the same through restarts."""
 
     made: ClassVar[list["Behind"]] = []
 
@@ -65,12 +65,12 @@ class Behind(ServerProcess):
         self.proxy.upstream, self.url = self.url, self.proxy.url
 
     def signal(self, number: int) -> None:
-        """To all of its processes."""
+        """Send a signal to all processes of the server."""
         assert self._process is not None
         os.killpg(self._process.pid, number)
 
     def stop_engine(self) -> None:
-        """SIGSTOP to all of its processes but the one that speaks HTTP."""
+        """Send SIGSTOP to all processes of the server except the HTTP process."""
         assert self._process is not None
         for pid in processes_of(self._process.pid):
             if pid != self._process.pid:
@@ -115,12 +115,12 @@ class World:
     event_names: list[str] = field(default_factory=list)
 
     def everyone_serves(self) -> None:
-        """Both are up, with weights that are new, and have answered since their last failure; figures begin again."""
+        """Wait until both servers have new weights and have answered since their last failure. Reset the metrics."""
         end = time.monotonic() + START_S
         while True:
             self.engine.update_weights(weights, 1)
             if self.engine.metrics()["perf/servers_serving"] == len(self.servers):
-                # One goes to each.
+                # One request goes to each server.
                 self.engine.generate(self.requests[: len(self.servers)], seed=1, step=1)
                 metrics = self.engine.metrics()
                 if metrics["perf/servers_serving"] == len(self.servers) and not metrics["perf/server_failures"]:
@@ -130,7 +130,7 @@ class World:
 
     @contextmanager
     def short_deadline(self) -> Iterator[None]:
-        """In here a server that makes no progress is taken for hung soon."""
+        """Shorten the time after which a server without progress counts as hung."""
         self.config.servers.answer_timeout_s = HANG_S
         try:
             yield
@@ -160,16 +160,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         )
         assert sorted(path.name for path in logs.iterdir()) == ["secret", "server_0.log", "server_1.log"]
         events.subscribe(world.event_names.append)
-        for folder in scratches:  # or else all of the above would be empty
+        for folder in scratches:  # otherwise the checks above are empty
             assert [path for path in folder.iterdir() if path.is_socket()]
             assert list(SHARED_MEMORY.glob(f"{folder.name}.*"))
         world.everyone_serves()
-        world.generate()  # the first time all sorts of things are done once
+        world.generate()  # the first generation has one-time costs
         yield world
     finally:
         engine.close()
     scratches |= {server._scratch.folder for server in Behind.made if server._scratch}
-    assert len(scratches) > len(world.servers)  # those of servers that were started again, too
+    assert len(scratches) > len(world.servers)  # also the logs of restarted servers
     assert not [folder for folder in scratches if folder.exists() or list(SHARED_MEMORY.glob(f"*{folder.name}*"))]
     for server in world.servers:
         assert world.secret.value not in server._log.read_text()
@@ -229,24 +229,24 @@ def test_weights_that_were_exchanged_behind_our_back(world, undisturbed):
         url, headers = f"{proxy.upstream}/update_weight_version", {"Content-Type": "application/json"}
         urllib.request.urlopen(urllib.request.Request(url, body, headers | world.secret.headers), timeout=ANSWER_S)
 
-    proxy.arm(1, exchange)  # while it is idle a probe might be the first to notice
+    proxy.arm(1, exchange)  # with an idle server, a probe might notice first
     samples, metrics = world.generate()
     assert plain(samples) == plain(undisturbed)
     assert (metrics["perf/stale_answers"], metrics["perf/servers_serving"]) == (1, 1)
-    samples, metrics = world.generate()  # it was given them anew
+    samples, metrics = world.generate()  # the server got the weights again
     assert plain(samples) == plain(undisturbed)
     assert (metrics["perf/stale_answers"], metrics["perf/servers_serving"]) == (0, 2)
 
 
 def weights_of_rank() -> Iterator[tuple[str, torch.Tensor]]:
-    """As a training engine's: a collective call for each."""
+    """Weights as from a training engine: one collective call for each."""
     for name, tensor in weights():
         torch.distributed.barrier()
         yield name, tensor
 
 
 def one_of_two_ranks(urls: list[str], secret: str, folder: Path) -> list[list[tuple]]:
-    """What this rank gets for requests of its own."""
+    """Return the samples for this rank's requests."""
     os.environ[VARIABLE] = secret
     config, coordinator = configuration(), Coordinator(GlooTransport())
     config.servers.urls = urls
@@ -264,7 +264,7 @@ def one_of_two_ranks(urls: list[str], secret: str, folder: Path) -> list[list[tu
 
 def test_ranks_share_servers_given_by_url(world, undisturbed, tmp_path):
     world.everyone_serves()
-    # Straight to the servers, and not as the engine of this process names them.
+    # Directly to the servers, not through the engine's addresses.
     urls = [server.proxy.upstream + "/" for server in world.servers]
     first, second = run_ranks(2, partial(one_of_two_ranks, urls, world.secret.value, tmp_path))
     wanted = plain(undisturbed)
@@ -273,7 +273,7 @@ def test_ranks_share_servers_given_by_url(world, undisturbed, tmp_path):
 
 
 def test_a_busy_server_counts_its_tokens_before_it_answers(world):
-    """By which it is told from one that hangs."""
+    """The token count distinguishes a slow server from a hung one."""
     world.everyone_serves()
     long = SamplingParams(max_tokens=LONGEST - 64, ignore_eos=True)
     request = Request(1, world.requests[0].token_ids, long)
@@ -289,7 +289,7 @@ def test_a_busy_server_counts_its_tokens_before_it_answers(world):
             assert len((await answer)[0]) == long.max_tokens
             return counts
 
-    # A machine that is busy with other things may look at one answer at its beginning and its end only.
+    # A busy machine may look at an answer only at its beginning and its end.
     for _ in range(30):
         counts = asyncio.run(count())
         assert counts == sorted(counts)
@@ -321,7 +321,7 @@ def test_one_is_killed_and_the_engine_of_one_stops_while_the_ranks_train(world, 
         samples = world.engine.finish(8)
     metrics = world.engine.metrics()
     assert plain(samples) == plain(undisturbed)
-    # What the dead ones had not answered is by the policy that there was when one came back.
+    # Requests that the dead servers had not answered use the weights of the time when a server came back.
     versions = {s.version for s in samples}
     assert 8 in versions
     assert versions <= {1, 8}
