@@ -25,14 +25,14 @@ from tests.support.recovered import Updates
 KINDS = ("SIGKILL", "SIGSTOP, SIGKILL", "SIGTERM", "all at once")
 LONGEST_STOP_S = 1.0
 OF_TRAINING, TRAINING_S = 0.7, 1.5
-"""So many kills come at any moment up to so long after the run trains again; the others at any moment at all."""
+"""Share of kills within these seconds after the run trains again. The other kills come at any time."""
 ANY_S = 6.0
 STUCK_S = 300.0
-"""Without an update and without an end."""
+"""Seconds without an update and without an end after which a run is stuck."""
 LATE_S = 30.0
-"""Processes of a run that has ended must be gone by then."""
+"""Seconds after the end of a run within which its processes must end."""
 ENDS = (EXIT_REQUEUE, -signal.SIGKILL, -signal.SIGTERM)
-"""Of a command that was killed: SIGTERM simply ends an interpreter that has read nothing of ours yet."""
+"""Exit codes of a killed command. SIGTERM ends an interpreter that has not loaded our code yet."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Figures:
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By kind and by the role of the process."""
     recoveries: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Seconds from a kill to the next update by another process, unless another kill came first; by kind."""
+    """By kind, the seconds from a kill to the next update by another process, unless another kill came first."""
     runs: int = 0
     starts: int = 0
     restarts: int = 0

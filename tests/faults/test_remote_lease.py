@@ -26,7 +26,7 @@ from tests.support.sections import prepare, remote_copies, remote_store
 
 EXPIRY_S = 0.6
 LONG_S = 60.0
-"""In its place where a living machine renews: it must not look dead because this process was kept waiting."""
+"""Replaces the wait in tests where a live machine renews, which must not look dead because this process was delayed."""
 
 
 @pytest.fixture(autouse=True)

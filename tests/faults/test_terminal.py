@@ -129,7 +129,7 @@ class Death:
     message: str
     act: Callable[[Terminal], object] = lambda terminal: None
     shows: str = ""
-    """What the screen shows before `act`."""
+    """The text on the screen before `act`."""
     before: str = STEPS
 
 

@@ -56,7 +56,7 @@ COMMANDS = {
 
 
 SLOW = {("import", True), ("convert to DCP", False)}
-"""Beside `merge`, which runs by default; the rest with --full-product. True: over an old target."""
+"""Verbs that run by default, besides `merge`; the others with --full-product. True: over an old target."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
