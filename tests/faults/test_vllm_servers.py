@@ -281,12 +281,12 @@ def test_a_busy_server_counts_its_tokens_before_it_answers(world):
     async def count() -> list[float]:
         async with aiohttp.ClientSession() as session:
             client = ServerClient(session, world.servers[0].url, RequestSettings([1], {}, 512), ANSWER_S, world.secret)
-            label, before = await client.weight_label(), await client.tokens()
-            answer = asyncio.create_task(client.generate([request], 1, label, 1))
+            label, before = await client.weight_label(), (await client.load()).tokens
+            answer = asyncio.create_task(client.generate(request, 1, label, 1))
             counts = [before]
             while not answer.done():
-                counts.append(await client.tokens())
-            assert len((await answer)[0]) == long.max_tokens
+                counts.append((await client.load()).tokens)
+            assert len(await answer) == long.max_tokens
             return counts
 
     # A busy machine may look at an answer only at its beginning and its end.

@@ -20,19 +20,19 @@ from rlhf.rollout.servers.client import (
     ServerClient,
     ServerFailure,
     StaleAnswer,
-    samples_of,
+    sample_of,
 )
+from rlhf.rollout.servers.dispatch import ServerLoad
 from rlhf.rollout.servers.secret import Secret
-from tests.support.sampled import asking
 
 SECRET = Secret("of-this-run-alone", "here")
 PARAMS, VOCAB = SamplingParams(max_tokens=4), 10
-REQUEST = Request(7, [1, 2, 3], PARAMS)
+REQUEST = Request(7, [1, 2, 3], PARAMS, 5)
 
 
-def choice(index: int, tokens: tuple[int, ...] = (4, 9), label: str = "w1") -> dict[str, Any]:
+def choice(tokens: tuple[int, ...] = (4, 9), label: str = "w1") -> dict[str, Any]:
     return {
-        "index": index,
+        "index": 0,
         "token_ids": list(tokens),
         "finish_reason": "stop",
         "logprobs": {"content": [{"token_id": token, "logprob": -0.5} for token in tokens]},
@@ -41,18 +41,15 @@ def choice(index: int, tokens: tuple[int, ...] = (4, 9), label: str = "w1") -> d
 
 
 def answer() -> dict[str, Any]:
-    return {"request_id": "x", "choices": [choice(1), choice(0, (4, 5, 6, 9))]}
+    return {"request_id": "x", "choices": [choice()]}
 
 
-def read(content: Any, label: str = "w1") -> list[Sample]:
-    return samples_of(json.dumps(content).encode(), asking([REQUEST], PARAMS, 2), VOCAB, label, 3)
+def read(content: Any, label: str = "w1") -> Sample:
+    return sample_of(json.dumps(content).encode(), REQUEST, VOCAB, label, 3)
 
 
-def test_samples_in_their_order_with_their_version():
-    assert read(answer()) == [
-        Sample.of(7, 0, [4, 5, 6, 9], [-0.5] * 4, "stop", 3),
-        Sample.of(7, 1, [4, 9], [-0.5] * 2, "stop", 3),
-    ]
+def test_a_sample_with_its_number_and_version():
+    assert read(answer()) == Sample.of(7, 5, [4, 9], [-0.5] * 2, "stop", 3)
 
 
 def change(key: str, value: Any) -> Callable[[dict], Any]:
@@ -64,12 +61,10 @@ def change_entry(key: str, value: Any) -> Callable[[dict], Any]:
 
 
 BROKEN: dict[str, tuple[Callable[[dict], Any], str]] = {
-    "no choices": (lambda c: c.pop("choices"), "without choices"),
-    "choices of another kind": (lambda c: c.__setitem__("choices", [1, 2]), "without choices"),
-    "one too few": (lambda c: c["choices"].pop(), "of 1 samples"),
-    "one too many": (lambda c: c["choices"].append(choice(2)), "of 3 samples"),
-    "one twice": (change("index", 0), "numbered"),
-    "no number": (change("index", None), "numbered"),
+    "no choices": (lambda c: c.pop("choices"), "one choice"),
+    "a choice of another kind": (lambda c: c.__setitem__("choices", [1]), "one choice"),
+    "none": (lambda c: c["choices"].pop(), "one choice"),
+    "one too many": (lambda c: c["choices"].append(choice()), "one choice"),
     "no tokens": (change("token_ids", None), "token_ids"),
     "none at all": (change("token_ids", []), "0 tokens"),
     "too long": (change("token_ids", [1] * 5), "5 tokens"),
@@ -107,21 +102,21 @@ def test_a_broken_answer_is_a_failure_of_the_server(name):
 @given(st.binary() | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(json.dumps))
 def test_garbage_is_a_failure_of_the_server(garbage):
     with pytest.raises(ServerFailure):
-        samples_of(garbage if isinstance(garbage, bytes) else garbage.encode(), [REQUEST], VOCAB, "w1", 3)
+        sample_of(garbage if isinstance(garbage, bytes) else garbage.encode(), REQUEST, VOCAB, "w1", 3)
 
 
 def test_deep_garbage_is_a_failure_of_the_server():
     with pytest.raises(ServerFailure, match="not JSON"):
-        samples_of(b"[" * 100_000, [REQUEST], VOCAB, "w1", 3)
+        sample_of(b"[" * 100_000, REQUEST, VOCAB, "w1", 3)
 
 
 def test_an_answer_by_other_weights_is_refused():
     with pytest.raises(StaleAnswer, match=r"\['w1'\], not 'w2'"):
         read(answer(), label="w2")
     content = answer()
-    content["choices"][1]["weight_versions"] = [
-        {"version": "w1", "start": 0, "end": 3},
-        {"version": "w2", "start": 3, "end": 4},
+    content["choices"][0]["weight_versions"] = [
+        {"version": "w1", "start": 0, "end": 1},
+        {"version": "w2", "start": 1, "end": 2},
     ]
     with pytest.raises(StaleAnswer, match="'w2'"):
         read(content)
@@ -150,8 +145,8 @@ def ask(handler: Callable, use: Callable, answer_timeout_s: float = 30.0) -> Any
     return asyncio.run(run())
 
 
-def generate(params: SamplingParams = PARAMS, n: int = 2) -> Callable:
-    return lambda client: client.generate(asking([REQUEST], params, n), 11, "w1", 3)
+def generate() -> Callable:
+    return lambda client: client.generate(REQUEST, 11, "w1", 3)
 
 
 def test_what_is_asked():
@@ -161,19 +156,10 @@ def test_what_is_asked():
         bodies.append((request.method, request.path, await request.json()))
         return web.json_response(answer())
 
-    assert [s.sample for s in ask(handler, generate())] == [0, 1]
+    assert ask(handler, generate()).sample == 5
     method, path, body = bodies[0]
     assert (method, path, body["token_ids"]) == ("POST", "/inference/v1/generate", [1, 2, 3])
-    assert {"n": 2, "seed": 11, "max_tokens": 4, "stop_token_ids": [9]}.items() <= body["sampling_params"].items()
-
-
-def test_greedy_samples_are_asked_for_once():
-    async def handler(request: web.Request) -> web.Response:
-        assert (await request.json())["sampling_params"]["n"] == 1
-        return web.json_response({"choices": [choice(0)]})
-
-    samples = ask(handler, generate(SamplingParams(temperature=0.0, max_tokens=4), 3))
-    assert samples == [Sample.of(7, i, [4, 9], [-0.5] * 2, "stop", 3) for i in range(3)]
+    assert {"n": 1, "seed": 11, "max_tokens": 4, "stop_token_ids": [9]}.items() <= body["sampling_params"].items()
 
 
 def test_life_label_and_version():
@@ -190,15 +176,19 @@ vllm:prompt_tokens_total{engine="0",model_name="policy"} 80.0
 vllm:generation_tokens_total{engine="0",model_name="policy"} 1.5e+02
 vllm:generation_tokens_total{engine="1",model_name="policy"} 7.0
 vllm:generation_tokens_created{engine="0",model_name="policy"} 1.7e+09
+vllm:num_requests_running{engine="0",model_name="policy"} 3.0
+vllm:num_requests_running{engine="1",model_name="policy"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="policy"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 2.0
 """
 
 
-def test_tokens_are_counted_over_prompts_responses_and_engines():
+def test_the_load_is_summed_over_prompts_responses_and_engines():
     async def handler(request: web.Request) -> web.Response:
         assert request.path == "/metrics"
         return web.Response(text=METRICS)
 
-    assert ask(handler, lambda client: client.tokens()) == 237.0
+    assert ask(handler, lambda client: client.load()) == ServerLoad(237.0, 7, 2)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +203,7 @@ def test_a_server_that_does_not_count(text, error, words):
         return web.Response(text=text)
 
     with pytest.raises(error, match=words):
-        ask(handler, lambda client: client.tokens())
+        ask(handler, lambda client: client.load())
 
 
 def test_the_secret_is_shown_on_every_route_and_taken_nowhere_else():
@@ -226,7 +216,7 @@ def test_the_secret_is_shown_on_every_route_and_taken_nowhere_else():
         return web.Response(status=307, headers={"Location": "/elsewhere"})
 
     calls: list[Callable] = [generate()]
-    calls += [lambda c: c.weight_label(), lambda c: c.version(), lambda c: c.tokens()]
+    calls += [lambda c: c.weight_label(), lambda c: c.version(), lambda c: c.load()]
     for call in calls:
         with pytest.raises(ServerFailure, match="HTTP 307"):
             ask(handler, call)

@@ -119,7 +119,7 @@ def test_a_busy_server_is_alive_as_long_as_it_computes_tokens():
     for tokens in range(100, 110):
         assert health.due(now) == "count"
         health.counting(now)
-        assert health.due(now + 4.9) == "nothing"
+        assert health.due(now + 1.9) == "nothing"
         assert health.overdue(now + 4.9) is None
         health.counted(now + 4.9, tokens)
         now += 5.0
@@ -165,7 +165,7 @@ def test_an_idle_server_is_asked_for_its_label_now_and_then_and_a_busy_one_how_f
     health.request_sent(12.0)
     assert health.due(12.0) == "count"
     health.counting(12.0)
-    assert (health.due(16.9), health.due(17.0)) == ("nothing", "count")  # a quarter of the deadline
+    assert (health.due(13.9), health.due(14.0)) == ("nothing", "count")
     health.request_finished(17.0)
     assert (health.due(19.0), health.due(20.0)) == ("nothing", "probe")
 

@@ -35,7 +35,7 @@ class Admission:
             ) from rejected
         if problem:
             raise UserError(f"The rollout server {url} cannot be used: {problem}.")
-        await client.tokens()
+        await client.load()
         if not ours and url not in self._warned and not await client.requires_secret():
             self._warned.add(url)
             log.warning(

@@ -11,13 +11,15 @@ import aiohttp
 from rlhf.errors import UserError
 from rlhf.rollout.engine import Request
 from rlhf.rollout.sample import Sample
+from rlhf.rollout.servers.dispatch import ServerLoad
 from rlhf.rollout.servers.secret import Secret
-from rlhf.rollout.vllm.requests import copies_of, sampling_kwargs
+from rlhf.rollout.vllm.requests import sampling_kwargs
 
 CONNECT_S = 10.0
 LOWEST_LOG_PROB = -9999.0  # value that vLLM's server sends for a log-prob that is not a number
 ROUNDING = 1e-3  # tolerance for log-probs above 0
-_COUNTERS = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total")
+_TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+_RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 SHOWN = 200  # maximal number of characters of an answer in an error
 
 
@@ -44,6 +46,11 @@ class RequestSettings:
     eos: Sequence[int]
     structured_outputs: Mapping[str, Any]
     vocab_size: int
+
+
+def open_session() -> aiohttp.ClientSession:
+    # Connections are not kept: the server may close a connection just when a request reuses it.
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
 
 
 class ServerClient:
@@ -76,40 +83,46 @@ class ServerClient:
     async def version(self) -> str:
         return _text(_parsed(await self._call("GET", "/version", self._short)), "version")
 
-    async def tokens(self) -> float:
-        """Return the number of prompt and response tokens since the server started. Raises UserError if the server
-        does not count tokens."""
+    async def load(self) -> ServerLoad:
+        """Return the server's load, summed over its engines. Raises UserError if the server does not count tokens."""
         content = await self._call("GET", "/metrics", self._short)
-        counts = [line.rpartition(b" ")[2] for line in content.splitlines() if line.startswith(_COUNTERS)]
-        if not counts:
+        # One value per engine of the server, by metric.
+        values: dict[str, list[float]] = {name: [] for name in (*_TOKENS, _RUNNING, _WAITING)}
+        try:
+            for line in content.decode(errors="replace").splitlines():
+                if (name := line.partition("{")[0].partition(" ")[0]) in values:
+                    values[name].append(float(line.rpartition(" ")[2]))
+        except ValueError as error:
+            raise ServerFailure(f"/metrics: {error}") from error
+        if not any(values[name] for name in _TOKENS):
             raise UserError(
                 f"The rollout server {self._url} does not count its tokens, so a busy server looks like a hung "
                 "server. Start it without --disable-log-stats (rollout.engine_kwargs.vllm)."
             )
-        try:
-            return sum(map(float, counts))
-        except ValueError as error:
-            raise ServerFailure(f"/metrics: {error}") from error
+        return ServerLoad(
+            tokens=sum(sum(values[name]) for name in _TOKENS),
+            running=int(sum(values[_RUNNING])),
+            waiting=int(sum(values[_WAITING])),
+        )
 
-    async def generate(self, requests: Sequence[Request], seed: int, label: str, version: int) -> list[Sample]:
-        """Return the samples of siblings. Wait without a deadline.
+    async def generate(self, request: Request, seed: int, label: str, version: int) -> Sample:
+        """Return the sample of `request`, drawn with `seed`. Wait without a deadline.
 
         Args:
-            seed: of the first sample.
             label: label of the weights that the server must use, the policy after `version` steps.
 
         Raises:
             StaleAnswer: the server used other weights for a part of the answer.
             UserError: the server rejects the request, as any other server would.
         """
-        first, n, settings = requests[0], copies_of(requests), self._settings
+        settings = self._settings
         body = {
-            "token_ids": first.token_ids,
-            "sampling_params": sampling_kwargs(first.params, n, seed, settings.eos, settings.structured_outputs),
+            "token_ids": request.token_ids,
+            "sampling_params": sampling_kwargs(request.params, 1, seed, settings.eos, settings.structured_outputs),
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         answer = await self._call("POST", "/inference/v1/generate", timeout, body)
-        return samples_of(answer, requests, settings.vocab_size, label, version)
+        return sample_of(answer, request, settings.vocab_size, label, version)
 
     async def _call(
         self,
@@ -147,32 +160,20 @@ class ServerClient:
         return content
 
 
-def samples_of(content: bytes, requests: Sequence[Request], vocab_size: int, label: str, version: int) -> list[Sample]:
-    """Return the checked samples of siblings in an answer.
+def sample_of(content: bytes, request: Request, vocab_size: int, label: str, version: int) -> Sample:
+    """Return the checked sample in an answer.
 
     Raises:
         ServerFailure: something is missing or invalid.
         StaleAnswer: the answer is valid, but a part of it was generated with other weights than `label`.
     """
     choices = _parsed(content).get("choices")
-    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise ServerFailure(f"an answer without choices: {_short(content.decode(errors='replace'))}")
-    found = {choice["index"]: choice for choice in choices if _is_int(choice.get("index"))}
-    n = copies_of(requests)
-    if len(choices) != n or sorted(found) != list(range(n)):
-        raise ServerFailure(f"an answer of {len(choices)} samples numbered {sorted(found)}; expected {n}")
-    samples, foreign = [], set()
-    for i, request in enumerate(requests):
-        index = i % n
-        try:
-            sample, labels = _sample(found[index], request, vocab_size, version)
-        except ServerFailure as error:
-            raise ServerFailure(f"sample {index} of an answer: {error}") from None
-        samples.append(sample)
-        foreign |= labels - {label}
-    if foreign:
-        raise StaleAnswer(f"an answer by the weights {sorted(foreign)}, not {label!r}")
-    return samples
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise ServerFailure(f"not an answer with one choice: {_short(content.decode(errors='replace'))}")
+    sample, labels = _sample(choices[0], request, vocab_size, version)
+    if labels != {label}:
+        raise StaleAnswer(f"an answer by the weights {sorted(labels - {label})}, not {label!r}")
+    return sample
 
 
 def _sample(choice: dict[str, Any], request: Request, vocab_size: int, version: int) -> tuple[Sample, set[str]]:

@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,8 @@ from rlhf.events import GENERATING, report
 from rlhf.rollout.engine import Request, siblings
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.servers.admission import Admission
-from rlhf.rollout.servers.client import RequestSettings, ServerClient, ServerFailure, StaleAnswer
+from rlhf.rollout.servers.client import RequestSettings, ServerClient, ServerFailure, StaleAnswer, open_session
+from rlhf.rollout.servers.dispatch import Concurrency, SampleQueue
 from rlhf.rollout.servers.health import Budget, ServerHealth
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.server_process import ServerProcess
@@ -36,30 +37,27 @@ class ServersFailed(RuntimeError):
 
 @dataclass
 class _Member:
+    number: int
     health: ServerHealth
     client: ServerClient
     url: str
+    concurrency: Concurrency
     process: ServerProcess | None = None
     log: Path | None = None
     starts: int = 0
     pushing: bool = False
-    load: int = 0  # number of samples in flight
-    tasks: dict[asyncio.Task, int] = field(default_factory=dict)  # each task, with the index of the group that it sent
+    tasks: dict[asyncio.Task, int] = field(default_factory=dict)  # each task, with the index of its request
     probe: asyncio.Task | None = None
     probe_error: str = NO_ANSWER  # error of the last probe; empty if the probe succeeded
 
 
 @dataclass
 class _Generation:
-    groups: Sequence[Sequence[Request]]  # requests for samples of one prompt; one HTTP request asks for a whole group
+    requests: Sequence[Request]
     seed: int
     step: int
-    queue: deque[int]  # indices of the groups that are not sent yet
-    samples: dict[int, list[Sample]] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        return sum(map(len, self.groups))
+    queue: SampleQueue
+    samples: dict[int, Sample] = field(default_factory=dict)  # by index of the request
 
 
 class FleetLoop:
@@ -69,7 +67,8 @@ class FleetLoop:
         processes: servers that this run starts, by log file. If empty, the servers are `settings.urls`.
         request_settings: settings that all requests share.
         secret: sent to each server with every request.
-        capacity: number of samples that a server decodes together.
+        capacity: number of samples that a server decodes together; `Concurrency` adapts it to the reported load.
+        open_session: opens the HTTP session.
 
     A `label` names weights: requests go only to servers with the wanted label, and other answers are rejected.
     """
@@ -82,11 +81,12 @@ class FleetLoop:
         secret: Secret,
         *,
         capacity: int,
+        open_session: Callable[[], AbstractAsyncContextManager[aiohttp.ClientSession]] = open_session,
     ) -> None:
         self.closing = False
         self.error: BaseException | None = None  # an error that no restart of a server fixes
         self._settings, self.processes, self._capacity = settings, processes, capacity
-        self._request_settings = request_settings
+        self._request_settings, self._open_session = request_settings, open_session
         self._secret, self._admission = secret, Admission(secret)
         self._budget = Budget(settings.max_failures)
         self._members: list[_Member] = []
@@ -97,18 +97,16 @@ class FleetLoop:
 
     async def run(self, began: Callable[[], None]) -> None:
         """Monitor the servers until `closing`; call `began` once the other methods are usable."""
-        # Connections are not kept: the server may close a connection just when a request reuses it.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(connector=connector) as self._session:
-            now = time.monotonic()
+        async with self._open_session() as self._session:
+            now = _now()
             if self.processes:
-                self._members = [self._member("", now, process, log) for log, process in self.processes.items()]
+                self._members = [self._member(i, now, "", *item) for i, item in enumerate(self.processes.items())]
             else:
-                self._members = [self._member(url.rstrip("/"), now) for url in self._settings.urls]
+                self._members = [self._member(i, now, url.rstrip("/")) for i, url in enumerate(self._settings.urls)]
             began()
             while not self.closing:
                 for member in self._members:
-                    self._advance(member, time.monotonic())
+                    self._advance(member, _now())
                 self._dispatch()
                 async with self._news:
                     self._news.notify_all()
@@ -116,20 +114,22 @@ class FleetLoop:
                     await asyncio.wait_for(self._wake.wait(), TICK_S)
                 self._wake.clear()
 
-    def _member(self, url: str, now: float, process: ServerProcess | None = None, log: Path | None = None) -> _Member:
+    def _member(
+        self, number: int, now: float, url: str, log: Path | None = None, process: ServerProcess | None = None
+    ) -> _Member:
         health = ServerHealth(self._settings, self._budget, ours=process is not None, now=now)
-        return _Member(health, self._client(url), url, process, log)
+        return _Member(number, health, self._client(url), url, Concurrency(self._capacity), process, log)
 
     def _client(self, url: str) -> ServerClient:
         return ServerClient(self._session, url, self._request_settings, self._settings.answer_timeout_s, self._secret)
 
-    async def until(self, generating: bool, seconds: float) -> FleetState | None:
+    async def until(self, seconds: float, *, generating: bool, any_stale: bool) -> FleetState | None:
         """Wait as `Fleet.wait`."""
-        outcome_now = self._ended if generating else self._ready
+        outcome_now = partial(self._ended, any_stale) if generating else self._ready
         self._budget.needed = True
-        end = time.monotonic() + seconds
+        end = _now() + seconds
         async with self._news:
-            while (outcome := outcome_now()) is None and (left := end - time.monotonic()) > 0:
+            while (outcome := outcome_now()) is None and (left := end - _now()) > 0:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), left)
         if outcome is not None:
@@ -156,14 +156,13 @@ class FleetLoop:
             if member.pushing:
                 member.pushing = False
                 error = errors.get(member.url, "the push skipped this server")
-                member.health.pushed(time.monotonic(), label, error)
+                member.health.pushed(_now(), label, error)
                 if error is not None:
                     self._log_failure(member, f"the push of the weights failed: {error}")
 
     def begin(self, requests: Sequence[Request], seed: int, step: int) -> None:
         """Start to generate; `until` waits for the end, and `pop_samples` returns the samples."""
-        groups = [[requests[i] for i in indices] for indices in siblings(requests)]
-        self._generation = _Generation(groups, seed, step, deque(range(len(groups))))
+        self._generation = _Generation(requests, seed, step, SampleQueue(siblings(requests)))
         self._budget.needed = True
         self._wake.set()
 
@@ -171,11 +170,11 @@ class FleetLoop:
         """Return the sample of each request, in order, after `until` has returned `done`."""
         generation, self._generation = self._generation, None
         assert generation is not None
-        return [sample for i in range(len(generation.groups)) for sample in generation.samples[i]]
+        return [generation.samples[i] for i in range(len(generation.requests))]
 
     def metrics(self) -> dict[str, float]:
         counts, self._counts = self._counts, Counter()
-        names = ("server_failures", "server_restarts", "requests_repeated", "stale_answers")
+        names = ("server_failures", "server_restarts", "requests_repeated", "requests_moved", "stale_answers")
         serving = sum(member.health.state == "serving" for member in self._members)
         return {"perf/servers_serving": float(serving)} | {f"perf/{name}": float(counts[name]) for name in names}
 
@@ -183,13 +182,13 @@ class FleetLoop:
         self._check()
         return "ready" if any(m.health.state in ("stale", "serving") for m in self._members) else None
 
-    def _ended(self) -> FleetState | None:
+    def _ended(self, any_stale: bool) -> FleetState | None:
         self._check()
         assert self._generation is not None
-        if len(self._generation.samples) == len(self._generation.groups):
+        if len(self._generation.samples) == len(self._generation.requests):
             return "done"
         states = {m.health.state for m in self._members}
-        return "weights" if "stale" in states and "serving" not in states else None
+        return "weights" if "stale" in states and (any_stale or "serving" not in states) else None
 
     def _check(self) -> None:
         if self.error is not None:
@@ -236,7 +235,7 @@ class FleetLoop:
         member.url = process.url
         member.client = self._client(member.url)
         member.probe_error = NO_ANSWER
-        member.health.started(time.monotonic())
+        member.health.started(_now())
         started = "restarted" if member.starts else "started"
         self._counts["server_restarts"] += bool(member.starts)
         member.starts += 1
@@ -249,7 +248,7 @@ class FleetLoop:
                 await self._admission.check(member.client, member.url, ours=member.process is not None)
             label = await member.client.weight_label()
             failures = health.failures
-            health.probed(time.monotonic(), label)
+            health.probed(_now(), label)
             if health.failures > failures:
                 self._counts["server_failures"] += 1
                 log.warning("Rollout server %s: %s.", member.url, health.reasons[-1])
@@ -257,9 +256,11 @@ class FleetLoop:
                 log.info("Rollout server %s is up, with the weights %r.", member.url, label)
 
     async def _count(self, member: _Member) -> None:
-        """Read the token count of a busy server. An error counts as a failure only when the deadline passes."""
+        """Read the load of a busy server. An error counts as a failure only when the deadline passes."""
         with self._probing(member, may_fail=True):
-            member.health.counted(time.monotonic(), await member.client.tokens())
+            load = await member.client.load()
+            member.health.counted(_now(), load.tokens)
+            member.concurrency.reported(load)
 
     @contextmanager
     def _probing(self, member: _Member, *, may_fail: bool) -> Iterator[None]:
@@ -277,25 +278,43 @@ class FleetLoop:
             self._wake.set()
 
     def _dispatch(self) -> None:
-        """Send each queued group to the server with the fewest samples in flight, up to each server's capacity."""
+        """Send queued requests, each to the server with the most room."""
         generation = self._generation
-        while generation is not None and generation.queue:
-            n = len(generation.groups[generation.queue[0]])
-            serving = [m for m in self._members if m.health.state == "serving"]
-            free = [m for m in serving if not m.load or m.load + n <= self._capacity]
-            if not free:
+        if generation is None:
+            return
+        serving = [member for member in self._members if member.health.state == "serving"]
+        if not generation.queue:
+            self._recall(generation, serving)
+        while generation.queue and serving:
+            member = max(serving, key=lambda member: member.concurrency.room)
+            if member.concurrency.room <= 0:
                 return
-            member, index = min(free, key=lambda m: m.load), generation.queue.popleft()
-            member.load += n
-            member.health.request_sent(time.monotonic())
+            index = generation.queue.pop(member.number)
+            member.concurrency.sent()
+            member.health.request_sent(_now())
             member.tasks[asyncio.create_task(self._send(member, generation, index))] = index
 
+    def _recall(self, generation: _Generation, serving: Sequence[_Member]) -> None:
+        """Take back the youngest samples of servers on which samples wait, as many as other servers have room for."""
+        for member in serving:
+            others = [other.concurrency for other in serving if other is not member and other.concurrency.room > 0]
+            count = min(member.concurrency.waiting, sum(other.limit - other.in_flight for other in others))
+            # vLLM starts samples in the order in which they came, so the youngest wait.
+            youngest = list(member.tasks)[len(member.tasks) - count :]
+            if youngest:
+                generation.queue.put_back(member.number, [member.tasks.pop(task) for task in youngest])
+                member.concurrency.recalled(len(youngest))
+                self._counts["requests_moved"] += len(youngest)
+            for task in youngest:
+                member.health.request_recalled()
+                task.cancel()
+
     async def _send(self, member: _Member, generation: _Generation, index: int) -> None:
-        group, task = generation.groups[index], asyncio.current_task()
+        request, task = generation.requests[index], asyncio.current_task()
         assert task is not None
         try:
-            seed = request_seed(generation.seed, generation.step, group[0].uid) + group[0].sample
-            samples = await member.client.generate(group, seed, self._label, self._version)
+            seed = request_seed(generation.seed, generation.step, request.uid) + request.sample
+            sample = await member.client.generate(request, seed, self._label, self._version)
         except ServerFailure as failure:
             if task in member.tasks:
                 self._fail(member, str(failure), gone=failure.hung)
@@ -311,15 +330,15 @@ class FleetLoop:
         else:
             # The requests of a dropped server are queued again.
             if member.tasks.pop(task, None) is not None:
-                generation.samples[index] = samples
-                report(GENERATING, sum(map(len, generation.samples.values())), generation.total)
-                member.load -= len(group)
-                member.health.request_finished(time.monotonic())
+                generation.samples[index] = sample
+                report(GENERATING, len(generation.samples), len(generation.requests))
+                member.concurrency.finished()
+                member.health.request_finished(_now())
         finally:
             self._wake.set()
 
     def _fail(self, member: _Member, reason: str, *, gone: bool = False) -> None:
-        member.health.failed(time.monotonic(), reason, gone=gone)
+        member.health.failed(_now(), reason, gone=gone)
         self._log_failure(member, reason)
         self._drop(member)
         if gone and member.process is not None:
@@ -331,13 +350,19 @@ class FleetLoop:
 
     def _drop(self, member: _Member) -> None:
         """Put the server's requests back at the head of the queue, and cancel its tasks."""
-        tasks, member.tasks, member.load = member.tasks, {}, 0
-        if tasks and self._generation is not None:
+        tasks, member.tasks = member.tasks, {}
+        member.concurrency.dropped()
+        if self._generation is not None:
             self._counts["requests_repeated"] += len(tasks)
-            self._generation.queue.extendleft(sorted(tasks.values(), reverse=True))
+            self._generation.queue.put_back(member.number, tasks.values())
         for task in [*tasks, member.probe]:
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
+
+
+def _now() -> float:
+    """Return the event loop's monotonic clock, which simulations replace."""
+    return asyncio.get_running_loop().time()
 
 
 def _describe(member: _Member) -> str:

@@ -10,8 +10,8 @@ State = Literal["starting", "serving", "stale", "dead"]
 Due = Literal["nothing", "start", "probe", "count", "push", "give_up"]
 
 PROBE_EVERY_S = 1.0  # interval in seconds between probes of a starting server
-WATCH_EVERY_S = 10.0
-"""Interval in seconds between probes of an idle server, and upper limit of the interval between token counts."""
+WATCH_EVERY_S = 10.0  # interval in seconds between probes of an idle server
+COUNT_EVERY_S = 2.0  # longest interval in seconds between load reports of a busy server
 REASONS_KEPT = 3
 
 
@@ -107,7 +107,7 @@ class ServerHealth:
             self._become("serving" if current else "stale", now)
 
     def counting(self, now: float) -> None:
-        self._next_count = now + min(WATCH_EVERY_S, self._settings.answer_timeout_s / 4)
+        self._next_count = now + min(COUNT_EVERY_S, self._settings.answer_timeout_s / 4)
 
     def counted(self, now: float, tokens: float) -> None:
         """Record the server's token count; any change is progress, however slow."""
@@ -142,6 +142,9 @@ class ServerHealth:
         self.in_flight -= 1
         self._last_progress, self.failures = now, 0
         self._budget.finished()
+
+    def request_recalled(self) -> None:
+        self.in_flight -= 1
 
     def outdated(self, reason: str) -> None:
         """Record that the server uses other weights than wanted; its requests count as dropped."""

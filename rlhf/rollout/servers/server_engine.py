@@ -80,10 +80,12 @@ class ServerEngine:
 
     def finish(self, version: int) -> list[Sample]:
         """Return the sample of each of this rank's requests of `begin`. Raises ServersFailed as `generate`."""
-        while self._outcome() == "weights":
-            # The policy may have changed since `begin`.
-            self._version = version
-            self._new_label(version)
+        # A server that restarted receives the weights at once, unless the policy has changed since `begin`: then the
+        # other servers finish the generation with their weights.
+        while self._outcome(any_stale=version == self._version) == "weights":
+            if version != self._version:
+                self._version = version
+                self._new_label(version)
             self._push(version)
         parts: list[list[Sample]] = []
 
@@ -108,10 +110,12 @@ class ServerEngine:
         """Return once a server is alive. Collective."""
         self._outcome(generating=False)
 
-    def _outcome(self, *, generating: bool = True) -> FleetState:
+    def _outcome(self, *, generating: bool = True, any_stale: bool = False) -> FleetState:
         """Return the state that the fleet reaches. Collective."""
         while True:
-            outcome = self._on_leader(lambda fleet: fleet.wait(KEEP_ALIVE_S, generating))
+            outcome = self._on_leader(
+                lambda fleet: fleet.wait(KEEP_ALIVE_S, generating=generating, any_stale=any_stale)
+            )
             if outcome is not None:
                 return outcome
             if generating:  # a restart of servers may take long; the fleet has its own deadlines
