@@ -20,8 +20,7 @@ class LoadedSources:
     """
 
     def __init__(self) -> None:
-        self._files = {path: _mark(path) for path in _PACKAGE.rglob("*.py")}
-        self._installed = dict(_installed())
+        self._files, self._installed = dict(_own()), dict(_installed())
 
     def add_modules(self) -> None:
         for module in list(sys.modules.values()):
@@ -36,6 +35,15 @@ class LoadedSources:
             differing = self._installed.items() ^ set(_installed())
             changed = min((path for path, _ in differing), default=None)
         return None if changed is None else f"{changed} has changed since it imported its modules"
+
+
+def code_on_disk() -> list[tuple[str, Mark]]:
+    """Return the marks of the trainer's own files and of the installed distributions, sorted."""
+    return sorted((str(path), mark) for path, mark in [*_own(), *_installed()])
+
+
+def _own() -> Iterator[tuple[Path, Mark]]:
+    yield from ((path, _mark(path)) for path in _PACKAGE.rglob("*.py"))
 
 
 def _installed() -> Iterator[tuple[Path, Mark]]:

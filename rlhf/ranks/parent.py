@@ -10,7 +10,9 @@ from pathlib import Path
 SUPERVISOR_PID = "RLHF_SUPERVISOR_PID"
 """Process id of a rank's supervisor. Without this variable (torchrun, a debugger) a rank logs its errors itself."""
 PARENT_PID = "RLHF_PARENT_PID"
-"""Process id of the parent: a rank's supervisor or launcher, or a rollout server's rank."""
+"""Process id of the parent: a rank's supervisor or launcher, or a rollout server's keeper."""
+KEEPER = "RLHF_SERVER_KEEPER"
+"""Path of the socket of the process that keeps a run's rollout servers; set by the supervisor."""
 STOPPED = ("T", "t")
 """States (`state_of`) of a process that a signal or a debugger has stopped."""
 _PR_SET_PDEATHSIG = 1

@@ -24,11 +24,13 @@ from rlhf.models.adapter_layers import add_adapters
 from rlhf.models.adapter_start import fill_from_seed
 from rlhf.rollout import Request, SamplingParams
 from rlhf.rollout.embedded import build_embedded_engine
+from rlhf.rollout.servers.keeper import Keeper, processes_of
 from rlhf.rollout.servers.secret import Secret, SecretMiddleware
-from rlhf.rollout.servers.server_process import ServerProcess, processes_of
+from rlhf.rollout.servers.server_process import ServerProcess
 from rlhf.rollout.servers.weights import push as push_module
 from rlhf.rollout.servers.weights.pull import WeightServer
 from rlhf.rollout.servers.weights.push import WeightPush
+from tests.support.kept_servers import kept
 from tests.support.launching import question
 from tests.support.numeric_ranks import single_rank
 from tests.support.sampled import sampled
@@ -81,7 +83,7 @@ class Server:
 
     def __init__(self, folder: Path, log: Path) -> None:
         self.log = log
-        self.process = ServerProcess(settings(), folder, LONGEST, CPU, (), SECRET, log)
+        self.process = ServerProcess(settings(), folder, LONGEST, CPU, (), SECRET, log, Keeper())
 
     def wait(self) -> None:
         end = time.monotonic() + START_S
@@ -200,8 +202,7 @@ def test_weights_of_a_trainer_with_another_secret_are_not_fetched(server: Server
 
 def test_the_secret_is_on_no_command_line_and_in_no_log_and_the_port_is_this_machines(server: Server):
     server.wait()
-    process = server.process._process
-    assert process is not None
+    process = kept(server.process).process
     group = processes_of(process.pid)
     for pid in group:
         assert SECRET.value.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -361,8 +362,7 @@ def test_an_error_of_the_weights_themselves_propagates(server: Server):
 
 def test_a_killed_server_leaves_nothing_behind(server: Server):
     server.wait()
-    process = server.process._process
-    assert process is not None
+    process = kept(server.process).process
     group = processes_of(process.pid)
     assert len(group) > 2
     os.kill(process.pid, signal.SIGKILL)
@@ -375,8 +375,7 @@ def test_a_killed_server_leaves_nothing_behind(server: Server):
     server.process.start()
     assert server.process.url != first
     time.sleep(3)  # while it imports
-    again = server.process._process
-    assert again is not None
+    again = kept(server.process).process
     server.process.kill()
     assert not processes_of(again.pid)
     assert server.process.poll() == -signal.SIGKILL

@@ -118,7 +118,9 @@ def test_slots_stay_busy_until_the_queue_is_dry():
 
 def test_a_server_with_fewer_slots_than_assumed_keeps_only_a_small_queue():
     """The client assumes 64 samples at once on both servers; one decodes 4 at a time."""
-    few, many = (ScriptedServer(ServerSpeed(slots=slots, per_sample_s=0.0), lambda body: 500) for slots in (4, 64))
+    few, many = (
+        ScriptedServer(ServerSpeed(slots=slots, base_s=0.2, per_sample_s=0.0), lambda body: 50) for slots in (4, 64)
+    )
     made = generate([few, many], groups_of(64, 8), capacity=64)
     assert made.seconds < 1.5 * sum(map(len, made.samples)) * few.speed.base_s / (4 + 64)
 
@@ -139,14 +141,14 @@ def test_a_server_that_stops_in_mid_answer_is_a_failure_within_its_deadline():
 
 
 def test_the_samples_of_a_server_that_dies_are_generated_by_the_others():
-    servers = [ScriptedServer(ServerSpeed(slots=8), lambda body: 300) for _ in range(3)]
+    servers = [ScriptedServer(ServerSpeed(slots=8, base_s=0.1), lambda body: 60) for _ in range(3)]
     made = generate(servers, groups_of(24, 4), capacity=8, max_failures=100, at=[(10.0, servers[1].die)])
     assert [(s.uid, s.sample) for s in made.samples] == [(uid, i) for uid in range(24) for i in range(4)]
     assert made.metrics["perf/requests_repeated"] == 8
 
 
 def test_a_server_that_restarts_in_mid_generation_receives_the_weights_and_samples():
-    servers = [ScriptedServer(ServerSpeed(slots=8), lambda body: 300) for _ in range(2)]
+    servers = [ScriptedServer(ServerSpeed(slots=8, base_s=0.1), lambda body: 60) for _ in range(2)]
     events = [(10.0, servers[1].die), (20.0, servers[1].restart)]
     generate(servers, groups_of(60, 4), capacity=8, max_failures=100, at=events)
-    assert servers[1].tokens > 300 * 80
+    assert servers[1].tokens > 60 * 80

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from rlhf.config import RolloutConfig
-from rlhf.ranks.parent import PARENT_PID
 from rlhf.rollout.servers.__main__ import server_flags
+from rlhf.rollout.servers.keeper import Keeper, processes_of
 from rlhf.rollout.servers.secret import VARIABLE, Secret
-from rlhf.rollout.servers.server_process import as_flags, environment, flags, processes_of, scratch_environment
-from rlhf.rollout.servers.weights.plugin import SCRATCH_NAME
-from rlhf.storage.scratch import Scratch
+from rlhf.rollout.servers.server_process import ServerProcess, as_flags, environment, flags
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SECRET = Secret("of-this-run-alone", "here")
@@ -82,23 +80,25 @@ def test_a_server_is_no_rank_and_sees_its_gpus_only():
         "TORCHELASTIC_RUN_ID": "x",
         "HOME": "h",
     }
-    found = environment(rank | {"CUDA_VISIBLE_DEVICES": "0", PARENT_PID: "1"}, CUDA, ("4", "5"), SECRET)
-    assert found.keys() == {"HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", PARENT_PID, VARIABLE}
+    found = environment(rank | {"CUDA_VISIBLE_DEVICES": "0", "TORCHINDUCTOR_CACHE_DIR": "/c"}, CUDA, ("4", "5"), SECRET)
+    assert found.keys() == {"HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", VARIABLE}
     assert found["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert found[PARENT_PID] != "1"
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == "/c"
     assert found[VARIABLE] == SECRET.value
     assert environment({"CUDA_VISIBLE_DEVICES": "0"}, CPU, (), SECRET)["CUDA_VISIBLE_DEVICES"] == "0"
 
 
-def test_what_a_server_leaves_is_in_its_scratch_folder_and_what_it_compiles_is_not(monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    with Scratch() as scratch:
-        found = scratch_environment(scratch)
-        assert found["TMPDIR"] == found["VLLM_RPC_BASE_PATH"] == str(scratch.folder)
-        assert found[SCRATCH_NAME] == scratch.name
-        assert not Path(found["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(scratch.folder)
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/theirs")
-        assert scratch_environment(scratch)["TORCHINDUCTOR_CACHE_DIR"] == "/theirs"
+def test_a_server_is_used_again_only_if_it_would_be_started_the_same_way(monkeypatch: pytest.MonkeyPatch):
+    def fingerprint(config: RolloutConfig, secret: Secret = SECRET) -> str:
+        return ServerProcess(config, Path("model"), 96, CPU, (), secret, Path("log"), Keeper())._fingerprint()
+
+    first = fingerprint(RolloutConfig())
+    monkeypatch.setenv("RLHF_SUPERVISOR_PID", "7")
+    assert fingerprint(RolloutConfig()) == first
+    assert fingerprint(RolloutConfig(max_num_seqs=7)) != first
+    assert fingerprint(RolloutConfig(), Secret("of-another-run-so", "here")) != first
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert fingerprint(RolloutConfig()) != first
 
 
 def test_a_process_group_ends_with_its_last_process_that_runs():

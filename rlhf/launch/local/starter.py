@@ -18,6 +18,7 @@ from rlhf.launch.interface import Ranks
 from rlhf.launch.local.launcher_process import ForkedRanks, LauncherProcess
 from rlhf.launch.local.processes import PlainRanks
 from rlhf.launch.local.rank_output import RankOutput
+from rlhf.launch.local.server_keeper import ServerKeeper
 from rlhf.launch.stop_request import StopRequest
 from rlhf.planning.devices import count_gpus, usable_cores
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked
@@ -48,12 +49,17 @@ class RankNeeds:
     """Environment variables of the ranks."""
     no_fork_reason: str | None
     """The reason why ranks cannot be forked; None if they can."""
+    servers: bool = False
+    """Whether the ranks start rollout servers, which outlive the ranks."""
 
     @classmethod
     def of(
         cls, trainer: TrainerConfig, data: DataConfig, backend: BackendConfig, rollout: RolloutConfig
     ) -> "RankNeeds":
-        return cls(_modules(trainer, data, backend), _variables(trainer, backend), _no_fork_reason(trainer, rollout))
+        servers = rollout.name == "vllm_server" and not rollout.servers.urls
+        return cls(
+            _modules(trainer, data, backend), _variables(trainer, backend), _no_fork_reason(trainer, rollout), servers
+        )
 
 
 class LocalStarter:
@@ -76,7 +82,9 @@ class LocalStarter:
         expected: bool = True,
     ) -> None:
         self._trainer, self._run_dir, self._output, self._expected = trainer, run_dir, output, expected
-        self._modules, self._variables, self._no_fork_reason = needs.modules, needs.variables, needs.no_fork_reason
+        self._modules, self._variables = needs.modules, dict(needs.variables)
+        self._no_fork_reason = needs.no_fork_reason
+        self._keeper = ServerKeeper() if needs.servers else None
         self._launcher: LauncherProcess | None = None
         self._ignored_ends = False
 
@@ -101,6 +109,8 @@ class LocalStarter:
     def __exit__(self, *_: object) -> None:
         if self._launcher is not None:
             self._launcher.close()
+        if self._keeper is not None:
+            self._keeper.close()
         if self._ignored_ends:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
@@ -117,6 +127,8 @@ class LocalStarter:
         clear_statuses(self._run_dir)
         if self._output is not None:
             self._output.phase("starting the ranks")
+        if self._keeper is not None:
+            self._variables |= self._keeper.start()
         self._launch()
         if self._launcher is not None:
             ranks = self._fork(self._launcher, command, stop)

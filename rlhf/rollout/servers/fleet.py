@@ -5,7 +5,6 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState
@@ -77,6 +76,3 @@ class Fleet:
             self._fleet_loop.error = error
         finally:
             self._began.set()
-            with ExitStack() as stack:
-                for process in self._fleet_loop.processes.values():
-                    stack.callback(process.kill)

@@ -64,7 +64,8 @@ class FleetLoop:
     """State of the fleet; only its event loop accesses the state.
 
     Args:
-        processes: servers that this run starts, by log file. If empty, the servers are `settings.urls`.
+        processes: servers that this run starts, by log file. If empty, the servers are `settings.urls`. Servers that
+            still run are used again. The caller ends the servers.
         request_settings: settings that all requests share.
         secret: sent to each server with every request.
         capacity: number of samples that a server decodes together; `Concurrency` adapts it to the reported load.
@@ -103,6 +104,10 @@ class FleetLoop:
                 self._members = [self._member(i, now, "", *item) for i, item in enumerate(self.processes.items())]
             else:
                 self._members = [self._member(i, now, url.rstrip("/")) for i, url in enumerate(self._settings.urls)]
+            for member in self._members:
+                if member.process is not None and member.process.adopt():
+                    self._follow(member, "still runs and is used again")
+                    member.health.probing(now)
             began()
             while not self.closing:
                 for member in self._members:
@@ -232,14 +237,17 @@ class FleetLoop:
         except OSError as error:
             self._fail(member, f"could not be started: {error}", gone=True)
             return
-        member.url = process.url
+        self._counts["server_restarts"] += bool(member.starts)
+        self._follow(member, "restarted" if member.starts else "started")
+        member.health.started(_now())
+
+    def _follow(self, member: _Member, how: str) -> None:
+        assert member.process is not None
+        member.url = member.process.url
         member.client = self._client(member.url)
         member.probe_error = NO_ANSWER
-        member.health.started(_now())
-        started = "restarted" if member.starts else "started"
-        self._counts["server_restarts"] += bool(member.starts)
         member.starts += 1
-        log.info("Rollout server %s: %s, log in %s.", member.url, started, member.log)
+        log.info("Rollout server %s: %s, log in %s.", member.url, how, member.log)
 
     async def _probe(self, member: _Member) -> None:
         health, starting = member.health, member.health.state == "starting"

@@ -23,6 +23,7 @@ from rlhf.rollout.sample import Sample
 from rlhf.rollout.servers.client import RequestSettings
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState
+from rlhf.rollout.servers.keeper import keeper_of_this_run
 from rlhf.rollout.servers.secret import run_secret
 from rlhf.rollout.servers.server_process import ServerProcess
 from rlhf.rollout.servers.weights.push import WeightPush
@@ -184,10 +185,12 @@ def build_server_engine(
                 gpus = server_gpus(config, device)
                 policy.write()
                 make_dir(logs)
+                keeper = keeper_of_this_run()
+                resources.callback(keeper.close)
                 for i, of_server in enumerate(gpus):
                     path = logs / f"server_{i}.log"
                     processes[path] = ServerProcess(
-                        config, policy.folder, policy.max_model_len, device, of_server, secret, path
+                        config, policy.folder, policy.max_model_len, device, of_server, secret, path, keeper
                     )
             weight_push = WeightPush(config, device, secret)
             resources.callback(weight_push.close)

@@ -1,35 +1,22 @@
-"""Starts and ends a vLLM server process on this machine."""
+"""Describes a vLLM server process on this machine: its command line, its environment, and when it may be reused."""
 
 import json
-import logging
 import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from rlhf.config import RolloutConfig
-from rlhf.ranks.parent import PARENT_PID
+from rlhf.ranks.loaded_sources import code_on_disk
+from rlhf.rollout.servers.keeper import Keeper, RemoteKeeper
 from rlhf.rollout.servers.secret import VARIABLE, Secret
-from rlhf.rollout.servers.weights.plugin import SCRATCH_NAME
-from rlhf.storage.scratch import Scratch
 
 # Variables that torchrun and elastic set for a rank; vLLM would use them as its own.
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-_KILL_TIMEOUT_S = 10.0
-
-log = logging.getLogger(__name__)
-# The kernel ends a server with the thread that started it (rlhf/ranks/parent.py); this thread lives as long as the
-# process.
-_starter = ThreadPoolExecutor(1, "server-starter")
+_OF_THE_SERVER = (VARIABLE, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_", "TORCH")
 
 
 class ServerProcess:
@@ -44,6 +31,7 @@ class ServerProcess:
         gpus: Sequence[int | str],
         secret: Secret,
         log: Path,
+        keeper: Keeper | RemoteKeeper,
     ) -> None:
         """
         Args:
@@ -52,57 +40,37 @@ class ServerProcess:
             device: has the server's device type.
             gpus: visible CUDA devices, as in CUDA_VISIBLE_DEVICES; ignored on a CPU.
             log: file to which the server's output is appended.
+            keeper: starts and ends the server.
         """
-        self._flags = flags(config, folder, max_model_len, device)
+        self._command = ["-m", "rlhf.rollout.servers", *flags(config, folder, max_model_len, device)]
         self._environment = environment(os.environ, device, gpus, secret)
-        self._scratch: Scratch | None = None
-        self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
+        self._log, self._keeper = str(log), keeper
         self.url = ""
+
+    def adopt(self) -> bool:
+        """Use the server that an earlier attempt of the ranks started the same way. Return whether there is one."""
+        url = self._keeper.find(self._log, self._fingerprint())
+        self.url = url or self.url
+        return url is not None
 
     def start(self) -> None:
         """Start the server at a free port and return at once; it answers at `url` after about half a minute."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self._scratch = Scratch()
-        self._process = _starter.submit(self._start, port, self._scratch).result()
-
-    def _start(self, port: int, scratch: Scratch) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "rlhf.rollout.servers", *self._flags, "--port", str(port)]
-        with self._log.open("ab") as output:
-            return subprocess.Popen(
-                command,
-                env=self._environment | scratch_environment(scratch),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        fingerprint = self._fingerprint()
+        self.url = self._keeper.start(self._log, self._command, self._environment, self._log, fingerprint)
 
     def poll(self) -> int | None:
         """Return the server's exit code (negative for a signal); None while it runs or if it was never started."""
-        return self._process.poll() if self._process else None
+        return self._keeper.poll(self._log)
 
     def kill(self) -> None:
         """Kill all processes of the server, and wait until they and their files are gone. `start` may follow."""
-        if self._process is not None:
-            self._end(self._process)
-        if self._scratch is not None:
-            self._scratch.close()
+        self._keeper.kill(self._log)
 
-    def _end(self, process: "subprocess.Popen[bytes]") -> None:
-        group, deadline = process.pid, time.monotonic() + _KILL_TIMEOUT_S
-        while running := processes_of(group):
-            with suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
-            if time.monotonic() > deadline:
-                log.warning("Processes %s of a rollout server don't end on SIGKILL (stuck in the kernel).", running)
-                break
-            time.sleep(0.02)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(0.1)
+    def _fingerprint(self) -> str:
+        """Return a hash of the command, of the environment's part that matters, and of the code on disk."""
+        variables = {name: value for name, value in self._environment.items() if name.startswith(_OF_THE_SERVER)}
+        start = json.dumps([self._command, variables, code_on_disk()], sort_keys=True)
+        return xxhash.xxh3_128_hexdigest(start.encode())
 
 
 def flags(config: RolloutConfig, folder: Path, max_model_len: int, device: torch.device) -> list[str]:
@@ -139,38 +107,14 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
 def environment(
     rank: Mapping[str, str], device: torch.device, gpus: Sequence[int | str], secret: Secret
 ) -> dict[str, str]:
-    """Return a server's environment: the starting rank's without rank variables, and this process as the parent."""
+    """Return a server's environment: the starting rank's without rank variables, with the secret and the GPUs."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # seldom needed, and slow to import
+
     kept = {name: value for name, value in rank.items() if not name.startswith(_OF_THE_RANK)}
-    kept[PARENT_PID] = str(os.getpid())
     kept[VARIABLE] = secret.value
+    # All servers share compiled code.
+    kept.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
     kept["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     if device.type == "cuda":
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return kept
-
-
-def scratch_environment(scratch: Scratch) -> dict[str, str]:
-    """Return variables that put a server's temporary files and sockets into `scratch`, and name its shared memory."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # seldom needed, and slow to import
-
-    folder = str(scratch.folder)
-    return {
-        "TMPDIR": folder,
-        "VLLM_RPC_BASE_PATH": folder,
-        SCRATCH_NAME: scratch.name,
-        # All servers share compiled code.
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir(),
-    }
-
-
-def processes_of(group: int) -> list[int]:
-    """Return the running processes of a process group; zombies do not count."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with suppress(FileNotFoundError, ProcessLookupError):
-            state, _, of_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(of_group) == group and state not in "ZX":
-                found.append(int(entry.name))
-    return found

@@ -1,0 +1,10 @@
+"""What a keeper in this process knows of a rollout server."""
+
+from rlhf.rollout.servers.keeper import Keeper
+from rlhf.rollout.servers.server_process import ServerProcess
+
+
+def kept(server: ServerProcess):
+    """The process, the URL and the scratch folder of a server that was started."""
+    assert isinstance(server._keeper, Keeper)
+    return server._keeper._servers[server._log]
