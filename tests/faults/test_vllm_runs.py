@@ -139,3 +139,13 @@ def test_a_server_that_is_gone_ends_the_run_with_its_story(sums, tmp_path: Path)
     assert end.code == EXIT_CRASHED, end.output
     for words in (nobody, "rollout.servers.max_failures=1", "Cannot connect to host"):
         assert words in end.output
+
+
+def test_the_runs_own_server_outlives_a_killed_trainer(sums, tmp_path: Path) -> None:
+    settings = ["rollout=vllm_server", "rollout.servers.count=1", "trainer.restart_backoff_s=0"]
+    end = train(small(tmp_path, "run", sums, *settings), at("update.before", 4, "SIGKILL", once=tmp_path / "hit"))
+    assert end.code == 0, end.output
+    assert (tmp_path / "hit").exists()
+    assert end.output.count(": started, log in ") == 1
+    assert end.output.count("still runs and is used again") == 1
+    assert [record["step"] for record in records(tmp_path / "rlhf" / "run")] == list(range(1, STEPS + 1))
