@@ -55,7 +55,8 @@ def with_groups(of_requests: Sequence[int], servers: int, slots: int) -> tuple[f
 
     Every token takes the same time here.
     """
-    free, ends, now, busy = [slots] * servers, [], 0.0, []
+    free, now, busy = [slots] * servers, 0.0, []
+    ends: list[tuple[float, int]] = []  # heap of the ends of groups, with their servers
     for start in range(0, len(of_requests), GROUP):
         group = of_requests[start : start + GROUP]
         while max(free) < GROUP:

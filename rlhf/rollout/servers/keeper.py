@@ -133,9 +133,9 @@ class RemoteKeeper:
             raise OSError(f"the process that keeps the rollout servers does not answer: {error}") from error
         if not answer:
             raise OSError("the process that keeps the rollout servers ended during a call")
-        result, error = json.loads(answer)
-        if error is not None:
-            raise OSError(error)
+        result, problem = json.loads(answer)
+        if problem is not None:
+            raise OSError(problem)
         return result
 
 
@@ -189,11 +189,12 @@ def serve(listener: socket.socket, keeper: Keeper) -> None:
         with connection, connection.makefile("rw") as stream, suppress(ConnectionError):
             method, *arguments = json.loads(stream.readline())
             assert method in _CALLS, method
+            result = problem = None
             try:
-                answer = getattr(keeper, method)(*arguments), None
+                result = getattr(keeper, method)(*arguments)
             except OSError as error:
-                answer = None, str(error)
-            print(json.dumps(answer), file=stream, flush=True)
+                problem = str(error)
+            print(json.dumps([result, problem]), file=stream, flush=True)
 
 
 def main() -> None:
