@@ -1,4 +1,4 @@
-"""What a keeper in this process knows of a rollout server."""
+"""Reads the process id and the scratch folder of a rollout server that this process keeps."""
 
 from rlhf.rollout.servers.keeper import Keeper
 from rlhf.rollout.servers.server_process import ServerProcess

@@ -1,4 +1,4 @@
-"""Which server generates which sample, and how many at once."""
+"""Tests which server generates which sample, and how many at once; servers and clock are simulated."""
 
 from itertools import count
 
