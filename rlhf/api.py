@@ -21,7 +21,7 @@ from rlhf.errors import EXIT_DONE, RunEnded, UserError
 from rlhf.launch.banner import banner
 from rlhf.launch.callbacks import Callback, Callbacks
 from rlhf.planning.check import check_fits
-from rlhf.planning.devices import lacks_gpu
+from rlhf.planning.devices import count_gpus, lacks_gpu
 from rlhf.printable import printable_output
 from rlhf.ranks.logs import restored_logging
 from rlhf.ranks.open_files import raise_open_files
@@ -145,6 +145,7 @@ def check_inputs(config: Config, *, trains: bool = True) -> None:
     """
     from rlhf.data import check_sources
     from rlhf.launch.preflight_import import preflight_import
+    from rlhf.models.config_check import check_flash_attention
     from rlhf.models.template_check import check_rendering
     from rlhf.reward import check_reward
     from rlhf.reward.preflight_start import preflight_start
@@ -154,6 +155,9 @@ def check_inputs(config: Config, *, trains: bool = True) -> None:
         raise UserError(
             "trainer.device=cuda, but this machine has no GPU, or no driver for it. Set trainer.device=cpu."
         )
+    if (attention := config.model.attn_implementation) == "flash_attention_2":
+        cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and count_gpus() > 0)
+        check_flash_attention(attention, cuda, config.backend.autocast)
     if trains:
         check_fits(config)
     check_trackers(config.trainer.logger, config.tracking.wandb)

@@ -45,6 +45,34 @@ def check_reward_model(name: str, trust_remote_code: bool) -> None:
         check_labels(f"reward_model.path={name}", labels)
 
 
+def check_flash_attention(attention: str, cuda: bool, autocast: str | None) -> None:
+    """Raise UserError if the run cannot use flash-attention, `model.attn_implementation=attention`.
+
+    Args:
+        cuda: whether the run uses GPUs.
+        autocast: `backend.autocast`.
+    """
+    shown, instead = f"model.attn_implementation={attention}", "set model.attn_implementation=sdpa"
+    if not cuda:
+        raise UserError(f"{shown}: needs a GPU, but this run is on the CPU; {instead}.")
+    if autocast != "bfloat16":
+        raise UserError(
+            f"{shown}: cannot compute in float32; set backend.autocast=bfloat16 (it is {autocast}), or {instead}."
+        )
+    if not any(map(find_spec, ("flash_attn", "kernels"))):
+        raise UserError(
+            f"{shown}: the package flash-attn is not installed. Install it (pip install flash-attn "
+            f"--no-build-isolation), or {instead}."
+        )
+
+
+def default_attention(model_type: str) -> str:
+    """Return the attention that transformers chooses for the architecture: `sdpa`, or `eager` if it has no sdpa."""
+    module = model_type.replace("-", "_")
+    path = _transformers() / module / f"modeling_{module}.py"
+    return "eager" if path.is_file() and "_supports_sdpa = True" not in path.read_text(encoding="utf-8") else "sdpa"
+
+
 def check_labels(prefix: str, labels: int | None) -> None:
     if labels != 1:
         raise UserError(
@@ -137,11 +165,16 @@ def _lacks(table: str, kind: str) -> bool:
 def architectures(table: str) -> frozenset[str]:
     """Return the values of model_type in `table` of the installed transformers; empty if its files have changed."""
     files = ("auto_mappings.py", "configuration_auto.py") if table == KNOWN else ("modeling_auto.py",)
-    spec = find_spec("transformers")
-    assert spec is not None
-    assert spec.origin is not None
-    folder = Path(spec.origin).parent / "models" / "auto"
+    folder = _transformers() / "auto"
     text = "".join((folder / file).read_text(encoding="utf-8") for file in files if (folder / file).is_file())
     # The table, and the lines that add to the table.
     parts = re.findall(rf"^{table}(?:: [^\n]*)? = .*?^\)|^{table}\.update\(.*?^\)", text, re.DOTALL | re.MULTILINE)
     return frozenset(re.findall(r'"([^"\s]+)"(?=[,:])', "".join(parts)))
+
+
+def _transformers() -> Path:
+    """Return the folder of transformers' architectures."""
+    spec = find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "models"

@@ -1,6 +1,7 @@
 """Loads tokenizers and policy, critic and reward models from a folder or Hub name; safetensors only."""
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from rlhf.models.config_check import check_labels
 from rlhf.models.hub_names import fetch
 from rlhf.models.token_values import HEADS, value_class
 from rlhf.storage.scratch import Scratch
+
+log = logging.getLogger(__name__)
 
 # Each rank loads several models, and transformers' progress bars would hide the trainer's own.
 library_logging.disable_progress_bar()
@@ -190,7 +193,9 @@ def _load(
     in the files.
     """
     source, folder, hf_config = start.source, start.folder, without_dropout(copy.deepcopy(start.hf_config))
-    options |= {"config": hf_config, "dtype": torch.float32, "attn_implementation": source.attn_implementation}
+    # With None, transformers chooses sdpa, or eager for an architecture without sdpa, such as Gemma 2 (soft-capping).
+    attention = None if source.attn_implementation == "sdpa" else source.attn_implementation
+    options |= {"config": hf_config, "dtype": torch.float32, "attn_implementation": attention}
     # transformers initialises missing weights with a warning; we raise an error.
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
@@ -206,12 +211,20 @@ def _load(
     except (OSError, SafetensorError) as error:
         raise UserError(f"{source} can't be loaded from safetensors: {error}. Restore its files.") from error
     except ValueError as error:
-        if "attn_implementation" not in str(error):
+        if attention is None or "Flash Attention" not in str(error):
             raise
         raise UserError(
-            f"model.attn_implementation={source.attn_implementation} is not supported by {source} "
-            f"({hf_config.model_type}). Set model.attn_implementation=eager."
+            f"model.attn_implementation={attention} is not supported by {source} ({hf_config.model_type}). Set "
+            "model.attn_implementation=sdpa."
         ) from error
+    if attention is None and model.config._attn_implementation != source.attn_implementation:
+        log.info(
+            "%s: %s has no %s in transformers, so model.attn_implementation=%s is used.",
+            source,
+            hf_config.model_type,
+            source.attn_implementation,
+            model.config._attn_implementation,
+        )
     wrong: dict[str, tuple[int, ...] | None] = dict.fromkeys(sorted(found["missing_keys"]))
     return model, wrong | {name: tuple(shape) for name, shape, _ in sorted(found["mismatched_keys"])}
 

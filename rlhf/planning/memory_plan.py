@@ -3,8 +3,9 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from rlhf.config import ActorConfig, Config, CriticConfig, FrozenFsdpConfig
+from rlhf.config import ActorConfig, Config, CriticConfig, FrozenFsdpConfig, ModelConfig
 from rlhf.config.derived import mini_batches, needs_critic, needs_old_log_probs, needs_reference
+from rlhf.models.config_check import default_attention
 from rlhf.planning.activations import PACKED, PassCost, TokenCost, pass_cost
 from rlhf.planning.adapter_state import Adapted, adapted, adapted_state
 from rlhf.planning.checkpoint_size import CheckpointSize, checkpoint_size
@@ -124,7 +125,7 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
             config.data,
             step.together,
             ranks,
-            config.model.attn_implementation,
+            _attention(config.model, models.policy),
             target.memory if target.cuda else None,
             taken,
             policy,
@@ -159,12 +160,17 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     )
 
 
+def _attention(section: ModelConfig, model: ModelShapes) -> str:
+    given = section.attn_implementation
+    return default_attention(str(model.config.get("model_type"))) if given == "sdpa" else given
+
+
 def _model_passes(config: Config, models: Models, policy: Adapted | None, target: Target) -> dict[str, ModelPasses]:
     backend, ranks, device = config.backend, target.ranks, "cuda" if target.cuda else "cpu"
     actor, critic, reward = config.actor, config.critic, config.reward_model
 
     def cost(model: ModelShapes, packed: bool | None, adapters: TokenCost) -> PassCost:
-        attention = config.model.attn_implementation
+        attention = _attention(config.model, model)
         by_sequence = packed is not False and attention == "sdpa"
         return pass_cost(model, compute_width(backend), PACKED if by_sequence else attention, adapters)
 

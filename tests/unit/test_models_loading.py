@@ -1,6 +1,5 @@
 """Loading of models, and errors of a broken folder, told under the setting that named it."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -126,15 +125,6 @@ def test_architecture_without_a_classifier_is_refused(tmp_path):
     causal_lm("granite", tmp_path)
     source = ModelSource("reward_model.path", str(tmp_path))
     with pytest.raises(UserError, match="granite has no sequence classifier in transformers"):
-        load_reward_model(ModelStart(source, tmp_path, load_model_config(source, tmp_path)))
-
-
-def test_attention_that_an_architecture_lacks_names_the_setting(tmp_path):
-    settings = {"model_type": "deberta-v2", "num_labels": 1, "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    save_file({"score": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
-    source = ModelSource("reward_model.path", str(tmp_path))
-    with pytest.raises(UserError, match=r"model\.attn_implementation=sdpa .*Set model\.attn_implementation=eager"):
         load_reward_model(ModelStart(source, tmp_path, load_model_config(source, tmp_path)))
 
 

@@ -20,7 +20,8 @@ class ModelConfig:
     chat_template: str | None = setting(None)
     """Jinja file that replaces the tokenizer's chat template."""
     attn_implementation: str = setting("sdpa", choices=("sdpa", "eager", "flash_attention_2"))
-    """Attention kernel."""
+    """Attention kernel. `sdpa` means `eager` for architectures without sdpa, such as Gemma 2; `flash_attention_2` needs
+    a GPU and the package flash-attn."""
     enable_gradient_checkpointing: bool = setting(False, resume="harmless")
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     lora: LoraConfig = setting(LoraConfig)
