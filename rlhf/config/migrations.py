@@ -46,7 +46,9 @@ class Added:
 
 Migration = Renamed | Removed | Added
 
-MIGRATIONS: dict[str, tuple[Migration, ...]] = {}
+MIGRATIONS: dict[str, tuple[Migration, ...]] = {
+    "0.2.0": (Added("data.last_turn_as_answer", False),),
+}
 """Changes by release, oldest release first. The changes of a release apply in the order of the tuple."""
 
 

@@ -27,7 +27,7 @@ from rlhf.storage.files import make_dir, write_small
 CHUNK = 4 << 20
 SETTLED_NS = 2_000_000_000
 """Age of a file's last change after which another change is certain to change the timestamp."""
-FORMAT = 2
+FORMAT = 3
 LARGE = 1 << 20
 """Bytes of data files from which a set is cached: tokenizing smaller files takes less time than importing Arrow."""
 READERS = ("transformers", "tokenizers", "jinja2", "pyarrow")

@@ -8,9 +8,15 @@ from typing import Any
 
 from rlhf.config import DataConfig
 from rlhf.data.items import Row
-from rlhf.errors import UserError
+from rlhf.errors import UserError, did_you_mean
 
 VERL_COLUMNS = ("data_source", "reward_model", "extra_info")
+PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "instruction", "query", "input")
+"""Usual names of the column with the prompt."""
+ANSWERS = ("answer", "solution", "final_answer", "ground_truth", "label", "target", "response", "output")
+"""Usual names of the column with the reference answer."""
+ANSWERING = ("assistant", "gpt", "model")
+"""Roles of turns that the model writes."""
 
 
 def suggestion(name: str, choices: Iterable[str]) -> str:
@@ -25,19 +31,16 @@ def listed(names: Iterable[str]) -> str:
 
 
 def parse_row(
-    record: Mapping[str, Any],
-    index: int,
-    where: str,
-    default_source: str,
-    prompt_key: str,
-    answer_key: str,
-    need_answer: bool,
+    record: Mapping[str, Any], index: int, where: str, default_source: str, data: DataConfig, need_answer: bool
 ) -> Row:
     """Check one record and convert it to a row. Raise UserError with `where` for a missing column or a wrong type."""
-    if prompt_key not in record:
+    if data.prompt_key not in record:
+        near, answer = _near(data.prompt_key, PROMPTS, record), _near(data.answer_key, ANSWERS, record)
+        with_answer = {data.answer_key, "reward_model"}.isdisjoint(record) and answer not in (None, near)
+        overrides = f"data.prompt_key={near}" + (f" data.answer_key={answer}" if with_answer else "")
         raise UserError(
-            f"{where}: no column {prompt_key!r} (data.prompt_key); it has {listed(record)}."
-            f"{suggestion(prompt_key, record)} Set data.prompt_key to the column with the prompt."
+            f"{where}: no column {data.prompt_key!r} (data.prompt_key); it has {listed(record)}."
+            f"{did_you_mean(near and overrides)} Set data.prompt_key to the column with the prompt."
         )
     for name, kind, what in (("extra_info", dict, "a mapping"), ("data_source", str, "a string")):
         if (value := record.get(name)) is not None and not isinstance(value, kind):
@@ -45,11 +48,31 @@ def parse_row(
     return Row(
         index=index,
         where=where,
-        messages=_messages(record[prompt_key], where, prompt_key),
+        messages=_messages(record[data.prompt_key], where, data.prompt_key),
         data_source=record.get("data_source") or default_source,
-        ground_truth=_ground_truth(record, where, answer_key, need_answer),
+        ground_truth=_ground_truth(record, where, data, need_answer),
         extra_info=record.get("extra_info") or {},
     )
+
+
+def _near(key: str, usual: Iterable[str], record: Mapping[str, Any]) -> str | None:
+    close = difflib.get_close_matches(key, list(record), n=1, cutoff=0.5)
+    return next((name for name in (*usual, *close) if name in record), None)
+
+
+def with_last_turn_as_answer(record: dict[str, Any], where: str, data: DataConfig) -> dict[str, Any]:
+    """Return the record with the chat before its last turn as the prompt, and this turn's text as the answer."""
+    chat = record.get(data.prompt_key)
+    if data.prompt_key not in record:
+        return record  # `parse_row` reports the missing column
+    last = chat[-1] if isinstance(chat, list) and len(chat) > 1 else None
+    if not isinstance(last, dict) or last.get("role") not in ANSWERING or not isinstance(last.get("content"), str):
+        raise UserError(
+            f"{where}: column {data.prompt_key!r} (data.prompt_key) must be a list of messages that ends with an "
+            f"assistant turn, since data.last_turn_as_answer=true; it is {_short(chat)}. Correct or delete the row, or "
+            "set data.last_turn_as_answer=false."
+        )
+    return {**record, data.prompt_key: chat[:-1], data.answer_key: last["content"]}
 
 
 def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
@@ -57,6 +80,11 @@ def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
     if prompt is None:
         raise UserError(f"{column} is null in this row. Fill it in, or delete the row.")
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if isinstance(chat, list) and any(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in chat):
+        raise UserError(
+            f"{column} has ShareGPT's from and value: {_short(prompt)}. Write role and content instead, with role user "
+            "for human and assistant for gpt."
+        )
     is_chat = isinstance(chat, list) and chat and all(isinstance(message, dict) for message in chat)
     if not is_chat or not all(isinstance(message.get(key), str) for message in chat for key in ("role", "content")):
         raise UserError(
@@ -65,6 +93,11 @@ def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
         )
     if not any(message["content"].strip() for message in chat):
         raise UserError(f"{column} has an empty prompt in this row. Fill it in, or delete the row.")
+    if chat[-1]["role"] in ANSWERING:
+        raise UserError(
+            f"{column} ends with a turn of role {chat[-1]['role']} in this row: the model would see the answer. Remove "
+            "this turn, or set data.last_turn_as_answer=true to use it as the reference answer."
+        )
     return [{key: value for key, value in message.items() if isinstance(value, str)} for message in chat]
 
 
@@ -75,8 +108,10 @@ def with_system_prompt(row: Row, text: str | None) -> Row:
     return replace(row, messages=[{"role": "system", "content": text}, *row.messages])
 
 
-def _ground_truth(record: Mapping[str, Any], where: str, answer_key: str, need_answer: bool) -> Any:
-    reward_model = record.get("reward_model")
+def _ground_truth(record: Mapping[str, Any], where: str, data: DataConfig, need_answer: bool) -> Any:
+    reward_model, answer_key = record.get("reward_model"), data.answer_key
+    if data.last_turn_as_answer:
+        return record[answer_key]
     if isinstance(reward_model, dict) and not _is_null(reward_model.get("ground_truth")):
         return reward_model["ground_truth"]
     if not _is_null(record.get(answer_key)):
@@ -95,9 +130,11 @@ def _ground_truth(record: Mapping[str, Any], where: str, answer_key: str, need_a
                 f"{where}: the reference answer, column {what!r}, is null in this row. Fill it in, delete the row, or "
                 "set data.answer_key to another column."
             )
+    near = _near(answer_key, ANSWERS, {name: None for name in record if name != data.prompt_key})
+    override = near and f"data.answer_key={near}"
     raise UserError(
         f"{where}: the reference answer is missing: no column {answer_key!r} (data.answer_key); it has "
-        f"{listed(record)}.{suggestion(answer_key, record)} Set data.answer_key to the column with the answer, or add "
+        f"{listed(record)}.{did_you_mean(override)} Set data.answer_key to the column with the answer, or add "
         "reward_model.ground_truth."
     )
 

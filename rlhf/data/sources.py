@@ -18,7 +18,7 @@ from rlhf.data.prompt_cache import cache_folder
 from rlhf.data.prompt_file import NotPlain
 from rlhf.data.prompts import PromptSet
 from rlhf.data.records import Source, resolve
-from rlhf.data.rows import parse_row, with_system_prompt
+from rlhf.data.rows import parse_row, with_last_turn_as_answer, with_system_prompt
 from rlhf.data.tokens import LengthLimit
 from rlhf.errors import UserError
 from rlhf.reward import WantedColumns
@@ -120,7 +120,7 @@ def _file_set(
         verifier = version("reasoning-gym") if "reasoning_gym" in reward.functions else None
         other_inputs: list[Any] = [tokens, data.prompt_key, data.answer_key, max_samples]
         other_inputs += [_need_answer(reward.functions), verifier, WantedColumns.of(reward).as_json()]
-        other_inputs += [data.system_prompt, data.apply_chat_template_kwargs]
+        other_inputs += [data.system_prompt, data.apply_chat_template_kwargs, data.last_turn_as_answer]
 
         def read() -> Iterator[Row]:
             return islice(_read(data, reward, sources), max_samples)
@@ -141,7 +141,9 @@ def _read(data: DataConfig, reward: RewardConfig, sources: list[Source]) -> Iter
     need_answer = _need_answer(rewards)
     for source in sources:
         for where, record in source.records(data.prompt_key, data.answer_key, wanted):
-            row = parse_row(record, index, where, source.label, data.prompt_key, data.answer_key, need_answer)
+            if data.last_turn_as_answer:
+                record = with_last_turn_as_answer(record, where, data)
+            row = parse_row(record, index, where, source.label, data, need_answer)
             _check_reward_fits(rewards, row)
             row = replace(row, columns=wanted.of_record(record, data.prompt_key, where))
             yield with_system_prompt(row, data.system_prompt)

@@ -1,12 +1,13 @@
 """Tokenizes prompts with the chat template, and drops, truncates or rejects prompts that are too long."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import islice
 from typing import Any, TypeVar
 
+from rlhf.data.chat_checks import ChatChecks
 from rlhf.data.items import Row
 from rlhf.data.template_date import uses_date, with_date
 from rlhf.errors import UserError
@@ -115,6 +116,15 @@ def _tokenized(
     template = template.get("default") if isinstance(template, dict) else template
     if template is not None and uses_date(template):
         options["chat_template"] = with_date(template, day, variables)
+
+    def render(messages: Sequence[dict[str, str]], generation_prompt: bool) -> str | None:
+        final = {**options, "add_generation_prompt": generation_prompt, "tokenize": False}
+        try:
+            return tokenizer.apply_chat_template(messages, **final)
+        except (jinja2.TemplateError, *_RAISED_BY_TEMPLATES):
+            return None
+
+    checks = ChatChecks(f"model.path={tokenizer.name_or_path}, or model.chat_template", render)
     for part in in_batches(rows):
         try:
             ids = tokenizer.apply_chat_template([row.messages for row in part], **options)["input_ids"]
@@ -126,6 +136,8 @@ def _tokenized(
                 f"{empty[0].where}: the chat template renders the prompt to zero tokens. Correct the prompt, or set "
                 "model.chat_template."
             )
+        for row in part:
+            checks.check(row)
         yield from zip(part, ids, strict=True)
 
 

@@ -124,11 +124,13 @@ def of_day(template: str, day: date) -> PromptSet:
     ],
 )  # fmt: skip
 def test_a_template_prints_the_day_that_is_asked_for(template, text):
-    assert text_of(of_day(template, date(2026, 3, 14))[0]) == text.replace("\n", "\0")
+    printed = "{{ messages[0].content }}"
+    whole = template | {"default": template["default"] + printed} if isinstance(template, dict) else template + printed
+    assert text_of(of_day(whole, date(2026, 3, 14))[0]) == text.replace("\n", "\0") + "a"
 
 
 def test_today_is_printed_as_transformers_prints_it():
-    template = '{{ strftime_now("%a %A %d %-d %b %B %m %y %Y %j %U %x") }}'
+    template = '{{ strftime_now("%a %A %d %-d %b %B %m %y %Y %j %U %x") }}{{ messages[0].content }}'
     (ids,) = letter_tokenizer(template).apply_chat_template([rows("a")[0].messages], return_dict=False)
     assert of_day(template, datetime.now().date())[0].token_ids == ids
 

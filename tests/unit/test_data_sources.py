@@ -209,9 +209,9 @@ def test_corrupt_jsonl_names_the_line(tmp_path, tokenizer):
 def test_missing_columns(tmp_path, tokenizer):
     for write, name in ((jsonl, "q.jsonl"), (parquet, "q.parquet")):
         path = write(tmp_path / name, {"promt": "1", "answer": "2", "id": 3})
-        fails(config_of(path), tokenizer, name, "'prompt' (data.prompt_key)", "promt, answer, id", "Did you mean promt")
+        fails(config_of(path), tokenizer, name, "'prompt' (data.prompt_key)", "promt, answer, id", ".prompt_key=promt")
         path = write(tmp_path / f"a{name}", {"prompt": "1", "answers": "2"})
-        fails(config_of(path), tokenizer, name, "no column 'answer' (data.answer_key)", "Did you mean answers")
+        fails(config_of(path), tokenizer, name, "no column 'answer' (data.answer_key)", "data.answer_key=answers")
         own = config_of(path, reward="reward_model", answer_key="label")
         fails(own, tokenizer, name, "no column 'label' (data.answer_key)")
         path = write(tmp_path / f"e{name}", {"prompt": "1", "answer": None})

@@ -33,7 +33,7 @@ DAY = datetime.date(2026, 3, 14)
 
 
 class Counting:
-    """A tokenizer that counts its calls and may do something at each."""
+    """A tokenizer that counts its calls for tokens and may do something at each."""
 
     def __init__(self, at_call: Callable[[int], None] = lambda _: None) -> None:
         self._tokenizer, self._at_call = letter_tokenizer(), at_call
@@ -43,8 +43,9 @@ class Counting:
         return getattr(self._tokenizer, name)
 
     def apply_chat_template(self, *arguments, **named) -> object:
-        self.calls += 1
-        self._at_call(self.calls)
+        if named.get("tokenize", True):
+            self.calls += 1
+            self._at_call(self.calls)
         return self._tokenizer.apply_chat_template(*arguments, **named)
 
 

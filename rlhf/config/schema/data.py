@@ -29,6 +29,8 @@ class DataConfig:
     """Column with the prompt: a chat list of {role, content}, or a plain string."""
     answer_key: str = setting("answer")
     """Column with the reference answer, for datasets without verl's `reward_model.ground_truth`."""
+    last_turn_as_answer: bool = setting(False)
+    """Use the last turn of each prompt, which the assistant wrote, as the reference answer."""
     system_prompt: str | None = setting(None)
     """System message for prompts without a system message."""
     apply_chat_template_kwargs: dict[str, Any] = setting({})
