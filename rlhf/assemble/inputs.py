@@ -9,6 +9,7 @@ from rlhf.assemble.model_sources import ModelSources
 from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.config import DataConfig, RewardConfig
 from rlhf.data import PromptSet, PromptStream, build_train_set, build_val_set
+from rlhf.data.repeats import warn_of_repeats
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 
@@ -56,4 +57,6 @@ def read_prompts(
             "The ranks tokenize the same training prompts differently: give every node the same tokenizer, chat "
             "template (model.path, model.chat_template) and release of transformers."
         )
+    if data.train_files is not None and coordinator.rank == 0:
+        warn_of_repeats(train_set, val_set)
     return train_set, val_set

@@ -1,8 +1,8 @@
 """Stores tokenized prompts in Arrow's streaming format (`datasets.Dataset.from_file` reads it), mapped into memory.
 
 Columns: `index` (of the row in its source), `row` (JSON: messages, data source, reference answer, extra info, and
-columns for rewards, if any), `token_ids`, and `check`, the xxh3-64 of the other three columns, which each read
-verifies. The file contains no code, and a rank loads only the rows in use.
+columns for rewards, if any), `token_ids`, `check`, the xxh3-64 of these three columns, which each read verifies, and
+`prompt_hash`, the xxh3-64 of the tokens. The file contains no code, and a rank loads only the rows in use.
 """
 
 import json
@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from rlhf.data.items import Prompt, Row
-from rlhf.data.prompts import PromptsHash
+from rlhf.data.prompts import PromptsHash, token_hash
 from rlhf.data.tokens import BATCH, Lengths, in_batches
 from rlhf.errors import UserError
 from rlhf.storage.files import remove_file, write_file, write_json
@@ -98,7 +98,7 @@ def _schema() -> Any:
     import pyarrow as pa
 
     fields = [("index", pa.int64()), ("row", pa.large_binary()), ("token_ids", pa.list_(pa.int32()))]
-    return pa.schema([*fields, ("check", pa.uint64())])
+    return pa.schema([*fields, ("check", pa.uint64()), ("prompt_hash", pa.uint64())])
 
 
 def _stream(prompts: Iterable[tuple[Row, list[int]]], digest: PromptsHash) -> Iterator[bytes]:
@@ -113,7 +113,7 @@ def _stream(prompts: Iterable[tuple[Row, list[int]]], digest: PromptsHash) -> It
             token_ids = [np.asarray(ids, "<i4") for _, ids in part]
             texts = [digest.add(row, ids).encode() for (row, _), ids in zip(part, token_ids, strict=True)]
             checks = [_check(*of_row) for of_row in zip(indices, texts, token_ids, strict=True)]
-            columns = [indices, texts, token_ids, checks]
+            columns = [indices, texts, token_ids, checks, list(map(token_hash, token_ids))]
             writer.write_batch(
                 pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema)
             )
@@ -198,6 +198,10 @@ class MappedPrompts:
             )
         messages, data_source, ground_truth, extra_info, *columns = json.loads(row)
         return Prompt(index, messages, token_ids.tolist(), data_source, ground_truth, extra_info, *columns)
+
+    def prompt_hashes(self) -> np.ndarray:
+        parts = [np.frombuffer(batch.columns[4].buffers()[1], "<u8")[: batch.num_rows] for batch in self._batches]
+        return np.concatenate(parts) if parts else np.empty(0, "<u8")
 
 
 def _value(buffers: list[Any], j: int, offset_type: str, value_type: str) -> np.ndarray:

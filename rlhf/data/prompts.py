@@ -25,6 +25,10 @@ class StoredPrompts(Protocol):
 
     def __getitem__(self, i: int) -> Prompt: ...
 
+    def prompt_hashes(self) -> np.ndarray:
+        """Return the hash of each prompt's tokens [prompts] uint64."""
+        ...
+
 
 class PromptSet:
     """A sequence of `Prompt`s.
@@ -65,6 +69,15 @@ class PromptSet:
             raise IndexError(i)
         return self._stored[i]
 
+    def prompt_hashes(self) -> np.ndarray:
+        """Return the hash of each prompt's tokens [prompts] uint64; equal prompts have equal hashes."""
+        return self._stored.prompt_hashes()
+
+
+def token_hash(token_ids: np.ndarray) -> int:
+    """Return the xxh3-64 of a prompt's tokens (int32)."""
+    return xxhash.xxh3_64_intdigest(token_ids.tobytes())
+
 
 class PromptsInMemory:
     """Stores rows and their tokens in memory."""
@@ -97,6 +110,10 @@ class PromptsInMemory:
             extra_info=row.extra_info,
             columns=row.columns,
         )
+
+    def prompt_hashes(self) -> np.ndarray:
+        prompts = np.split(self._tokens, self._ends[:-1]) if len(self) else []
+        return np.fromiter(map(token_hash, prompts), np.uint64, count=len(self))
 
 
 class PromptsHash:
