@@ -16,7 +16,7 @@ from rlhf.config.redaction import Redaction
 from rlhf.config.rules.path_rules import on_one_machine
 from rlhf.config.rules.validate import validate
 from rlhf.config.secrets import export
-from rlhf.config.user_functions import file_being_loaded, find_definition
+from rlhf.config.user_functions import CUSTOM_CLS, file_being_loaded, find_definition
 from rlhf.errors import EXIT_DONE, RunEnded, UserError
 from rlhf.launch.banner import banner
 from rlhf.launch.callbacks import Callback, Callbacks
@@ -164,11 +164,11 @@ def check_inputs(config: Config, *, trains: bool = True) -> None:
     check_reward(config.reward, config.reward_model)
     # Under torchrun, only one rank of each node imports the files.
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
-    with preflight_import(_algorithm_files(config) if leads else []), preflight_start(config.reward if leads else None):
+    with preflight_import(_files_of_ranks(config) if leads else []), preflight_start(config.reward if leads else None):
         if on_one_machine():  # on several machines, the ranks check which machine has the files
             _check_models(config)
         row = check_sources(config.data, config.reward, config.trainer.seed)
-        if on_one_machine():
+        if row is not None and on_one_machine():
             variables = config.data.apply_chat_template_kwargs
             check_rendering(config.model.path, config.model.chat_template, row.where, row.messages, variables)
 
@@ -203,13 +203,14 @@ def _check_models(config: Config) -> None:
         check_reward_model(config.reward_model.path, trusts)
 
 
-def _algorithm_files(config: Config) -> list[tuple[str, str]]:
-    """Return the settings that name an estimator or a loss in a user's file, with their values."""
+def _files_of_ranks(config: Config) -> list[tuple[str, str]]:
+    """Return the settings that name a user's file which the ranks import, with their values."""
     named = {
+        CUSTOM_CLS: config.data.custom_cls.spec,
         "algorithm.adv_estimator": config.algorithm.adv_estimator,
         "actor.policy_loss.loss_mode": config.actor.policy_loss.loss_mode,
     }
-    return [(setting, spec) for setting, spec in named.items() if ".py:" in spec]
+    return [(setting, spec) for setting, spec in named.items() if spec is not None and ".py:" in spec]
 
 
 def file_and_name(function: Callable[..., Any]) -> str:

@@ -50,7 +50,8 @@ def read_prompts(
         raise UserError(
             f"The ranks read different training prompts from {data.train_files or data.reasoning_gym}: give every node "
             "the same files, and set PYTHONHASHSEED=0 for all ranks (some reasoning-gym tasks depend on it; the "
-            "supervisor of python -m rlhf.train sets it)."
+            "supervisor of python -m rlhf.train sets it). The code of data.custom_cls must make the same rows on all "
+            "ranks."
         )
     if len(set(coordinator.all_gather(train_set.tokens_fingerprint))) > 1:
         raise UserError(

@@ -47,7 +47,11 @@ class Added:
 Migration = Renamed | Removed | Added
 
 MIGRATIONS: dict[str, tuple[Migration, ...]] = {
-    "0.2.0": (Added("data.last_turn_as_answer", False),),
+    "0.2.0": (
+        Added("data.last_turn_as_answer", False),
+        Added("data.custom_cls.path", None),
+        Added("data.custom_cls.name", None),
+    ),
 }
 """Changes by release, oldest release first. The changes of a release apply in the order of the tuple."""
 

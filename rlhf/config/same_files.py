@@ -4,7 +4,14 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-COMPARED_BY_SUFFIX = ("data.train_files", "data.val_files", "model.path", "critic.path", "reward_model.path")
+COMPARED_BY_SUFFIX = (
+    "data.train_files",
+    "data.val_files",
+    "data.custom_cls.path",
+    "model.path",
+    "critic.path",
+    "reward_model.path",
+)
 """Settings with files whose relative paths count as equal if they have the same end: the working directory may differ.
 
 A resume also compares the content of these files, of the chat template and of user functions by fingerprint. A chat

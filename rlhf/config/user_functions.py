@@ -13,6 +13,8 @@ import xxhash
 
 from rlhf.errors import UserError, did_you_mean, nearest
 
+CUSTOM_CLS = "data.custom_cls"
+"""The setting that may name a class instead of a function."""
 _files_loading: list[Path] = []
 
 
@@ -58,11 +60,10 @@ def find_definition(setting: str, spec: str) -> ast.FunctionDef | ast.AsyncFunct
     bound = {each: binding for node in tree.body for each, binding in _bound(node)}
     if name not in bound:
         raise UserError(
-            f"{shown}: {path.name} defines no {name!r}.{did_you_mean(nearest(name, bound))} "
-            "Correct the name after the colon."
+            f"{shown}: {path.name} defines no {name!r}.{did_you_mean(nearest(name, bound))} Correct the name."
         )
     binding = bound[name]
-    if isinstance(binding, ast.ClassDef):
+    if isinstance(binding, ast.ClassDef) and setting != CUSTOM_CLS:
         raise UserError(_is_class(shown, name))
     return binding if isinstance(binding, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
@@ -110,7 +111,7 @@ def load_function(setting: str, spec: str, *, may_be_async: bool = False) -> Cal
         raise UserError(
             f"{setting}={spec} cannot be imported: {type(error).__name__}: {error}. Correct the file."
         ) from error
-    if isinstance(function, type):
+    if isinstance(function, type) and setting != CUSTOM_CLS:
         raise UserError(_is_class(f"{setting}={spec}", name))
     if not callable(function):
         raise UserError(f"{setting}={spec} is not a function, but of type {type(function).__name__}. Name a function.")

@@ -71,12 +71,18 @@ class Source:
         return texts(self.setting, self.path)
 
 
-def resolve(setting: str, value: Any, default_split: str) -> list[Source]:
-    """Return the sources of `data.*_files`, with globs in sorted order. Raise UserError for a missing source."""
+def resolve(setting: str, value: Any, default_split: str, *, any_file: bool = False) -> list[Source]:
+    """Return the sources of `data.*_files`, with globs in sorted order. Raise UserError for a missing source.
+
+    `any_file` also allows files whose extension is not in EXTENSIONS, for the user's code.
+    """
     specs = [value] if isinstance(value, str) else value
     if not isinstance(specs, Sequence) or not specs or not all(isinstance(s, str) and s for s in specs):
         raise UserError(f"{setting}={value!r} names no data. Set a file, a glob, a Hub name or a non-empty list.")
-    return [source for spec in specs for source in _resolve_one(setting, spec, default_split)]
+    sources = [source for spec in specs for source in _resolve_one(setting, spec, default_split)]
+    for source in sources if not any_file else ():
+        _check_extension(source)
+    return sources
 
 
 def _resolve_one(setting: str, spec: str, default_split: str) -> list[Source]:
@@ -102,14 +108,16 @@ def _resolve_one(setting: str, spec: str, default_split: str) -> list[Source]:
             f"{setting}={spec}: no such file (relative to {Path.cwd()}).{folder}{suggestion(path.name, siblings)} "
             f"Correct the path; a Hub data set is written org/name, org/name:config or org/name@split."
         )
-    for p in paths:
-        if p.suffix in COMPRESSED:
-            raise UserError(f"{setting}={spec}: {p.name} is compressed. Unpack it.")
-        if p.suffix not in EXTENSIONS:
-            raise UserError(
-                f"{setting}={spec}: {p.name} is not one of {', '.join(EXTENSIONS)}. Convert it, or narrow the pattern."
-            )
     return [Source(setting, spec, p, default_split) for p in paths]
+
+
+def _check_extension(source: Source) -> None:
+    if source.path is None or source.path.suffix in EXTENSIONS:
+        return
+    shown = f"{source.setting}={source.spec}: {source.path.name}"
+    if source.path.suffix in COMPRESSED:
+        raise UserError(f"{shown} is compressed. Unpack it.")
+    raise UserError(f"{shown} is not one of {', '.join(EXTENSIONS)}. Convert it, or narrow the pattern.")
 
 
 def _parquet_records(source: Source, wanted: Callable[[str], bool]) -> Iterator[Record]:

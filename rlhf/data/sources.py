@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
@@ -13,6 +13,7 @@ from rlhf.config import DataConfig, RewardConfig
 from rlhf.config.schema.reward import VERIFIERS
 from rlhf.data import procedural
 from rlhf.data.cached_prompts import cached_prompts, is_large, tokenizer_identity
+from rlhf.data.custom import CustomRecord, check_custom, custom_records
 from rlhf.data.items import Row
 from rlhf.data.prompt_cache import cache_folder
 from rlhf.data.prompt_file import NotPlain
@@ -47,7 +48,7 @@ def build_train_set(
     if data.train_files is None:
         rows = procedural.train_rows(data, seed)[: data.train_max_samples]
         return _gym_set(data, reward, tokenizer, rows, _limit(data, _GYM, day))
-    return _file_set(data, reward, _limit(data, _TRAIN, day), data.train_max_samples, tokenizer)
+    return _file_set(data, reward, _limit(data, _TRAIN, day), data.train_max_samples, tokenizer, seed)
 
 
 def build_val_set(
@@ -55,17 +56,17 @@ def build_val_set(
 ) -> PromptSet | None:
     """Return the held-out prompts, or None if `data` has none; arguments and errors as `build_train_set`."""
     if data.val_files is not None:
-        return _file_set(data, reward, _limit(data, _VAL, day), data.val_max_samples, tokenizer)
+        return _file_set(data, reward, _limit(data, _VAL, day), data.val_max_samples, tokenizer, seed)
     if data.train_files is not None:
         return None
     rows = procedural.val_rows(data, seed)[: data.val_max_samples]
     return _gym_set(data, reward, tokenizer, rows, _limit(data, _GYM, day))
 
 
-def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row:
+def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row | None:
     """Check names, files, extensions, columns and rewards without a tokenizer, and return the first row of the files.
 
-    Without files, return the first generated problem.
+    Without files, return the first generated problem; with `data.custom_cls`, whose code only the ranks run, None.
 
     Reads one row of each source, then rows of local files for up to EARLY_CHECK_S seconds. Loads a Hub dataset, so that
     it is downloaded once, before the ranks need it.
@@ -78,7 +79,10 @@ def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row:
     for setting, value, max_samples in wanted:
         if value is None:
             continue
-        sources = resolve(setting, value, _split(setting))
+        sources = resolve(setting, value, _split(setting), any_file=data.custom_cls.spec is not None)
+        if data.custom_cls.spec is not None:
+            check_custom(data.custom_cls.spec)
+            continue
         first_rows = [next(_read(data, reward, [source]), None) for source in sources]
         if not any(first_rows):
             raise UserError(f"{setting}={value} has no rows. Name a data set with at least one prompt.")
@@ -90,7 +94,7 @@ def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row:
                 break
     if data.train_files is None and not firsts:
         return with_system_prompt(procedural.first_row(data, seed), data.system_prompt)
-    return firsts[0]
+    return firsts[0] if firsts else None
 
 
 def _split(setting: str) -> str:
@@ -110,12 +114,13 @@ def _limit(data: DataConfig, setting: str, day: date | None) -> LengthLimit:
 
 
 def _file_set(
-    data: DataConfig, reward: RewardConfig, limit: LengthLimit, max_samples: int | None, tokenizer: Any
+    data: DataConfig, reward: RewardConfig, limit: LengthLimit, max_samples: int | None, tokenizer: Any, seed: int
 ) -> PromptSet:
     setting = limit.setting
     value = data.train_files if setting == _TRAIN else data.val_files
-    sources = resolve(setting, value, _split(setting))
-    if is_large(sources) and (tokens := tokenizer_identity(tokenizer, limit.day)) is not None:
+    custom = data.custom_cls.spec is not None
+    sources = resolve(setting, value, _split(setting), any_file=custom)
+    if not custom and is_large(sources) and (tokens := tokenizer_identity(tokenizer, limit.day)) is not None:
         # Cached rows depend on the release of reasoning-gym only if its verifier has checked the rows.
         verifier = version("reasoning-gym") if "reasoning_gym" in reward.functions else None
         other_inputs: list[Any] = [tokens, data.prompt_key, data.answer_key, max_samples]
@@ -130,24 +135,29 @@ def _file_set(
             return PromptSet(cached_prompts(folder, sources, read, tokenizer, limit, other_inputs), limit)
         except NotPlain as error:
             log.warning("%s, so every rank stores all prompts of %s in its own memory.", error, setting)
-    rows = list(islice(_read(data, reward, sources), max_samples))
+    if custom:  # not cached: nobody knows all that the code depends on
+        rows = list(_rows(data, reward, custom_records(data, sources, tokenizer, seed, max_samples)))
+    else:
+        rows = list(islice(_read(data, reward, sources), max_samples))
     if not rows:
         raise UserError(f"{setting}={value} has no rows. Name a data set with at least one prompt.")
     return PromptSet.in_memory(rows, tokenizer, limit)
 
 
 def _read(data: DataConfig, reward: RewardConfig, sources: list[Source]) -> Iterator[Row]:
-    index, rewards, wanted = 0, reward.functions, WantedColumns.of(reward)
-    need_answer = _need_answer(rewards)
-    for source in sources:
-        for where, record in source.records(data.prompt_key, data.answer_key, wanted):
-            if data.last_turn_as_answer:
-                record = with_last_turn_as_answer(record, where, data)
-            row = parse_row(record, index, where, source.label, data, need_answer)
-            _check_reward_fits(rewards, row)
-            row = replace(row, columns=wanted.of_record(record, data.prompt_key, where))
-            yield with_system_prompt(row, data.system_prompt)
-            index += 1
+    wanted = WantedColumns.of(reward)
+    of_sources = ((source.label, source.records(data.prompt_key, data.answer_key, wanted)) for source in sources)
+    yield from _rows(data, reward, ((label, *found) for label, records in of_sources for found in records))
+
+
+def _rows(data: DataConfig, reward: RewardConfig, records: Iterable[CustomRecord]) -> Iterator[Row]:
+    rewards, wanted, need_answer = reward.functions, WantedColumns.of(reward), _need_answer(reward.functions)
+    for index, (label, where, given) in enumerate(records):
+        record = with_last_turn_as_answer(given, where, data) if data.last_turn_as_answer else given
+        row = parse_row(record, index, where, label, data, need_answer)
+        _check_reward_fits(rewards, row)
+        row = replace(row, columns=wanted.of_record(record, data.prompt_key, where))
+        yield with_system_prompt(row, data.system_prompt)
 
 
 def _need_answer(rewards: Sequence[str]) -> bool:

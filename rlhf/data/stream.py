@@ -62,8 +62,8 @@ class PromptStream:
         tokens = state.get("tokens_fingerprint", prompts.tokens_fingerprint)
         if state["fingerprint"] != prompts.fingerprint:
             self._reject(
-                "The training prompts (data.train_files or data.reasoning_gym) differ from the checkpoint's: "
-                f"fingerprint {prompts.fingerprint}, the checkpoint has {state['fingerprint']}.",
+                "The training prompts (data.train_files, data.custom_cls or data.reasoning_gym) differ from the "
+                f"checkpoint's: fingerprint {prompts.fingerprint}, the checkpoint has {state['fingerprint']}.",
                 "Restore the data",
             )
         elif tokens != prompts.tokens_fingerprint:

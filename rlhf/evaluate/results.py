@@ -9,6 +9,7 @@ from rlhf.assemble.trajectory_hash import user_files
 from rlhf.config import Config
 from rlhf.config.compare import as_lines, compare_text
 from rlhf.config.resolved import to_yaml
+from rlhf.config.user_functions import CUSTOM_CLS, hash_of_files
 from rlhf.data.records import resolve
 from rlhf.errors import UserError
 from rlhf.evaluate.target_settings import PlannedEvaluation
@@ -32,8 +33,10 @@ def files_of(planned: PlannedEvaluation) -> dict[str, str]:
     hashes = {"target": target.fingerprint}
     hashes |= user_files(config.reward, config.algorithm, config.actor, config.model)
     if (names := config.data.val_files) is not None:
-        found = [source for source in resolve("data.val_files", names, "test") if source.path is not None]
+        found = resolve("data.val_files", names, "test", any_file=True)
         hashes |= {f"data.val_files {source.spec}": fingerprint_file(source.path) for source in found if source.path}
+    if (spec := config.data.custom_cls.spec) is not None:
+        hashes[CUSTOM_CLS] = hash_of_files([spec])
     return hashes
 
 

@@ -99,6 +99,7 @@ SCENARIOS: dict[str, list[str]] = {
     "refused": [*FILES, "guards.max_loss=1e-9"],
     "fixed length": [*FILES, "actor.loss_agg_mode=seq-mean-token-sum-norm"],
     "styled": [*FILES, "model.chat_template={folder}/styled.jinja"],
+    "own rows": [*FILES, "data.custom_cls.path={folder}/rows.py", "data.custom_cls.name=swapped"],
     "lora": [*FILES, *KL, "model.lora.enabled=true", "model.lora.rank=8"],
     "entropy below": [*FILES, "actor.entropy_ctrl.type=adaptive", "actor.entropy_ctrl.target_entropy=9"],
     "entropy above": [*FILES, "actor.entropy_ctrl.type=adaptive", "actor.entropy_ctrl.target_entropy=0"],
@@ -290,6 +291,8 @@ CASES: dict[str, Case] = {
         "algorithm.rollout_correction.rollout_rs_threshold_lower=0.5",
     ),
     "algorithm.rollout_correction.rollout_is": Case("algorithm.rollout_correction.rollout_is=token"),
+    "data.last_turn_as_answer": Case(["data.last_turn_as_answer=true", "data.prompt_key=chat"]),
+    **of("own rows", "data.custom_cls.path={folder}/other_rows.py", "data.custom_cls.name=shortened"),
     **of("lora", "model.lora.alpha=4", "model.lora.dropout=0.5", "model.lora.base_dtype=bfloat16"),
     **of("lora", "model.lora.use_rslora=true"),
     "model.lora.enabled": Case("model.lora.enabled=true", "grpo", OTHER_ADAPTERS),
@@ -334,6 +337,15 @@ def fails(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+ROWS = """
+def swapped(row):
+    return {**row, "prompt": row["other_prompt"]}
+
+def shortened(row):
+    return {**row, "prompt": row["other_prompt"][:-1]}
+"""
+
+
 def test_every_setting_that_is_let_through_has_a_case():
     let_through = {key for key, setting in SETTINGS.items() if setting.metadata["resume"] == "trajectory"}
     assert CASES.keys() | ELSEWHERE.keys() == let_through
@@ -351,10 +363,14 @@ class Runs:
         for i in range(40):
             a, b = 10 + (7 * i) % 83, 10 + (11 * i) % 79
             prompt = question(a, b) + " and take your time with it, please, as long as you want to" * (i % 10 == 0)
-            rows.append({"prompt": prompt, "answer": str(a + b), "other_prompt": question(b, b), "other_answer": "7"})
+            chat = [{"role": "user", "content": question(b, a)}, {"role": "assistant", "content": "8"}]
+            row = {"prompt": prompt, "answer": str(a + b), "other_prompt": question(b, b), "other_answer": "7"}
+            rows.append({**row, "chat": chat})
         (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[20:]))
         (folder / "rewards.py").write_text(REWARDS)
+        (folder / "rows.py").write_text(ROWS)
+        (folder / "other_rows.py").write_text(ROWS.replace("other_prompt", "prompt"))
         template = (TINY_POLICY / "chat_template.jinja").read_text()
         (folder / "template.jinja").write_text("1 2 3 " + template)
         (folder / "styled.jinja").write_text("{% if short %}1 2 {% endif %}" + template)

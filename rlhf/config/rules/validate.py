@@ -182,6 +182,16 @@ def _data(config: Config) -> Iterator[str]:
             yield f"data.{key}={files!r}: set a file, a glob or a Hub name, or a list of these."
     for key in TEMPLATE_ARGUMENTS & config.data.apply_chat_template_kwargs.keys():
         yield f"data.apply_chat_template_kwargs.{key} cannot be set: the trainer sets it. Remove it."
+    custom = config.data.custom_cls
+    if (custom.path is None) != (custom.name is None):
+        yield f"data.custom_cls.path={custom.path} and data.custom_cls.name={custom.name}: set both, or neither."
+    elif custom.spec is not None and not (str(custom.path).endswith(".py") and str(custom.name).isidentifier()):
+        yield (
+            f"data.custom_cls.path={custom.path} and data.custom_cls.name={custom.name}: set a Python file (.py), and "
+            "the name of a function or class in it."
+        )
+    if config.data.train_files is None:
+        yield from without_effect(config, ["data.custom_cls.path", "data.last_turn_as_answer"], "data.train_files")
     if config.data.cache_dir == "":
         yield "data.cache_dir='': set a folder for tokenized prompts, or null for the default."
 

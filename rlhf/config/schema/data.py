@@ -19,6 +19,19 @@ class ReasoningGymConfig:
 
 
 @dataclass
+class CustomClsConfig:
+    path: str | None = setting(None)
+    """Python file that makes the rows from the data files."""
+    name: str | None = setting(None)
+    """Function from row to row in this file, or a Dataset class as verl's."""
+
+    @property
+    def spec(self) -> str | None:
+        """Return `path/to/file.py:name`, or None if no file is set."""
+        return None if self.path is None else f"{self.path}:{self.name}"
+
+
+@dataclass
 class DataConfig:
     train_files: Any = setting(None)
     """Parquet, JSONL, JSON or CSV files, globs, or Hub dataset names; one or a list. null trains on
@@ -31,6 +44,7 @@ class DataConfig:
     """Column with the reference answer, for datasets without verl's `reward_model.ground_truth`."""
     last_turn_as_answer: bool = setting(False)
     """Use the last turn of each prompt, which the assistant wrote, as the reference answer."""
+    custom_cls: CustomClsConfig = setting(CustomClsConfig)
     system_prompt: str | None = setting(None)
     """System message for prompts without a system message."""
     apply_chat_template_kwargs: dict[str, Any] = setting({})
