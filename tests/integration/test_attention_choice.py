@@ -8,9 +8,13 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Gemma2Config
 
+from rlhf.compose import compose_config
+from rlhf.config.library import Library
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
 from rlhf.models.config_check import check_flash_attention, default_attention
 from rlhf.models.loading import ModelSource, ModelStart, load_model, load_model_config
+from rlhf.planning.memory_plan import Models, Target, memory_plan
+from rlhf.planning.model_shapes import shapes_from_files
 from tests.support.forked_start import train_forked
 from tests.support.launching import small, write_sums
 from tests.support.refusals import says, user_error
@@ -56,6 +60,18 @@ def test_the_attention_of_a_loaded_model(tmp_path):
     model = load_model(ModelStart(source, Path(source.path), load_model_config(source, Path(source.path))))
     assert model.config._attn_implementation == "sdpa" == default_attention("qwen2")
     assert default_attention("no_such_type") == "sdpa"
+
+
+def test_the_memory_plan_counts_the_attention_that_is_used(tmp_path):
+    path = str(tiny_gemma2(tmp_path / "gemma2"))
+    models = Models(shapes_from_files(path))
+
+    def peaks(attention: str) -> list[int]:
+        overrides = ["recipes=minimal", f"model.path={path}", "data=reasoning_gym"]
+        config = compose_config([*overrides, f"model.attn_implementation={attention}"], Library.find(None))
+        return [phase.total for phase in memory_plan(config, models, Target(True, 1)).phases]
+
+    assert peaks("sdpa") == peaks("eager") != peaks("flash_attention_2")
 
 
 def test_flash_attention_without_a_gpu_ends_before_the_ranks_start(tmp_path):

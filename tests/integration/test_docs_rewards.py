@@ -65,7 +65,7 @@ def test_every_command_of_the_page_is_right(folder, monkeypatch):
     (folder / "judge" / "config.json").write_text('{"model_type": "llama", "id2label": {"0": "LABEL_0"}}')
     (folder / "judge" / "tokenizer.json").write_text("{}")  # nothing looks further into it so early
     (folder / "judge" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    assert COMMANDS.keys() == {*("first_prompts", "minimal", "conventions", "three_rewards", "judged")}
+    assert COMMANDS.keys() == {*("first_prompts", "own_rows", "minimal", "conventions", "three_rewards", "judged")}
     assert PAGE.count("python -m rlhf.train ") == len(COMMANDS)
     for _, arguments in COMMANDS.values():
         config = compose_config(arguments, Library.find(None))
