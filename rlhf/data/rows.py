@@ -63,16 +63,17 @@ def _near(key: str, usual: Iterable[str], record: Mapping[str, Any]) -> str | No
 def with_last_turn_as_answer(record: dict[str, Any], where: str, data: DataConfig) -> dict[str, Any]:
     """Return the record with the chat before its last turn as the prompt, and this turn's text as the answer."""
     chat = record.get(data.prompt_key)
-    if data.prompt_key not in record:
-        return record  # `parse_row` reports the missing column
-    last = chat[-1] if isinstance(chat, list) and len(chat) > 1 else None
+    if data.prompt_key not in record or _is_sharegpt(chat):
+        return record  # `parse_row` reports it
+    turns = chat if isinstance(chat, list) else []
+    last = turns[-1] if len(turns) > 1 else None
     if not isinstance(last, dict) or last.get("role") not in ANSWERING or not isinstance(last.get("content"), str):
         raise UserError(
             f"{where}: column {data.prompt_key!r} (data.prompt_key) must be a list of messages that ends with an "
             f"assistant turn, since data.last_turn_as_answer=true; it is {_short(chat)}. Correct or delete the row, or "
             "set data.last_turn_as_answer=false."
         )
-    return {**record, data.prompt_key: chat[:-1], data.answer_key: last["content"]}
+    return {**record, data.prompt_key: turns[:-1], data.answer_key: last["content"]}
 
 
 def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
@@ -80,10 +81,10 @@ def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
     if prompt is None:
         raise UserError(f"{column} is null in this row. Fill it in, or delete the row.")
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if isinstance(chat, list) and any(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in chat):
+    if _is_sharegpt(chat):
         raise UserError(
             f"{column} has ShareGPT's from and value: {_short(prompt)}. Write role and content instead, with role user "
-            "for human and assistant for gpt."
+            "for human and assistant for gpt, in the file or with data.custom_cls."
         )
     is_chat = isinstance(chat, list) and chat and all(isinstance(message, dict) for message in chat)
     if not is_chat or not all(isinstance(message.get(key), str) for message in chat for key in ("role", "content")):
@@ -99,6 +100,11 @@ def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
             "this turn, or set data.last_turn_as_answer=true to use it as the reference answer."
         )
     return [{key: value for key, value in message.items() if isinstance(value, str)} for message in chat]
+
+
+def _is_sharegpt(chat: Any) -> bool:
+    turns = chat if isinstance(chat, list) else []
+    return any(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns)
 
 
 def with_system_prompt(row: Row, text: str | None) -> Row:

@@ -62,9 +62,10 @@ def test_a_row_without_an_answering_turn(tmp_path, chat):
     rejected(data, "t.jsonl line 1", "messages", "data.last_turn_as_answer=true", "data.last_turn_as_answer=false")
 
 
-def test_sharegpt_conversations(tmp_path):
+@pytest.mark.parametrize("last", [False, True])
+def test_sharegpt_conversations(tmp_path, last):
     turns = [{"from": "human", "value": "1 + 1"}, {"from": "gpt", "value": "2"}]
-    data = data_of(tmp_path, {"conversations": turns}, prompt_key="conversations")
+    data = data_of(tmp_path, {"conversations": turns}, prompt_key="conversations", last_turn_as_answer=last)
     rejected(data, "t.jsonl line 1", "conversations", "ShareGPT", "role", "content", "human", "assistant", "gpt")
 
 
