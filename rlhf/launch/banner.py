@@ -94,7 +94,7 @@ def _length(config: Config) -> str:
     prompts: int | None = data.reasoning_gym.train_size
     if data.train_files is not None:
         prompts = _lines([data.train_files] if isinstance(data.train_files, str) else data.train_files)
-    if prompts is None:
+    if prompts is None or data.custom_cls.spec is not None:
         return epochs
     prompts = min(prompts, data.train_max_samples or prompts)
     return f"{epochs}, at most {max(1, t.total_epochs * prompts // data.train_batch_size):,}"

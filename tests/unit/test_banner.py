@@ -36,6 +36,8 @@ def test_a_new_run(config):
     assert shown["model"] == f"{TINY_POLICY} (271K parameters)"
     assert shown["prompts"] == "sums.jsonl (200 in the file)"
     assert shown["steps"] == "3 epochs, at most 9"
+    config.data.custom_cls.path, config.data.custom_cls.name = "rows.py", "Rows"
+    assert rows(config)["steps"] == "3 epochs", "the class may make more rows than the file has"
     assert "2 ranks" in shown["device"]
     assert shown["run"] == "runs/rlhf/default (new)"
     assert shown["log"] == "runs/rlhf/default/run.log"
