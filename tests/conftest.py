@@ -75,6 +75,8 @@ LONGEST_FIRST = (
     "test_import_of_peers",
     "test_verb_kills",
     "test_reward_verifiers",
+    "test_own_data_runs",
+    "test_attention_choice",
 )
 
 
