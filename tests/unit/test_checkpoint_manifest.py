@@ -137,6 +137,15 @@ def test_a_link_to_an_equal_file_outside_is_refused(checkpoint):
         verify(checkpoint)
 
 
+@pytest.mark.parametrize("elsewhere", ["../moved", "moved.json"])
+def test_a_manifest_that_is_a_link_is_refused(checkpoint, elsewhere):
+    manifest = checkpoint / "manifest.json"
+    manifest.rename(checkpoint / elsewhere)
+    manifest.symlink_to(elsewhere)
+    with pytest.raises(DamagedCheckpoint, match="symbolic link"):
+        verify(checkpoint)
+
+
 def test_a_checkpoint_reached_through_a_link_is_intact(checkpoint):
     link = checkpoint.parent / "newest"
     link.symlink_to(checkpoint)

@@ -106,8 +106,10 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
 
 
 def manifest_bytes(root: Path) -> bytes:
-    """Return the manifest's bytes, not verified; raise DamagedCheckpoint without a manifest."""
+    """Return the manifest's bytes, not verified; raise DamagedCheckpoint without a manifest, and for a link."""
     path = root / MANIFEST
+    if path.is_symlink():
+        raise DamagedCheckpoint(f"{path} is a symbolic link, and a save writes a file: copy the checkpoint again")
     try:
         return read_regular(path, LARGEST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
