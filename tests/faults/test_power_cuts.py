@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.faults import power_cuts
-from tests.support.power_cut_mutations import hunt, sync_calls
+from tests.support.power_cut_mutations import ROOT, hunt, sync_calls
 from tests.support.power_cut_records import records_of
 from tests.support.power_cut_replay import replay
 
@@ -32,6 +32,16 @@ def test_a_sync_that_is_left_out_is_missed(tmp_path):
         failure, tried = hunt([made], call, "left out", random.Random(1))
         assert failure is not None
         assert tried < 100
+
+
+def test_each_sync_of_a_start_after_a_kill_has_states(tmp_path):
+    """A sync of what a killed process left: under any seed, a kill leaves it something."""
+    made = records_of("killed_journal", tmp_path, seed=2)
+    lines = (ROOT / "experience/journal.py").read_text().splitlines()
+    calls = [call for call in sync_calls() if call[0] == "experience/journal.py" and "fsync_" in lines[call[1] - 1]]
+    assert len(calls) == 2
+    for call in calls:
+        assert hunt(made, call, "left out", random.Random(2))[1] > 0
 
 
 def test_nothing_is_missed_of_a_sync_that_is_not_there(tmp_path):

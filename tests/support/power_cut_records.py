@@ -10,12 +10,11 @@ from rlhf.checkpoint.remote.lease import release_leases
 from tests.support.power_cut_kinds import KINDS, REMOTE, restarted
 from tests.support.power_cut_runs import Book, Saved, promises_at
 from tests.support.power_cut_states import Disk, Shelf, Tree
-from tests.support.recorded_files import Op, Recorder, recording
+from tests.support.recorded_files import Op, Recorder, Site, recording
 
 KILLED_PREFIX = "killed_"
 KILLED = ("behind", "retention", "journal", "fork", "damaged", "domains")
 ALL_KINDS = [*KINDS, *(f"{KILLED_PREFIX}{kind}" for kind in KILLED)]
-KILLS = 8
 
 
 @dataclass(frozen=True)
@@ -58,30 +57,35 @@ def after(ops: list[Op]) -> Tree:
     return disk.tree(lambda change: False, lambda node: node.content)
 
 
-def killed(made: Record, rng: random.Random, points: int) -> list[Record]:
-    """Return records up to a kill, each followed by the next start, for `points` kills before a sync.
+def killed(made: Record, rng: random.Random) -> list[Record]:
+    """Return records up to a kill, each followed by the next start: a kill before a sync of each call, drawn by `rng`.
 
-    The next start sees unsynced changes, and a power cut after that start loses them.
+    The next start sees unsynced changes, and a power cut after that start loses them. So each sync of the start, which
+    makes durable what a killed process left, has something to make durable in one of the records.
     """
     starts = next(number for number, what, _ in made.notes if what == "begun")
-    before_syncs = [i for i, op in enumerate(made.ops) if op.kind.startswith("sync") and i >= starts]
-    named = [i for i in before_syncs if made.ops[i].kind == "sync_dir" and "/.tmp-" not in made.ops[i].path]
-    # At least one kill after a checkpoint was renamed for deletion.
-    removed = [i for i in named if made.ops[i - 1].kind == "rename" and "/.trash-" in made.ops[i - 1].other]
-    chosen = set(rng.sample(removed, min(len(removed), 1)) + rng.sample(named, min(len(named), points // 2 - 1)))
-    chosen |= set(rng.sample([i for i in before_syncs if i not in chosen], points - len(chosen)))
+    by_call: dict[tuple[Site, ...], list[int]] = {}
+    for number, op in enumerate(made.ops):
+        if op.kind.startswith("sync") and number >= starts:
+            by_call.setdefault(op.sites, []).append(number)
+    chosen = sorted(rng.choice(numbers) for numbers in by_call.values())
     records = []
-    for moment in sorted(chosen):
+    for moment in chosen:
         promises = promises_at(made.notes, moment)
         shutil.rmtree(made.root)
         Shelf(made.root.parent / f"shelf-{moment}").build(after(made.ops[:moment]), made.root, lambda path: False)
         notes = [note for note in made.notes if note[0] <= moment]
         with recording(made.root) as recorder:
             book = Book(recorder, made.saves, earlier=moment)
-            restarted(promises.start, book, short_of_room=moment in named)
+            restarted(promises.start, book, short_of_room=_is_of_a_name(made.ops[moment]))
         record = Record(made.kind, made.root, made.ops[:moment] + recorder.ops, notes + book.notes, book.saves)
         records.append(verified(replace(record, first=moment), recorder))
     return records
+
+
+def _is_of_a_name(sync: Op) -> bool:
+    """Return whether `sync` makes a published name durable."""
+    return sync.kind == "sync_dir" and "/.tmp-" not in sync.path
 
 
 def compare(tree: Tree, root: Path) -> list[str]:
@@ -99,4 +103,4 @@ def records_of(kind: str, folder: Path, seed: int) -> list[Record]:
     if kind in KINDS:
         return [record(kind, folder)]
     made = record(kind.removeprefix(KILLED_PREFIX), folder / "killed")
-    return killed(replace(made, kind=kind), random.Random(f"{kind} {seed}"), KILLS)
+    return killed(replace(made, kind=kind), random.Random(f"{kind} {seed}"))
