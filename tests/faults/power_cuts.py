@@ -98,7 +98,8 @@ def mutate(kinds: list[str], seed: int, jobs: int, folder: Path) -> bool:
             place = f"{call[0]}:{call[1]} {mutation}"
             if failure is None:
                 having = [kind for kind in kinds if seen[kind][call]]
-                print_line(f"{'SURVIVED' if tried else 'NOT TRIED'}: {place}: {tried} states of {', '.join(having) or 'no kind'}")
+                what = "SURVIVED" if tried else "NOT TRIED"
+                print_line(f"{what}: {place}: {tried} states of {', '.join(having) or 'no kind'}")
             else:
                 where, what, *_ = failure.splitlines()
                 print_line(f"caught: {place}: by {where.split(',')[0]} after {tried} states: {what.strip()[:150]}")
