@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException, ValidationError
 
 from rlhf.config import Config
+from rlhf.config.composition_problems import composition_problem
 from rlhf.config.config_folder import ConfigFolder
 from rlhf.config.help_texts import commented_yaml
 from rlhf.config.known_settings import SECTIONS, SETTINGS, setting_of
@@ -28,10 +29,8 @@ from rlhf.config.names.hints import entry_hint, hint, nearest_setting, recipe_hi
 from rlhf.config.resolved import to_config
 from rlhf.config.rules.algorithm_rules import idle_critic
 from rlhf.config.rules.lora_rules import idle_lora
-from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.errors import UserError
 from rlhf.planning.device_defaults import Machine, device_defaults
-
-GLOBAL_PACKAGE = "# @package _global_"
 
 
 @dataclass(frozen=True)
@@ -311,40 +310,7 @@ def _compose(choices: list[str], library: Library, stored: DictConfig | None) ->
         near = entry_hint(group, name, known)
         raise UserError(f"{where}{near} Choices: {', '.join(known) or 'none'}.") from error
     except HydraException as error:
-        raise UserError(_composition_problem(error, choices, library)) from error
-
-
-def _composition_problem(error: HydraException, choices: list[str], library: Library) -> str:
-    cause = error.__cause__ or error.__context__
-    named = re.match(r"In '(?:(.*)/)?([^/']+)': ", str(error))
-    group, name = named.groups() if named else (None, None)
-    path = library.entries(group).get(name) if group and name else None
-    where = f"{path or ' '.join(choices)}: "
-    key = getattr(cause, "full_key", None) or ""
-    reason = str(cause or str(error)[named.end() if named else 0 :]).splitlines()[0]
-    if unknown := re.search(r"Could not override '(\w+)'", str(error)):
-        return where + _no_group(unknown[1], library)
-    if key == "recipes":
-        return f"{where}the first line of a recipe must be `{GLOBAL_PACKAGE}`."
-    if isinstance(cause, GrammarParseError):
-        return f"{where}{key}={cause.value}: {reason}."
-    if key and key not in SECTIONS and not setting_of(key):
-        return f"{where}there is no setting {key}.{hint(key)}"
-    if setting_of(key) and f"Key '{key}' not in" in reason:
-        section, _, leaf = key.rpartition(".")
-        return f"{where}{key}: sections are nested in a recipe. Write `{leaf}:` indented below `{section}:`."
-    if setting := setting_of(key):
-        return (
-            f"{where}{key}: {reason}; must be {setting.expects}.{syntax_hint(setting, getattr(cause, 'value', None))}"
-        )
-    return f"{where}{reason}"
-
-
-def _no_group(name: str, library: Library) -> str:
-    if name in SECTIONS:
-        return f"{name} is a section without entries to choose from: remove `override /{name}`, and set its settings."
-    groups = library.groups
-    return f"there is no group {name}.{did_you_mean(nearest(name, groups))} Choices: {', '.join(groups)}."
+        raise UserError(composition_problem(error, choices, library)) from error
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Errors that a restart cannot fix, hints for their messages, and the exit codes of the command."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 EXIT_DONE = 0
@@ -45,11 +45,39 @@ class Unsaved(Exception):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice most similar to `word`, or None if no choice is near."""
-    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=NEAR)
+    """Return the choice most similar to `word`, or None if no choice is near.
+
+    Choices with the same letters, in another order or with one typed twice, come first.
+    """
+    known = list(choices)
+    same = [choice for choice in known if set(choice) == set(word) and abs(len(choice) - len(word)) <= 1]
+    found = difflib.get_close_matches(word, same, n=1, cutoff=0) or difflib.get_close_matches(word, known, 1, NEAR)
     return found[0] if found else None
+
+
+def nearest_path(path: Path, is_right: Callable[[Path], bool]) -> str | None:
+    """Return the path most similar to `path` for which `is_right`: each name that does not exist is replaced by the
+    nearest name in its folder. Return None if no path is near."""
+    found = Path(path.anchor)
+    for number, part in enumerate(names := path.parts[bool(path.anchor) :], 1):
+        fits = is_right if number == len(names) else Path.is_dir
+        if not fits(found / part):
+            try:
+                near = nearest(part, [other.name for other in found.iterdir() if fits(other)])
+            except OSError:
+                return None
+            if near is None:
+                return None
+            part = near
+        found /= part
+    return str(found)
 
 
 def did_you_mean(found: str | None) -> str:
     """Return the sentence that ends a message and suggests `found`; empty for None."""
     return f" Did you mean {found}?" if found else ""
+
+
+def nearby(path: Path, is_right: Callable[[Path], bool]) -> str:
+    """Return the sentence that ends a message about a missing path: the nearest path, or to correct it."""
+    return did_you_mean(nearest_path(path, is_right)) or " Correct the path."

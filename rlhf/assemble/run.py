@@ -150,7 +150,9 @@ def _build(setup: Setup, inputs: RunInputs, shown: ProgressDisplay, preemption: 
     collector = build_collector(setup, inputs, sampler, reward)
     run_log = _run_log(config, driver, shown, leads=coordinator.is_leader)
     advantages = Advantages(config.algorithm, config.rollout.n)
-    guards = Guards(config.guards, quiet=not coordinator.is_leader)
+    loss = config.actor.policy_loss.loss_mode
+    own_loss = f"actor.policy_loss.loss_mode={loss}" if ".py:" in loss else None
+    guards = Guards(config.guards, quiet=not coordinator.is_leader, own_loss=own_loss)
     parts = _stateful(inputs.stream, advantages, guards, run_log, learners)
     checkpointer = _checkpointer(setup, inputs, learners, parts, collector)
     report("looking for a checkpoint")

@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.errors import UserError, did_you_mean, nearest, nearest_path
 
 CUSTOM_CLS = "data.custom_cls"
 """The setting that may name a class instead of a function."""
@@ -23,9 +23,20 @@ def split_spec(setting: str, spec: str) -> tuple[Path, str]:
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise UserError(
-            f"{setting}={spec} is not of the form path/to/file.py:name. Write the file, a colon and the function."
+            f"{setting}={spec} is not of the form path/to/file.py:name.{did_you_mean(likely_spec(spec))} Write the "
+            "file, a colon and the function."
         )
     return Path(path).expanduser().absolute(), name
+
+
+def likely_spec(spec: str) -> str | None:
+    """Return `file.py:name` for a spec with another separator, such as `file.name`; None if it has none."""
+    file, _, name = spec.replace(":", ".").rpartition(".")
+    file = file.removesuffix(".py")
+    if not file or not name.isidentifier() or spec.endswith(".py"):
+        return None
+    inside = f"{file.replace('.', '/')}.py"
+    return f"{inside if Path(inside).is_file() else f'{file}.py'}:{name}"
 
 
 def find_function(setting: str, spec: str) -> ast.arguments | None:
@@ -51,7 +62,7 @@ def find_definition(setting: str, spec: str) -> ast.FunctionDef | ast.AsyncFunct
     path, name = split_spec(setting, spec)
     shown = f"{setting}={spec}"
     if not path.is_file():
-        found = nearest(path.name, [p.name for p in path.parent.glob("*.py")])
+        found = nearest_path(path, lambda other: other.suffix == ".py" and other.is_file())
         raise UserError(f"{shown}: no file {path}.{did_you_mean(found)} Correct the path (relative to {Path.cwd()}).")
     try:
         tree = ast.parse(path.read_bytes(), path.name)

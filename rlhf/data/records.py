@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf.data.record_texts import Record, csv_records, extension_by_content, json_records, jsonl_records
 from rlhf.data.rows import VERL_COLUMNS, listed, suggestion
-from rlhf.errors import UserError
+from rlhf.errors import UserError, did_you_mean, nearest_path
 from rlhf.reward import WantedColumns
 
 log = logging.getLogger(__name__)
@@ -103,9 +103,11 @@ def _resolve_one(setting: str, spec: str, default_split: str) -> list[Source]:
         return [Source(setting, spec, None, default_split)]
     else:
         siblings = [p.name for p in path.parent.iterdir() if p.is_file()] if path.parent.is_dir() else []
-        folder = "" if path.parent.is_dir() else f" There is no folder {path.parent} either."
+        near = suggestion(path.name, siblings)
+        if not path.parent.is_dir():
+            near = f" There is no folder {path.parent} either.{did_you_mean(nearest_path(path, Path.is_file))}"
         raise UserError(
-            f"{setting}={spec}: no such file (relative to {Path.cwd()}).{folder}{suggestion(path.name, siblings)} "
+            f"{setting}={spec}: no such file (relative to {Path.cwd()}).{near} "
             f"Correct the path; a Hub data set is written org/name, org/name:config or org/name@split."
         )
     return [Source(setting, spec, p, default_split) for p in paths]

@@ -51,10 +51,11 @@ class Guards:
     Args:
         config: the bounds, and the action beyond them.
         quiet: log nothing, because another rank logs.
+        own_loss: the setting that names the user's policy loss, with its value; None for a loss of the trainer.
     """
 
-    def __init__(self, config: GuardsConfig, *, quiet: bool = False) -> None:
-        self._config, self._quiet = config, quiet
+    def __init__(self, config: GuardsConfig, *, quiet: bool = False, own_loss: str | None = None) -> None:
+        self._config, self._quiet, self._own_loss = config, quiet, own_loss
         self.rolls_back = config.action == "rollback"
         self.step, self._reward = 0, 0.0
         self.rejected: Event | None = None
@@ -178,8 +179,12 @@ class Guards:
         rates = sorted({"critic.optim.lr" if event.who == "critic" else "actor.optim.lr" for event in row})
         bounds = sorted({f"guards.{_BOUNDS[event.metric]}" for event in row if event.bound is not None})
         raise_bounds = f"raise {' and '.join(bounds)}; " if bounds else ""
+        fix_loss = ""
+        if self._own_loss and any(event.who == "actor" and event.bound is None for event in row):
+            fix_loss = f"Check that the losses of {self._own_loss} are finite; "
+        lower = f"{'lower' if fix_loss else 'Lower'} {' and '.join(rates)}"
         return (
             f"The guards rejected {rejected}:{events}\n"
-            f"Lower {' and '.join(rates)}; check the prompts and rewards of these steps; {raise_bounds}"
+            f"{fix_loss}{lower}; check the prompts and rewards of these steps; {raise_bounds}"
             "set trainer.allow_config_change=true to continue from the newest checkpoint with other settings."
         )

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.schema.lora import LoraConfig
-from rlhf.errors import UserError
+from rlhf.errors import UserError, nearby
 from rlhf.models.adapter_config import unsupported_settings
 from rlhf.models.config_check import read_object
 from rlhf.models.fingerprint import fingerprint
@@ -35,7 +35,7 @@ def check_adapter_folder(lora: LoraConfig, model_path: str, *, needed: bool = Tr
         return
     folder, prefix = Path(lora.path).expanduser(), f"model.lora.path={lora.path}"
     if not folder.is_dir():
-        raise UserError(f"{prefix}: there is no such folder. Correct the path.")
+        raise UserError(f"{prefix}: there is no such folder.{nearby(folder, Path.is_dir)}")
     config = read_object(folder / CONFIG)
     if config is None or not (folder / WEIGHTS).is_file():
         missing = CONFIG if config is None else WEIGHTS

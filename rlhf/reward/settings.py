@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.config.derived import needs_reward_model
 from rlhf.config.schema.reward import REWARD_MODEL, VERIFIERS, RewardConfig
 from rlhf.config.schema.reward_model import RewardModelConfig
-from rlhf.config.user_functions import find_definition, split_spec
+from rlhf.config.user_functions import find_definition, likely_spec, split_spec
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.reward.signature import GIVEN, PROMPT, Convention, Signature
 
@@ -49,7 +49,7 @@ def check_functions(config: RewardConfig) -> None:
         if not (":" in function or "/" in function or function.endswith(".py")):  # `split_spec` reports a wrong form
             raise UserError(
                 f"{SETTING}: {function!r} is none of {', '.join(NAMES)}, and not of the form path/to/file.py:name."
-                f"{did_you_mean(nearest(function, NAMES))}"
+                f"{did_you_mean(nearest(function, NAMES) or likely_spec(function))}"
             )
         signature = signature_in_file(function)
         if signature is not None and (problem := signature.problem()):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.compose import GLOBAL_PACKAGE
 from rlhf.config import Config
+from rlhf.config.composition_problems import GLOBAL_PACKAGE
 from rlhf.config.library import Library
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
@@ -187,7 +187,12 @@ BROKEN_FILES = {
     "unknown key": (P + "trainer:\n  sed: 1\n", "{file}: there is no setting trainer.sed. Did you mean trainer.seed?"),
     "unknown section": (P + "trianer:\n  seed: 1\n", "{file}: there is no setting trianer. Did you mean trainer?"),
     "wrong type": (P + "trainer:\n  seed: foo\n", "{file}: trainer.seed: Value 'foo' of type 'str' could not be"),
-    "value for a section": (P + "trainer: 5\n", "{file}: Merge error: int is not a subclass of TrainerConfig"),
+    "value for a section": (P + "trainer: 5\n", "{file}: trainer: 5: trainer is a section"),
+    "value for a section in a section": (P + "actor:\n  optim: 1e-6\n", "{file}: actor.optim: 1e-6: actor.optim is a"),
+    "a list without brackets": (
+        P + "actor:\n  optim:\n    betas: 0.9, 0.95\n",
+        "{file}: actor.optim.betas: 0.9, 0.95: must be a list such as [0.9, 0.95]. Write `betas: [0.9, 0.95]`.",
+    ),
     "a list": (P + "- 5\n", "{file}: contains a list, not a mapping of settings. Write each section"),
     "a list without a package line": ("- 5\n", "{file}: contains a list, not a mapping of settings."),
     "a number": (P + "42\n", "{file}: contains one value, not a mapping of settings."),

@@ -18,6 +18,7 @@ from rlhf.models.config_check import (
     check_policy,
     check_reward_model,
 )
+from tests.support.refusals import says, user_error
 
 TINY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
 
@@ -123,7 +124,7 @@ def test_lengths_beyond_the_positions(folder, entries):
     ],
 )
 def test_a_reward_model_has_one_label(folder, entries, labels):
-    name = changed(folder, **entries)
+    name = changed(folder, architectures=["LlamaForSequenceClassification"], **entries)
     if labels == 1:
         check_reward_model(name, False)
     else:
@@ -132,6 +133,11 @@ def test_a_reward_model_has_one_label(folder, entries, labels):
         assert str(raised.value).startswith(
             f"reward_model.path={name} has {labels} labels, but a reward model needs one"
         )
+
+
+def test_a_reward_model_does_not_write_text(folder):
+    name = changed(folder, architectures=["LlamaForCausalLM"])
+    says(user_error(check_reward_model, name, False), f"reward_model.path={name}", "LlamaForCausalLM", "writes text")
 
 
 def test_a_reward_model_has_a_classifier(folder):

@@ -2,6 +2,7 @@ import json
 import logging
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from rlhf.config import GuardsConfig
 from rlhf.errors import UserError
 from rlhf.learning.guards import Guards
+from tests.support.refusals import user_error
 
 FINE = {"loss": 0.5, "kl": 0.01, "ref_kl": 0.02, "grad_norm": 1.0}
 
@@ -104,6 +106,13 @@ def test_a_run_that_trained_nothing_for_figures_that_are_not_finite_does_not_end
         guards.begin(2, 0.5)
         guards.allows("actor", loss=math.nan)
         assert guards.settle(2, last=True) == "skip"
+
+
+def test_a_loss_of_the_users_own_is_named() -> None:
+    own = "actor.policy_loss.loss_mode=mine.py:loss"
+    for metrics, named in (({"loss": math.nan}, True), ({"kl": 5.0}, False)):
+        guards = Guards(GuardsConfig(action="stop", max_kl=1.0), own_loss=own)
+        assert (own in user_error(partial(judge, guards, 1, **metrics))) is named
 
 
 def test_stop_ends_the_run_at_the_first_event() -> None:

@@ -11,6 +11,7 @@ from rlhf.config.names.hints import hint, likely_choice, nearest_setting, remark
 from rlhf.config.names.other_trainers import other_trainers
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError, nearest
+from tests.support.refusals import says
 
 OTHERS = other_trainers()
 
@@ -49,7 +50,7 @@ def test_settings_that_remarks_name_are_there():
 
 def test_values_that_are_offered_are_choices():
     choices = {choice for setting in SETTINGS.values() for choice in setting.metadata["choices"]}
-    assert set(OTHERS.values.values()) <= choices | ESTIMATORS.keys()
+    assert set(OTHERS.values.values()) <= choices | ESTIMATORS.keys() | set(Library.find(None).entries("algorithm"))
 
 
 def test_settings_of_remarks_on_values_are_there_and_the_values_are_not():
@@ -176,6 +177,54 @@ def test_a_value_that_verl_or_openrlhf_takes(typed, message):
     with pytest.raises(UserError) as raised:
         validate(compose_config([typed], Library.find(None)), {})
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "facts"),
+    [
+        ("num_processes", ["trainer.nproc"]),
+        ("num_machines", ["torchrun"]),
+        ("main_process_port", ["torchrun"]),
+        ("mixed_precision", ["backend.autocast"]),
+        ("fsdp_version", ["backend=fsdp2"]),
+        ("fsdp", ["backend=fsdp2", "actor.fsdp_config.param_offload"]),
+        ("offload_optimizer_device", ["backend.offload_optimizer"]),
+        ("push_to_hub", ["rlhf.checkpoint push"]),
+        ("peft_config", ["model.lora.enabled=true", "model.lora.rank"]),
+        ("tools", ["no tools"]),
+        ("best_of_n", ["algorithm=pass_at_k"]),
+        ("ddp_timeout", ["trainer.collective_timeout_s"]),
+        ("disable_dropout", ["config.json", "model.lora.dropout"]),
+        ("top_entropy_quantile", ["actor.policy_loss.loss_mode=FILE.py:NAME"]),
+        ("data.image_key", ["text"]),
+        ("data.sampler.class_name", ["data.shuffle"]),
+        ("data.sampler.class_path", ["data.shuffle"]),
+        ("val_kwargs.do_sample", ["greedy", "rollout.val_kwargs.temperature"]),
+        ("actor_rollout_ref.rollout.val_kwargs.do_sample", ["greedy", "rollout.val_kwargs.temperature"]),
+        ("loss_type", ["actor.loss_agg_mode=token-mean", "algorithm=dr_grpo"]),
+        ("advantage_estimator", ["algorithm=grpo", "algorithm=ppo"]),
+        ("actor.num_generations", ["rollout.n"]),
+        ("rollout.nn", ["rollout.n?"]),
+    ],
+)
+def test_names_that_had_no_answer(typed, facts):
+    says(hint(typed), *facts)
+
+
+@pytest.mark.parametrize(
+    ("argv", "facts"),
+    [
+        (["algorithm=gpro"], ["Did you mean grpo?"]),
+        (["algorithm=gae"], ["Did you mean ppo?"]),
+        (["actor.loss_agg_mode=dr_grpo"], ["algorithm=dr_grpo"]),
+        (["--advantage_estimator", "gae"], ["algorithm=ppo"]),
+        (["--loss_type=dr_grpo"], ["algorithm=dr_grpo"]),
+    ],
+)
+def test_values_that_had_no_answer(argv, facts):
+    with pytest.raises(UserError) as raised:
+        validate(compose_config(parse(argv).overrides, Library.find(None)), {})
+    says(str(raised.value), *facts)
 
 
 def test_a_share_of_the_steps_is_not_offered_as_their_number():

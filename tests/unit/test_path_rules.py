@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from rlhf.config import Config, LoraConfig
+from rlhf.config.rules.path_rules import model_folder_problems
 from rlhf.config.rules.validate import validate
-from tests.support.refusals import user_error
+from tests.support.refusals import says, user_error
 
 
 @pytest.mark.parametrize("key", ["model.path", "model.lora.path", "trainer.default_local_dir", "data.train_files"])
@@ -38,3 +39,19 @@ def test_what_a_run_begins_with_is_not_overwritten(tmp_path: Path, overwrite: bo
         return
     message = user_error(validate, config, {})
     assert f"trainer.overwrite=true: would delete model.lora.path={folder}, which is in the run directory" in message
+
+
+def test_a_path_near_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "policy").mkdir(parents=True)
+    (tmp_path / "models" / "polici").write_text("a file")
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    for wrong in ("./models/polcy", "./modles/policy", f"{tmp_path}/modles/polcy"):
+        (problem,) = model_folder_problems("model.path", wrong, True)
+        says(problem, f"model.path={wrong}", "Did you mean", "models/policy?")
+    (problem,) = model_folder_problems("model.path", "./nothing/like/it", True)
+    says(problem, "Correct the path")
+    config = Config()
+    config.model.path = config.data.train_files = "org/name"
+    config.model.chat_template = "templates.jinja"
+    says(user_error(validate, config, {}), "model.chat_template=templates.jinja", "Did you mean template.jinja?")

@@ -32,6 +32,8 @@ def test_what_is_right_passes(file):
         ([], {}, "name at least one of reasoning_gym, math_verify, exact_match, reward_model or path/to/file.py:name"),
         (["mathverify"], {}, "'mathverify' is none of .* Did you mean math_verify?"),
         (["exact_match", "reward_mode"], {}, "'reward_mode' is none of .* Did you mean reward_model?"),
+        (["rewards.score"], {}, r"'rewards\.score' is none of .* Did you mean rewards\.py:score\?"),
+        (["./rewards:score"], {}, r"\./rewards:score .* Did you mean \./rewards\.py:score\?"),
         (["xyz"], {}, r"not of the form path/to/file\.py:name\.$"),
         (["rewards.py"], {}, r"rewards\.py is not of the form"),
         (["exact_match", "FILE:scor"], {}, "defines no 'scor'. Did you mean score?"),

@@ -3,8 +3,9 @@ import sys
 
 import pytest
 
-from rlhf.config.user_functions import check_positional, find_function, load_function
+from rlhf.config.user_functions import check_positional, find_function, likely_spec, load_function
 from rlhf.errors import UserError
+from tests.support.refusals import says
 
 FILE = """
 import functools
@@ -66,14 +67,20 @@ def error_message(function, *arguments) -> str:
 
 @pytest.mark.parametrize("spec", ["file.py", "file.py:", ":name", "file:name", "file.py:a b"])
 def test_the_form(spec):
-    assert error_message(find_function, "x.y", spec) == (
-        f"x.y={spec} is not of the form path/to/file.py:name. Write the file, a colon and the function."
-    )
+    says(error_message(find_function, "x.y", spec), f"x.y={spec} ", "path/to/file.py:name")
+
+
+def test_the_form_that_was_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.py").write_text("")
+    meant = {"a.b.f": "a/b.py:f", "a/b.f": "a/b.py:f", "x:f": "x.py:f", "x.py.f": "x.py:f", "x.py": None, "x": None}
+    assert {spec: likely_spec(spec) for spec in meant} == meant
 
 
 def test_what_cannot_be_found_is_told_with_the_nearest(file):
     wrong = file.with_name("function.py")
-    assert f"no file {wrong}. Did you mean functions.py?" in error_message(find_function, "x.y", f"{wrong}:plain")
+    says(error_message(find_function, "x.y", f"{wrong}:plain"), f"no file {wrong}.", f"Did you mean {file}?")
     assert "functions.py defines no 'plane'. Did you mean plain?" in error_message(
         find_function, "x.y", f"{file}:plane"
     )

@@ -47,13 +47,13 @@ def nearest_setting(key: str) -> str | None:
     section, _, name = own.rpartition(".")
     if same := [k for k in SETTINGS if k.rpartition(".")[2] == name]:
         return max(same, key=lambda k: difflib.SequenceMatcher(None, own, k).ratio())
-    if elsewhere := theirs.get(name):  # another trainer's name in one of our sections
+    if elsewhere := theirs.get(name, ""):  # another trainer's name in one of our sections
         for candidate in (f"{section}.{elsewhere.rpartition('.')[2]}", elsewhere):
             if setting_of(candidate) and candidate.partition(".")[0] == section.partition(".")[0]:
                 return candidate
     if section in SECTIONS:
         found = nearest(name, [k.rpartition(".")[2] for k in SETTINGS if k.rpartition(".")[0] == section])
-        return f"{section}.{found}" if found else None
+        return f"{section}.{found}" if found else elsewhere or None
     return nearest(own, [*SETTINGS, *SECTIONS])
 
 

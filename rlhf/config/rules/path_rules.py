@@ -12,7 +12,7 @@ from rlhf.config.overrides import hydra_value
 from rlhf.config.rules.without_effect import without_effect
 from rlhf.config.same_files import PATHS
 from rlhf.config.schema.reward import REWARD_MODEL
-from rlhf.errors import did_you_mean, nearest
+from rlhf.errors import did_you_mean, nearby
 
 INITIAL_WEIGHTS = ("model.path", "model.lora.path", "critic.path", "reward_model.path")
 """Settings that name the initial weights of a run."""
@@ -50,7 +50,7 @@ def resume_problems(config: Config) -> Iterator[str]:
     if mode == "resume_path" and path and not config.run_dir.exists():
         source = Path(path).expanduser()
         if not source.is_dir():
-            yield f"trainer.resume_from_path={path}: there is no such directory.{_sibling(source)}"
+            yield f"trainer.resume_from_path={path}: there is no such directory.{nearby(source, Path.is_dir)}"
         elif not (source / "manifest.json").is_file():
             yield (
                 f"trainer.resume_from_path={path}: has no manifest.json, so it is not a checkpoint; give a "
@@ -79,8 +79,8 @@ def model_problems(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         remedy = f"reward.functions={hydra_value([*config.reward.functions, REWARD_MODEL])}"
         yield from without_effect(config, ["reward_model.path"], f"{REWARD_MODEL} in reward.functions", remedy=remedy)
     template = config.model.chat_template
-    if template is not None and not Path(template).expanduser().is_file():
-        yield f"model.chat_template={template}: there is no such file. Correct the path."
+    if template is not None and not (file := Path(template).expanduser()).is_file():
+        yield f"model.chat_template={template}: there is no such file.{nearby(file, Path.is_file)}"
 
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -98,7 +98,7 @@ def model_folder_problems(key: str, name: str, here: bool) -> Iterator[str]:
         why = "this folder has no config.json, so it is not a model in Hugging Face format."
         yield f"{key}={name}: {why}{_remedy(key, path)}"
     elif here and looks_local and not path.exists():
-        yield f"{key}={name}: there is no such folder.{_sibling(path)}"
+        yield f"{key}={name}: there is no such folder.{nearby(path, Path.is_dir)}"
     elif not looks_local and not path.exists() and not _HUB_NAME.fullmatch(name):
         unset = " The shell has not expanded the variable after the $." if "$" in name else ""
         yield f"{key}={name}: is neither a folder here nor a Hub name of the form org/name.{unset} Correct it."
@@ -116,9 +116,3 @@ def _remedy(key: str, path: Path) -> str:
     if [*source.glob("manifest.json"), *source.glob("global_step_*/manifest.json")]:
         return f" Write a model with `python -m rlhf.checkpoint export {source} DIR`, and set {key}=DIR."
     return " Set the folder that contains config.json."
-
-
-def _sibling(path: Path) -> str:
-    parent = path.parent
-    found = nearest(path.name, [p.name for p in parent.iterdir() if p.is_dir()]) if parent.is_dir() else None
-    return did_you_mean(str(parent / found)) if found else " Correct the path."
