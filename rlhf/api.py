@@ -19,7 +19,7 @@ from rlhf.config.secrets import export
 from rlhf.config.user_functions import CUSTOM_CLS, file_being_loaded, find_definition
 from rlhf.errors import EXIT_DONE, RunEnded, UserError
 from rlhf.launch.banner import banner
-from rlhf.launch.callbacks import Callback, Callbacks
+from rlhf.launch.callbacks import Callback, Callbacks, load_callbacks
 from rlhf.planning.check import check_fits
 from rlhf.planning.devices import count_gpus, lacks_gpu
 from rlhf.printable import printable_output
@@ -68,11 +68,8 @@ def train(
     library = Library.find(None if config_dir is None else Path(config_dir))
     functions = [] if reward is None else list(reward) if isinstance(reward, Sequence) else [reward]
     config = validated(overrides, library, [file_and_name(function) for function in functions])
-    watching = Callbacks(callbacks)
     with restored_logging():
-        code = start(config, library.recipes(overrides), watching)
-    if watching.error is not None:
-        raise watching.error
+        code = start(config, library.recipes(overrides), callbacks)
     if code != EXIT_DONE:
         raise RunEnded(code, config.run_dir)
     report: dict[str, Any] = json.loads((config.run_dir / "report" / "report.json").read_text())
@@ -109,10 +106,21 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = None) -> int:
-    """Supervise the run, or run one rank under torchrun. Return an exit code of `rlhf.errors`."""
+def start(config: Config, recipes: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
+    """Supervise the run, or run one rank under torchrun. Return an exit code of `rlhf.errors`.
+
+    Raises:
+        UserError: a mistake, found before the training began.
+        BaseException: the error of a callback, after the run has saved and ended. `callbacks` run after those of
+            `trainer.callbacks`.
+    """
     export(config)
     if is_rank():
+        if config.trainer.callbacks:
+            raise UserError(
+                f"trainer.callbacks={config.trainer.callbacks}: callbacks run in the supervisor, which torchrun "
+                "replaces. Set trainer.callbacks=[], or follow metrics.jsonl in the run directory."
+            )
         text = banner(config, recipes) if os.environ["RANK"] == "0" else ""
         if text:
             sys.stderr.write(f"{Redaction(os.environ)(printable_output(text))}\n")
@@ -122,7 +130,11 @@ def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = 
         return main_under_torchrun(config, text)
     from rlhf.launch.supervisor import supervise
 
-    return supervise(config, lambda: check_inputs(config), banner(config, recipes), callbacks or Callbacks())
+    watching = Callbacks([*load_callbacks(config.trainer), *callbacks])
+    code = supervise(config, lambda: check_inputs(config), banner(config, recipes), watching)
+    if watching.error is not None:
+        raise watching.error
+    return code
 
 
 def evaluate_policy(config: Config, title: str) -> int:

@@ -51,6 +51,8 @@ MIGRATIONS: dict[str, tuple[Migration, ...]] = {
         Added("data.last_turn_as_answer", False),
         Added("data.custom_cls.path", None),
         Added("data.custom_cls.name", None),
+        Added("trainer.callbacks", []),
+        Added("trainer.callback_kwargs", {}),
     ),
 }
 """Changes by release, oldest release first. The changes of a release apply in the order of the tuple."""

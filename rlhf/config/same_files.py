@@ -21,6 +21,7 @@ PATHS = (
     *COMPARED_BY_SUFFIX,
     "model.chat_template",
     "reward.functions",
+    "trainer.callbacks",
     "reward.writable",
     "algorithm.adv_estimator",
     "actor.policy_loss.loss_mode",

@@ -4,7 +4,7 @@ import ast
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,24 +79,38 @@ def find_definition(setting: str, spec: str) -> ast.FunctionDef | ast.AsyncFunct
     return binding if isinstance(binding, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
 
-def check_positional(setting: str, spec: str, arguments: Sequence[str]) -> None:
-    """Check as `find_function`, and that the function accepts `arguments` (names, for the message) by position."""
+def check_positional(
+    setting: str, spec: str, arguments: Sequence[str], more: Collection[str] = ()
+) -> Collection[str] | None:
+    """Check as `find_function`, and that the function accepts `arguments` (names, for the message) by position.
+
+    Args:
+        more: names of arguments that are passed by keyword to a function that accepts them.
+
+    Returns:
+        The names in `more` that the function accepts; None if its parameters are unknown.
+    """
     parameters = find_function(setting, spec)
     if parameters is None:
-        return
+        return None
     by_position = parameters.posonlyargs + parameters.args
-    required = len(by_position) - len(parameters.defaults)
+    required = [a.arg for a in by_position[len(arguments) : len(by_position) - len(parameters.defaults)]]
     keywords = [
         a.arg for a, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True) if default is None
     ]
     too_few = len(by_position) < len(arguments) and parameters.vararg is None
-    if too_few or required > len(arguments) or keywords:
+    if too_few or {*required, *keywords} - set(more):
         rest = [f"*{parameters.vararg.arg}"] if parameters.vararg else []
         has = ", ".join([*(a.arg for a in by_position), *rest, *(f"{name}=" for name in keywords)])
         raise UserError(
             f"{setting}={spec}: the function takes ({has}), but is called with {len(arguments)} arguments: "
             f"({', '.join(arguments)}). Correct its parameters."
         )
+    named = {
+        a.arg
+        for a in [*parameters.args[max(0, len(arguments) - len(parameters.posonlyargs)) :], *parameters.kwonlyargs]
+    }
+    return set(more) if parameters.kwarg else named & set(more)
 
 
 def hash_of_files(functions: Sequence[str]) -> str:

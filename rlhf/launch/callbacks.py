@@ -1,13 +1,46 @@
 """Calls the user's functions in the supervisor's process, with the metrics of each new step."""
 
+import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from rlhf.config import TrainerConfig
+from rlhf.config.user_functions import load_function
+from rlhf.errors import UserError
 from rlhf.launch.stop_request import StopRequest
 from rlhf.tracking.history_follower import HistoryFollower
 
 Callback = Callable[[int, Mapping[str, float]], object]
 """Called with a step and its metrics (docs/tracking.md)."""
+
+
+def load_callbacks(trainer: TrainerConfig) -> list[Callback]:
+    """Run the files of `trainer.callbacks`, and return the functions. Their errors are UserErrors with a traceback."""
+    return [_loaded(spec, trainer.callback_kwargs) for spec in trainer.callbacks]
+
+
+def _loaded(spec: str, kwargs: Mapping[str, Any]) -> Callback:
+    function = load_function("trainer.callbacks", spec)
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+    own = {name: value for name, value in kwargs.items() if takes_all or name in names}
+
+    def callback(step: int, metrics: Mapping[str, float]) -> None:
+        try:
+            function(step, metrics, **own)
+        except Exception as error:
+            # Drop this frame, so that the traceback begins with the user's.
+            theirs = error.__traceback__ and error.__traceback__.tb_next
+            lines = "".join(traceback.format_exception(type(error), error, theirs)).rstrip()
+            raise UserError(
+                f"trainer.callbacks={spec} raised an error at step {step}, so the run saved and ended. The same "
+                f"command continues it.\n{lines}"
+            ) from error
+
+    return callback
 
 
 class Callbacks:

@@ -191,6 +191,7 @@ def test_a_value_that_verl_or_openrlhf_takes(typed, message):
         ("offload_optimizer_device", ["backend.offload_optimizer"]),
         ("push_to_hub", ["rlhf.checkpoint push"]),
         ("peft_config", ["model.lora.enabled=true", "model.lora.rank"]),
+        ("callbacks", ["trainer.callbacks"]),
         ("tools", ["no tools"]),
         ("best_of_n", ["algorithm=pass_at_k"]),
         ("ddp_timeout", ["trainer.collective_timeout_s"]),

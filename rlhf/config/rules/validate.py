@@ -17,6 +17,7 @@ from rlhf.config.rules.lora_rules import lora_problems, missing_peft
 from rlhf.config.rules.path_rules import model_problems, overwritten_starts, resume_problems, unresolved_home_paths
 from rlhf.config.rules.rollout_rules import missing_engine, rollout_problems
 from rlhf.config.rules.without_effect import without_effect
+from rlhf.config.user_functions import check_positional
 from rlhf.errors import UserError
 
 TEMPLATE_ARGUMENTS = {
@@ -36,6 +37,7 @@ TEMPLATE_ARGUMENTS = {
     "truncation",
 }
 """Arguments of transformers' `apply_chat_template` besides the template's own variables."""
+CALLBACK_ARGUMENTS = ("step", "metrics")
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
 
@@ -54,6 +56,7 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: b
     if not problems:
         for check in (
             _run,
+            _callbacks,
             _batches,
             optimizer_problems,
             loss_problems,
@@ -112,6 +115,27 @@ def _run(config: Config) -> Iterator[str]:
     if not t.default_local_dir:
         yield "trainer.default_local_dir='': name the folder for run directories, e.g. checkpoints."
     yield from list_problems("trainer.logger", t.logger, LOGGERS)
+
+
+def _callbacks(config: Config) -> Iterator[str]:
+    """Yield one line per callback that is not a function of a step and its metrics, and per argument without use."""
+    t, accepted, known = config.trainer, set[str](), True
+    for spec in t.callbacks:
+        try:
+            names = check_positional("trainer.callbacks", spec, CALLBACK_ARGUMENTS, t.callback_kwargs)
+        except UserError as error:
+            yield str(error)
+            names = None
+        accepted |= set(names or ())
+        known = known and names is not None
+    if given := [name for name in t.callback_kwargs if name in CALLBACK_ARGUMENTS]:
+        yield f"trainer.callback_kwargs={t.callback_kwargs}: the trainer passes {given[0]}. Use another name."
+    for name in t.callback_kwargs if known else ():
+        if name not in accepted:
+            yield (
+                f"trainer.callback_kwargs={t.callback_kwargs}: {name} is not a parameter of any of "
+                f"trainer.callbacks={t.callbacks}. Correct or remove it."
+            )
 
 
 def _batches(config: Config) -> Iterator[str]:

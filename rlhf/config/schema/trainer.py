@@ -1,6 +1,7 @@
 """Section `trainer`: run directory, ranks, length, cadence, restarts."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf.config.schema.fields import setting
 
@@ -61,6 +62,11 @@ class TrainerConfig:
     supervisor or torchrun delete nothing."""
     logger: list[str] = setting([], resume="harmless")
     """Trackers besides the console and metrics.jsonl: `wandb`, `tensorboard`."""
+    callbacks: list[str] = setting([], resume="harmless")
+    """Your functions `path/to/file.py:name`, called as `name(step, metrics)` after each step. If one raises, the run
+    saves and ends."""
+    callback_kwargs: dict[str, Any] = setting({}, resume="harmless")
+    """Extra arguments for `callbacks`; each function gets those it accepts."""
     max_restarts: int = setting(10, ge=0, resume="harmless")
     """Restarts after crashes before the run ends. A crash at a later step than all earlier crashes resets the count."""
     warm_start: bool = setting(True, resume="harmless")
