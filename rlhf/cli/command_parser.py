@@ -23,7 +23,7 @@ def byte_size(text: str) -> int:
     if found is not None:
         size = int(float(found[1]) * (_BINARY_UNITS if found[3] else _UNITS)[found[2].upper()])
     if size == 0:
-        hint = f"; {text}GB is one" if re.fullmatch(r"[1-9]\d{0,5}", text) else ""
+        hint = f"; write {text}GiB or {text}GB" if re.fullmatch(r"[1-9]\d{0,5}(\.\d+)?", text) else ""
         raise argparse.ArgumentTypeError(f"{text} is not a size with a unit, such as 80GB or 79.2GiB{hint}")
     return size
 

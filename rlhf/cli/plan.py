@@ -16,6 +16,7 @@ from rlhf.config.vllm_versions import installation_problem
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.planning.adapter_check import check_adapters
 from rlhf.planning.check import check_heads, models_of, target_of
+from rlhf.planning.combination import combination
 from rlhf.planning.device_defaults import Machine
 from rlhf.planning.memory_plan import memory_plan
 from rlhf.planning.plan_text import plan_document, plan_page
@@ -51,10 +52,11 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_USER_ERROR
     plan = memory_plan(config, models, target_of(config, arguments.device_memory, ranks))
     found = remedies(config, models, plan)
+    together = None if plan.fits else combination(config, models, plan)
     if arguments.json:
-        text = json.dumps(plan_document(models, plan, found, arguments.disk_speed), indent=1) + "\n"
+        text = json.dumps(plan_document(models, plan, found, arguments.disk_speed, together), indent=1) + "\n"
     else:
-        text = plan_page(config.rollout, models, plan, found, arguments.disk_speed)
+        text = plan_page(config.rollout, models, plan, found, arguments.disk_speed, together, overrides)
     sys.stdout.write(text)
     return EXIT_DONE if plan.fits else DOES_NOT_FIT
 
@@ -71,7 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="python -m rlhf.plan", description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m rlhf.train")
     parser.add_argument(
-        "--ranks", type=count_of("ranks", 1), metavar="N", help="ranks on all machines (default: trainer.nproc)"
+        "--ranks",
+        type=count_of("ranks", 1),
+        metavar="N",
+        help="ranks (one per GPU) of all machines together, as torchrun starts them (default: trainer.nproc)",
     )
     parser.add_argument(
         "--device-memory",

@@ -26,7 +26,7 @@ def check_name(setting: str, name: str, revision: str | None) -> None:
 
 def fetch(setting: str, name: str, revision: str | None, weights: bool) -> Path:
     """Download a model, with or without weights, and return its folder in the cache. Raises UserError on failure."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         HFValidationError,
         LocalEntryNotFoundError,
@@ -46,6 +46,11 @@ def fetch(setting: str, name: str, revision: str | None, weights: bool) -> Path:
             f"{str(error).splitlines()[0].rstrip('.')}. Correct the name, or log in with `hf auth login`."
         ) from None
     except (LocalEntryNotFoundError, OSError) as error:
+        if constants.HF_HUB_OFFLINE:
+            raise UserError(
+                f"{prefix} is neither a local folder nor in this machine's Hub cache, and HF_HUB_OFFLINE or "
+                "TRANSFORMERS_OFFLINE forbids the download. Unset the variable, or set a local folder."
+            ) from None
         raise UserError(
             f"{prefix} is not a local folder, and the Hub can't be reached ({type(error).__name__}). Set a local "
             "folder, or download the model on a machine with network access and set HF_HOME."

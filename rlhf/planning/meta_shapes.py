@@ -1,6 +1,7 @@
 """Builds models on the meta device, from config.json alone."""
 
 import torch
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf.errors import UserError
@@ -26,9 +27,10 @@ def meta_model(setting: str, path: str, revision: str | None = None, *, classifi
     """
     folder = model_folder(path, revision)
     if folder is None:
+        offline = " HF_HUB_OFFLINE forbids this download: unset it first." if constants.HF_HUB_OFFLINE else ""
         raise UserError(
             f"{setting}={path} is neither a folder nor in this machine's Hub cache. The plan needs only its "
-            f"config.json: run `hf download {path} config.json --local-dir DIR` and set {setting}=DIR."
+            f"config.json: run `hf download {path} config.json --local-dir DIR` and set {setting}=DIR.{offline}"
         )
     kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     try:

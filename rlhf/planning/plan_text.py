@@ -1,10 +1,12 @@
 """Formats a plan as text and as JSON."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.config import RolloutConfig
 from rlhf.models.parameter_count import short_number
+from rlhf.planning.combination import Combination
 from rlhf.planning.memory_plan import Models, Plan
 from rlhf.planning.remedies import Remedy
 
@@ -20,6 +22,10 @@ TIGHT = 0.9
 """Fraction of the memory above which the plan warns of the allocator's fragmentation."""
 
 
+COLUMNS = 120
+"""Longest line of a command."""
+
+
 def gib(size: int) -> str:
     """Return a size in GiB, small sizes in MiB: 79.2 GiB."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
@@ -31,14 +37,28 @@ def plan_line(plan: Plan) -> str:
     return f"at most {gib(plan.peak.total)}{of} on each rank, in the {plan.peak.name} phase (python -m rlhf.plan)"
 
 
-def plan_page(rollout: RolloutConfig, models: Models, plan: Plan, remedies: Sequence[Remedy], disk_speed: int) -> str:
-    """Return tables of all phases, host, disk and tokens, then whether the run fits, and the remedies."""
+def plan_page(
+    rollout: RolloutConfig,
+    models: Models,
+    plan: Plan,
+    remedies: Sequence[Remedy],
+    disk_speed: int,
+    together: Combination | None = None,
+    typed: Sequence[str] = (),
+) -> str:
+    """Return tables of all phases, host, disk and tokens, then whether the run fits, and what makes it fit.
+
+    Args:
+        together: the changes that make a run fit that does not.
+        typed: the overrides of the command line.
+    """
     parts = (
         _head(rollout, models, plan),
         _phases(plan),
         _peak(plan),
         _host_and_disk(plan, disk_speed),
         _verdict(rollout, plan, remedies),
+        () if together is None else _together(together, typed),
     )
     return "\n\n".join(filter(None, map("\n".join, parts))) + "\n"
 
@@ -138,7 +158,47 @@ def _verdict(rollout: RolloutConfig, plan: Plan, remedies: Sequence[Remedy]) -> 
             yield f"  {remedy!s:<48}{gib(remedy.saved):>12} less{enough}"
 
 
-def plan_document(models: Models, plan: Plan, remedies: Sequence[Remedy], disk_speed: int) -> dict[str, Any]:
+def _together(found: Combination, typed: Sequence[str]) -> Iterator[str]:
+    if found.plan.fits:
+        keys = {text.partition("=")[0] for text in found.overrides}
+        kept = [text for text in typed if text.partition("=")[0] not in keys]
+        yield f"With these settings together the run fits ({plan_peak(found.plan)}):"
+        yield from _shell_lines(["python", "-m", "rlhf.train", *kept, *found.overrides])
+        return
+    changes = f"with {' '.join(found.overrides)}" if found.changes else "whatever the settings"
+    yield f"No settings make the run fit: {changes}, {plan_peak(found.plan)}."
+    yield f"  {devices_needed(found)}"
+
+
+def _shell_lines(words: Iterable[str]) -> Iterator[str]:
+    """Yield one shell command, in lines of at most `COLUMNS` columns if no word is longer."""
+    line = " "
+    for word in map(shlex.quote, words):
+        if len(f"{line} {word} \\") > COLUMNS:
+            yield f"{line} \\"
+            line = "   "
+        line += f" {word}"
+    yield line
+
+
+def plan_peak(plan: Plan) -> str:
+    memory = plan.target.memory or 0
+    return f"{plan.peak.name} needs {gib(plan.peak.total)} of {gib(memory)}"
+
+
+def devices_needed(found: Combination) -> str:
+    """Return a sentence with the smallest devices, or the number of devices, on which the run fits."""
+    kind = "GPU" if found.plan.target.cuda else "rank"
+    ways = [] if found.memory is None else [f"at least {gib(found.memory)} for each {kind}"]
+    ways += [] if found.ranks is None else [f"{found.ranks:,} {kind}s"]
+    if not ways:
+        return host_problem(found.plan) if not found.plan.fits_host else "It needs a smaller model."
+    return f"With these settings it needs {', or '.join(ways)}."
+
+
+def plan_document(
+    models: Models, plan: Plan, remedies: Sequence[Remedy], disk_speed: int, together: Combination | None = None
+) -> dict[str, Any]:
     target, size = plan.target, plan.checkpoint
     roles = {"policy": models.policy, "critic": models.critic, "reward_model": models.reward_model}
     return {
@@ -155,6 +215,15 @@ def plan_document(models: Models, plan: Plan, remedies: Sequence[Remedy], disk_s
             "step": plan.tokens_per_step,
             "micro_batch": plan.tokens_per_micro_batch,
             "cache": plan.cached_tokens,
+        },
+        "together": None
+        if together is None
+        else {
+            "set": together.overrides,
+            "fits": together.plan.fits,
+            "peak": {"phase": together.plan.peak.name, "bytes": together.plan.peak.total},
+            "device_memory": together.memory,
+            "ranks": together.ranks,
         },
         "remedies": [{"set": str(remedy), "saves": remedy.saved, "fits": remedy.fits} for remedy in remedies],
     }

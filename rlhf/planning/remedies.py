@@ -1,7 +1,7 @@
 """Finds settings that lower the peak of a memory plan, by planning again with each change."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -10,9 +10,10 @@ from typing import Any, Literal
 from rlhf.config import Config
 from rlhf.config.derived import longest_sample
 from rlhf.config.known_settings import SETTINGS
+from rlhf.config.overrides import hydra_value
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
-from rlhf.planning.memory_plan import Models, Plan, memory_plan
+from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,10 @@ class Remedy:
     """Whether the run fits with only this change."""
 
     def __str__(self) -> str:
-        value = str(self.value)
-        # The configuration group `rollout` chooses the engine.
-        setting = "rollout" if self.setting == "rollout.name" else self.setting
-        return f"{setting}={value.lower() if isinstance(self.value, bool) else value}"
+        return override(self.setting, self.value)
 
 
+Effect = Literal["speed", "precision", "training", "devices"]
 Values = Callable[[Config, Plan], Iterable[Any]]
 
 
@@ -47,6 +46,8 @@ class Candidate:
     """The only current value that the values replace; None for any value."""
     device: Literal["cuda", "cpu"] | None = None
     """Type of device on which the setting matters; None for both."""
+    effect: Effect = "speed"
+    """The most important thing that the change affects."""
 
 
 def _to(value: Any) -> Values:
@@ -78,13 +79,13 @@ def _smaller_share(config: Config, plan: Plan) -> Iterable[float]:
 
 
 TABLE = (
-    Candidate("backend.autocast", _to("bfloat16"), current="none", device="cuda"),
-    Candidate("rollout.dtype", _to("bfloat16"), current="float32", device="cuda"),
-    Candidate("ref.fsdp_config.model_dtype", _to("bfloat16")),
-    Candidate("reward_model.fsdp_config.model_dtype", _to("bfloat16")),
+    Candidate("backend.autocast", _to("bfloat16"), current="none", device="cuda", effect="precision"),
+    Candidate("rollout.dtype", _to("bfloat16"), current="float32", device="cuda", effect="precision"),
+    Candidate("ref.fsdp_config.model_dtype", _to("bfloat16"), effect="precision"),
+    Candidate("reward_model.fsdp_config.model_dtype", _to("bfloat16"), effect="precision"),
     Candidate("model.enable_gradient_checkpointing", _to(True)),
     Candidate("model.attn_implementation", _to("sdpa"), current="eager"),
-    Candidate("model.lora.enabled", lambda config, plan: () if plan.fits else (True,)),
+    Candidate("model.lora.enabled", lambda config, plan: () if plan.fits else (True,), effect="training"),
     Candidate("actor.ppo_max_token_len_per_gpu", _smaller_budgets("actor")),
     Candidate("critic.ppo_max_token_len_per_gpu", _smaller_budgets("critic")),
     Candidate("reward_model.forward_max_token_len_per_gpu", _smaller_budgets("reward_model")),
@@ -108,38 +109,53 @@ TABLE = (
     Candidate("backend.zero_stage", lambda config, plan: range(config.backend.zero_stage + 1, 4)),
     Candidate("backend.offload_optimizer", _to(True), device="cuda"),
     Candidate("checkpoint.async_save", _to(False), device="cpu"),
-    Candidate("trainer.nproc", lambda config, plan: (2 * plan.target.ranks,), device="cuda"),
-    Candidate("data.max_response_length", _half("data.max_response_length")),
+    Candidate("trainer.nproc", lambda config, plan: (2 * plan.target.ranks,), device="cuda", effect="devices"),
+    Candidate("data.max_response_length", _half("data.max_response_length"), effect="training"),
 )
 
 
 def remedies(config: Config, models: Models, plan: Plan) -> list[Remedy]:
     """Return the changes that lower the peak by at least one percent, largest first."""
     found = []
-    for setting, value in _candidates(config, plan):
-        changed = _with(config, setting, value)
-        target = plan.target if setting != "trainer.nproc" else replace(plan.target, ranks=value)
-        try:
-            validate(changed, {"RANK": "0", "WORLD_SIZE": str(target.ranks)}, here=False)
-        except UserError:
+    for row, value in candidates(config, plan):
+        target = plan.target if row.effect != "devices" else replace(plan.target, ranks=value)
+        changed = changed_config(config, {row.setting: value})
+        if not is_allowed(changed, target):
             continue
         other = memory_plan(changed, models, target)
         saved = plan.peak.total - other.peak.total
         if saved * 100 >= plan.peak.total and other.engine_starts >= plan.engine_starts:
-            found.append(Remedy(setting, value, saved, other.fits))
+            found.append(Remedy(row.setting, value, saved, other.fits))
     return sorted(found, key=lambda remedy: -remedy.saved)
 
 
-def _candidates(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
+def candidates(config: Config, plan: Plan) -> Iterator[tuple[Candidate, Any]]:
+    """Yield the rows of `TABLE` that apply, each with a value that differs from the current one."""
     device = "cuda" if plan.target.cuda else "cpu"
     for row in TABLE:
         present = SETTINGS[row.setting].value(config)
         if row.device in (None, device) and row.current in (None, present):
-            yield from ((row.setting, value) for value in row.values(config, plan) if value != present)
+            yield from ((row, value) for value in row.values(config, plan) if value != present)
 
 
-def _with(config: Config, setting: str, value: Any) -> Config:
+def is_allowed(config: Config, target: Target) -> bool:
+    """Return whether the rules across settings allow the run on the target's ranks."""
+    try:
+        validate(config, {"RANK": "0", "WORLD_SIZE": str(target.ranks)}, here=False)
+    except UserError:
+        return False
+    return True
+
+
+def changed_config(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a copy of `config` with other `values` of settings."""
     changed = deepcopy(config)
-    section, _, name = setting.rpartition(".")
-    setattr(attrgetter(section)(changed), name, value)
+    for setting, value in values.items():
+        section, _, name = setting.rpartition(".")
+        setattr(attrgetter(section)(changed), name, value)
     return changed
+
+
+def override(setting: str, value: Any) -> str:
+    """Return the override for a changed setting. The configuration group `rollout` chooses the engine."""
+    return f"{'rollout' if setting == 'rollout.name' else setting}={hydra_value(value)}"

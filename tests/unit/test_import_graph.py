@@ -62,6 +62,7 @@ MAY_SEE_THE_WHOLE_CONFIG = {
     "rlhf.launch.supervisor",
     "rlhf.lifecycle",
     "rlhf.planning.check",
+    "rlhf.planning.combination",
     "rlhf.planning.memory_plan",
     "rlhf.planning.remedies",
     "rlhf.worker",

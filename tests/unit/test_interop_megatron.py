@@ -17,11 +17,13 @@ from rlhf.checkpoint.__main__ import main
 from rlhf.convert import torch_file
 from rlhf.convert.megatron import columns, layout_megatron
 from rlhf.convert.megatron.megatron_folder import write_megatron_folder
+from rlhf.convert.megatron.megatron_model import read_model
 from rlhf.errors import UserError
 from rlhf.models.hf.source import Origin, TensorSource
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support.interop_page import commands_of
 from tests.support.megatron_states import rank_weights, save_ranks
+from tests.support.refusals import says, user_error
 from tests.support.sources import opened, whole
 from tests.support.tiny_models import causal_lm, save, tiny_config
 
@@ -52,6 +54,13 @@ def assert_is(source: TensorSource, model: PreTrainedModel, chunk: int | None = 
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("name", ["num_attention_heads", "num_hidden_layers"])
+def test_a_size_of_zero_is_a_users_mistake(models: Any, tmp_path: Path, name: str) -> None:
+    config = json.loads((models("qwen2")[1] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: 0, "head_dim": None}))
+    says(user_error(read_model, tmp_path), f"{name}=0", "config.json", "at least 1")
 
 
 @pytest.mark.parametrize(("ranks", "stages", "chunks"), SPLITS)

@@ -22,6 +22,7 @@ from rlhf.models.loading import (
     load_value_model,
     resolve_path,
 )
+from tests.support.refusals import says, user_error
 from tests.support.tiny_models import causal_lm, classifier, tiny_tokenizer
 
 
@@ -45,8 +46,7 @@ def hub_cache(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_name_of_the_hub_is_looked_for_in_the_cache_first(hub_cache, monkeypatch):
-    with pytest.raises(UserError, match=r"^model\.path=org/other is not a local folder, and the Hub can't be reached"):
-        check_name("model.path", "org/other", None)
+    says(user_error(check_name, "model.path", "org/other", None), "model.path=org/other", "HF_HUB_OFFLINE", "Unset")
     with pytest.raises(UserError, match=r"^model\.path=a/b/c is neither a folder nor a Hub name of the form org/name"):
         check_name("model.path", "a/b/c", None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", None)

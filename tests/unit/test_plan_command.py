@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -207,7 +208,7 @@ def test_a_text_that_is_no_size(text):
 
 
 def test_a_number_without_a_unit_is_no_size():
-    with pytest.raises(ArgumentTypeError, match="80GB is one"):
+    with pytest.raises(ArgumentTypeError, match="write 80GiB or 80GB"):
         byte_size("80")
 
 
@@ -225,6 +226,9 @@ def test_a_model_that_is_not_there(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert main(["recipes=null", "data.train_files=x.jsonl", "model.path=org/name"]) == EXIT_USER_ERROR
     assert "hf download org/name config.json" in capsys.readouterr().err
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["recipes=null", "data.train_files=x.jsonl", "model.path=org/name"]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, "model.path=org/name", "HF_HUB_OFFLINE", "unset")
 
 
 def test_a_setting_that_is_wrong(capsys):
@@ -507,3 +511,64 @@ def test_the_banner_has_a_line_of_it(tmp_path, monkeypatch):
     assert found[1].peak.name in shown
     config.model.path = str(tmp_path)
     assert "\n  memory" not in banner(config, [])
+
+
+LONG = ("data.max_prompt_length=2048", "data.max_response_length=8192")
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        # The least change: gradient checkpointing alone, not the adapters that lower the peak as well.
+        (("trainer.nproc=8", "rollout=vllm", "--device-memory=80GB"), ["model.enable_gradient_checkpointing=true"]),
+        # Each of these alone leaves another phase too large.
+        (
+            ("trainer.nproc=2", "--device-memory=24GB"),
+            [
+                "model.lora.enabled=true",
+                "model.enable_gradient_checkpointing=true",
+                "actor.ppo_max_token_len_per_gpu=10240",
+                "rollout=vllm",
+                "rollout.tensor_model_parallel_size=2",
+                "actor.fsdp_config.param_offload=true",
+            ],
+        ),
+    ],
+)
+def test_one_command_that_fits(seven_b, capsys, settings, changes):
+    options = [f"model.path={seven_b}", *LONG, *settings]
+    found = document(capsys, *options, code=DOES_NOT_FIT)["together"]
+    assert (found["set"], found["fits"]) == (changes, True)
+    fitting = document(capsys, *options, *changes)
+    assert fitting["peak"] == found["peak"]
+    for left_out in changes:
+        fewer = [change for change in changes if change != left_out]
+        assert main(["recipes=null", "data.train_files=x.jsonl", *options, *fewer]) != EXIT_DONE
+    capsys.readouterr()
+
+
+def test_the_command_has_each_setting_once(seven_b, capsys):
+    typed = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", *LONG, "trainer.nproc=8"]
+    off = "model.enable_gradient_checkpointing=false"
+    assert main([*typed, off, "rollout=vllm", "--device-memory=80GB"]) == DOES_NOT_FIT
+    _, _, command = capsys.readouterr().out.partition("python -m rlhf.train")
+    assert shlex.split(command.replace("\\\n", "")) == [*typed, "rollout=vllm", "model.enable_gradient_checkpointing=true"]
+
+
+def test_the_devices_that_a_run_needs_which_no_settings_make_fit(seven_b, capsys):
+    options = [f"model.path={seven_b}", *LONG, "trainer.nproc=4"]
+    found = document(capsys, *options, "--device-memory=8GB", code=DOES_NOT_FIT)["together"]
+    assert not found["fits"]
+    enough = f"{found['device_memory'] // 2**30}GiB"
+    document(capsys, *options, *found["set"], "--device-memory", enough)
+    less = f"{found['device_memory'] // 2**30 - 1}GiB"
+    document(capsys, *options, *found["set"], "--device-memory", less, code=DOES_NOT_FIT)
+
+
+def test_the_number_of_devices_that_a_run_needs(seven_b, capsys):
+    # The rules allow no adapters beside a reference of its own.
+    options = [f"model.path={seven_b}", *LONG, "ref.fsdp_config.param_offload=true", "--device-memory=24GB"]
+    found = document(capsys, *options, "trainer.nproc=2", code=DOES_NOT_FIT)["together"]
+    assert found["ranks"]
+    document(capsys, *options, *found["set"], f"trainer.nproc={found['ranks']}")
+    document(capsys, *options, *found["set"], f"trainer.nproc={found['ranks'] // 2}", code=DOES_NOT_FIT)

@@ -186,6 +186,9 @@ def read_model(folder: Path, *, values: bool = False) -> MegatronModel:
                 f"{setting}=true ({path}) is not supported by the conversion of {model_type} to or from Megatron."
             )
     try:
+        for name in ("num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"):
+            if not isinstance(value := config[name], int) or value < 1:
+                raise UserError(f"{name}={value} ({path}): must be a whole number of at least 1. Correct the file.")
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return MegatronModel(
             model_type=model_type,

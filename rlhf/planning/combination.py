@@ -1,0 +1,123 @@
+"""Finds settings that together make a run fit: the smallest set of changes, those with the least effect first."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from typing import Any
+
+from rlhf.config import Config
+from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
+from rlhf.planning.remedies import Effect, candidates, changed_config, is_allowed, override
+
+Change = tuple[str, Any]
+"""A setting and its new value."""
+EFFECTS: tuple[Effect, ...] = ("speed", "precision")
+"""Effects of changes that leave the training as it is, in the order in which they are tried."""
+GIB = 1 << 30
+LARGEST_MEMORY = 1 << 42
+MOST_RANKS = 1 << 14
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Changes of settings, in the order in which they were found, and the plan with all of them."""
+
+    changes: dict[str, Any]
+    plan: Plan
+    memory: int | None = None
+    """If the plan does not fit: the bytes of the smallest device on which it does, in whole GiB. None if none does."""
+    ranks: int | None = None
+    """If the plan does not fit: the smallest number of such devices, doubled from the target's; None if none does."""
+
+    @property
+    def overrides(self) -> list[str]:
+        return [override(setting, value) for setting, value in self.changes.items()]
+
+
+def combination(config: Config, models: Models, plan: Plan) -> Combination:
+    """Return the changes that make the run fit. If no changes do, return those that come nearest, and the devices that
+    the run then needs.
+
+    First without a change to the training, then with each set of such changes, the smallest first.
+    """
+    training = [(row.setting, value) for row, value in candidates(config, plan) if row.effect == "training"]
+    nearest: Combination | None = None
+    for base in chain.from_iterable(combinations(training, size) for size in range(len(training) + 1)):
+        found = _from(config, models, plan.target, base)
+        if found is not None and found.plan.fits:
+            return found
+        if found is not None and (nearest is None or missing(found.plan) < missing(nearest.plan)):
+            nearest = found
+    assert nearest is not None  # the rules allow the run without changes
+    now = changed_config(config, nearest.changes)
+    return replace(
+        nearest, memory=_smallest_memory(now, models, plan.target), ranks=_fewest_ranks(now, models, plan.target)
+    )
+
+
+def _from(config: Config, models: Models, target: Target, base: Sequence[Change]) -> Combination | None:
+    """Return the changes `base` with others that affect only speed or precision; None if the rules forbid `base`.
+
+    Make the first change in `TABLE` that brings the plan nearer to fitting, until none does. If the run then fits, take
+    each change back without which it fits too, the last first.
+    """
+    steps, now = list(base), changed_config(config, dict(base))
+    found = _plan(now, models, target)
+    for number in range(len(EFFECTS)):
+        while found and missing(found) and (step := _next(now, models, found, EFFECTS[: number + 1])):
+            change, found = step
+            steps.append(change)
+            now = changed_config(config, dict(steps))
+    if found is None or missing(found):
+        return None if found is None else Combination(dict(steps), found)
+    for step in reversed(steps[len(base) :]):
+        fewer = [other for other in steps if other is not step]
+        other = _plan(changed_config(config, dict(fewer)), models, target)
+        if other is not None and not missing(other):
+            steps, found = fewer, other
+    return Combination(dict(steps), found)
+
+
+def missing(plan: Plan) -> int:
+    """Return how far the plan is from fitting: bytes beyond the memory in all phases and on the host, and tokens that
+    the engine's cache lacks; 0 if it fits."""
+    memory, host = plan.target.memory, plan.target.host_memory
+    if memory is None:
+        return 0
+    short = sum(max(0, phase.total - memory) for phase in plan.phases)
+    short += 0 if host is None else max(0, sum(plan.host.values()) - host)
+    return short + (0 if plan.cached_tokens is None else max(0, plan.sample_tokens - plan.cached_tokens))
+
+
+def _next(config: Config, models: Models, plan: Plan, effects: tuple[Effect, ...]) -> tuple[Change, Plan] | None:
+    """Return the first change with one of `effects` that brings the plan nearer to fitting, and its plan."""
+    allowed = [(row, value) for row, value in candidates(config, plan) if row.effect in effects]
+    for row, value in sorted(allowed, key=lambda pair: effects.index(pair[0].effect)):
+        other = _plan(changed_config(config, {row.setting: value}), models, plan.target)
+        if other is not None and missing(other) < missing(plan):
+            return (row.setting, value), other
+    return None
+
+
+def _plan(config: Config, models: Models, target: Target) -> Plan | None:
+    return memory_plan(config, models, target) if is_allowed(config, target) else None
+
+
+def _smallest_memory(config: Config, models: Models, target: Target) -> int | None:
+    sizes = range(GIB, LARGEST_MEMORY + 1, GIB)
+
+    def fits(memory: int) -> bool:
+        return memory_plan(config, models, replace(target, memory=memory)).fits
+
+    number = bisect_left(sizes, True, key=fits)
+    return sizes[number] if number < len(sizes) else None
+
+
+def _fewest_ranks(config: Config, models: Models, target: Target) -> int | None:
+    ranks = target.ranks
+    while target.cuda and (ranks := 2 * ranks) <= MOST_RANKS:
+        other = _plan(config, models, replace(target, ranks=ranks))
+        if other is not None and other.fits:
+            return ranks
+    return None
