@@ -1,7 +1,7 @@
 """Tensors of a step's samples, one class per stage: after the rollouts, for the actor, for the critic."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 import torch
@@ -121,3 +121,6 @@ class TokenCounts:
     """Tokens that the policy wrote."""
     squares: int
     """Sum of the squared lengths of the samples, to which the cost of attention is proportional."""
+    beyond: Mapping[int, int] = field(default_factory=dict)
+    """By sliding window: the sum of the squared numbers of tokens by which samples exceed the window. Attention within
+    the window costs that much less."""

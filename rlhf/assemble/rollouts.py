@@ -23,6 +23,7 @@ from rlhf.experience.journal import Journal
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.models import loading
+from rlhf.models.flops import sliding_windows
 from rlhf.models.fused_experts import FileConversions, parts_in_files
 from rlhf.models.packing_probe import choose_packing
 from rlhf.planning.check import engine_share
@@ -111,6 +112,7 @@ def build_collector(setup: Setup, inputs: RunInputs, sampler: PolicySampler, rew
         setup.coordinator,
         journal,
     )
+    trained = [model.hf_config for model in (inputs.models.policy, inputs.models.critic) if model is not None]
     return Collector(
         config.data,
         config.algorithm.filter_groups,
@@ -120,6 +122,7 @@ def build_collector(setup: Setup, inputs: RunInputs, sampler: PolicySampler, rew
         generation,
         setup.device,
         ends_with=driver.ends_with,
+        windows=frozenset(window for config in trained for window in sliding_windows(config) if window is not None),
     )
 
 

@@ -60,6 +60,8 @@ class Collector:
     device: torch.device
     ends_with: Callable[[int, float], bool]
     """Returns whether a step is the run's last, given the epochs so far. Then no generation begins ahead."""
+    windows: frozenset[int] = frozenset()
+    """Sliding windows of the models' layers, for the token counts."""
     _prefetch: Prefetch = field(init=False)
     _sampling: PlainSampling | DynamicSampling = field(init=False)
     # Last step that this process collected, and the hash of the step's batch over all ranks.
@@ -94,7 +96,8 @@ class Collector:
         if journal is not None:
             self._trained = (step, combined(self.coordinator.all_gather(digests(groups))))
         batch = collate(groups, generation.tokenizer.pad_token_id, step - 1, self.device)
-        batch_metrics, tokens = step_metrics(batch, groups, generation.params.max_tokens, self.coordinator)
+        longest = generation.params.max_tokens
+        batch_metrics, tokens = step_metrics(batch, groups, longest, self.coordinator, self.windows)
         own_seconds = sampler.seconds - generated_before
         if not needs_reward_model(self.reward):  # a reward model's seconds include waiting for other ranks
             own_seconds += stats.reward_seconds

@@ -94,9 +94,15 @@ class RolloutStats:
 
 
 def step_metrics(
-    batch: RolloutBatch, groups: Sequence[Group], max_response_length: int, coordinator: Coordinator
+    batch: RolloutBatch,
+    groups: Sequence[Group],
+    max_response_length: int,
+    coordinator: Coordinator,
+    windows: Iterable[int] = (),
 ) -> tuple[dict[str, float], TokenCounts]:
     """Return reward and length metrics of a batch over all ranks, and its token counts. Collective.
+
+    `windows` are the sliding windows of the models' layers.
 
     The metrics include the mean of each reward function's score, and of each further number that a function returns.
     Response lengths include observations (tokens that a tool or an environment wrote), as in verl. Responses of
@@ -111,6 +117,7 @@ def step_metrics(
         "prompt_length": Summary.of(prompt for prompt, _ in rows),
         "written": Summary.of(sample.written for _, sample in rows),
         "length": Summary.of(prompt + len(sample) for prompt, sample in rows),
+        **{f"beyond {w}": Summary.of(max(0, prompt + len(sample) - w) for prompt, sample in rows) for w in windows},
         "clipped": Summary.of(float(n >= max_response_length) for n in responses),
         # A group of one sample cannot have a signal.
         "no_signal": Summary.of(not group.has_signal("seq_reward") for group in groups if len(group.samples) > 1),
@@ -128,7 +135,8 @@ def step_metrics(
     if "no_signal" in merged:
         metrics["reward/frac_zero_std"] = merged["no_signal"].mean
     length = merged["length"]
-    return metrics, TokenCounts(int(length.total), int(merged["written"].total), int(length.squares))
+    beyond = {window: int(merged[f"beyond {window}"].squares) for window in windows}
+    return metrics, TokenCounts(int(length.total), int(merged["written"].total), int(length.squares), beyond)
 
 
 def generation_metrics(

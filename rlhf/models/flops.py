@@ -1,15 +1,17 @@
 """Computes the floating-point operations of an update, and looks up a device's peak, for MFU.
 
 Model FLOPs utilization counts the model's operations without recomputation (Chowdhery et al., arXiv 2204.02311,
-appendix B). As in verl, attention counts the causal half.
+appendix B). As in verl, attention counts the causal half; a layer with a sliding window counts the window.
 """
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.batch import TokenCounts
@@ -52,6 +54,14 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     return in_bfloat16 if dtype == torch.bfloat16 else in_float32
 
 
+def sliding_windows(config: PretrainedConfig) -> list[int | None]:
+    """Return the sliding window of each layer in tokens; None for attention to all tokens before a token."""
+    text = config.get_text_config()
+    window, layers = getattr(text, "sliding_window", None), getattr(text, "num_hidden_layers", None) or 0
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * layers
+    return [(window or None) if kind == "sliding_attention" else None for kind in kinds]
+
+
 @dataclass(frozen=True)
 class UpdateFlops:
     """Counts the operations of a forward and backward pass through a dense causal transformer."""
@@ -59,6 +69,7 @@ class UpdateFlops:
     body: int  # number of weights in matrix products that process every token
     head: int  # number of weights of the head, which processes response tokens only
     attention: int  # layers x heads x head size; each pair of tokens needs two products of this size
+    windowed: Mapping[int, int] = field(default_factory=dict)  # sliding window -> the part of `attention` with it
     frozen_body: int = 0  # frozen weights of `body`, which need no weight gradient
     frozen_head: int = 0  # frozen weights of `head`
 
@@ -74,15 +85,19 @@ class UpdateFlops:
         products = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         in_head = 0 if head is None else head.weight.numel()
+        windows = Counter(filter(None, sliding_windows(model.config)))
         return cls(
             sum(module.weight.numel() for module in products),
             in_head,
             layers * heads * size,
+            {window: count * heads * size for window, count in windows.items()},
             sum(module.weight.numel() for module in products if not module.weight.requires_grad),
             0 if head is None or head.weight.requires_grad else in_head,
         )
 
     def of_tokens(self, tokens: TokenCounts) -> int:
         # Two operations per weight; the backward pass needs twice the forward pass; half of all pairs are causal.
-        trained = 6 * (self.body * tokens.total + self.head * tokens.responses + self.attention * tokens.squares)
+        pairs = self.attention * tokens.squares
+        pairs -= sum(width * tokens.beyond.get(window, 0) for window, width in self.windowed.items())
+        trained = 6 * (self.body * tokens.total + self.head * tokens.responses + pairs)
         return trained - 2 * (self.frozen_body * tokens.total + self.frozen_head * tokens.responses)

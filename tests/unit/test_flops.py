@@ -74,6 +74,26 @@ def test_frozen_weights_take_no_gradient_of_their_own():
     assert flops.of_tokens(tokens) == counted(policy, log_probs, batch) + others
 
 
+def test_a_layer_with_a_sliding_window_counts_the_window():
+    policy, window, lengths = tiny_qwen2(), 7, (5, 7, 20)
+    full = UpdateFlops.of(policy)
+    policy.config.sliding_window = window
+    policy.config.layer_types = ["sliding_attention", *["full_attention"] * (policy.config.num_hidden_layers - 1)]
+    flops = UpdateFlops.of(policy)
+    assert full is not None
+    assert flops is not None
+    per_layer = full.attention // policy.config.num_hidden_layers
+    beyond = {window: sum(max(0, length - window) ** 2 for length in lengths)}
+    tokens = TokenCounts(sum(lengths), 10, sum(length**2 for length in lengths), beyond)
+    # By brute force: each token sees itself and up to window - 1 tokens before it. A pair counts as 2, so that the sum
+    # without a window is length * (length + 1); the estimate leaves out the diagonal's half.
+    seen = sum(2 * min(token + 1, window) for length in lengths for token in range(length))
+    everything = sum(length * (length + 1) for length in lengths)
+    diagonal = sum(max(0, length - window) for length in lengths)
+    left_out = full.of_tokens(tokens) - flops.of_tokens(tokens)
+    assert left_out == 6 * per_layer * (everything - seen - diagonal)
+
+
 def test_what_is_not_dense_is_not_known():
     config = Qwen2MoeConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_experts=4)
     with torch.device("meta"):

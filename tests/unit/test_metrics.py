@@ -76,8 +76,9 @@ def test_step_metrics():
         Group(0, [1] * 3, samples[:2], results[:2], [0.0, 0.0], None),
         Group(1, [1] * 5, samples[2:], results[2:], [-0.5, 0.0], None),  # the punishment evens them out
     ]
-    metrics, tokens = step_metrics(batch, groups, 8, Coordinator(GlooTransport()))
-    assert tokens == TokenCounts(sum(prompts) + sum(responses), sum(responses) - 7, 7**2 + 11**2 + 7**2 + 13**2)
+    metrics, tokens = step_metrics(batch, groups, 8, Coordinator(GlooTransport()), windows={10})
+    squares = 7**2 + 11**2 + 7**2 + 13**2
+    assert tokens == TokenCounts(sum(prompts) + sum(responses), sum(responses) - 7, squares, {10: 1**2 + 3**2})
     assert metrics == pytest.approx(
         {
             "reward/mean": 1.5 / 4,
