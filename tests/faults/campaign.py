@@ -16,8 +16,12 @@ Starts are forked from a server with the imports done, except with --random.
 
 --random kills any process of the tree (supervisor, launcher, ranks, reward processes, rollout servers) at random
 instants: with SIGKILL, with SIGSTOP and then SIGKILL, with SIGTERM, or all processes at once. Runs of a fixed length
-follow each other until N kills have hit, or for --hours H. Each is compared with the undisturbed run. The report counts
+follow each other until N kills have hit. Each is compared with the undisturbed run. The report counts
 kills by kind and role, starts and restarts, and the time from a kill to the next trained step.
+
+--hours H runs short campaigns for H hours: each profile (or only --profile) with a few kills at named events, then with
+a few at random instants, then all again with the next seed. An hour covers every window and both kinds. The report
+names what was covered, and profiles that were skipped because a package is missing.
 """
 
 import argparse
@@ -28,170 +32,24 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.config.resolved import load
 from rlhf.events import LISTENER_VARIABLE
 from rlhf.storage.layout import RESOLVED, TEMPORARY, TRASH
+from tests.faults.cycle import Campaign, Cycle
+from tests.faults.profiles import ON_EVERY_RANK, PROFILES, SAVE_FREQ, Profile, overrides
 from tests.faults.random_kills import DisturbedRun, Figures
 from tests.support.compare_runs import differences
 from tests.support.forked_start import train_forked
 from tests.support.killer import PLAN_VARIABLE
 
-ON_EVERY_RANK = ("rollout.before", "rollout.after", "update.mid", "commit.file_write", "commit.fsync")
-ON_THE_LEADER = (
-    "metrics.after",
-    "commit.manifest",
-    "commit.rename",
-    "commit.pointer",
-    "commit.published",
-    "commit.prune",
-    "commit.trash",
-)
-SAVE_FREQ = 2
 # In events of the loop: about two steps, then the loop waits for the save.
 LONGEST_AHEAD = 16
 LAUNCH_DEADLINE_S = 1800
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Settings of a run and the windows that only this kind of run has. `spare` is the number of checkpoints added
-    to the run's length so that rare windows occur. `random_steps` is the length of each run with --random."""
-
-    settings: tuple[str, ...]
-    on_every_rank: tuple[str, ...] = ()
-    on_the_leader: tuple[str, ...] = ()
-    spare: int = 4
-    random_steps: int = 120
-
-    @property
-    def windows(self) -> tuple[str, ...]:
-        """Return the profile's windows, its own ones first."""
-        return self.on_every_rank + self.on_the_leader + ON_EVERY_RANK + ON_THE_LEADER
-
-    def windows_of(self, kills: int, seed: int) -> tuple[str, ...]:
-        """Return the windows that `kills` kills hit."""
-        own, others = self.on_every_rank + self.on_the_leader, ON_EVERY_RANK + ON_THE_LEADER
-        left = kills - len(own)
-        if left >= len(others):
-            return self.windows
-        return own[:kills] + tuple(others[((seed - 1) * left + i) % len(others)] for i in range(left))
-
-
-PROFILES = {
-    # The entropy bonus changes with every optimizer step.
-    "grpo": Profile(
-        ("actor.use_kl_loss=true", "actor.entropy_ctrl.type=adaptive", "actor.entropy_ctrl.target_entropy=1.0")
-    ),
-    # A critic with warm-up, an adaptive KL coefficient, and a running normalization of rewards.
-    "ppo": Profile(
-        (
-            "algorithm=ppo",
-            "algorithm.normalize_reward=running",
-            "algorithm.lam=0.9",
-            "algorithm.kl_ctrl.type=adaptive",
-            "algorithm.kl_ctrl.kl_coef=0.05",
-            "algorithm.kl_ctrl.target_kl=0.01",
-            "algorithm.kl_ctrl.horizon=100",
-            "trainer.critic_warmup=2",
-            "critic.ppo_epochs=2",
-            "critic.optim.lr=1e-3",
-            "critic.optim.lr_scheduler_type=linear",
-            "critic.optim.lr_scheduler_interval=training_step",
-        )
-    ),
-    # A generation has more prompts than a batch, so almost every step carries groups over. Sampling, masks, filters and
-    # penalties differ from the other profiles.
-    "dapo": Profile(
-        (
-            "algorithm=dapo",
-            "actor.policy_loss.loss_mode=clip_cov",
-            "actor.policy_loss.clip_cov_ratio=0.2",
-            "actor.policy_loss.clip_cov_lb=0.01",
-            "data.gen_batch_size=6",
-            "reward.overlong_buffer.len=2",
-            "algorithm.rollout_correction.rollout_is=token",
-            "algorithm.mask_truncated_responses=true",
-            "actor.shuffle=true",
-            "rollout.min_p=0.02",
-            "rollout.repetition_penalty=1.05",
-        )
-    ),
-    # Saves at steps 2, 4, 6 ... and a moving reference at 3, 6, 9 ...: some saves write the reference, others link it.
-    "ema": Profile(
-        ("actor.use_kl_loss=true", "actor.kl_loss_coef=0.1", "ref.update_freq=3", "ref.alpha=0.5"),
-        on_every_rank=("reference.update",),
-        on_the_leader=("commit.link",),
-        spare=12,
-    ),
-    # Guards reject batches far below the average reward, which such small batches sometimes are.
-    "rollback": Profile(
-        (
-            "actor.use_kl_loss=true",
-            "actor.entropy_ctrl.type=adaptive",
-            "guards.action=rollback",
-            "guards.max_reward_drop=0.12",
-            "guards.max_events=100",
-        ),
-        on_every_rank=("rollback.before", "rollback.after"),
-        spare=16,
-    ),
-    # Adapters beside frozen weights, the reference in the same module, and dropout, which uses the generators.
-    "lora": Profile(
-        (
-            "actor.use_kl_loss=true",
-            "model.lora.enabled=true",
-            "model.lora.rank=8",
-            "model.lora.dropout=0.1",
-            "actor.optim.lr=2e-3",
-            "checkpoint.contents=[model,optimizer,extra]",
-        )
-    ),
-    # Two more rewards in reward processes: one scores a sample, one all samples of a prompt.
-    "rewards": Profile(
-        (
-            "reward.functions=[reasoning_gym,tests/support/graded.py:nearness,tests/support/graded.py:others]",
-            "reward.weights=[1,0.5,0.25]",
-        ),
-        on_every_rank=("reward.scored",),
-    ),
-    # Two vLLM servers, on machines that have vLLM.
-    "servers": Profile(
-        (
-            "rollout=vllm_server",
-            "rollout.servers.count=2",
-            "rollout.engine_kwargs.vllm={kv_cache_memory_bytes: 67108864}",
-        ),
-        on_every_rank=("rollout.begin",),
-        random_steps=20,
-    ),
-}
-
-
-def overrides(folder: Path, name: str, steps: int, nproc: int, profile: Profile) -> list[str]:
-    """Return a small run that uses all state of a checkpoint: several epochs, mini-batches, a schedule."""
-    return [
-        f"trainer.default_local_dir={folder}",
-        f"trainer.experiment_name={name}",
-        f"trainer.nproc={nproc}",
-        f"trainer.total_training_steps={steps}",
-        f"trainer.save_freq={SAVE_FREQ}",
-        "trainer.test_freq=3",
-        "trainer.device=cpu",
-        "trainer.threads_per_rank=1",
-        "checkpoint.max_to_keep=2",
-        "data.train_batch_size=4",
-        "data.reasoning_gym.train_size=30",
-        "data.reasoning_gym.val_size=8",
-        "rollout.n=4",
-        "actor.ppo_mini_batch_size=2",
-        "actor.ppo_epochs=2",
-        "actor.optim.lr_scheduler_type=cosine",
-        "actor.optim.lr_warmup_steps=3",
-        *profile.settings,
-    ]
+NAMED, RANDOM = "named events", "random instants"
+KILLS_OF_A_TURN = 4
+"""Kills of a turn at random instants, and at windows that all profiles have."""
 
 
 def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) -> list[dict]:
@@ -225,7 +83,7 @@ def print_line(text: str) -> None:
 
 
 def run_at_random(
-    folder: Path, kills: int, hours: float | None, steps: int, seed: int, nproc: int, profile: Profile, more: list[str]
+    folder: Path, kills: int, steps: int, seed: int, nproc: int, profile: Profile, more: list[str]
 ) -> list[str]:
     """Returns what is wrong, in lines; empty when no kill changed anything."""
     settings = overrides(folder, "undisturbed", steps, nproc, profile) + more
@@ -234,7 +92,7 @@ def run_at_random(
     figures, rng, began = Figures(), random.Random(seed), time.monotonic()
 
     def wanted() -> bool:
-        return figures.kills.total() < kills if hours is None else time.monotonic() < began + 3600 * hours
+        return figures.kills.total() < kills
 
     problems: list[str] = []
     while wanted() and not problems:
@@ -316,25 +174,54 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
     return problems + compared(folder)
 
 
+def take_turns(folder: Path, hours: float, seed: int, nproc: int, names: list[str], more: list[str]) -> list[str]:
+    """Returns what is wrong, in lines; empty when no kill changed anything."""
+
+    def campaigns(profile: Profile) -> dict[str, Campaign]:
+        kills = len(profile.on_every_rank + profile.on_the_leader) + KILLS_OF_A_TURN
+        return {
+            NAMED: lambda own, number: run_campaign(own, kills, number, nproc, profile, more),
+            RANDOM: lambda own, number: run_at_random(
+                own, KILLS_OF_A_TURN, profile.random_steps // 2, number, nproc, profile, more
+            ),
+        }
+
+    profiles = {name: PROFILES[name] for name in names}
+    packages = {name: profile.packages for name, profile in profiles.items()}
+    cycle = Cycle({name: campaigns(profile) for name, profile in profiles.items()}, packages, print_line)
+    problems = cycle.run(folder, hours, seed)
+    for name, profile in profiles.items():
+        kills = len(profile.on_every_rank + profile.on_the_leader) + KILLS_OF_A_TURN
+        hit = {window for number in cycle.covered(name, NAMED) for window in profile.windows_of(kills, number)}
+        print_line(
+            f"{name}: {len(hit)} of {len(profile.windows)} windows hit, "
+            f"{KILLS_OF_A_TURN * len(cycle.covered(name, RANDOM))} kills at random instants"
+        )
+    return problems
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.campaign", description=__doc__)
     parser.add_argument("--kills", type=int, default=25, help="in every window with 12 and the profile's own")
     parser.add_argument("--random", action="store_true", help="any process, at random instants, in four ways")
-    parser.add_argument("--hours", type=float, help="with --random: so long, instead of so many kills")
+    parser.add_argument("--hours", type=float, help="all profiles in turn, in both ways, for so long")
     parser.add_argument("--steps", type=int, help="with --random: of each run, where not as many as the profile says")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nproc", type=int, default=1, help="ranks")
-    parser.add_argument("--profile", choices=PROFILES, default="grpo", help="what is trained")
+    parser.add_argument("--profile", choices=PROFILES, help="what is trained (default: grpo; with --hours: all)")
     parser.add_argument("--keep", type=Path, help="work in this new folder and keep it")
     parser.add_argument("overrides", nargs="*", help="settings for both runs, as for rlhf.train")
     arguments = parser.parse_args()
-    profile = PROFILES[arguments.profile]
+    profile = PROFILES[arguments.profile or "grpo"]
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="rlhf-campaign-"))
     folder.mkdir(parents=True, exist_ok=True)
     folder, of_both = folder.absolute(), (arguments.seed, arguments.nproc, profile, arguments.overrides)
-    if arguments.random:
+    if arguments.hours is not None:
+        names = [arguments.profile] if arguments.profile else list(PROFILES)
+        problems = take_turns(folder, arguments.hours, arguments.seed, arguments.nproc, names, arguments.overrides)
+    elif arguments.random:
         steps = arguments.steps or profile.random_steps
-        problems = run_at_random(folder, arguments.kills, arguments.hours, steps, *of_both)
+        problems = run_at_random(folder, arguments.kills, steps, *of_both)
     else:
         problems = run_campaign(folder, arguments.kills, *of_both)
     for problem in problems:

@@ -26,7 +26,7 @@ from rlhf.experience.groups import from_tensors
 from rlhf.storage.layout import CARRIED, HF_FOLDER, INDEX, REFERENCE, SCHEDULE, scan
 from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.shards import DTYPES, Shard, TensorReader, as_bytes
-from tests.faults.campaign import PROFILES, overrides
+from tests.faults.profiles import PROFILES, overrides
 from tests.support.compare_runs import driver_state, history
 from tests.support.launching import ranks
 from tests.support.verified import verify

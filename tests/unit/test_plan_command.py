@@ -552,7 +552,11 @@ def test_the_command_has_each_setting_once(seven_b, capsys):
     off = "model.enable_gradient_checkpointing=false"
     assert main([*typed, off, "rollout=vllm", "--device-memory=80GB"]) == DOES_NOT_FIT
     _, _, command = capsys.readouterr().out.partition("python -m rlhf.train")
-    assert shlex.split(command.replace("\\\n", "")) == [*typed, "rollout=vllm", "model.enable_gradient_checkpointing=true"]
+    assert shlex.split(command.replace("\\\n", "")) == [
+        *typed,
+        "rollout=vllm",
+        "model.enable_gradient_checkpointing=true",
+    ]
 
 
 def test_the_devices_that_a_run_needs_which_no_settings_make_fit(seven_b, capsys):
