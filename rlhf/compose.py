@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException, ValidationError
 
 from rlhf.config import Config
-from rlhf.config.composition_problems import composition_problem
 from rlhf.config.config_folder import ConfigFolder
+from rlhf.config.file_problems import composition_problem
 from rlhf.config.help_texts import commented_yaml
 from rlhf.config.known_settings import SECTIONS, SETTINGS, setting_of
 from rlhf.config.library import PACKAGE, Library

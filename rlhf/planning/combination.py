@@ -20,7 +20,7 @@ MOST_RANKS = 1 << 14
 
 
 @dataclass(frozen=True)
-class Combination:
+class FittingChanges:
     """Changes of settings, in the order in which they were found, and the plan with all of them."""
 
     changes: dict[str, Any]
@@ -35,14 +35,14 @@ class Combination:
         return [override(setting, value) for setting, value in self.changes.items()]
 
 
-def combination(config: Config, models: Models, plan: Plan) -> Combination:
+def combination(config: Config, models: Models, plan: Plan) -> FittingChanges:
     """Return the changes that make the run fit. If no changes do, return those that come nearest, and the devices that
     the run then needs.
 
     First without a change to the training, then with each set of such changes, the smallest first.
     """
     training = [(row.setting, value) for row, value in candidates(config, plan) if row.effect == "training"]
-    nearest: Combination | None = None
+    nearest: FittingChanges | None = None
     for base in chain.from_iterable(combinations(training, size) for size in range(len(training) + 1)):
         found = _from(config, models, plan.target, base)
         if found is not None and found.plan.fits:
@@ -56,7 +56,7 @@ def combination(config: Config, models: Models, plan: Plan) -> Combination:
     )
 
 
-def _from(config: Config, models: Models, target: Target, base: Sequence[Change]) -> Combination | None:
+def _from(config: Config, models: Models, target: Target, base: Sequence[Change]) -> FittingChanges | None:
     """Return the changes `base` with others that affect only speed or precision; None if the rules forbid `base`.
 
     Make the first change in `TABLE` that brings the plan nearer to fitting, until none does. If the run then fits, take
@@ -70,13 +70,13 @@ def _from(config: Config, models: Models, target: Target, base: Sequence[Change]
             steps.append(change)
             now = changed_config(config, dict(steps))
     if found is None or missing(found):
-        return None if found is None else Combination(dict(steps), found)
-    for step in reversed(steps[len(base) :]):
-        fewer = [other for other in steps if other is not step]
+        return None if found is None else FittingChanges(dict(steps), found)
+    for change in reversed(steps[len(base) :]):
+        fewer = [other for other in steps if other is not change]
         other = _plan(changed_config(config, dict(fewer)), models, target)
         if other is not None and not missing(other):
             steps, found = fewer, other
-    return Combination(dict(steps), found)
+    return FittingChanges(dict(steps), found)
 
 
 def missing(plan: Plan) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf.config import RolloutConfig
 from rlhf.models.parameter_count import short_number
-from rlhf.planning.combination import Combination
+from rlhf.planning.combination import FittingChanges
 from rlhf.planning.memory_plan import Models, Plan
 from rlhf.planning.remedies import Remedy
 
@@ -43,7 +43,7 @@ def plan_page(
     plan: Plan,
     remedies: Sequence[Remedy],
     disk_speed: int,
-    together: Combination | None = None,
+    together: FittingChanges | None = None,
     typed: Sequence[str] = (),
 ) -> str:
     """Return tables of all phases, host, disk and tokens, then whether the run fits, and what makes it fit.
@@ -158,7 +158,7 @@ def _verdict(rollout: RolloutConfig, plan: Plan, remedies: Sequence[Remedy]) -> 
             yield f"  {remedy!s:<48}{gib(remedy.saved):>12} less{enough}"
 
 
-def _together(found: Combination, typed: Sequence[str]) -> Iterator[str]:
+def _together(found: FittingChanges, typed: Sequence[str]) -> Iterator[str]:
     if found.plan.fits:
         keys = {text.partition("=")[0] for text in found.overrides}
         kept = [text for text in typed if text.partition("=")[0] not in keys]
@@ -186,7 +186,7 @@ def plan_peak(plan: Plan) -> str:
     return f"{plan.peak.name} needs {gib(plan.peak.total)} of {gib(memory)}"
 
 
-def devices_needed(found: Combination) -> str:
+def devices_needed(found: FittingChanges) -> str:
     """Return a sentence with the smallest devices, or the number of devices, on which the run fits."""
     kind = "GPU" if found.plan.target.cuda else "rank"
     ways = [] if found.memory is None else [f"at least {gib(found.memory)} for each {kind}"]
@@ -197,7 +197,7 @@ def devices_needed(found: Combination) -> str:
 
 
 def plan_document(
-    models: Models, plan: Plan, remedies: Sequence[Remedy], disk_speed: int, together: Combination | None = None
+    models: Models, plan: Plan, remedies: Sequence[Remedy], disk_speed: int, together: FittingChanges | None = None
 ) -> dict[str, Any]:
     target, size = plan.target, plan.checkpoint
     roles = {"policy": models.policy, "critic": models.critic, "reward_model": models.reward_model}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.config import Config
-from rlhf.config.composition_problems import GLOBAL_PACKAGE
+from rlhf.config.file_problems import GLOBAL_PACKAGE
 from rlhf.config.library import Library
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
