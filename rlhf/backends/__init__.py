@@ -46,7 +46,7 @@ def build_backend(
     if config.autocast == "bfloat16" and dims.everyone().rank == 0:
         _warn_about_float32_parameters(model)
     if config.name == "deepspeed" and config.zero_stage < 3:
-        materialise(model)
+        materialise(model, torch.device("cpu"))
     kind = DeepSpeedBackend if config.name == "deepspeed" else Fsdp2Backend
     return kind(model, config, device, training)
 

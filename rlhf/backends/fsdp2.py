@@ -1,5 +1,6 @@
 """Trains with FSDP2: shards parameters, gradients and optimizer state by rows, on CPU (gloo) and CUDA (NCCL)."""
 
+import logging
 import math
 import warnings
 from collections.abc import Iterable, Iterator
@@ -21,13 +22,16 @@ from rlhf.config import BackendConfig
 from rlhf.models.adapter_layers import Adapters
 from rlhf.models.fused_experts import FileConversions
 from rlhf.models.log_prob_head import with_log_probs
-from rlhf.models.skeleton import persistent_buffers
+from rlhf.models.skeleton import materialise, persistent_buffers
 from rlhf.ranks import dims
 from rlhf.storage.boxes import Box
 from rlhf.storage.shards import Shard, Shards
 
 # The warning is about in-place changes of outputs, which this trainer does not make. A head with a bias returns a view.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+log = logging.getLogger(__name__)
 
 
 class Fsdp2Model:
@@ -113,6 +117,8 @@ class Fsdp2Backend(Fsdp2Policy, Scheduled, TrainingBackend):
 
     def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training) -> None:
         optim, offload = training.optim, training.offload
+        if stays_plain(model, config):
+            log.info("One rank: the model is trained without FSDP2, with the same bits and checkpoints.")
         Fsdp2Policy.__init__(self, model, config, device, param_offload=offload.param_offload)
         # Train mode does not slow down log-prob passes: passes without gradients recompute no activations. Dropout is
         # off (models/loading.py).
@@ -164,16 +170,14 @@ class Fsdp2Backend(Fsdp2Policy, Scheduled, TrainingBackend):
 def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> PreTrainedModel:
     """Apply FSDP2 to every decoder layer, to an untied head and to the other weights, and move the model to `device`.
 
-    Tensors on the meta device become uninitialised shards.
+    Tensors on the meta device become uninitialised shards. A model that `stays_plain` is only moved.
     """
-    precision = MixedPrecisionPolicy()
-    if config.autocast == "bfloat16":
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    elif any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
-        precision = MixedPrecisionPolicy(param_dtype=torch.float32)  # stored in bfloat16, computed in float32
+    if stays_plain(model, config):
+        materialise(model, device)
+        return model.to(device)
     options: dict[str, Any] = {
         "mesh": dims.mesh(device, config.dp_replicate),
-        "mp_policy": precision,
+        "mp_policy": precision_of(model, config),
         "reshard_after_forward": config.reshard_after_forward,
     }
     for layer in list(layers_of(model)):
@@ -184,6 +188,23 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
     fully_shard(model, **options)
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     return model
+
+
+def stays_plain(model: PreTrainedModel, config: BackendConfig) -> bool:
+    """Return whether `model` is trained without FSDP2: on one rank, which computes in the type of the weights.
+
+    FSDP2 would copy every weight in each pass, and every gradient. The bits are the same.
+    """
+    return dims.everyone().size == 1 and precision_of(model, config).param_dtype is None
+
+
+def precision_of(model: PreTrainedModel, config: BackendConfig) -> MixedPrecisionPolicy:
+    """Return the types in which FSDP2 computes and reduces; `param_dtype` is None if weights are not cast."""
+    if config.autocast == "bfloat16":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+        return MixedPrecisionPolicy(param_dtype=torch.float32)  # stored in bfloat16, computed in float32
+    return MixedPrecisionPolicy()
 
 
 def layers_of(model: PreTrainedModel) -> Iterator[nn.Module]:

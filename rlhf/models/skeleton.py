@@ -77,11 +77,11 @@ def float32_parameters(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
     return [name for name, _ in model.named_parameters() if any(part in name for part in kept)]
 
 
-def materialise(model: PreTrainedModel) -> None:
-    """Allocate uninitialised CPU memory for parameters on the meta device."""
+def materialise(model: PreTrainedModel, device: torch.device) -> None:
+    """Allocate uninitialised memory on `device` for parameters on the meta device. Tied parameters stay tied."""
 
     def filled(_: str, p: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad) if p.is_meta else p
+        return nn.Parameter(torch.empty_like(p, device=device), p.requires_grad) if p.is_meta else p
 
     replace_parameters(model, filled)
 

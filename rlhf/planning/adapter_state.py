@@ -10,7 +10,16 @@ from rlhf.models.adapter_config import FAN_IN_FAN_OUT
 from rlhf.models.adapter_targets import chosen_layers
 from rlhf.planning.activations import TokenCost
 from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes, is_head
-from rlhf.planning.training_state import WIDTHS, TrainingState, compute_width, elements, gathered, sharded, zero_state
+from rlhf.planning.training_state import (
+    WIDTHS,
+    TrainingState,
+    compute_width,
+    elements,
+    gathered,
+    sharded,
+    stays_plain,
+    zero_state,
+)
 from rlhf.planning.zero_shares import MOMENTS, ZeroShares, live_weights
 
 
@@ -92,6 +101,10 @@ def adapted_state(policy: Adapted, config: BackendConfig, ranks: int) -> Trainin
     """Return the memory of the policy in training, as `trained_state`."""
     if config.name == "deepspeed":
         return _deepspeed(policy, config, ranks)
+    if stays_plain(config, ranks, policy.base_width):
+        base, trained = 4 * policy.base.count, 4 * policy.count
+        layer = 4 * policy.in_layer + policy.dora_weights()
+        return TrainingState(base + trained, MOMENTS * trained, trained, layer=layer)
     return _fsdp2(policy, config, ranks // config.dp_replicate)
 
 

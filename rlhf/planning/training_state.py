@@ -54,8 +54,10 @@ def sharded(weights: Shapes, ranks: int) -> int:
 
 def frozen_state(model: ModelShapes, config: BackendConfig, kept: FrozenFsdpConfig, ranks: int) -> TrainingState:
     """Return the memory of a model without an optimizer. FSDP2 shards such models, also with backend=deepspeed."""
-    ranks //= config.dp_replicate
     width = WIDTHS[kept.model_dtype]
+    if stays_plain(config, ranks, width):
+        return TrainingState(width * model.count)
+    ranks //= config.dp_replicate
     return TrainingState(width * sharded(model.weights, ranks), gathered=_gathered(model, config, ranks))
 
 
@@ -63,7 +65,14 @@ def trained_state(model: ModelShapes, config: BackendConfig, ranks: int) -> Trai
     """Return the memory of a model in training, with the engine that `config` names."""
     if config.name == "deepspeed":
         return _deepspeed(model, config, ranks)
+    if stays_plain(config, ranks, WIDTHS["float32"]):
+        return _plain(model)
     return _fsdp2(model, config, ranks // config.dp_replicate)
+
+
+def stays_plain(config: BackendConfig, ranks: int, width: int) -> bool:
+    """Return whether weights of `width` bytes are used without FSDP2 (see `rlhf.backends.fsdp2.stays_plain`)."""
+    return ranks == 1 and compute_width(config) == width == WIDTHS["float32"]
 
 
 def elements(weights: Shapes) -> int:
@@ -89,6 +98,20 @@ def gathered(model: ModelShapes, units: Mapping[str, int], config: BackendConfig
 def _gathered(model: ModelShapes, config: BackendConfig, ranks: int) -> int:
     width = compute_width(config)
     return gathered(model, {name: width * elements(unit) for name, unit in model.units.items()}, config, ranks)
+
+
+def _plain(model: ModelShapes) -> TrainingState:
+    root, head = elements(model.units[ROOT]), math.prod(model.head)
+    return TrainingState(
+        4 * model.count,
+        4 * MOMENTS * model.count,
+        4 * model.count,
+        # The gradients of one micro-batch, each until it is added to the sum. A tied head's waits for the embedding's.
+        head=4 * head,
+        head_left=4 * head,
+        layer=4 * max(map(elements, model.layers), default=0),
+        root=4 * root if model.has_own_head else 8 * root,
+    )
 
 
 def _fsdp2(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingState:

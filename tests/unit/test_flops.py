@@ -56,7 +56,7 @@ def test_operations_are_those_that_torch_counts(model, outputs):
 def test_frozen_weights_take_no_gradient_of_their_own():
     policy = tiny_qwen2()
     add_adapters(policy, LoraConfig(rank=4), torch.float32)
-    materialise(policy)
+    materialise(policy, torch.device("cpu"))
     for parameter in policy.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter)

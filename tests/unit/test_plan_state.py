@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rlhf.backends import deepspeed
-from rlhf.backends.fsdp2 import Fsdp2Backend, shard
+from rlhf.backends import deepspeed, fsdp2
+from rlhf.backends.fsdp2 import Fsdp2Backend, shard, stays_plain
 from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, FrozenFsdpConfig, OptimConfig
 from rlhf.errors import UserError
@@ -96,6 +96,19 @@ def test_replicas_are_sharded_over_fewer_ranks():
         assert planned(architecture, replicas, ranks=6) == planned(architecture, plain, ranks=2)
 
 
+def test_one_rank_gathers_nothing_unless_passes_round_the_weights():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    architecture = ModelShapes(shapes(model), model.config.to_dict())
+    for autocast, is_plain in (("none", True), ("bfloat16", False)):
+        config = BackendConfig(autocast=autocast)
+        states = [trained_state(architecture, config, 1), frozen_state(architecture, config, FrozenFsdpConfig(), 1)]
+        with single_rank():
+            assert stays_plain(model, config) == is_plain
+        assert [state.gathered == 0 for state in states] == [is_plain] * 2
+        assert trained_state(architecture, config, 2).gathered
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_frozen_model_holds_its_weights_alone(dtype):
     with torch.device("meta"):
@@ -108,8 +121,9 @@ def test_a_frozen_model_holds_its_weights_alone(dtype):
     assert planned.optimizer == planned.gradients == 0
 
 
-def test_modules_that_are_not_split_may_lie_in_each_other():
+def test_modules_that_are_not_split_may_lie_in_each_other(monkeypatch):
     """A mixer of Mamba's was cut before the layer that it is in, and the first pass failed."""
+    monkeypatch.setattr(fsdp2, "stays_plain", lambda *_: False)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 20, "state_size": 4}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))
     assert {"MambaBlock", "MambaMixer"} <= set(model._no_split_modules)
