@@ -7,6 +7,7 @@ from functools import partial
 from typing import cast
 
 from rlhf.backends.base import PolicyWeights
+from rlhf.experience.engine_probe import check_probe, probe_request
 from rlhf.rollout import AdapterEngine, BackgroundEngine, Request, RolloutEngine, Sample
 
 
@@ -25,18 +26,35 @@ class PolicySampler:
     """Seconds of weight syncs since the last call of `metrics`."""
     _version: int | None = field(default=None, init=False)
     _runs: bool = field(default=False, init=False)
+    _probed: bool = field(default=False, init=False)
     # Samples of `begin`, if `generate` was called before `finish`.
     _finished: list[Sample] | None = field(default=None, init=False)
 
     def generate(self, requests: Sequence[Request], *, version: int, step: int) -> list[Sample]:
-        """Return this rank's samples by the policy after `version` steps, with noise keyed by `step`. Collective."""
+        """Return this rank's samples by the policy after `version` steps, with noise keyed by `step`. Collective.
+
+        The first call raises UserError if the engine lost tensors in its sleep.
+        """
         if self._runs:
             self._finished = self.finish(version)
+        if not self._probed:
+            self._probe(version, step)
         self._sync_weights(version)
         started = time.monotonic()
         samples = self.engine.generate(requests, seed=self.seed, step=step)
         self.seconds += time.monotonic() - started
         return samples
+
+    def _probe(self, version: int, step: int) -> None:
+        """Compare the engine with the actor, if the engine releases its weights in a sleep."""
+        self._probed = True
+        if not self.engine.sleep():
+            return
+        self._sync_weights(version)
+        (sample,) = self.engine.generate([probe_request()], seed=self.seed, step=step)
+        # The actor's pass needs the memory of the engine.
+        self.sleep()
+        check_probe(self.actor, sample)
 
     def begin(self, requests: Sequence[Request], *, version: int, step: int) -> None:
         """Start generation in the background of `engine`, a `BackgroundEngine`. Collective.

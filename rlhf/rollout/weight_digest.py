@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-Digest = tuple[int, int]  # sum, and sum of squares, of a weight's words, each modulo 2**64
+Digest = tuple[int, int, int | None, int]
+"""Sum, sum of squares, and place sum of a weight's words, each modulo 2**64, and the number of words. The place sum is
+the sum of word i times _BASE**(i + 1), or None if the order of the words is not known."""
 Digests = Mapping[str, Digest]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CPU_CHUNK, _GPU_CHUNK = 1 << 17, 1 << 22  # elements summed at once; each needs eight bytes beside the weights
 _MASK = (1 << 64) - 1
+# Odd, and 3 modulo 8: then the powers of two words' places differ in a low bit, so a swap changes the place sum.
+_BASE = 0x9E3779B97F4A7C13
 _SHOWN = 8
 
 log = logging.getLogger(__name__)
@@ -23,48 +27,77 @@ class WeightsMismatch(RuntimeError):
 
 
 def digest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return sum and sum of squares, [2] int64 on the tensor's device, of the bits of `tensor` as integers.
+    """Return the digest of the bits of `tensor` as integers, [4] int64 on the tensor's device, without a host wait.
 
-    Floating-point tensors count as if cast to `dtype`. A flipped bit always changes the first sum. Neither the order of
-    elements nor additional zeros change the digest, and a tensor's digest is the sum of its slices' digests. So weights
-    that an engine fuses, pads, repacks or shards keep their digest. Swapped elements are not detected.
+    Floating-point tensors count as if cast to `dtype`. A flipped bit always changes the first sum, and a swap of two
+    unequal words the place sum. Neither the order of elements nor additional zeros change the other sums, and a
+    tensor's sums are those of its slices together. So weights that an engine pads, repacks or shards keep them.
     """
     cast = dtype if tensor.is_floating_point() else tensor.dtype
     on_cpu = tensor.device.type == "cpu"
     chunk = _CPU_CHUNK if on_cpu else _GPU_CHUNK
-    # Reuse one buffer for all chunks: fresh pages cost as much as the sums.
-    room = torch.empty(min(chunk, tensor.numel()), dtype=torch.int64, device=tensor.device)
+    flat = tensor.detach().reshape(-1)
+    # Reuse two buffers for all chunks: fresh pages cost as much as the sums.
+    room = torch.empty(min(chunk, len(flat)), dtype=torch.int64, device=tensor.device)
+    powers = torch.full_like(room, _signed(_BASE)).cumprod(0)
     sums = []
-    for part in tensor.detach().reshape(-1).split(chunk):
-        words = room[: part.numel()].copy_(part.to(cast).view(_WORDS[cast.itemsize]))
+    for number, part in enumerate(flat.split(chunk)):
+        words, of_places = room[: len(part)].copy_(part.to(cast).view(_WORDS[cast.itemsize])), powers[: len(part)]
         # CUDA has no dot product of integers.
-        sums += [words.sum(), words.dot(words) if on_cpu else words.square().sum()]
-    return torch.stack(sums).view(-1, 2).sum(0)
+        square = words.dot(words) if on_cpu else words.square().sum()
+        place = words.dot(of_places) if on_cpu else (words * of_places).sum()
+        sums += [words.sum(), square, place * _signed(pow(_BASE, number * chunk, 1 << 64))]
+    return torch.cat([torch.stack(sums).view(-1, 3).sum(0), room.new_full((1,), len(flat))])
+
+
+def _signed(word: int) -> int:
+    """Return the int64 with the bits of the unsigned `word`."""
+    return word - (1 << 64) if word >> 63 else word
 
 
 def read_digests(found: Mapping[str, Tensor]) -> dict[str, Digest]:
-    """Return the values of `digest` results by name; waits for the device, the same for all results."""
+    """Return the values of `digest` results by name; waits for the device once for all of them."""
     if not found:
         return {}
-    rows = torch.stack(list(found.values()))
-    return {name: (first & _MASK, second & _MASK) for name, (first, second) in zip(found, rows.tolist(), strict=True)}
+    rows = torch.stack(list(found.values())).tolist()
+    return {
+        name: (first & _MASK, second & _MASK, place & _MASK, count)
+        for name, (first, second, place, count) in zip(found, rows, strict=True)
+    }
+
+
+def joined(parts: Iterable[Digest]) -> Digest:
+    """Return the digest of weights that are concatenated in this order."""
+    first, second, place, count = 0, 0, 0, 0
+    for part in parts:
+        first, second = (first + part[0]) & _MASK, (second + part[1]) & _MASK
+        if place is not None:
+            place = None if part[2] is None else (place + pow(_BASE, count, 1 << 64) * part[2]) & _MASK
+        count += part[3]
+    return first, second, place, count
+
+
+def in_any_order(found: Digest) -> Digest:
+    return (*found[:2], None, found[3])
 
 
 class WeightCheck:
     """Compares an engine's weights with the weights sent, after each weight sync.
 
     - A weight is compared with the engine's weight of the same name.
-    - A fused weight is compared with the sum of its parts.
+    - A fused weight is compared with its parts, one after the other.
     - The other weights of a layer (such as experts) have different names in the engine. The check compares the sum of
       those sent with the sum of those that only the engine has. If the sums differ at the first sync, the engine must
       compute its weights from the weights sent (Mamba's decay rates, for example). The check then logs a warning, and
       from then on only requires that the engine's sum changes exactly when the sum of the weights sent changes.
+    - The places of elements are compared if one device has the whole weight. A weight whose elements have other places
+      at the first sync (a transposed weight, for example) is from then on compared without places.
     - Weights without a counterpart are not compared.
 
     An engine that has none of the weights sent, or that lacks a weight of an earlier sync, fails the check.
 
     Args:
-        fused: the engine's module names, each with the names of its parts in the weights sent.
+        fused: the engine's module names, each with the names of its parts in the weights sent, in their order.
         renamed: returns the engine's name of a weight sent.
         exact: False for a quantized engine. The check then sums all weights and compares only whether the sum changed.
     """
@@ -76,21 +109,27 @@ class WeightCheck:
         *,
         exact: bool = True,
     ) -> None:
-        self._fused = {part: whole for whole, parts in (fused or {}).items() for part in parts}
+        self._fused = {part: (whole, i) for whole, parts in (fused or {}).items() for i, part in enumerate(parts)}
         self._renamed, self._exact = renamed, exact
         self._computed: set[str] = set()
+        self._rearranged: set[str] = set()
         self._before: tuple[Digests, Sequence[Digests]] | None = None
         self._names: set[str] = set()
+
+    def names(self, sent: Iterable[str]) -> set[str]:
+        """Return the engine's names of weights sent."""
+        return set(map(self._renamed, sent))
 
     def check(self, sent: Digests, ranks: Sequence[Digests], version: str) -> None:
         """Compare `sent` with `ranks`, the digests of each engine device by the engine's names. Raises WeightsMismatch
         with the weights that differ, and whether each still has its old value."""
         actual_names: set[str] = set().union(*ranks)
         groups = {name: self._group(name, actual_names) for name in sent}
-        expected = _added((groups[name], found) for name, found in sent.items())
-        compared = set(groups.values())
+        # Parts of a fused weight in their order in the weight, not in the order in which they were sent.
+        in_order = sorted(sent, key=lambda name: groups[name][1])
+        expected = _joined_by_group((groups[name][0], sent[name]) for name in in_order)
         actual = [
-            _added((name if name in compared else self._rest(name), found) for name, found in rank.items())
+            _joined_by_group((name if name in expected else self._rest(name), found) for name, found in rank.items())
             for rank in ranks
         ]
         there = [group for group in expected if any(group in rank for rank in actual)]
@@ -98,26 +137,43 @@ class WeightCheck:
             raise WeightsMismatch(f"The rollout engine reports none of the weights that the trainer sent ({version}).")
         if lost := sorted(self._names - actual_names):
             raise WeightsMismatch(f"The rollout engine no longer reports some weights ({version}): {_listed(lost)}.")
+        if self._before is None:
+            self._learn(there, expected, actual, actual_names)
         wrong = [group for group in there if not self._agrees(group, expected, actual)]
-        if self._before is None and (computed := [group for group in wrong if group not in actual_names]):
-            self._computed |= set(computed)
-            log.warning(
-                "The rollout engine computes some weights from the weights sent, so only changes are checked: %s.",
-                _listed(computed),
-            )
-            wrong = [group for group in wrong if group in actual_names]
         if wrong:
             raise WeightsMismatch(self._error_text(wrong, expected, actual, version))
         self._before, self._names = (expected, actual), actual_names
 
-    def _group(self, name: str, actual_names: set[str]) -> str:
+    def _learn(
+        self, groups: Sequence[str], expected: Digests, actual: Sequence[Digests], actual_names: set[str]
+    ) -> None:
+        """Find, at the first sync, which weights the engine rearranges or computes."""
+        self._computed, self._rearranged = set(), set()
+        wrong = [group for group in groups if not self._agrees(group, expected, actual)]
+        self._rearranged = set(wrong)
+        still_wrong = {group for group in wrong if not self._agrees(group, expected, actual)}
+        self._computed = still_wrong - actual_names
+        if moved := [group for group in wrong if group in actual_names - still_wrong]:
+            log.info(
+                "The rollout engine has the elements of some weights in other places, which are not checked: %s.",
+                _listed(moved),
+            )
+        if self._computed:
+            log.warning(
+                "The rollout engine computes some weights from the weights sent, so only changes are checked: %s.",
+                _listed(sorted(self._computed)),
+            )
+
+    def _group(self, name: str, actual_names: set[str]) -> tuple[str, int]:
+        """Return the group in which a weight sent is compared, and its index among the parts of a fused weight."""
         if not self._exact:
-            return self._rest(name)
+            return self._rest(name), 0
         name = self._renamed(name)
         if name in actual_names:
-            return name
-        whole = ".".join(self._fused.get(part, part) for part in name.split("."))
-        return whole if whole in actual_names else self._rest(name)
+            return name, 0
+        parts = [self._fused.get(part, (part, 0)) for part in name.split(".")]
+        whole = ".".join(part for part, _ in parts)
+        return (whole, max(index for _, index in parts)) if whole in actual_names else (self._rest(name), 0)
 
     def _rest(self, name: str) -> str:
         if not self._exact:
@@ -127,12 +183,13 @@ class WeightCheck:
 
     def _agrees(self, group: str, expected: Digests, actual: Sequence[Digests]) -> bool:
         if group in self._computed:
-            return self._changed(group, expected, actual) in ((False, False), (True, True))
+            return self._before is None or self._changed(group, expected, actual) in ((False, False), (True, True))
         parts = [rank[group] for rank in actual if group in rank]
+        sent, places = expected[group], group not in self._rearranged
         # Each device has all of the weight, or a slice.
-        return all(part == expected[group] for part in parts) or _added((group, part) for part in parts) == {
-            group: expected[group]
-        }
+        if all(part[:2] == sent[:2] for part in parts):
+            return not places or all(part[2] in (None, sent[2]) for part in parts)
+        return len(parts) > 1 and joined(parts)[:2] == sent[:2]
 
     def _changed(self, group: str, expected: Digests, actual: Sequence[Digests]) -> tuple[bool, bool]:
         """Return whether the weights sent changed since the last check, and whether the engine's did."""
@@ -153,12 +210,11 @@ class WeightCheck:
         return " ".join(lines)
 
 
-def _added(digests: Iterable[tuple[str, Digest]]) -> dict[str, Digest]:
-    sums: dict[str, Digest] = {}
-    for name, (first, second) in digests:
-        before = sums.get(name, (0, 0))
-        sums[name] = (before[0] + first) & _MASK, (before[1] + second) & _MASK
-    return sums
+def _joined_by_group(digests: Iterable[tuple[str, Digest]]) -> dict[str, Digest]:
+    groups: dict[str, list[Digest]] = {}
+    for group, found in digests:
+        groups.setdefault(group, []).append(found)
+    return {group: joined(found) for group, found in groups.items()}
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, OptimConfig
 from rlhf.config.schema.rollout import EngineKwargsConfig, RolloutConfig
 from rlhf.errors import UserError
+from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
@@ -322,8 +323,10 @@ def flipped(weight: torch.Tensor) -> torch.Tensor:
         (lambda old, name, weight: None if name == DOWN else weight, rf"{KEPT}1 \({DOWN}\)\.$"),
         (lambda old, name, weight: old[name] if name == QUERY else weight, rf"{OTHER}1 \({QKV}\)\.$"),
         (lambda old, name, weight: flipped(weight) if name == QUERY else weight, rf"{OTHER}1 \({QKV}\)\.$"),
+        (lambda old, name, weight: weight.flip(0) if name == QUERY else weight, rf"{OTHER}1 \({QKV}\)\.$"),
+        (lambda old, name, weight: weight.flip(1) if name == DOWN else weight, rf"{OTHER}1 \({DOWN}\)\.$"),
     ],
-    ids=["nothing", "one not", "part of a fused one not", "a bit"],
+    ids=["nothing", "one not", "part of a fused one not", "a bit", "places in a fused one", "places"],
 )
 def test_weights_that_vllm_does_not_hold_after_a_hand_over_are_named(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, loaded: Any, message: str
@@ -344,6 +347,10 @@ def test_weights_that_vllm_does_not_hold_after_a_hand_over_are_named(
             pair.vllm.update_weights(trained.named_parameters, 4)
     pair.vllm.update_weights(trained.named_parameters, 4)
     pair.vllm.update_weights(pair.model.named_parameters, 3)
+
+
+def test_the_places_of_all_elements_are_checked(pair: Pair):
+    assert pair.vllm._check_weights._rearranged == set()
 
 
 def test_a_head_that_computes_with_old_weights_is_found(pair: Pair, monkeypatch: pytest.MonkeyPatch):
@@ -374,6 +381,41 @@ def test_weights_that_changed_in_a_sleep_are_found_before_generation(pair: Pair,
         with pytest.raises(WeightsMismatch, match=r"\(step 3\).*1 \(model\.norm\.weight\)"):
             pair.sampled(GREEDY)
     pair.vllm.update_weights(pair.model.named_parameters, 3)
+
+
+def test_ranks_with_gpus_make_vllms_groups_in_one_split_each(monkeypatch: pytest.MonkeyPatch):
+    from vllm import envs
+
+    from rlhf.rollout.vllm.engine_start import SPLITS_GROUPS, _environment
+
+    monkeypatch.delenv(SPLITS_GROUPS, raising=False)
+    assert SPLITS_GROUPS in envs.environment_variables
+    gpu = torch.device("cuda", 1)
+    assert [SPLITS_GROUPS in _environment(*where) for where in ((CPU, 2), (gpu, 1))] == [False, False]
+    assert _environment(gpu, 2)[SPLITS_GROUPS] == "1"
+    monkeypatch.setenv(SPLITS_GROUPS, "0")
+    assert _environment(gpu, 2)[SPLITS_GROUPS] == "0"
+
+
+def test_the_probe_after_a_sleep_finds_lost_tensors(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """As if the engine had been in its second level of sleep, which a CPU does not have."""
+    training = Training(OptimConfig(), grad_clip=1.0, total_optimizer_steps=1)
+    actor = build_backend(copy.deepcopy(pair.model), BackendConfig(), CPU, training)
+    monkeypatch.setattr(pair.vllm, "sleep", lambda: True)
+    wanted = [replace(request, params=RANDOM) for request in pair.requests[:2]]
+    first = PolicySampler(pair.vllm, actor, seed=1).generate(wanted, version=3, step=1)
+    assert [len(sample.token_ids) > 0 for sample in first] == [True, True]
+    tables = {id(t): t for name, t in pair.vllm._model().named_buffers() if name.endswith("cos_sin_cache")}
+    saved = [(table, table.clone()) for table in tables.values()]
+    assert saved
+    try:
+        for table, _ in saved:
+            table.zero_()
+        with pytest.raises(UserError, match=r"rollout\.sleep_level=1"):
+            PolicySampler(pair.vllm, actor, seed=1).generate(wanted, version=3, step=1)
+    finally:
+        for table, values in saved:
+            table.copy_(values)
 
 
 def test_structure_arguments_of_vllm_and_weights_that_do_not_fit(rank: None):

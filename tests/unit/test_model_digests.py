@@ -3,11 +3,19 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf.rollout.vllm.model_digests import model_digests, record_packing, weight_check
-from rlhf.rollout.weight_digest import digest, read_digests
+from rlhf.rollout.vllm.model_digests import (
+    check_unsent,
+    model_digests,
+    record_packing,
+    unsent_digests,
+    weight_check,
+)
+from rlhf.rollout.weight_digest import WeightsMismatch, digest, read_digests
+from tests.support.refusals import says
 
 FP32 = torch.float32
 
@@ -83,3 +91,28 @@ def test_heads_that_several_devices_have_count_once():
     model.hf_to_vllm_mapper = SimpleNamespace(map_name=lambda name: name.removeprefix("model."))
     sent = of(model__q__weight=q, model__kv__weight=kv, model__q__bias=bias[:6], model__kv__bias=bias[6:])
     weight_check(model, exact=True).check(sent, devices, "step 1")
+
+
+def test_buffers_count_that_are_sent_and_no_sleep_may_change_one():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(3))
+    model.register_buffer("bias", torch.randn(4))
+    model.register_buffer("table", torch.randn(2, 6).bfloat16(), persistent=False)
+    model.register_buffer("flags", torch.tensor([True, False]))
+    assert model_digests(model, FP32) == of(weight=model.weight)
+    check = weight_check(model, exact=True)
+    sent = of(weight=model.weight, bias=model.bias)
+    assert model_digests(model, FP32, check.names(sent)) == sent
+    before = unsent_digests(model)
+    check_unsent(before, unsent_digests(model), "step 1")
+    for name in ("bias", "table", "flags"):
+        buffer = model.get_buffer(name)
+        buffer.copy_(buffer.clone().flip(-1))
+        with pytest.raises(WeightsMismatch) as error:
+            check_unsent(before, unsent_digests(model), "step 1")
+        says(str(error.value), name, "rollout.sleep_level=1")
+        buffer.copy_(buffer.clone().flip(-1))
+    check.check(sent, [sent], "step 1")
+    model.bias[0] += 1
+    with pytest.raises(WeightsMismatch, match=r"\(bias\)"):
+        check.check(sent, [model_digests(model, FP32, check.names(sent))], "step 2")

@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.rollout.weight_digest import Digests, WeightCheck, WeightsMismatch, digest, read_digests
+from rlhf.rollout.weight_digest import _BASE as BASE
+from rlhf.rollout.weight_digest import (
+    Digests,
+    WeightCheck,
+    WeightsMismatch,
+    digest,
+    in_any_order,
+    joined,
+    read_digests,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -24,10 +33,11 @@ def flipped(weight: Tensor, bit: int, place: int = 5) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_digest_is_the_sum_of_words_and_of_their_squares(dtype: torch.dtype):
+def test_the_digest_has_sums_of_words_of_their_squares_and_by_their_places(dtype: torch.dtype):
     weight = random(400, 400).to(dtype)  # more than one chunk
     words = [int(word) for word in weight.view({4: torch.int32, 2: torch.int16}[dtype.itemsize]).reshape(-1)]
-    expected = sum(words) % 2**64, sum(word * word for word in words) % 2**64
+    places = sum(word * pow(BASE, i + 1, 2**64) for i, word in enumerate(words)) % 2**64
+    expected = sum(words) % 2**64, sum(word * word for word in words) % 2**64, places, len(words)
     assert read_digests({"weight": digest(weight, dtype)}) == {"weight": expected}
     assert torch.equal(digest(random(400, 400), dtype), digest(weight, dtype))
 
@@ -36,19 +46,71 @@ def test_any_flipped_bit_changes_it():
     weight = random(4, 8)
     assert len({of(weight=flipped(weight, bit))["weight"] for bit in range(32)} | {of(weight=weight)["weight"]}) == 33
     signs = torch.zeros(3)
-    assert of(zero=signs) == {"zero": (0, 0)} != of(zero=-signs)
+    assert of(zero=signs) == {"zero": (0, 0, 0, 3)} != of(zero=-signs)
 
 
-def test_arrangement_and_padding_do_not_change_it_and_parts_add_up():
+def swapped(weight: Tensor, a: int = 0, b: int = 16) -> Tensor:
+    flat = weight.clone().view(-1)
+    flat[[a, b]] = flat[[b, a]]
+    return flat.view(weight.shape)
+
+
+def test_swapped_elements_rows_and_parts_change_it():
+    weight = random(400, 400)
+    others = [swapped(weight, 0, 1), swapped(weight, 5, 131077), weight.flip(0), weight.T.contiguous(), weight.roll(1)]
+    digests = [of(weight=other)["weight"] for other in [weight, *others]]
+    assert len(set(digests)) == 6
+    assert len(set(map(in_any_order, digests))) == 1
+    k, v = random(4, 6), random(4, 6, seed=1)
+    assert joined(of(k=k, v=v).values()) == of(kv=torch.cat([k, v]))["kv"] != joined(of(v=v, k=k).values())
+
+
+def test_a_swap_of_words_with_many_zero_bits_far_apart_is_found():
+    weight = torch.zeros(1 << 20, dtype=torch.int32)
+    weight[0] = -(1 << 31)
+    assert of(weight=weight) != of(weight=swapped(weight, 0, 1 << 19))
+
+
+def test_padding_and_slices_do_not_change_the_sums_without_places():
     q, k, row = random(8, 6), random(4, 6, seed=1), torch.zeros(3, 6)
-    whole = of(qkv=torch.cat([q, k, row]).T.contiguous())
-    WeightCheck({"qkv": ["q", "k"]}).check(of(q=q, k=k), [whole], "step 1")
+    check = WeightCheck({"qkv": ["q", "k"]})
+    for _ in range(2):  # sent in any order
+        check.check(of(k=k, q=q), [of(qkv=torch.cat([q, k, row]))], "step 1")
     # The order that parts have by rank does not matter, nor by which dimension they are cut.
     halves = [of(o=half) for half in reversed(q.chunk(2, dim=1))]
     WeightCheck().check(of(o=q), halves, "step 1")
     WeightCheck().check(of(o=q), [of(o=q), of(o=q)], "step 1")
     with pytest.raises(WeightsMismatch, match=r"\(o\)"):
         WeightCheck().check(of(o=q), halves[:1], "step 1")
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"o": swapped(random(8, 6)), "qkv": torch.cat([random(4, 6, seed=1), random(4, 6, seed=2)])},
+        {"o": random(8, 6), "qkv": torch.cat([random(4, 6, seed=2), random(4, 6, seed=1)])},
+        {"o": random(8, 6), "qkv": torch.cat([random(4, 6, seed=1), swapped(random(4, 6, seed=2))])},
+    ],
+    ids=["elements", "equal shapes", "elements of a part"],
+)
+def test_what_changed_places_is_found(held: dict[str, Tensor]):
+    check = WeightCheck({"qkv": ["q", "k"]})
+    sent = of(o=random(8, 6), q=random(4, 6, seed=1), k=random(4, 6, seed=2))
+    check.check(sent, [of(o=random(8, 6), qkv=torch.cat([random(4, 6, seed=1), random(4, 6, seed=2)]))], "step 0")
+    with pytest.raises(WeightsMismatch, match="nor the values sent: 1 "):
+        check.check(sent, [of(**held)], "step 1")
+
+
+def test_weights_that_an_engine_stores_in_other_places_are_checked_without_places(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    check = WeightCheck()
+    check.check(of(o=random(8, 6), p=random(3)), [of(o=random(8, 6).T.contiguous(), p=random(3))], "step 0")
+    assert "in other places, which are not checked: 1 (o)" in caplog.text
+    check.check(of(o=random(8, 6, seed=1), p=random(3)), [of(o=random(8, 6, seed=1).T, p=random(3))], "step 1")
+    with pytest.raises(WeightsMismatch, match=r"\(o\)"):
+        check.check(of(o=random(8, 6), p=random(3)), [of(o=flipped(random(8, 6), 3), p=random(3))], "step 2")
+    with pytest.raises(WeightsMismatch, match=r"\(p\)"):
+        check.check(of(o=random(8, 6), p=random(3)), [of(o=random(8, 6), p=random(3).flip(0))], "step 2")
 
 
 SENT = [{f"layers__{i}__q": random(5, 5, seed=9 * i + step) for i in range(3)} for step in range(3)]

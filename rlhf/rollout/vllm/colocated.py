@@ -19,7 +19,14 @@ from rlhf.rollout.exchange import gather_requests
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.vllm.hidden_tensors import HiddenTensors
-from rlhf.rollout.vllm.model_digests import model_digests, plain_name, record_packing, weight_check
+from rlhf.rollout.vllm.model_digests import (
+    check_unsent,
+    model_digests,
+    plain_name,
+    record_packing,
+    unsent_digests,
+    weight_check,
+)
 from rlhf.rollout.vllm.process_state import ProcessState
 from rlhf.rollout.vllm.repacking import repack
 from rlhf.rollout.vllm.requests import copies_of, request_seed, sampling_kwargs
@@ -73,6 +80,7 @@ class VllmEngine(RolloutEngine):
         self._scratch = scratch
         self._asleep: set[str] = set()
         self._hidden: HiddenTensors | None = None
+        self._unsent: dict[str, Tensor] = {}
         self._check_weights: WeightCheck | None = None
         self._sent: dict[str, Tensor] = {}
 
@@ -121,8 +129,10 @@ class VllmEngine(RolloutEngine):
         if self._config.sleep_level and self._asleep != set(PARTS):
             with self._process_state.entered():
                 self._wake(*PARTS)
+                model = self._model()
+                self._unsent = unsent_digests(model)
                 if self._config.sleep_level == 2:
-                    self._hidden = HiddenTensors(self._model())
+                    self._hidden = HiddenTensors(model)
                 self._llm.sleep(level=self._config.sleep_level)
             self._asleep = set(PARTS)
         return self._config.sleep_level == 2
@@ -142,6 +152,8 @@ class VllmEngine(RolloutEngine):
             if "weights" in parts and self._hidden is not None:
                 self._hidden.restore()
                 self._hidden = None
+            if "weights" in parts:
+                check_unsent(self._unsent, unsent_digests(self._model()), f"step {self.version}")
 
     def _model(self) -> Any:
         (model,) = self._llm.apply_model(lambda model: model)
@@ -151,7 +163,7 @@ class VllmEngine(RolloutEngine):
         model = self._model()
         if self._check_weights is None:
             self._check_weights = weight_check(model, exact=self._llm.model_config.quantization is None)
-        received = [model_digests(model, self.dtype)]
+        received = [model_digests(model, self.dtype, self._check_weights.names(self._sent))]
         if len(self._group) > 1:
             ranks = self._coordinator.all_gather(received[0])
             received = [ranks[rank] for rank in self._group]

@@ -32,6 +32,9 @@ ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+SPLITS_GROUPS = "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
+"""vLLM's variable (from 0.32 on) that makes the groups of a kind in one split of the communicator. Otherwise every rank
+takes part in a split for each group: 636 splits with 64 ranks."""
 BLOCK = 128  # tokens per block of vLLM's CPU cache
 
 
@@ -58,11 +61,7 @@ def build_vllm_engine(
     tensor_parallel = config.tensor_model_parallel_size
     first = coordinator.rank // tensor_parallel * tensor_parallel
     scratch = Scratch()
-    environment = ENVIRONMENT | {
-        "RANK": str(dims.everyone().rank),
-        "LOCAL_RANK": str(device.index or 0),
-        "VLLM_RPC_BASE_PATH": str(scratch.folder),
-    }
+    environment = _environment(device, coordinator.world_size) | {"VLLM_RPC_BASE_PATH": str(scratch.folder)}
     # On a CPU, vLLM would compile two small functions, which costs more than it saves.
     process_state = ProcessState(environment, compiles=device.type == "cuda")
     try:
@@ -81,6 +80,13 @@ def build_vllm_engine(
     engine = engine_class(llm, process_state, scratch, config, policy, weights, coordinator, group=group)
     engine.sleep()
     return engine
+
+
+def _environment(device: torch.device, ranks: int) -> dict[str, str]:
+    variables = ENVIRONMENT | {"RANK": str(dims.everyone().rank), "LOCAL_RANK": str(device.index or 0)}
+    if device.type == "cuda" and ranks > 1:  # vLLM cannot split gloo's groups
+        variables[SPLITS_GROUPS] = os.environ.get(SPLITS_GROUPS, "1")
+    return variables
 
 
 def _start(arguments: dict[str, Any], memory_name: str, device: torch.device) -> Any:

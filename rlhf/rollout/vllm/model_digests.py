@@ -1,11 +1,12 @@
 """Computes digests of a vLLM model's weights on this device, by vLLM's names."""
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf.rollout.weight_digest import Digest, WeightCheck, digest, read_digests
+from rlhf.rollout.weight_digest import Digest, WeightCheck, WeightsMismatch, digest, in_any_order, read_digests
 
 FACTORS = {"lora_A": "lora_a", "lora_B": "lora_b"}
 """peft's names of adapter factors -> names in `model_digests`, after the layer's name."""
@@ -41,13 +42,15 @@ def _recording(process: Any, dtype: torch.dtype) -> Any:
     return record
 
 
-def model_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
-    """Return digests in `dtype` of this device's parameters (or slices of them) and adapter factors (`FACTORS`).
+def model_digests(model: nn.Module, dtype: torch.dtype, buffers: Collection[str] = ()) -> dict[str, Digest]:
+    """Return digests in `dtype` of this device's parameters (or slices of them) and adapter factors (`FACTORS`), and of
+    the buffers with the names `buffers`.
 
     If several devices have the same key and value heads, only the first includes these heads in its digests.
     """
-    found: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {name: digest(b, dtype) for name, b in model.named_buffers() if name in buffers}
     names: dict[int, str] = {}
+    factors: set[str] = set()
     for path, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             # A tied weight gets one of its names.
@@ -62,7 +65,24 @@ def model_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
             slices = [stacked[0] for stacked in getattr(module, f"{factor}_stacked", ())]
             if slices:
                 found[f"{path}.{factor}"] = torch.stack([digest(part, dtype) for part in slices]).sum(0)
-    return read_digests(found)
+                factors.add(f"{path}.{factor}")
+    # vLLM pads factors to its largest rank, which moves their elements.
+    return {name: in_any_order(read) if name in factors else read for name, read in read_digests(found).items()}
+
+
+def unsent_digests(model: nn.Module) -> dict[str, Tensor]:
+    """Return digests, unread, of the buffers, which no weight sync changes."""
+    return {name: digest(buffer, buffer.dtype) for name, buffer in model.named_buffers() if buffer.numel()}
+
+
+def check_unsent(before: Mapping[str, Tensor], after: Mapping[str, Tensor], version: str) -> None:
+    """Compare results of `unsent_digests`. Raises WeightsMismatch with the buffers that changed."""
+    old, new = read_digests(before), read_digests(after)
+    if changed := [name for name in old if new.get(name) != old[name]]:
+        raise WeightsMismatch(
+            f"vLLM changed {len(changed)} buffers of the model in a sleep ({version}): {', '.join(changed[:8])}. "
+            "Set rollout.sleep_level=1, or 0."
+        )
 
 
 def plain_name(name: str) -> str:

@@ -77,8 +77,9 @@ class ReceivingEngine(NCCLWeightTransferEngine):
                 f"The weights are {dtype}, and this server was started for {self.model_config.dtype}: start it "
                 "with --dtype as in rollout.dtype."
             )
-        sent = {name: (first, second) for name, (first, second) in self._sent["digests"].items()}
-        self._check.check(sent, self._gather_digests(model_digests(self.model, dtype)), self._sent["label"])
+        sent: dict[str, Digest] = {name: tuple(found) for name, found in self._sent["digests"].items()}
+        received = model_digests(self.model, dtype, self._check.names(sent))
+        self._check.check(sent, self._gather_digests(received), self._sent["label"])
 
     def _gather_digests(self, digests: dict[str, Digest]) -> list[dict[str, Digest]]:
         group = get_tp_group()
