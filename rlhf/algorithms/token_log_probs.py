@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from rlhf.config.buffer_sizes import CHUNK_ELEMENTS
+from rlhf.config.buffer_sizes import CHUNK_ELEMENTS, HEAD_GRADIENT_BYTES
 
 Finish = Callable[[Tensor], Tensor]
 
@@ -87,8 +87,8 @@ class _TokenLogProbs(torch.autograd.Function):
         if of_log_probs is None:
             of_log_probs = torch.zeros_like(normalizer)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        of_weight = _Sum(weight) if ctx.needs_input_grad[1] else None
-        of_bias = _Sum(bias) if ctx.needs_input_grad[2] else None
+        of_weight = _Sum(weight, len(hidden)) if ctx.needs_input_grad[1] else None
+        of_bias = _Sum(bias, len(hidden)) if ctx.needs_input_grad[2] else None
         for rows in _chunks(hidden, weight):
             logits = product = _product(hidden[rows], weight, bias)
             if ctx.finish is not None:
@@ -131,15 +131,40 @@ def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
 
 
 class _Sum:
-    """Sums the gradient of a parameter over chunks in float32 or wider."""
+    """Sums the gradient of a parameter over the chunks of `tokens` tokens in float32 or wider.
 
-    def __init__(self, parameter: Tensor) -> None:
-        self._dtype = parameter.dtype
+    Products are added for many chunks at once: a large sum costs a GPU more than the products of a chunk.
+    """
+
+    def __init__(self, parameter: Tensor, tokens: int) -> None:
+        self._dtype, self._tokens = parameter.dtype, tokens
         wide = torch.promote_types(parameter.dtype, torch.float32)
         self._sum = torch.zeros_like(parameter, dtype=wide, memory_format=torch.contiguous_format)
+        # Factors of products that are not added yet: rows [0, _waiting) of _left, and _right.
+        self._left: Tensor | None = None
+        self._right: list[Tensor] = []
+        self._waiting = 0
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left^T right, of [m, V] and [m, H]."""
+        """Add left^T right, of [m, V] and [m, H]. Only `left` may change afterwards."""
+        room = min(self._tokens, HEAD_GRADIENT_BYTES[left.device.type] // (left.shape[1] * left.element_size()))
+        if room < 2 * len(left) and self._left is None:
+            self._add(left, right)
+            return
+        if self._left is None:
+            self._left = left.new_empty(room, left.shape[1])
+        if self._waiting + len(left) > len(self._left):
+            self._flush()
+        self._left[self._waiting : self._waiting + len(left)] = left
+        self._right.append(right)
+        self._waiting += len(left)
+
+    def _flush(self) -> None:
+        if self._left is not None and self._right:
+            self._add(self._left[: self._waiting], torch.cat(self._right))
+        self._right, self._waiting = [], 0
+
+    def _add(self, left: Tensor, right: Tensor) -> None:
         if left.dtype == self._sum.dtype:
             self._sum.addmm_(left.t(), right)
         else:
@@ -150,4 +175,5 @@ class _Sum:
         self._sum += rows.sum(dim=0, dtype=self._sum.dtype)
 
     def result(self) -> Tensor:
+        self._flush()
         return self._sum.to(self._dtype)

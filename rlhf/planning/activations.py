@@ -8,7 +8,7 @@ the output of fused attention (Dao, arXiv 2307.08691, algorithm 1). A test compa
 
 from dataclasses import dataclass
 
-from rlhf.config.buffer_sizes import CHUNK_ELEMENTS
+from rlhf.config.buffer_sizes import CHUNK_ELEMENTS, HEAD_GRADIENT_BYTES
 from rlhf.planning.model_shapes import ModelShapes
 
 CHUNK_COPIES = 3
@@ -95,6 +95,11 @@ def _norm(model: ModelShapes, size: int, width: int, *, layer_norm: bool) -> int
         return 12 * size
     in_float32 = str(model.config.get("model_type", "")).startswith(FLOAT32_WEIGHTS)
     return (10 if in_float32 else 8) * size
+
+
+def head_gradient_bytes(predicted: int, vocabulary: int, device: str) -> int:
+    """Return the bytes of gradients of logits that wait to be added to the head's gradient, at most."""
+    return min(4 * predicted * vocabulary, HEAD_GRADIENT_BYTES[device])
 
 
 def chunk_bytes(predicted: int, vocabulary: int, device: str) -> int:

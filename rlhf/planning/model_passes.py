@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlhf.planning.activations import PassCost, chunk_bytes
+from rlhf.planning.activations import PassCost, chunk_bytes, head_gradient_bytes
 from rlhf.planning.adapter_state import Adapted
 from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.pass_sizes import PassSize
@@ -77,13 +77,17 @@ class ModelPasses:
         reduced = f"{self.role} gradients being reduced"
         loaded = {f"{self.role} optimizer": state.optimizer} if self.optimizer_offload else {}
         points = [
-            before | {"activations": kept, reduced: state.head, **self._chunk(work)},
+            before | {"activations": kept, reduced: state.head + self._head_gradients(work), **self._chunk(work)},
             before | {"activations": in_layer, reduced: state.head_left + state.layer},
             gathered | gradients | {"activations": layer, reduced: state.layer},
             gradients | {reduced: state.root + (state.micro_batch_gradients if work.micro_batches > 1 else 0)},
             gradients | {"optimizer step": state.step_temporaries, **loaded},
         ]
         return max(points, key=lambda items: sum(items.values()))
+
+    def _head_gradients(self, work: PassSize) -> int:
+        trains_head = self.role == "actor" and self.adapted is None
+        return head_gradient_bytes(work.predicted, self.model.vocabulary, self.device) if trains_head else 0
 
     def _chunk(self, work: PassSize) -> dict[str, int]:
         if self.role not in ("actor", "reference"):

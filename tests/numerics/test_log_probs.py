@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.algorithms import token_log_probs as log_probs_module
+from rlhf.backends import fsdp2
 from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.config import BackendConfig
 from rlhf.learning.policy import Policy, response_log_probs
@@ -218,14 +219,16 @@ def test_the_comparison_at_the_start_accepts_correct_models(kind, caplog):
     assert caplog.text == ""
 
 
-def test_an_untied_head_is_an_fsdp_unit_of_its_own():
+def test_an_untied_head_is_an_fsdp_unit_of_its_own(monkeypatch):
+    monkeypatch.setattr(fsdp2, "stays_plain", lambda *_: False)
     with single_rank():
         heads = [Fsdp2Model(model, BackendConfig(), CPU).module.lm_head for model in (tiny_qwen2(), tiny_gemma2())]
     assert [isinstance(head, FSDPModule) for head in heads] == [False, True]
 
 
 @pytest.mark.parametrize("make", [tiny_qwen2, tiny_gemma2])
-def test_weights_that_stay_gathered_and_recomputed_layers_give_equal_gradients(make):
+def test_weights_that_stay_gathered_and_recomputed_layers_give_equal_gradients(make, monkeypatch):
+    monkeypatch.setattr(fsdp2, "stays_plain", lambda *_: False)
     model, batch = make().train(), random_batch(seed=8, samples=5)
     plain = gradients_of(model, *response_log_probs(with_log_probs(model), batch, 1.0, with_entropy=True))
     other = make().train()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, GPT2Model, PreTrainedModel
 
+from rlhf.backends import fsdp2
 from rlhf.backends.fsdp2 import shard
 from rlhf.config import BackendConfig
 from rlhf.errors import UserError
@@ -75,13 +76,14 @@ def test_a_head_of_zeros_does_not_hide_mixing():
 
 
 @pytest.mark.parametrize("model", ["linear attention", "blind to positions", "its own masks"])
-def test_models_that_mix_sequences_stay_padded(model, caplog):
+def test_models_that_mix_sequences_stay_padded(model, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     made, reason = {
         "linear attention": (lambda: tiny("qwen3_5_text"), "it fails on a packed row (ValueError: "),
         "blind to positions": (counting_from_zero, "packed and separate sequences give different results"),
         "its own masks": (lambda: tiny("bloom"), "it fails on a packed row (TypeError"),
     }[model]
+    monkeypatch.setattr(fsdp2, "stays_plain", lambda *_: False)
     module = shard(made(), BackendConfig(), torch.device("cpu"))
     given = module.config._attn_implementation
     choose_packing(module, None, SETTING)

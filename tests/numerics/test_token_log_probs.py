@@ -84,6 +84,34 @@ def test_values_and_gradients(chunk, finish, entropy_in_loss, dtype, tolerance, 
     assert token_log_probs(hidden, labels, TEMPERATURE, **options | {"with_entropy": False})[1] is None
 
 
+@pytest.mark.parametrize("chunks", [0, 1, 2, 3, 100])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_heads_gradient_may_wait_for_several_chunks(chunks, dtype, monkeypatch):
+    """As on a GPU, where the sum over chunks costs more than a chunk's product."""
+    monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", 7 * VOCAB)
+    added: list[int] = []
+    add = module._Sum._add
+
+    def counted(total: Any, left: Tensor, right: Tensor) -> None:
+        added.append(len(left))
+        add(total, left, right)
+
+    monkeypatch.setattr(module._Sum, "_add", counted)
+    *inputs, labels = drawn(dtype)
+    found = []
+    for size in (0, chunks * 7 * VOCAB * dtype.itemsize):
+        added.clear()
+        monkeypatch.setitem(module.HEAD_GRADIENT_BYTES, "cpu", size)
+        hidden, weight, bias = inputs
+        of = token_log_probs(hidden, labels, TEMPERATURE, weight=weight, bias=bias, with_entropy=True)
+        found.append(gradients(inputs, *of))
+    together = chunks if chunks > 1 else 1
+    assert added == [min(7 * together, TOKENS - first) for first in range(0, TOKENS, 7 * together)]
+    tolerance = 1e-12 if dtype == torch.float64 else sum_bound(TERMS, torch.bfloat16)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * other.abs().max().item())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not (torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ), reason="needs a CUDA device")
 @pytest.mark.parametrize("with_bias", [True, False])
