@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def digest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     flat = tensor.detach().reshape(-1)
     # Reuse two buffers for all chunks: fresh pages cost as much as the sums.
     room = torch.empty(min(chunk, len(flat)), dtype=torch.int64, device=tensor.device)
-    powers = torch.full_like(room, _signed(_BASE)).cumprod(0)
+    powers = _powers_on_cpu(chunk)[: len(room)] if on_cpu else torch.full_like(room, _signed(_BASE)).cumprod(0)
     sums = []
     for number, part in enumerate(flat.split(chunk)):
         words, of_places = room[: len(part)].copy_(part.to(cast).view(_WORDS[cast.itemsize])), powers[: len(part)]
@@ -48,6 +49,11 @@ def digest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         place = words.dot(of_places) if on_cpu else (words * of_places).sum()
         sums += [words.sum(), square, place * _signed(pow(_BASE, number * chunk, 1 << 64))]
     return torch.cat([torch.stack(sums).view(-1, 3).sum(0), room.new_full((1,), len(flat))])
+
+
+@cache
+def _powers_on_cpu(count: int) -> Tensor:
+    return torch.full((count,), _signed(_BASE), device="cpu").cumprod(0)
 
 
 def _signed(word: int) -> int:
