@@ -102,12 +102,15 @@ class EngineBuilder:
 
 
 def build_frozen(
-    loaded: PendingModel, config: BackendConfig, kept: FrozenFsdpConfig, device: torch.device
+    loaded: PendingModel, config: BackendConfig, kept: FrozenFsdpConfig, device: torch.device, *, moves: bool = False
 ) -> Fsdp2Model:
-    """Shard a model without an optimizer over the ranks and load its weights. Collective."""
+    """Shard a model without an optimizer over the ranks and load its weights. Collective.
+
+    `moves`: the model is a reference that becomes an average.
+    """
     cast_parameters(loaded.model, getattr(torch, kept.model_dtype))
     plain = loaded.model.requires_grad_(False).eval()
-    model = Fsdp2Model(plain, config, device, param_offload=kept.param_offload)
+    model = Fsdp2Model(plain, config, device, param_offload=kept.param_offload, moves=moves)
     loaded.fill(model.model_shards())
     return model
 

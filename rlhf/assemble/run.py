@@ -201,7 +201,8 @@ def _learners(setup: Setup, models: ModelSources, policy: PendingModel, total_st
         add_adapters(policy.model, lora, getattr(torch, base_dtype(lora, config.backend)))
     elif compares:
         start = models.policy.load(loading.load_model, coordinator, device)
-        model = build_frozen(start, config.backend, config.ref.fsdp_config, device)
+        moves = config.ref.update_freq is not None
+        model = build_frozen(start, config.backend, config.ref.fsdp_config, device, moves=moves)
         with model.on_device():
             check_log_probs(model.module, device)
         reference = Reference(model, temperature, budgets.reference, config.ref)

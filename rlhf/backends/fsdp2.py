@@ -35,15 +35,26 @@ log = logging.getLogger(__name__)
 
 
 class Fsdp2Model:
-    """Shards a model's weights over all ranks, or with `backend.dp_replicate` over the ranks of each replica."""
+    """Shards a model's weights over all ranks, or with `backend.dp_replicate` over the ranks of each replica.
+
+    `moves`: something writes to weights that have no gradients.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, config: BackendConfig, device: torch.device, *, param_offload: bool = False
+        self,
+        model: PreTrainedModel,
+        config: BackendConfig,
+        device: torch.device,
+        *,
+        param_offload: bool = False,
+        moves: bool = False,
     ) -> None:
         self.module: nn.Module = shard(with_log_probs(model, use_liger=config.use_liger), config, device)
         self._shard_group = dims.model(device, config.dp_replicate)
         self._device = device
-        self._weights = Offload(self._local_weights if param_offload else None, "fsdp_config.param_offload")
+        find = self._local_weights if param_offload else None
+        frozen = tuple if moves else self._frozen_weights
+        self._weights = Offload(find, "fsdp_config.param_offload", frozen)
         self._weights.guard(self.module)
         self._weights.move_to_host()
 
@@ -54,6 +65,9 @@ class Fsdp2Model:
     def _local_weights(self) -> Iterator[Tensor]:
         self.reshard()
         return map(local_part, self.module.parameters())
+
+    def _frozen_weights(self) -> Iterator[Tensor]:
+        return (local_part(weight) for weight in self.module.parameters() if not weight.requires_grad)
 
     def reshard(self) -> None:
         """Replace gathered weights by their shards.

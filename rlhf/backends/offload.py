@@ -24,13 +24,21 @@ class Offload:
     Args:
         find: returns the tensors, the same at every call; None offloads nothing.
         setting: name of the setting, for errors.
+        frozen: returns those of the tensors that nothing writes on the device. They are copied to the host once.
     """
 
-    def __init__(self, find: Callable[[], Iterable[Tensor]] | None, setting: str) -> None:
-        self._find, self._setting = find, setting
+    def __init__(
+        self,
+        find: Callable[[], Iterable[Tensor]] | None,
+        setting: str,
+        frozen: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:
+        self._find, self._setting, self._frozen = find, setting, frozen
         self._users = 0
         # By storage: the offloaded storages with their copies, and the page-locked memory of GPU storages.
         self._away: dict[int, tuple[UntypedStorage, Tensor]] = {}
+        # Copies of frozen storages that are on the device; they stay valid.
+        self._kept: dict[int, Tensor] = {}
         self._pinned: dict[int, Tensor] = {}
         self._blocks: list[PageLockedMemory] = []
 
@@ -62,10 +70,11 @@ class Offload:
         on_cuda = {key: storage for key, storage in here.items() if storage.device.type == "cuda"}
         self._pin({key: storage.nbytes() for key, storage in on_cuda.items() if key not in self._pinned})
         for key, storage in here.items():
-            # On a CPU at most one storage exists twice.
-            with self._shortage_as_user_error(storage.nbytes()):
-                copy = self._pinned[key] if key in on_cuda else torch.empty(storage.nbytes(), dtype=torch.uint8)
-            copy.copy_(_bytes_of(storage), non_blocking=True)
+            if (copy := self._kept.pop(key, None)) is None:
+                # On a CPU at most one storage that is not frozen exists twice.
+                with self._shortage_as_user_error(storage.nbytes()):
+                    copy = self._pinned[key] if key in on_cuda else torch.empty(storage.nbytes(), dtype=torch.uint8)
+                copy.copy_(_bytes_of(storage), non_blocking=True)
             self._away[key] = storage, copy
             storage.resize_(0)
         if on_cuda:
@@ -75,10 +84,13 @@ class Offload:
 
     @torch.no_grad()
     def _move_back(self) -> None:
+        frozen = {tensor.untyped_storage()._cdata for tensor in self._frozen()} if self._away else ()
         for key, (storage, copy) in list(self._away.items()):
             storage.resize_(copy.nbytes)
             _bytes_of(storage).copy_(copy, non_blocking=True)
             del self._away[key]
+            if key in frozen:
+                self._kept[key] = copy
 
     def current(self, tensor: Tensor) -> Tensor:
         """Return `tensor`, or the same view of its host copy if it is offloaded, valid until `on_device` begins."""

@@ -43,6 +43,21 @@ def test_a_storage_moves_once_whatever_is_a_view_of_it():
     assert flat.untyped_storage().nbytes() == 0
 
 
+def test_frozen_tensors_are_copied_to_the_host_once():
+    frozen, trained = torch.arange(4.0), torch.ones(2)
+    offload = Offload(lambda: [frozen, trained], "param_offload", lambda: [frozen])
+    offload.move_to_host()
+    offload.current(frozen)[1] = 7.0  # as a load does
+    for step in range(3):
+        with offload.on_device():
+            assert frozen.tolist() == [0, 7, 2, 3]
+            assert trained.tolist() == [1 + step] * 2
+            trained += 1
+            frozen.fill_(-1)  # which nothing does: shows that no copy is made
+        assert [frozen.untyped_storage().nbytes(), trained.untyped_storage().nbytes()] == [0, 0]
+        assert offload.current(frozen).tolist() == [0, 7, 2, 3]
+
+
 def test_an_error_leaves_nothing_half_moved():
     weight, error = torch.ones(8), RuntimeError("out of memory")
     offload = Offload(lambda: [weight], "param_offload")
@@ -136,7 +151,8 @@ def one_life(kind: str, offload: TrainedFsdpConfig, folder: Path) -> dict[str, A
     seen.append(state_of(other))
     phase(2, 3)
     seen.append({name: tensor.clone() for name, tensor in backend.full_tensors(torch.bfloat16)})
-    frozen = Fsdp2Model(tiny_qwen2(3).requires_grad_(False), ENGINES[kind], CPU, param_offload=offload.param_offload)
+    kept = {"param_offload": offload.param_offload, "moves": True}
+    frozen = Fsdp2Model(tiny_qwen2(3).requires_grad_(False), ENGINES[kind], CPU, **kept)
     average = Reference(frozen, 1.0, 64, RefConfig(update_freq=1, alpha=0.3))
     average.maybe_update(backend, 1)
     left.append({"reference": sum(t.untyped_storage().nbytes() for t in frozen._local_weights())})
