@@ -14,7 +14,7 @@ the sum of word i times _BASE**(i + 1), or None if the order of the words is not
 Digests = Mapping[str, Digest]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CPU_CHUNK, _GPU_CHUNK = 1 << 17, 1 << 22  # elements summed at once; each needs eight bytes beside the weights
+_CPU_CHUNK, _GPU_CHUNK = 1 << 17, 1 << 21  # elements summed at once; each needs up to 32 bytes beside the weights
 _MASK = (1 << 64) - 1
 # Odd, and 3 modulo 8: then the powers of two words' places differ in a low bit, so a swap changes the place sum.
 _BASE = 0x9E3779B97F4A7C13
@@ -74,7 +74,8 @@ def read_digests(found: Mapping[str, Tensor]) -> dict[str, Digest]:
 
 def joined(parts: Iterable[Digest]) -> Digest:
     """Return the digest of weights that are concatenated in this order."""
-    first, second, place, count = 0, 0, 0, 0
+    first, second, count = 0, 0, 0
+    place: int | None = 0
     for part in parts:
         first, second = (first + part[0]) & _MASK, (second + part[1]) & _MASK
         if place is not None:
@@ -84,7 +85,8 @@ def joined(parts: Iterable[Digest]) -> Digest:
 
 
 def in_any_order(found: Digest) -> Digest:
-    return (*found[:2], None, found[3])
+    first, second, _, count = found
+    return first, second, None, count
 
 
 class WeightCheck:

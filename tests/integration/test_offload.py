@@ -157,6 +157,11 @@ def one_life(kind: str, offload: TrainedFsdpConfig, folder: Path) -> dict[str, A
     average.maybe_update(backend, 1)
     left.append({"reference": sum(t.untyped_storage().nbytes() for t in frozen._local_weights())})
     seen.append({name: tensor.clone() for name, tensor in frozen.full_tensors()})
+    still = Fsdp2Model(tiny_qwen2(4).requires_grad_(False), ENGINES[kind], CPU, param_offload=offload.param_offload)
+    for _ in range(2):
+        with still.on_device(), torch.no_grad():
+            seen.append(still.module(input_ids=tokens(0), use_cache=False).logits)
+        seen.append({name: tensor.clone() for name, tensor in still.full_tensors()})
     message = ""
     try:
         backend.module(input_ids=tokens(0), use_cache=False)
