@@ -188,7 +188,13 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
     """
     if stays_plain(model, config):
         materialise(model, device)
-        return model.to(device)
+    else:
+        _apply_fsdp2(model, config, device)
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    return model
+
+
+def _apply_fsdp2(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> None:
     options: dict[str, Any] = {
         "mesh": dims.mesh(device, config.dp_replicate),
         "mp_policy": precision_of(model, config),
@@ -200,8 +206,6 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
     if head is not None and head.weight is not model.get_input_embeddings().weight:
         fully_shard(head, **options)
     fully_shard(model, **options)
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    return model
 
 
 def stays_plain(model: PreTrainedModel, config: BackendConfig) -> bool:
