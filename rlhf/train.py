@@ -1,16 +1,11 @@
 """Command line of the trainer: python -m rlhf.train. Imports nothing heavy before the configuration is checked."""
 
-from rlhf.ranks.open_files import open_closed_streams
-from rlhf.ranks.stop import exit_on_stop_signal
+from rlhf.cli import command
 
 if __name__ == "__main__":
-    open_closed_streams()
-    # Before the slow imports. Later, the supervisor or the rank handles the signals.
-    exit_on_stop_signal()
+    command.begin()
 
 import argparse
-import logging
-import os
 import sys
 from functools import partial
 from types import ModuleType
@@ -22,21 +17,13 @@ from rlhf.cli.completion import answer
 from rlhf.cli.info import info_page, version_line
 from rlhf.compose import composition
 from rlhf.config.library import Library
-from rlhf.config.redaction import Redaction
 from rlhf.config.rules.validate import validate
-from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
-from rlhf.printable import printable_output, write_error
-from rlhf.ranks.open_files import raise_open_files
+from rlhf.errors import EXIT_DONE
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code. Report a user's mistake as one message on stderr."""
-    raise_open_files()
-    try:
-        return _run(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        write_error(Redaction(os.environ)(printable_output(str(error))))
-        return EXIT_USER_ERROR
+    """Run the command line and return the exit code."""
+    return command.guarded(_run, argv)
 
 
 def _run(argv: list[str]) -> int:
@@ -88,10 +75,4 @@ sys.modules[__name__].__class__ = _Callable
 
 
 if __name__ == "__main__":
-    code = main()
-    if "RANK" in os.environ:
-        # As in worker.py: threads of the process group may abort a process that ends with sys.exit.
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
+    command.leave(main())

@@ -1,16 +1,12 @@
 """python -m rlhf.evaluate TARGET ...: evaluates models and checkpoints on held-out prompts, without training."""
 
-from rlhf.ranks.open_files import open_closed_streams
-from rlhf.ranks.stop import exit_on_stop_signal
+from rlhf.cli import command
 
 if __name__ == "__main__":
-    open_closed_streams()
-    # Before the slow imports. Later, the supervisor or the rank handles the signals.
-    exit_on_stop_signal()
+    command.begin()
 
 import argparse
 import json
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -21,13 +17,11 @@ from rlhf.api import evaluate_policy, is_rank
 from rlhf.cli.arguments import check_options
 from rlhf.cli.command_parser import CommandParser
 from rlhf.config.library import Library
-from rlhf.config.redaction import Redaction
-from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.errors import EXIT_DONE, UserError
 from rlhf.evaluate.results import files_of, store_result, stored_result, table
 from rlhf.evaluate.target_settings import plan
 from rlhf.evaluate.targets import find_target
-from rlhf.printable import printable_lines, printable_output, write_error
-from rlhf.ranks.open_files import raise_open_files
+from rlhf.printable import printable_lines
 
 FLAGS = ("--json", "--help", "-h")
 WITH_VALUE = ("--config-dir",)
@@ -35,12 +29,7 @@ WITH_VALUE = ("--config-dir",)
 
 def main(argv: list[str] | None = None) -> int:
     """Evaluate the targets and print their results. Return an exit code of `rlhf.errors`."""
-    raise_open_files()
-    try:
-        return _run(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        write_error(Redaction(os.environ)(printable_output(str(error))))
-        return EXIT_USER_ERROR
+    return command.guarded(_run, argv)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -97,10 +86,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    code = main()
-    if "RANK" in os.environ:
-        # As in worker.py: threads of the process group may abort a process that ends with sys.exit.
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
+    command.leave(main())
