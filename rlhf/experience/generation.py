@@ -15,7 +15,7 @@ from rlhf.experience.groups import Group
 from rlhf.experience.journal import Journal
 from rlhf.experience.metrics import RolloutStats
 from rlhf.experience.policy_sampler import PolicySampler
-from rlhf.experience.responses import score_responses
+from rlhf.experience.responses import check_scored, score_responses
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward, RewardResult
 from rlhf.rollout import Request, Sample, SamplingParams
@@ -66,7 +66,11 @@ class Generation:
         return len(group.samples) == self.n and (group.baseline is not None) == self.greedy_baseline
 
     def scored(self, drawn: Sequence[DrawnPrompt], samples: list[list[Sample]], stats: RolloutStats) -> list[Group]:
-        """Score the samples and return the group of each prompt. Collective with a reward model."""
+        """Score the samples and return the group of each prompt. Collective.
+
+        Raises:
+            UserError: `reward.on_error=stop`, and the reward failed on all samples of all ranks.
+        """
         started, n = time.monotonic(), self.n
         groups = []
         for each, of_prompt, results in zip(drawn, samples, self._results(drawn, samples), strict=True):
@@ -103,13 +107,12 @@ class Generation:
         return made
 
     def _results(self, drawn: Sequence[DrawnPrompt], samples: list[list[Sample]]) -> list[list[RewardResult]]:
-        """Return the rewards of each prompt's samples, from the journal if it has all of them.
-
-        Collective with a reward model.
-        """
+        """Return the rewards of each prompt's samples, from the journal if it has all of them. Collective."""
         known = None if self.journal is None else self.journal.results([each.uid for each in drawn])
         answered = [] if known is not None else [(d.prompt, s) for d, s in zip(drawn, samples, strict=True)]
         results = score_responses(self.reward, self.tokenizer, answered)
+        # Before the journal: after the user's correction, the next start scores the samples again.
+        check_scored(self.reward, results if known is None else known, self.coordinator)
         if known is not None:
             return known
         if self.journal is not None:

@@ -7,6 +7,7 @@ from itertools import chain
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data import Prompt
+from rlhf.errors import UserError
 from rlhf.events import REWARD, report
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward, RewardItem, RewardResult, Timeouts, merge_timeouts
@@ -45,6 +46,26 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample]) -> l
     # One sample at a time: as Python integers, the tokens of a whole step would take ten times the memory. Arrays are
     # faster than lists, whose items the tokenizer checks one by one in Python.
     return [str(tokenizer.decode(sample.token_ids, skip_special_tokens=True)) for sample in samples]
+
+
+def check_scored(reward: Reward, results: Iterable[Sequence[RewardResult]], coordinator: Coordinator) -> None:
+    """Raise UserError if the reward failed or timed out on all samples of all ranks. Collective.
+
+    Do nothing with `reward.on_error=score`.
+    """
+    if not reward.stops:
+        return
+    failed = [bool(result.failures or result.timeouts) for of_prompt in results for result in of_prompt]
+    own = len(failed), sum(failed), reward.last_failures if failed and all(failed) else []
+    counts, failures, texts = zip(*coordinator.all_gather(own), strict=True)
+    if sum(counts) and sum(counts) == sum(failures):
+        last = next(filter(None, texts), ["unknown, before a restart"])
+        raise UserError(
+            f"reward.functions failed or timed out on all {sum(counts)} samples that were scored together, and "
+            f"reward.on_error=stop ends the run, which would learn nothing. The last failure: {'; '.join(last)}\n"
+            "Correct the function, or raise reward.timeout_s if it is slow. To continue with reward.failed_score for "
+            "such samples, set reward.on_error=score."
+        )
 
 
 def log_timeouts(when: str, own: Sequence[Timeouts], coordinator: Coordinator) -> None:

@@ -47,6 +47,9 @@ class FailurePolicy:
         self._config = config
         self._logged = False
         self._timeouts: list[Timeouts] = []
+        self.stops = config.on_error == "stop"
+        self.last = ""
+        """The last failure or timeout, as text for users; empty without one."""
         self._lock = threading.Lock()
 
     def failed(self, error: Exception, *, forgive: bool = False) -> Score:
@@ -63,6 +66,7 @@ class FailurePolicy:
             ) from error
         with self._lock:
             first, self._logged = not self._logged, True
+            self.last = f"{self._function} failed: {error}"
         if first:
             log.warning(
                 "reward.functions: %s failed on a sample, which scores reward.failed_score=%g. Further failures are "
@@ -78,6 +82,7 @@ class FailurePolicy:
         limits = self._config.timeout_s, self._config.failed_score
         with self._lock:
             self._timeouts.append(Timeouts(self._function, *limits, len(items), str(items[0])))
+            self.last = f"{self._function} took longer than reward.timeout_s={limits[0]:g} on: {items[-1]}"
         return [Score(self._config.failed_score, timed_out=True) for _ in items]
 
     def pop_timeouts(self) -> list[Timeouts]:

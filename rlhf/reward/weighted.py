@@ -73,6 +73,16 @@ class Reward:
             failures=sum(given.failed for given in row),
         )
 
+    @property
+    def stops(self) -> bool:
+        """Whether failures end the run (`reward.on_error=stop`)."""
+        return self._terms[0].policy.stops
+
+    @property
+    def last_failures(self) -> list[str]:
+        """The last failure or timeout of each function that had one."""
+        return [term.policy.last for term in self._terms if term.policy.last]
+
     def pop_timeouts(self) -> list[Timeouts]:
         """Return the samples that timed out since the last call, by function."""
         return [timeouts for term in self._terms for timeouts in term.policy.pop_timeouts()]

@@ -34,8 +34,8 @@ class RewardConfig:
     """Seconds per sample in a reward process, multiplied by the samples of a batched call. Then the process is killed,
     and its samples get `failed_score`."""
     on_error: str = setting("stop", choices=("stop", "score"))
-    """If a function raises, returns no number or crashes twice on a sample: `stop` the run, or `score` the sample with
-    `failed_score`."""
+    """If a function raises, returns no number or crashes twice on a sample, or fails or times out on all samples of a
+    generation: `stop` the run, or `score` the samples with `failed_score`."""
     failed_score: float = setting(0.0)
     """Score, before its weight, of a sample whose reward failed or timed out."""
     num_workers: int = setting(2, ge=1, resume="harmless")
