@@ -1,11 +1,15 @@
-"""Escapes control characters in text from outside before it reaches a terminal. Imports nothing of the package."""
+"""Prepares text for a terminal: escapes control characters, wraps, aligns tables. Imports nothing of the package."""
 
 import os
 import re
 import sys
+import textwrap
+from collections.abc import Sequence
 from typing import TextIO
 
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+WIDTH = 80
+"""Columns of tables and of wrapped texts."""
 _ERROR = re.compile(r"^((?:[0-9:]+ [a-z0-9 ]+: )?)(error:)")
 
 
@@ -35,3 +39,38 @@ def write_error(message: str) -> None:
     """Write `message` to stderr as an error; on a terminal, in red after an empty line."""
     before = "\n" if sys.stderr.isatty() else ""
     sys.stderr.write(f"{before}{with_colour(f'error: {printable_output(message)}', sys.stderr)}\n")
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows with aligned columns, in lines of at most WIDTH characters. The first row has the headings.
+
+    The first column wraps between words, and a word that is too long loses its beginning. Columns that do not fit
+    follow below, beside the first column again.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left_over = WIDTH - sum(width + 2 for width in widths[1:])
+    room = left_over if left_over >= WIDTH // 4 else WIDTH // 2
+    first = [wrapped(row[0], room) for row in rows]
+    left = max(len(line) for lines in first for line in lines)
+    blocks: list[list[int]] = []
+    used = WIDTH
+    for column, width in enumerate(widths[1:], start=1):
+        if used + 2 + width > WIDTH:
+            blocks.append([])
+            used = left
+        blocks[-1].append(column)
+        used += 2 + width
+    texts = []
+    for columns in blocks:
+        text = []
+        for row, lines in zip(rows, first, strict=True):
+            cells = "".join(f"  {row[column]:>{widths[column]}}" for column in columns)
+            text += [f"{lines[0]:<{left}}{cells}", *lines[1:]]
+        texts.append("\n".join(text))
+    return "\n\n".join(texts)
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return the lines of `text`, broken between words. A word that is too long loses its beginning."""
+    words = [word if len(word) <= width else f"…{word[1 - width :]}" for word in text.split()]
+    return textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False) or [""]

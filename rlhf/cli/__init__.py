@@ -1,1 +1,1 @@
-"""Command lines of python -m rlhf.train, rlhf.plan and rlhf.samples."""
+"""Command lines of python -m rlhf.train, rlhf.plan, rlhf.samples and rlhf.compare."""

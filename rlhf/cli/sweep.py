@@ -14,7 +14,10 @@ from rlhf.config import Config
 from rlhf.config.library import Library
 from rlhf.config.rules.validate import validate
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+from rlhf.printable import printable_lines
 from rlhf.ranks.logs import configure_logging
+from rlhf.storage.files import replace_durably
+from rlhf.tracking.run_table import DONE, RunResult, run_plot, run_table
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,8 @@ class PlannedRun:
 
     swept: tuple[str, ...]
     config: Config
+    experiment: str
+    """The name of the experiment without the run's own values."""
 
     def __str__(self) -> str:
         return " ".join(self.swept)
@@ -47,10 +52,11 @@ def plan(overrides: Sequence[str], library: Library) -> list[PlannedRun]:
         try:
             composed = composition(combination.overrides, library)
             named = [text for text in combination.swept if not text.startswith(f"{NAME}=")]
-            OmegaConf.update(composed.tree, NAME, run_name(composed.resolved().trainer.experiment_name, named))
+            experiment = composed.resolved().trainer.experiment_name
+            OmegaConf.update(composed.tree, NAME, run_name(experiment, named))
             config = composed.resolved()
             validate(config)
-            runs.append(PlannedRun(combination.swept, config))
+            runs.append(PlannedRun(combination.swept, config, experiment))
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -75,7 +81,7 @@ def run_name(experiment: str, swept: Sequence[str]) -> str:
 
 
 def run_all(runs: Sequence[PlannedRun], start: Callable[[Config], int]) -> int:
-    """Run all runs, even after failures, and return the exit code of the sweep.
+    """Run all runs, even after failures, show their results, and return the exit code of the sweep.
 
     0: all runs are done. 75: a stop was requested; the same command continues the interrupted run. 1: a run crashed.
     2: runs failed, and all of them by a user's mistake.
@@ -90,10 +96,35 @@ def run_all(runs: Sequence[PlannedRun], start: Callable[[Config], int]) -> int:
             log.error("%s", error)
             codes.append(EXIT_USER_ERROR)
         if codes[-1] == EXIT_REQUEUE:
+            _show_results(runs, codes)
             log.warning("The sweep stops in run %d of %d.", number, len(runs))
             return EXIT_REQUEUE
+    _show_results(runs, codes)
     failed = [(run, code) for run, code in zip(runs, codes, strict=True) if code != EXIT_DONE]
     log.info("%d of %d runs are done.", len(runs) - len(failed), len(runs))
     for run, code in failed:
         log.error("Failed with exit code %d: %s, in %s", code, run, run.config.run_dir)
     return EXIT_CRASHED if EXIT_CRASHED in codes else max(codes, default=EXIT_DONE)
+
+
+def _show_results(runs: Sequence[PlannedRun], codes: Sequence[int]) -> None:
+    """Log a table of the runs, and draw their rewards beside the run directories."""
+    results = [_result(run, code) for run, code in zip(runs, [*codes, *[None] * (len(runs) - len(codes))], strict=True)]
+    log.info("Results of the sweep:\n%s", printable_lines(run_table(results)))
+    if (png := run_plot(results)) is not None:
+        path = runs[0].config.run_dir.parent / f"{runs[0].experiment}-sweep.png"
+        try:
+            replace_durably(path, png)
+            log.info("Rewards of all runs: %s", path)
+        except OSError as error:
+            log.warning("The rewards of all runs are not drawn: %s", error)
+
+
+def _result(run: PlannedRun, code: int | None) -> RunResult:
+    """Return the results of a run that ended with `code`; None if it has not started."""
+    known = {EXIT_DONE: DONE, EXIT_REQUEUE: "stopped", None: "not started"}
+    status = known.get(code, f"failed ({code})")
+    try:
+        return RunResult.read(str(run), run.config.run_dir, status)
+    except UserError:  # the run failed before it had a directory, or in another's
+        return RunResult(str(run), status, {})

@@ -1,8 +1,7 @@
 """Stores the result of each evaluation, compares a stored result with the command, and shows all results."""
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.assemble.trajectory_hash import user_files
@@ -14,9 +13,11 @@ from rlhf.data.records import resolve
 from rlhf.errors import UserError
 from rlhf.evaluate.target_settings import PlannedEvaluation
 from rlhf.models.fingerprint import fingerprint_file
+from rlhf.printable import text_table
 from rlhf.storage.files import replace_durably
 from rlhf.storage.layout import HISTORY
 from rlhf.tracking.history import History
+from rlhf.tracking.source_results import source_results
 
 RESULT = "evaluation.json"
 AFFECTING = ("trainer.seed", "model.", "data.", "rollout.", "reward.", "reward_model.")
@@ -24,7 +25,6 @@ HARMLESS = ("data.train_", "data.shuffle", "data.gen_batch_size", "model.path", 
 """Prefixes of the settings on which results depend, and of exceptions. The target's fingerprint covers the model."""
 OF_EVALUATIONS = ("data.val_files", "data.val_max_samples", "rollout.val_kwargs.")
 """Prefixes of settings that a training run does not depend on, but an evaluation does."""
-_SHOWN = re.compile(r"val-(?:core|aux)/(.+)/(acc|reward)/((?:mean|pass|maj)@\d+)(?:/mean)?")
 
 
 def files_of(planned: PlannedEvaluation) -> dict[str, str]:
@@ -92,31 +92,13 @@ def store_result(planned: PlannedEvaluation, files: Mapping[str, str]) -> dict[s
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with a row for each target: step, accuracy, reward, and mean@k, pass@k, maj@k of each source."""
-    rows = [dict(_columns(result["metrics"])) for result in results]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [["target", "step", *columns]]
-    cells += [
-        [str(result["target"]), str(result["step"]), *(row.get(name, "-") for name in columns)]
-        for result, row in zip(results, rows, strict=True)
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells]
-    first = [f"{row[0]:<{widths[0]}}" for row in cells]
-    return "\n".join(start + line[widths[0] :] for start, line in zip(first, lines, strict=True))
-
-
-def _columns(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield the heading and the text of each metric in the table."""
-    yield "accuracy", f"{metrics['val/accuracy']:.1%}"
-    yield "reward", f"{metrics['val/reward']:.3f}"
-    found = [(match.groups(), value) for name, value in metrics.items() if (match := _SHOWN.fullmatch(name))]
-    with_accuracy = {source for (source, variable, _), _ in found if variable == "acc"}
-    sources = {source for (source, _, _), _ in found}
-    for (source, variable, metric), value in sorted(found, key=lambda item: _order(*item[0])):
-        if (variable == "acc") == (source in with_accuracy):
-            yield f"{source} {metric}" if len(sources) > 1 else metric, f"{value:.3f}"
-
-
-def _order(source: str, variable: str, metric: str) -> tuple[str, int, int]:
-    kind, _, k = metric.partition("@")
-    return source, ("mean", "pass", "maj").index(kind), int(k)
+    rows = source_results([result["metrics"] for result in results])
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    several = len({source for source, _ in columns}) > 1
+    cells = [["target", "step", "accuracy", "reward", *(" ".join(key) if several else key[1] for key in columns)]]
+    for result, row in zip(results, rows, strict=True):
+        metrics = result["metrics"]
+        known = [f"{metrics['val/accuracy']:.1%}", f"{metrics['val/reward']:.3f}"]
+        values = [f"{row[key]:.3f}" if key in row else "-" for key in columns]
+        cells.append([str(result["target"]), str(result["step"]), *known, *values])
+    return text_table(cells)

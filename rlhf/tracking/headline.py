@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 _REWARD_IS_MAIN = re.compile(r"val-core/.*/reward/mean@\d+")
 
@@ -24,3 +25,8 @@ REWARD = Headline("val/reward", "held-out reward", "val_reward", ".3f")
 def headline(record: Mapping[str, float]) -> Headline:
     """Return REWARD if a data source has no accuracy because its scores are not only 0 and 1, else ACCURACY."""
     return REWARD if any(map(_REWARD_IS_MAIN.fullmatch, record)) else ACCURACY
+
+
+def headline_of(report: Mapping[str, Any]) -> Headline:
+    """Return the headline of a report (`tracking.report`)."""
+    return REWARD if report["headline"] == REWARD.metric else ACCURACY

@@ -1,20 +1,25 @@
 """Writes the report of a run as numbers, a curve and a few lines of text."""
 
-import io
 import json
 import math
 import statistics
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rlhf.printable import WIDTH, text_table, wrapped
 from rlhf.storage.files import make_dir_durably, replace_durably
 from rlhf.storage.layout import HISTORY, MANIFEST, scan
-from rlhf.tracking.headline import ACCURACY, REWARD, Headline, headline
+from rlhf.tracking.findings import Findings
+from rlhf.tracking.headline import ACCURACY, REWARD, headline, headline_of
 from rlhf.tracking.history import History, Record
+from rlhf.tracking.plots import plot_report
+from rlhf.tracking.source_results import source_results
 
-SMOOTHING_STEPS = 10
+REPORT = "report/report.json"
+LABEL = 18
+"""Columns of the labels in a report's text."""
 POINTS = 10_000
 """Largest number of points of a curve in report.json and reward.png."""
 
@@ -25,18 +30,22 @@ def write_report(run_dir: Path) -> str:
     Reads metrics.jsonl and the newest checkpoint's name, at any time of a run, even without records. The same input
     gives the same files.
     """
-    report = _summarize(History(run_dir / HISTORY).records(), _newest_checkpoint(run_dir))
-    folder = run_dir / "report"
+    report = summarize(run_dir)
+    folder = (run_dir / REPORT).parent
     make_dir_durably(folder)
-    replace_durably(folder / "report.json", json.dumps(report, indent=1).encode() + b"\n")
-    replace_durably(folder / "reward.png", _plot(report))
+    replace_durably(run_dir / REPORT, json.dumps(report, indent=1).encode() + b"\n")
+    replace_durably(folder / "reward.png", plot_report(report))
     return _text(report, folder)
 
 
 def read_report(run_dir: Path) -> str:
     """Return the text of `write_report` without writing files."""
-    records = History(run_dir / HISTORY).records()
-    return _text(_summarize(records, _newest_checkpoint(run_dir)), run_dir / "report")
+    return _text(summarize(run_dir), (run_dir / REPORT).parent)
+
+
+def summarize(run_dir: Path) -> dict[str, Any]:
+    """Return the content of `report/report.json` without writing files."""
+    return _summarize(History(run_dir / HISTORY).records(), _newest_checkpoint(run_dir))
 
 
 def _newest_checkpoint(run_dir: Path) -> Path | None:
@@ -69,11 +78,15 @@ def _summarize(records: Iterable[Record], checkpoint: Path | None) -> dict[str, 
     shown = ACCURACY
     first: int | None = None
     last: Record = {"step": 0}
+    findings, evaluations = Findings(), list[Record]()
     for last in records:
         first = last["step"] if first is None else first
         shown = REWARD if headline(last) == REWARD else shown
         for curve in curves:
             curve.add(last)
+        findings.add(last)
+        if ACCURACY.metric in last:
+            evaluations = [*evaluations[:1], last]  # the first and the last
     evaluated = held_out if shown == REWARD else accuracy
     return {
         "steps": last["step"],
@@ -84,61 +97,30 @@ def _summarize(records: Iterable[Record], checkpoint: Path | None) -> dict[str, 
         "best": max(evaluated.values, default=None),
         "reward": reward.points(),
         "evaluations": evaluated.points(),
+        "sources": _sources(evaluations),
         "tokens_per_second": statistics.median(speed.values) if speed.values else None,
         "skips": last.get("guards/skips", 0),
         "rollbacks": last.get("guards/rollbacks", 0),
         "training_seconds": math.fsum(seconds.values),
+        "findings": findings.texts(),
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }
 
 
-def _headline(report: dict[str, Any]) -> Headline:
-    return REWARD if report["headline"] == REWARD.metric else ACCURACY
-
-
-def _plot(report: dict[str, Any]) -> bytes:
-    # Without pyplot, Figure draws with Agg, opens no window and leaves matplotlib's global state unchanged.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    if report["reward"]:
-        steps, rewards = zip(*report["reward"], strict=True)
-        smooth = [statistics.fmean(rewards[max(0, i + 1 - SMOOTHING_STEPS) : i + 1]) for i in range(len(rewards))]
-        axes.plot(steps, rewards, color="tab:blue", alpha=0.35, linewidth=1, label="reward (mean of the batch)")
-        axes.plot(
-            steps, smooth, color="tab:blue", linewidth=2, label=f"reward (mean of the last {SMOOTHING_STEPS} steps)"
-        )
-    shown = _headline(report)
-    if report["evaluations"]:
-        steps, values = zip(*report["evaluations"], strict=True)
-        axes.plot(steps, values, "o--", color="tab:orange", markersize=6, linewidth=1, label=shown.label)
-        for index in {0, len(steps) - 1}:
-            axes.annotate(
-                format(values[index], shown.format),
-                (steps[index], values[index]),
-                (0, 9),
-                textcoords="offset points",
-                ha="center",
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-            )
-    if axes.lines:
-        axes.legend(loc="best")
-    else:
-        axes.text(0.5, 0.5, "no steps recorded", ha="center", va="center", transform=axes.transAxes)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("reward and accuracy" if report["evaluations"] and shown == ACCURACY else "reward")
-    axes.margins(y=0.12)
-    axes.grid(alpha=0.3)
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+def _sources(evaluations: list[Record]) -> dict[str, Any]:
+    """Return the steps of the first and the last evaluation, and each source's metrics in them, None if missing."""
+    found = source_results(evaluations)
+    rows = [
+        {"data_source": source, "metric": metric, "values": [results.get((source, metric)) for results in found]}
+        for source, metric in dict.fromkeys(key for results in found for key in results)
+    ]
+    return {"steps": [record["step"] for record in evaluations], "results": rows}
 
 
 def _text(report: dict[str, Any], folder: Path) -> str:
     steps = f"{report['first_step']} to {report['steps']}" if report["first_step"] > 1 else str(report["steps"])
     rows = [("steps", f"{steps} in {report['training_seconds']:.0f} s")]
-    shown = _headline(report)
+    shown = headline_of(report)
     values = {"before": report[f"{shown.key}_before"], "after": report[f"{shown.key}_after"], "best": report["best"]}
     if known := [f"{format(value, shown.format)} {name}" for name, value in values.items() if value is not None]:
         rows.append((shown.label, ", ".join(known)))
@@ -151,4 +133,17 @@ def _text(report: dict[str, Any], folder: Path) -> str:
     rows.append(("checkpoint", report["checkpoint"] or "none"))
     if (folder / "reward.png").exists():
         rows.append(("reward curve", f"{folder / 'reward.png'} (numbers: report.json)"))
-    return "\n".join(f"{label:<18} {value}" for label, value in rows)
+    lines = [f"{label:<{LABEL}} {value}" for label, value in rows]
+    for finding in report["findings"]:
+        first, *more = wrapped(finding, WIDTH - LABEL - 1)
+        lines += [f"{'not done':<{LABEL}} {first}", *(f"{'':<{LABEL}} {line}" for line in more)]
+    if report["sources"]["results"]:
+        lines += ["", text_table(list(_source_rows(report["sources"])))]
+    return "\n".join(lines)
+
+
+def _source_rows(sources: dict[str, Any]) -> Iterator[list[str]]:
+    yield ["data source", "metric", *(f"step {step}" for step in sources["steps"])]
+    for row in sources["results"]:
+        values = ("-" if value is None else f"{value:.3f}" for value in row["values"])
+        yield [row["data_source"], row["metric"], *values]

@@ -74,9 +74,14 @@ def test_a_run_and_its_base_model_have_the_bits_of_the_training(tmp_path, runs, 
     document = json.loads(capsys.readouterr().out)
     assert [result["step"] for result in document["results"]] == [0, 2]
     assert main(both) == EXIT_DONE
-    head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["target", "step", "accuracy", "reward", "mean@4", "pass@2", "pass@4", "maj@2", "maj@4"]
-    assert [row.split()[:2] for row in rows] == [[both[0], "0"], [both[1], "2"]]
+    table = capsys.readouterr().out
+    assert max(map(len, table.splitlines())) <= 80
+    blocks = [[line.split() for line in block.splitlines()] for block in table.split("\n\n")]
+    head = [word for block in blocks for word in block[0][1:]]
+    assert head == ["step", "accuracy", "reward", "mean@4", "pass@2", "pass@4", "maj@2", "maj@4"]
+    assert [row[1] for row in blocks[0][1:]] == ["0", "2"]
+    for block in blocks:
+        assert [name.endswith(row[0].lstrip("…")) for name, row in zip(both, block[1:], strict=False)] == [True, True]
 
     assert main([str(run), place, "rollout.val_kwargs.n=8"]) == EXIT_USER_ERROR
     says(

@@ -1,6 +1,7 @@
 """A sweep of real runs: one that fails leaves the others alone, and the same command makes up for it."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rlhf
+from rlhf.cli.compare import main
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from tests.support.launching import TINY_POLICY, model_that_is_never_read, write_sums
 
@@ -37,7 +39,7 @@ def sweep(folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_a_failed_run_is_reported_and_made_up_for(tmp_path):
+def test_a_failed_run_is_reported_and_made_up_for(tmp_path, capsys):
     project = tmp_path / "checkpoints" / "rlhf"
     first, second = (project / f"offline-trainer.seed-{seed}" for seed in (1, 2))
     project.mkdir(parents=True)
@@ -46,6 +48,11 @@ def test_a_failed_run_is_reported_and_made_up_for(tmp_path):
     assert code == EXIT_USER_ERROR, output
     assert f"Failed with exit code 2: trainer.seed=1, in {first}" in output
     assert "1 of 2 runs are done." in output
+    row = re.search(r"trainer.seed=1 .*\ntrainer.seed=2 .*", output)
+    assert row is not None, output
+    wrong, right = (line.split() for line in row[0].splitlines())
+    assert wrong == ["trainer.seed=1", "-", "-", "-", "failed", "(2)"]
+    assert (right[1], right[-1], len(right)) == ("1", "done", 5)
     before = (second / "global_step_1" / "manifest.json").read_bytes()
 
     first.unlink()
@@ -54,6 +61,11 @@ def test_a_failed_run_is_reported_and_made_up_for(tmp_path):
     assert f"The run in {second} is finished at step 1." in output
     assert (first / "global_step_1" / "manifest.json").is_file()
     assert (second / "global_step_1" / "manifest.json").read_bytes() == before
+    assert (project / "offline-sweep.png").read_bytes().startswith(b"\x89PNG")
+    shown = output.partition("Results of the sweep:\n")[2].splitlines()[1:3]
+    assert main([str(first), str(second)]) == EXIT_DONE
+    compared = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:] for line in shown] == [line.split()[-4:] for line in compared if line.endswith("done")]
 
 
 def test_sigterm_between_two_runs_stops_the_sweep(tmp_path):

@@ -15,7 +15,7 @@ import rlhf
 PACKAGE = Path(rlhf.__file__).parent
 
 STOREYS = (
-    {"train", "evaluate", "samples", "plan", "checkpoint.__main__"},
+    {"train", "evaluate", "samples", "plan", "compare", "checkpoint.__main__"},
     {"convert"},
     {"api", "cli"},
     {"compose", "launch"},
@@ -77,9 +77,11 @@ TWINS: dict[str, set[str]] = {
     "guards.py": {"config/schema", "learning"},
     "reward_model.py": {"config/schema", "reward"},
     "plan.py": {".", "cli"},
+    "compare.py": {".", "cli", "config"},
     "samples.py": {".", "cli"},
 }
-"""Files of one name: a section of the configuration and the component that takes it; a command and its code."""
+"""Files of one name: a section of the configuration and the component that takes it; a command and its code;
+the comparison of runs and of configurations."""
 
 
 @cache

@@ -3,6 +3,8 @@ import math
 import tracemalloc
 from pathlib import Path
 
+import pytest
+
 from rlhf.tracking import History, write_report
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -35,6 +37,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
         "best": 0.95,
         "reward": [[1, 0.25], [2, 0.5], [3, 0.75], [4, 1.0]],
         "evaluations": [[0, 0.4], [2, 0.95], [4, 0.9]],
+        "sources": {"steps": [0, 4], "results": []},
+        "findings": [],
         "tokens_per_second": 2.5,
         "skips": 0,
         "rollbacks": 0,
@@ -62,6 +66,85 @@ def test_the_reward_is_the_headline_where_scores_are_no_accuracy(tmp_path: Path)
     assert (summary["best"], summary["evaluations"]) == (0.0, [[0, 0.0], [1, -1.25]])
     assert "held-out reward    0.000 before, -1.250 after, 0.000 best" in text
     assert "accuracy" not in text
+
+
+def test_each_source_has_its_results_before_and_after(tmp_path: Path) -> None:
+    """A source whose scores are all 0 or 1 in one of the two evaluations only: both rows are its reward."""
+    history = History(tmp_path / "metrics.jsonl")
+    core, aux = "val-core/sums/acc", "val-aux/sums/acc"
+    for step, value in ((0, 0.25), (2, 0.5), (4, 0.75)):
+        history.append(
+            {
+                "step": step,
+                "val/accuracy": value,
+                f"{core}/mean@4": value,
+                f"{aux}/pass@2": value / 2,
+                f"{core}/pass@4": value,
+                f"{core}/maj@4/mean": value,
+                f"{core}/best@4/mean": 1.0,
+                "val-core/essays/reward/mean@4": value - 1,
+                **({"val-core/essays/acc/mean@4": 0.0} if step == 0 else {}),
+            }
+        )
+    text = write_report(tmp_path)
+    assert report(tmp_path)["sources"]["steps"] == [0, 4]
+    rows = [line.split() for line in text.partition("data source")[2].splitlines()]
+    assert rows == [
+        ["metric", "step", "0", "step", "4"],
+        ["essays", "mean@4", "-0.750", "-0.250"],
+        ["sums", "mean@4", "0.250", "0.750"],
+        ["sums", "pass@2", "0.125", "0.375"],
+        ["sums", "pass@4", "0.250", "0.750"],
+        ["sums", "maj@4", "0.250", "0.750"],
+    ]
+
+
+def test_a_run_with_one_evaluation_has_one_column(tmp_path: Path) -> None:
+    record = {"step": 3, "val/accuracy": 0.5, "val-core/sums/acc/mean@1": 0.5}
+    History(tmp_path / "metrics.jsonl").append(record)
+    assert write_report(tmp_path).splitlines()[-1].split() == ["sums", "mean@1", "0.500"]
+
+
+NOTHING = {
+    "reward/mean": 0.0,
+    "reward/min": 0.0,
+    "reward/max": 0.0,
+    "reward/frac_zero_std": 1.0,
+    "response_length/clip_ratio": 1.0,
+    "actor/grad_norm": 0.0,
+    "guards/refused": 0,
+}
+HIGHER = {"reward/mean": 1.0, "reward/min": 1.0, "reward/max": 1.0}
+BETTER = {"reward/max": 1.0, "reward/frac_zero_std": 0.5, "response_length/clip_ratio": 0.9, "actor/grad_norm": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([{}, {}], ["reward never changed", "max_response_length", "gradient was 0"]),
+        (
+            [{}, {"reward/mean": 1.0, "reward/min": 1.0, "reward/max": 1.0}],
+            ["equal rewards", "max_response_length", "gradient"],
+        ),
+        ([{}, BETTER], []),
+        ([BETTER, BETTER | {"reward/timeouts": 3, "reward/failures": 1}], ["failed 1 times and timed out 3 times"]),
+        ([BETTER | {"guards/refused": 1}] * 2, ["guards rejected"]),
+        ([BETTER | {"guards/refused": 1}, BETTER], []),
+    ],
+)
+def test_the_report_says_what_the_run_did_not_do(tmp_path: Path, steps: list[dict], expected: list[str]) -> None:
+    """Also without the record of an evaluation before the training, which has none of the metrics."""
+    history = History(tmp_path / "metrics.jsonl")
+    history.append({"step": 0, "val/accuracy": 0.0})
+    for step, metrics in enumerate(steps, start=1):
+        history.append({"step": step, **NOTHING, **metrics})
+    text = " ".join(write_report(tmp_path).split())
+    found = report(tmp_path)["findings"]
+    assert len(found) == len(expected), found
+    for finding, fact in zip(found, expected, strict=True):
+        assert fact in finding
+        assert finding in text.replace("not done ", "")
+    assert [line for line in write_report(tmp_path).splitlines() if len(line) > 80 and str(tmp_path) not in line] == []
 
 
 def test_events_of_the_guards_are_told(tmp_path: Path) -> None:
