@@ -84,7 +84,7 @@ def build_evaluation(
         report("loading the weights")
         reward = build_reward(setup, models)
         loaded = models.policy.load(loading.load_model, coordinator, device)
-        engine = build_engine(setup, models.policy, loaded.model)
+        engine = build_engine(setup, models.policy, loaded.model, trains=False)
         policy = _policy(setup, loaded)
         driver = DriverState(run["run_id"], 0, 0.0)
         if (source := resume_source(config.trainer)) is None:

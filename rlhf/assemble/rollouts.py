@@ -61,8 +61,11 @@ def build_reward(setup: Setup, models: ModelSources) -> Reward:
     return reward_of(config.reward, scorer)
 
 
-def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel) -> RolloutEngine:
-    """Build the rollout engine `rollout.name`, for a policy with the architecture of `model`. Collective."""
+def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel, *, trains: bool = True) -> RolloutEngine:
+    """Build the rollout engine `rollout.name`, for a policy with the architecture of `model`. Collective.
+
+    Without training, vLLM gets the memory that an evaluation leaves.
+    """
     config, coordinator, device = setup.config, setup.coordinator, setup.device
     if config.rollout.name == "embedded":
         return build_embedded_engine(model, policy.tokenizer, config.rollout, device)
@@ -79,7 +82,7 @@ def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel) ->
         from rlhf.rollout.vllm.native_adapters import build_adapter_engine
 
         lora, seed = config.model.lora, config.trainer.seed
-        rollout = replace(config.rollout, gpu_memory_utilization=engine_share(config))
+        rollout = replace(config.rollout, gpu_memory_utilization=engine_share(config, trains=trains))
         if sends_adapters(lora, rollout):
             return build_adapter_engine(lora, rollout, files, coordinator, device, seed=seed)
         return build_vllm_engine(rollout, files, coordinator, device, seed=seed)

@@ -8,7 +8,7 @@ from rlhf.config.derived import needs_critic, needs_reward_model
 from rlhf.config.rules.validate import number_of_ranks
 from rlhf.errors import UserError
 from rlhf.planning.devices import count_gpus, gpu_memory, machine_memory
-from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
+from rlhf.planning.memory_plan import Models, Plan, Target, evaluation_share, memory_plan
 from rlhf.planning.model_shapes import ModelShapes, shapes_from_files
 from rlhf.planning.plan_text import cache_problem, gib, host_problem
 from rlhf.planning.remedies import remedies
@@ -93,10 +93,17 @@ def check_heads(config: Config, policy: ModelShapes) -> None:
         )
 
 
-def engine_share(config: Config) -> float:
-    """Return the fraction of a GPU's memory for vLLM in the ranks: the setting, or what the plan leaves."""
-    found = plan_of(config)
-    return config.rollout.vllm_share if found is None else found[1].engine_share or config.rollout.vllm_share
+def engine_share(config: Config, *, trains: bool) -> float:
+    """Return the fraction of a GPU's memory for vLLM in the ranks: the setting, or what the training leaves.
+
+    Without training, what an evaluation leaves.
+    """
+    models = models_of(config, from_config=False)
+    if models is None:
+        return config.rollout.vllm_share
+    target = target_of(config)
+    share = memory_plan(config, models, target).engine_share if trains else evaluation_share(config, models, target)
+    return share or config.rollout.vllm_share
 
 
 def check_fits(config: Config) -> None:

@@ -12,7 +12,7 @@ from rlhf.planning.checkpoint_size import CheckpointSize, checkpoint_size
 from rlhf.planning.model_passes import LOADING, ModelPasses
 from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.pass_sizes import StepSize, passes
-from rlhf.planning.rollout_memory import EngineMemory, engine_memory
+from rlhf.planning.rollout_memory import EngineMemory, engine_memory, free_share
 from rlhf.planning.training_state import TrainingState, compute_width, frozen_state, trained_state
 
 CUDA_BASE, NCCL_BASE = 3 << 29, 3 << 29
@@ -112,8 +112,8 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     policy = adapted(models.policy, config.model.lora, config.backend) if config.model.lora.enabled else None
     by_role = _model_passes(config, models, policy, target)
     with_old_log_probs = needs_old_log_probs(config.actor, config.algorithm, mini_batches(config.data, config.actor))
-    base = CUDA_BASE + (NCCL_BASE if ranks > 1 else 0)
-    rest = _batch(step, by_role, with_old_log_probs) | ({"CUDA and NCCL": base} if target.cuda else {})
+    base = {"CUDA and NCCL": _cuda_base(ranks)} if target.cuda else {}
+    rest = _batch(step, by_role, with_old_log_probs) | base
 
     def resident(name: str) -> dict[str, int]:
         return rest | {item: size for each in by_role.values() for item, size in each.resident(name).items()}
@@ -163,6 +163,31 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
 def _attention(section: ModelConfig, model: ModelShapes) -> str:
     given = section.attn_implementation
     return default_attention(str(model.config.get("model_type"))) if given == "sdpa" else given
+
+
+def evaluation_share(config: Config, models: Models, target: Target) -> float | None:
+    """Return vLLM's fraction of a GPU in an evaluation; None on a CPU, or if the memory is unknown.
+
+    An evaluation has no optimizer, batch, critic or reference. Its policy waits in host memory for the weight sync.
+    """
+    rollout = config.rollout
+    if not target.cuda or target.memory is None or rollout.gpu_memory_utilization is not None:
+        return rollout.gpu_memory_utilization
+    by_role = _model_passes(config, models, None, target)
+    reward = by_role.get("reward model")
+    taken = 0 if reward is None else sum(reward.resident("generation").values())
+    if not rollout.sleep_level:
+        # The engine keeps its cache while the policy is sharded, and during the passes of the reward model.
+        taken += by_role["actor"].state.weights
+        if reward is not None:
+            budget = config.token_budgets.reward_model
+            work = passes(budget, config.reward_model.max_length, 0, budget)
+            taken = max(taken, sum((reward.resident("rewards") | reward.forward(work)).values()))
+    return free_share(target.memory, _cuda_base(target.ranks) + taken)
+
+
+def _cuda_base(ranks: int) -> int:
+    return CUDA_BASE + (NCCL_BASE if ranks > 1 else 0)
 
 
 def _model_passes(config: Config, models: Models, policy: Adapted | None, target: Target) -> dict[str, ModelPasses]:

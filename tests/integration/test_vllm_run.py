@@ -1,5 +1,6 @@
-"""Training with vLLM in the ranks: to the end, and the same when it was killed on the way."""
+"""vLLM in the ranks: training to the end, the same after a kill, and the same evaluation without training."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,3 +40,20 @@ def test_a_killed_run_ends_as_one_that_was_not(name, sums, tmp_path: Path, launc
     history = records(runs / "killed")
     assert [record["step"] for record in history] == list(range(STEPS + 1))
     assert max(record["rollout/logprob_diff_max"] for record in history[1:]) < 1e-3
+
+
+def test_an_evaluation_has_the_bits_of_the_run_also_after_a_kill(sums, tmp_path: Path):
+    """On two ranks; the stored settings of the run are those of the evaluation."""
+    sampled = ["rollout.val_kwargs.n=2", "rollout.val_kwargs.temperature=1.0", "trainer.total_training_steps=2"]
+    command = small(tmp_path, "run", sums, f"data.val_files={sums}", "rollout=vllm", "trainer.nproc=2", *sampled)
+    end = train(command)
+    assert end.code == 0, end.output
+    run = tmp_path / "rlhf" / "run"
+    killed = train([str(run)], at("evaluation.before", 1, "SIGKILL", to="supervisor"), module="rlhf.evaluate")
+    assert killed.code == -9, killed.output
+    end = train([str(run), "--json"], module="rlhf.evaluate")
+    assert end.code == 0, end.output
+    (result,) = [json.loads(path.read_text())["result"] for path in tmp_path.rglob("evaluation.json")]
+    in_run = {name: value for name, value in records(run)[-1].items() if name.startswith("val")}
+    assert {name: value for name, value in result["metrics"].items() if name.startswith("val")} == in_run
+    assert result["step"] == 2

@@ -75,9 +75,14 @@ def small(folder: Path, name: str, sums: Path, *more: str) -> list[str]:
     ]
 
 
-def train(arguments: Sequence[str], environment: dict[str, str] | None = None, program: Sequence[str] = ()) -> Ended:
-    """Run `python [PROGRAM] -m rlhf.train ARGUMENTS` to its end; `program` may be torchrun."""
-    command = [sys.executable, *program, "-m", "rlhf.train", *arguments]
+def train(
+    arguments: Sequence[str],
+    environment: dict[str, str] | None = None,
+    program: Sequence[str] = (),
+    module: str = "rlhf.train",
+) -> Ended:
+    """Run `python [PROGRAM] -m rlhf.train ARGUMENTS`, or another command `module`; `program` may be torchrun."""
+    command = [sys.executable, *program, "-m", module, *arguments]
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -11,14 +11,16 @@ from transformers import AutoConfig
 
 from rlhf.cli.command_parser import byte_size
 from rlhf.cli.plan import DOES_NOT_FIT, main
+from rlhf.compose import compose_config
 from rlhf.config import Config
+from rlhf.config.library import Library
 from rlhf.config.rules.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.launch.banner import banner
 from rlhf.planning import devices
-from rlhf.planning.check import check_fits, models_of, plan_of
+from rlhf.planning.check import check_fits, engine_share, models_of, plan_of
 from rlhf.planning.devices import gpu_memory, smallest_gpu
-from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
+from rlhf.planning.memory_plan import Models, Plan, Target, evaluation_share, memory_plan
 from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.plan_text import gib, plan_page
 from rlhf.planning.remedies import remedies
@@ -403,6 +405,39 @@ def test_vllm_gets_what_training_leaves(seven_b, capsys):
     assert [share * 20 for share in shares] == pytest.approx([round(share * 20) for share in shares], abs=1e-6)
     main(["recipes=null", "data.train_files=x.jsonl", *options])
     assert f"(gpu_memory_utilization {shares[0]:.2g})" in capsys.readouterr().out
+
+
+def test_vllm_gets_what_an_evaluation_leaves(seven_b):
+    """Without an optimizer, and with the policy in host memory, that is nearly all of the GPU."""
+    target = Target(True, 8, 80 << 30, 1 << 40)
+    run = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", "rollout=vllm", "trainer.device=cuda"]
+    run += ["rollout.dtype=bfloat16", "trainer.nproc=8"]
+    judged = ["reward=reward_model", f"reward_model.path={seven_b}"]
+    shares = {}
+    for name, more in {
+        "plain": [],
+        "awake": ["rollout.sleep_level=0"],
+        "judged": judged,
+        "judge in host memory": [*judged, "reward_model.fsdp_config.param_offload=true"],
+        "given": ["rollout.gpu_memory_utilization=0.3"],
+    }.items():
+        config = compose_config([*run, *more], Library.find(None))
+        models = models_of(config, from_config=True)
+        assert models is not None
+        shares[name] = evaluation_share(config, models, target)
+        training = memory_plan(config, models, target).engine_share
+        assert training == 0.3 if name == "given" else training < shares[name]
+    assert shares["given"] == 0.3
+    assert shares["plain"] == shares["judge in host memory"] == pytest.approx(0.85)
+    assert 0.7 < shares["judged"] < shares["plain"]
+    assert 0.7 < shares["awake"] < shares["plain"]
+
+
+def test_the_ranks_of_an_evaluation_ask_for_its_share(driver):
+    driver.write_text("0, GPU-a, 3000\n")
+    run = ["recipes=offline", f"model.path={TINY_POLICY}", "rollout=vllm", "trainer.device=cuda"]
+    config = compose_config([*run, "data.train_batch_size=4096", "rollout.n=64"], Library.find(None))
+    assert engine_share(config, trains=True) < engine_share(config, trains=False)
 
 
 @pytest.mark.parametrize(("taken", "share"), [(0, 0.9), (30, 0.6), (39, 0.5), (60, 0.3), (85, 0.05), (200, 0.05)])
