@@ -44,13 +44,13 @@ def write_error(message: str) -> None:
 def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows with aligned columns, in lines of at most WIDTH characters. The first row has the headings.
 
-    The first column wraps between words, and a word that is too long loses its beginning. Columns that do not fit
+    The first column wraps between words, and a word that is too long loses its middle. Columns that do not fit
     follow below, beside the first column again.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left_over = WIDTH - sum(width + 2 for width in widths[1:])
     room = left_over if left_over >= WIDTH // 4 else WIDTH // 2
-    first = [wrapped(row[0], room) for row in rows]
+    first = [wrapped(row[0], room, indent="  ") for row in rows]
     left = max(len(line) for lines in first for line in lines)
     blocks: list[list[int]] = []
     used = WIDTH
@@ -70,7 +70,15 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n\n".join(texts)
 
 
-def wrapped(text: str, width: int) -> list[str]:
-    """Return the lines of `text`, broken between words. A word that is too long loses its beginning."""
-    words = [word if len(word) <= width else f"…{word[1 - width :]}" for word in text.split()]
-    return textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False) or [""]
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Return the lines of `text`, broken between words, `indent` before all but the first.
+
+    A word that is too long loses its middle.
+    """
+    words = text.split()
+    for i, word in enumerate(words):
+        room = width - len(indent) if i else width
+        words[i] = word if len(word) <= room else f"{word[: room // 3]}…{word[room // 3 + 1 - room :]}"
+    return textwrap.wrap(
+        " ".join(words), width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [""]

@@ -1,6 +1,7 @@
 """python -m rlhf.compare RUN ...: shows the results of runs side by side, from their run directories."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from functools import reduce
@@ -62,9 +63,11 @@ def _compare(runs: Sequence[Path], plot: Path | None, *, as_json: bool) -> None:
         ]
         sys.stdout.write(json.dumps({"runs": document}, indent=1) + "\n")
     else:
+        # Names without the folder that all runs are in.
+        folder = os.path.commonpath([run.absolute().parent for run in runs]) if len(runs) > 1 else None
         named = [
-            RunResult(f"{result.name} {_shown(different, of_run)}", result.status, result.report)
-            for result, of_run in zip(results, settings, strict=True)
+            RunResult(f"{run.absolute().relative_to(folder) if folder else run} {_shown(different, of_run)}", *rest)
+            for run, of_run, rest in zip(runs, settings, ((r.status, r.report) for r in results), strict=True)
         ]
         sys.stdout.write(f"{printable_lines(run_table(named))}\n")
     if plot is not None and (png := run_plot(results)) is not None:

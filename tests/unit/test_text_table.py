@@ -22,12 +22,13 @@ def test_the_first_column_wraps_between_words() -> None:
     assert table.splitlines()[1].endswith("   20    done")
 
 
-def test_a_word_that_is_too_long_loses_its_beginning() -> None:
+def test_a_word_that_is_too_long_loses_its_middle() -> None:
     table = text_table([HEAD, [f"data.train_files={'x' * 100}/sums.jsonl lr=1", "20", "done"]])
     assert max(map(len, table.splitlines())) <= WIDTH
     assert "x/sums.jsonl" in table
-    assert "…" in table
-    assert "lr=1" in table
+    assert "data.train_files=" in table
+    assert table.count("…") == 1
+    assert table.splitlines()[2].startswith("  lr=1")
 
 
 def test_columns_that_do_not_fit_follow_below() -> None:
