@@ -113,6 +113,7 @@ def build_collector(setup: Setup, inputs: RunInputs, sampler: PolicySampler, rew
         config.reward.overlong_buffer,
         inputs.models.policy.tokenizer,
         setup.coordinator,
+        config.data.train_batch_size,
         journal,
     )
     trained = [model.hf_config for model in (inputs.models.policy, inputs.models.critic) if model is not None]

@@ -81,10 +81,10 @@ def _settings(run: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise UserError(f"{run / RESOLVED} is damaged ({error}).") from None
 
-    def value(key: str) -> Any:
-        return reduce(lambda tree, name: tree.get(name) if isinstance(tree, dict) else None, key.split("."), sections)
+    def child(tree: Any, name: str) -> Any:
+        return tree.get(name) if isinstance(tree, dict) else None
 
-    return {key: value(key) for key in COMPARED}
+    return {key: reduce(child, key.split("."), sections) for key in COMPARED}
 
 
 def _shown(keys: Sequence[str], settings: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from rlhf.data import Prompt, PromptSet
 from rlhf.events import announce
 from rlhf.experience.metrics import Summary, merge
 from rlhf.experience.policy_sampler import PolicySampler
-from rlhf.experience.responses import check_scored, log_timeouts, score_responses, texts_of
+from rlhf.experience.responses import check_scored, failed_samples, log_timeouts, score_responses, texts_of
 from rlhf.experience.shown_samples import shown_answers
 from rlhf.experience.validation_metrics import AnsweredPrompt, accuracy_of, validation_metrics
 from rlhf.ranks import dims
@@ -64,7 +64,7 @@ class Evaluator:
         responses = [(prompt, samples[i * n : (i + 1) * n]) for i, prompt in enumerate(prompts)]
         self.sampler.sleep()
         scored = score_responses(self.reward, self.tokenizer, responses)
-        check_scored(self.reward, scored, self.coordinator)
+        check_scored(self.reward, failed_samples(scored), self.coordinator)
         log_timeouts(f"Evaluation after step {step}", self.reward.pop_timeouts(), self.coordinator)
         self.show(shown_answers(responses, scored, self.tokenizer, self.coordinator))
         metrics = self._metrics(responses, scored)

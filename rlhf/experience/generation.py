@@ -15,7 +15,7 @@ from rlhf.experience.groups import Group
 from rlhf.experience.journal import Journal
 from rlhf.experience.metrics import RolloutStats
 from rlhf.experience.policy_sampler import PolicySampler
-from rlhf.experience.responses import check_scored, score_responses
+from rlhf.experience.responses import check_scored, failed_samples, score_responses
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward, RewardResult
 from rlhf.rollout import Request, Sample, SamplingParams
@@ -36,6 +36,8 @@ class Generation:
     overlong_buffer: OverlongBufferConfig
     tokenizer: PreTrainedTokenizerBase
     coordinator: Coordinator
+    batch_size: int
+    """Prompts of a step, over all ranks."""
     journal: Journal | None = None
 
     def groups(self, drawn: Sequence[DrawnPrompt], stats: RolloutStats, *, version: int, step: int) -> list[Group]:
@@ -69,11 +71,12 @@ class Generation:
         """Score the samples and return the group of each prompt. Collective.
 
         Raises:
-            UserError: `reward.on_error=stop`, and the reward failed on all samples of all ranks.
+            UserError: `reward.on_error=stop`, and the reward failed on all samples of the step so far, on all ranks,
+                which would fill its batch.
         """
         started, n = time.monotonic(), self.n
         groups = []
-        for each, of_prompt, results in zip(drawn, samples, self._results(drawn, samples), strict=True):
+        for each, of_prompt, results in zip(drawn, samples, self._results(drawn, samples, stats), strict=True):
             penalties = self._penalties(of_prompt)
             baseline = results[n].score + penalties[n] if self.greedy_baseline else None
             stats.timeouts += sum(result.timeouts for result in results)
@@ -106,13 +109,16 @@ class Generation:
             self.journal.add_samples({each.uid: of_prompt for each, of_prompt in zip(drawn, made, strict=True)})
         return made
 
-    def _results(self, drawn: Sequence[DrawnPrompt], samples: list[list[Sample]]) -> list[list[RewardResult]]:
+    def _results(
+        self, drawn: Sequence[DrawnPrompt], samples: list[list[Sample]], stats: RolloutStats
+    ) -> list[list[RewardResult]]:
         """Return the rewards of each prompt's samples, from the journal if it has all of them. Collective."""
         known = None if self.journal is None else self.journal.results([each.uid for each in drawn])
         answered = [] if known is not None else [(d.prompt, s) for d, s in zip(drawn, samples, strict=True)]
         results = score_responses(self.reward, self.tokenizer, answered)
+        stats.failed += failed_samples(results if known is None else known)
         # Before the journal: after the user's correction, the next start scores the samples again.
-        check_scored(self.reward, results if known is None else known, self.coordinator)
+        check_scored(self.reward, stats.failed, self.coordinator, self.batch_size * self.n)
         if known is not None:
             return known
         if self.journal is not None:

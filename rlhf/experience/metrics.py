@@ -81,6 +81,8 @@ class RolloutStats:
     scores: list[float] = field(default_factory=list)
     journaled: list[bool] = field(default_factory=list)
     """Whether each sample came from the journal."""
+    failed: list[bool] = field(default_factory=list)
+    """Whether the reward failed or timed out on each sample that this process generated or read from the journal."""
     timeouts: int = 0
     failures: int = 0
     rollout_seconds: float = 0.0

@@ -48,21 +48,25 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample]) -> l
     return [str(tokenizer.decode(sample.token_ids, skip_special_tokens=True)) for sample in samples]
 
 
-def check_scored(reward: Reward, results: Iterable[Sequence[RewardResult]], coordinator: Coordinator) -> None:
-    """Raise UserError if the reward failed or timed out on all samples of all ranks. Collective.
+def failed_samples(results: Iterable[Sequence[RewardResult]]) -> list[bool]:
+    """Return whether the reward failed or timed out on each sample."""
+    return [bool(result.failures or result.timeouts) for of_prompt in results for result in of_prompt]
 
-    Do nothing with `reward.on_error=score`.
+
+def check_scored(reward: Reward, failed: Sequence[bool], coordinator: Coordinator, least: int = 1) -> None:
+    """Raise UserError if the reward failed on all samples of all ranks, and these are at least `least`. Collective.
+
+    `failed` are this rank's samples. Do nothing with `reward.on_error=score`.
     """
     if not reward.stops:
         return
-    failed = [bool(result.failures or result.timeouts) for of_prompt in results for result in of_prompt]
     own = len(failed), sum(failed), reward.last_failures if failed and all(failed) else []
     counts, failures, texts = zip(*coordinator.all_gather(own), strict=True)
-    if sum(counts) and sum(counts) == sum(failures):
+    if sum(counts) >= least and sum(counts) == sum(failures):
         last = next(filter(None, texts), ["unknown, before a restart"])
         raise UserError(
-            f"reward.functions failed or timed out on all {sum(counts)} samples that were scored together, and "
-            f"reward.on_error=stop ends the run, which would learn nothing. The last failure: {'; '.join(last)}\n"
+            f"reward.functions failed or timed out on all {sum(counts)} samples, and reward.on_error=stop ends the "
+            f"run, which would learn nothing. The last failure: {'; '.join(last)}\n"
             "Correct the function, or raise reward.timeout_s if it is slow. To continue with reward.failed_score for "
             "such samples, set reward.on_error=score."
         )

@@ -114,6 +114,7 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
         chosen["overlong"],
         tokenizer,
         coordinator,
+        chosen["batch"],
     )
     return Collector(
         data,

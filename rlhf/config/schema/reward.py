@@ -35,7 +35,7 @@ class RewardConfig:
     and its samples get `failed_score`."""
     on_error: str = setting("stop", choices=("stop", "score"))
     """If a function raises, returns no number or crashes twice on a sample, or fails or times out on all samples of a
-    generation: `stop` the run, or `score` the samples with `failed_score`."""
+    step: `stop` the run, or `score` the samples with `failed_score`."""
     failed_score: float = setting(0.0)
     """Score, before its weight, of a sample whose reward failed or timed out."""
     num_workers: int = setting(2, ge=1, resume="harmless")
