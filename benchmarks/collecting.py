@@ -150,6 +150,7 @@ def collector_of(engine: StandIn, prompts: int, length: int, folder: Path) -> Co
         OverlongBufferConfig(),
         tokenizer,
         coordinator,
+        prompts,
         Journal(folder, "run", "scores", coordinator),
     )
     share = PromptShare(PromptStream(every, seed=0, shuffle=True), prompts, dims.data())
