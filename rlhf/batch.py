@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,16 +47,30 @@ class Batch:
         """Return the tensors by field name, without the fields that are None."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """[3, N] int64: tokens of the prompt, of the response, and in `response_mask`, of each sample.
+
+        On the host, where shapes are decided: one wait for the device per batch, and none for its micro-batches.
+        """
+        return torch.stack([self.prompt_lengths, self.response_lengths, self.response_mask.sum(dim=1)]).cpu().numpy()
+
     def select(self, rows: Tensor | slice) -> Self:
-        """Return the given rows, possibly none, trimmed to their longest sequence and longest response."""
-        picked = {name: value[rows] for name, value in self.present().items()}
-        responses = picked["response_lengths"]
-        length = int((picked["prompt_lengths"] + responses).max()) if len(responses) else 0
-        response = int(responses.max()) if len(responses) else 0
+        """Return the given rows, possibly none, trimmed to their longest sequence and longest response.
+
+        `rows` is on the host.
+        """
+        sizes = self.sizes[:, rows if isinstance(rows, slice) else rows.numpy()]
+        # A transfer that blocks waits for all earlier work of the device.
+        here = rows if isinstance(rows, slice) else rows.to(self.input_ids.device, non_blocking=True)
+        picked = {name: value[here] for name, value in self.present().items()}
+        length, response = (int(each.max(initial=0)) for each in (sizes[0] + sizes[1], sizes[1]))
         for name, value in picked.items():
             if value.dim() == 2:
                 picked[name] = value[:, : length if name == "input_ids" else response]
-        return replace(self, **picked)
+        selected = replace(self, **picked)
+        selected.sizes = sizes
+        return selected
 
     def micro_batch(self, rows: Sequence[int]) -> Self:
         """Return the given rows, or a filler if there are none: one sample of one token without a response.
@@ -63,7 +79,7 @@ class Batch:
         filler adds nothing to a loss.
         """
         if rows:
-            return self.select(torch.tensor(rows, device=self.input_ids.device))
+            return self.select(torch.tensor(rows))
         empty = {name: value.new_zeros((1, 0) if value.dim() == 2 else 1) for name, value in self.present().items()}
         one = {"input_ids": self.input_ids.new_zeros(1, 1), "prompt_lengths": self.prompt_lengths.new_ones(1)}
         return replace(self, **empty | one)

@@ -157,15 +157,15 @@ class Fsdp2Backend(Fsdp2Policy, Scheduled, TrainingBackend):
 
     def optimizer_step(self) -> dict[str, float]:
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._grad_clip)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         lr = self.scheduler.get_last_lr()[0]
         # After a norm that is not finite, clipping has made every gradient NaN. A step would write NaN to all weights.
-        if torch.isfinite(norm):
+        if math.isfinite(norm):
             with self._moments.on_device():
                 self.optimizer.step()
             self.count_optimizer_step()
         self.zero_grad()
-        return {"grad_norm": float(norm), "lr": float(lr)}
+        return {"grad_norm": norm, "lr": float(lr)}
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -30,10 +30,10 @@ class PredictedTokens:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Batch) -> "PredictedTokens":
-        ids = batch.input_ids.long()
-        packed = lay_out(model, ids, batch.prompt_lengths + batch.response_lengths)
-        mask = batch.response_mask
-        rows, columns = mask.nonzero(as_tuple=True)
+        ids, mask, sizes = batch.input_ids.long(), batch.response_mask, batch.sizes
+        packed = lay_out(model, ids, sizes[0] + sizes[1])
+        # `nonzero` would wait for the device to learn the number of tokens.
+        rows, columns = torch.nonzero_static(mask, size=int(sizes[2].sum())).unbind(1)
         sequence_positions = batch.prompt_lengths[rows] + columns
         labels = ids[rows, sequence_positions]
         return cls(packed.inputs, packed.starts[rows] + sequence_positions - 1, labels, mask, (rows, columns))
@@ -54,6 +54,6 @@ def per_token(
     result = torch.zeros_like(batch.rollout_log_probs)
     for rows in balance.micro_batches(budget, padded=not is_packed(model))[dims.data().rank]:
         values = compute(batch.micro_batch(rows))
-        places = torch.tensor(rows, dtype=torch.int64, device=result.device)
+        places = torch.tensor(rows, dtype=torch.int64).to(result.device, non_blocking=True)
         result[places, : values.shape[1]] = values
     return result

@@ -148,15 +148,16 @@ def _accumulate(
     report_progress: Callable[[], None],
 ) -> tuple[Metrics, int]:
     """Accumulate the gradient of one mini-batch. Return its metrics and its response tokens, both over all ranks."""
-    own_rows = list(chain.from_iterable(plan))
+    own_rows = torch.tensor(list(chain.from_iterable(plan)), dtype=torch.int64)
+    own_rows = own_rows.to(batch.input_ids.device, non_blocking=True)
     own_counts = [loss_count(batch.counted[own_rows], passes.loss_agg_mode), batch.response_mask[own_rows].sum()]
-    found = all_sum(torch.stack(own_counts).double())
-    counts = found.clamp(min=1).tolist()
+    counted, tokens = all_sum(torch.stack(own_counts).double()).tolist()
+    counts = Counts(max(counted, 1.0), max(tokens, 1.0))
     terms: dict[str, Tensor] = {}
     means: dict[str, Tensor] = {}
     largest: list[Tensor] = []
     for rows in plan:
-        part = micro_batch_loss(batch.micro_batch(rows), Counts(*counts))
+        part = micro_batch_loss(batch.micro_batch(rows), counts)
         backend.backward(part.loss)
         report_progress()
         for sums, shares_of in ((terms, {"loss": part.loss} | part.terms), (means, part.means)):
@@ -168,11 +169,11 @@ def _accumulate(
     metrics = dict(zip(every, all_sum(torch.stack(list(every.values()))).tolist(), strict=True))
     if largest:
         metrics[LARGEST] = all_max(torch.stack(largest).max()).item()
-    if not found[1]:
+    if not tokens:
         metrics = {}
-    elif not found[0]:
+    elif not counted:
         metrics = {name: value for name, value in metrics.items() if name not in terms}
-    return metrics | {"empty_mini_batches": float(found[0] == 0)}, int(found[1])
+    return metrics | {"empty_mini_batches": float(counted == 0)}, int(tokens)
 
 
 def _means(steps: list[Metrics]) -> Metrics:

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -26,36 +28,41 @@ class TokenRows:
     starts: Tensor  # [N] int64: first token of each sequence in the flattened output positions
 
 
-def lay_out(model: nn.Module, ids: Tensor, lengths: Tensor) -> TokenRows:
+def lay_out(model: nn.Module, ids: Tensor, lengths: ArrayLike) -> TokenRows:
     """Lay out the first `lengths` [N] tokens of each row of `ids` [N, L]: in one row after `pack`, else right-padded.
 
-    Padding needs no mask: with causal attention, a real token never attends to padding on its right.
+    Padding needs no mask: with causal attention, a real token never attends to padding on its right. `lengths` are on
+    the host, so that no shape waits for the device.
     """
-    columns = torch.arange(ids.shape[1], device=ids.device)
+    device, width = ids.device, ids.shape[1]
     if not is_packed(model):
-        return TokenRows(
-            {"input_ids": ids, "use_cache": False}, torch.arange(len(ids), device=ids.device) * ids.shape[1]
-        )
+        return TokenRows({"input_ids": ids, "use_cache": False}, torch.arange(len(ids), device=device) * width)
     # Sequences of equal length are adjacent, so that attention computes them together.
-    order = lengths.argsort(stable=True)
-    sizes = lengths[order]
-    ends = sizes.cumsum(0)
-    real = columns < sizes[:, None]
-    bounds, longest = nn.functional.pad(ends, (1, 0)).int(), ids.shape[1]
+    sizes = np.asarray(lengths)
+    order = sizes.argsort(kind="stable")
+    ends = sizes[order].cumsum()
+    starts = np.empty_like(ends)
+    starts[order] = ends - sizes[order]
+    # [3, N]: one transfer. Each token of the row then knows its sequence's number, length and start in the row.
+    numbers = torch.from_numpy(np.stack([order, sizes[order], ends - sizes[order]])).to(device, non_blocking=True)
+    total = int(ends[-1])
+    rows, _, before = numbers.repeat_interleave(numbers[1], dim=1, output_size=total)
+    positions = torch.arange(total, device=device) - before
+    bounds = nn.functional.pad(numbers[1:].sum(dim=0), (1, 0)).int()
     inputs: dict[str, Any] = {
-        "input_ids": ids[order][real][None],
-        "position_ids": columns.expand_as(real)[real][None],
+        "input_ids": ids[rows, positions][None],
+        "position_ids": positions[None],
         "attention_mask": None,
         "use_cache": False,
         # For flash attention and kernels of linear attention.
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        "max_length_q": width,
+        "max_length_k": width,
     }
     if _config(model)._attn_implementation != FLASH:
-        inputs["sequence_runs"] = runs_of(sizes.tolist())
-    return TokenRows(inputs, torch.empty_like(ends).scatter_(0, order, ends - sizes))
+        inputs["sequence_runs"] = runs_of(sizes[order].tolist())
+    return TokenRows(inputs, torch.from_numpy(starts).to(device, non_blocking=True))
 
 
 def pack(model: nn.Module) -> None:

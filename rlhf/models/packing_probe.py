@@ -79,7 +79,7 @@ def _difference(model: nn.Module, device: torch.device) -> str | None:
             return "its head does not read every token"
         apart = torch.cat([hidden[0] for hidden in seen]).double()
         pack(model)
-        packed = lay_out(model, ids, torch.tensor(LENGTHS, device=device))
+        packed = lay_out(model, ids, LENGTHS)
         try:
             model(**packed.inputs)
         except PACKING_ERRORS as error:

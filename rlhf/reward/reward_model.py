@@ -101,8 +101,7 @@ class RewardModel(Scorer):
         return text
 
     def _packed(self, sequences: list[list[int]]) -> list[float]:
-        lengths = torch.tensor([len(s) for s in sequences], device=self._device)
-        rows = lay_out(self._module, self._tensor(sequences, 0), lengths)
+        rows = lay_out(self._module, self._tensor(sequences, 0), [len(s) for s in sequences])
         # The model returns one score per row. Its head returns one per token, which a hook records.
         head = head_of(self._module)
         assert head is not None

@@ -27,12 +27,13 @@ SAMPLE, START, BIRTH, KEY, TOKEN = range(5)
 class Decoding:
     """State of one `generate` call over requests with equal `params`. Siblings share the prefill of their prompt.
 
-    The host keeps a copy of the state that its decisions need, so each token costs one synchronization with the device,
-    or two with top-k.
+    The host keeps a copy of the state that its decisions need, and reads each row's newest token: one synchronization
+    with the device per token, or two with top-k.
     """
 
     def __init__(self, model: Any, tokenizer: Any, eos: Tensor, requests: Sequence[Request], max_rows: int) -> None:
-        self.model, self.tokenizer, self.eos, self.requests = model, tokenizer, eos, requests
+        self.model, self.tokenizer, self.requests = model, tokenizer, requests
+        self.eos = eos.cpu().numpy()
         self.params = params = requests[0].params
         self.total = len(requests)
         self.max_rows = min(max_rows, self.total)
@@ -60,7 +61,7 @@ class Decoding:
         self.state = torch.zeros(5, self.max_rows, dtype=torch.int64, device=self.device)
         self.host = np.zeros((3, self.max_rows), dtype=np.int64)
         self.admitted = self.prefilled = self.prefilled_from = 0
-        self.tokens = torch.zeros(self.total, params.max_tokens, dtype=torch.int64, device=self.device)
+        self.tokens = np.zeros((self.total, params.max_tokens), dtype=np.int32)
         self.log_probs = torch.zeros(self.total, params.max_tokens, dtype=torch.float32, device=self.device)
         # [rows, vocab] bool: tokens in each row's prompt and response so far. None without a repetition penalty.
         self.seen: Tensor | None = None
@@ -78,13 +79,13 @@ class Decoding:
             else:
                 self._emit(0, self._decode())
         longest = int(self.counts.max())
-        tokens, log_probs = self.tokens[:, :longest].cpu().numpy(), self.log_probs[:, :longest].cpu().numpy()
+        log_probs = self.log_probs[:, :longest].cpu().numpy()
         counts, stopped = self.counts.tolist(), self.stopped.tolist()
 
         samples = []
         for row, request in enumerate(self.requests):
             # Copy: a view would keep the padding of all rows in memory.
-            ids = tokens[row, : counts[row]].astype(np.int32)
+            ids = self.tokens[row, : counts[row]].copy()
             own_log_probs = log_probs[row, : counts[row]].copy()
             reason: FinishReason = "stop" if stopped[row] else "length"
             samples.append(Sample.of(request.uid, request.sample, ids, own_log_probs, reason, version))
@@ -177,36 +178,28 @@ class Decoding:
         if seen is not None:
             seen[torch.arange(len(tokens), device=self.device), tokens] = True
         state[TOKEN] = tokens
-        self.tokens[state[SAMPLE], position] = tokens
         self.log_probs[state[SAMPLE], position] = log_probs
-        stop = (tokens[:, None] == self.eos).any(dim=1)
-        ends = (torch.stack([stop, position + 1 == self.params.max_tokens])).cpu().numpy()
+        samples, _, birth = self.host[:, first : self.cache.span.rows]
+        counts, newest = self.time - birth + 1, tokens.cpu().numpy()
+        self.tokens[samples, counts - 1] = newest
+        stopped = np.isin(newest, self.eos)
         if self.params.stop:
-            ends[0] |= self._stop_strings(first, position)
-        finished = np.flatnonzero(ends.any(axis=0))
+            stopped |= [self._stops(sample, count) for sample, count in zip(samples, counts, strict=True)]
+        finished = np.flatnonzero(stopped | (counts == self.params.max_tokens))
         if len(finished):
-            samples, _, birth = self.host[:, first + finished]
-            self.counts[samples] = self.time - birth + 1
-            self.stopped[samples] = ends[0, finished]
+            self.counts[samples[finished]] = counts[finished]
+            self.stopped[samples[finished]] = stopped[finished]
             self._remove(first + finished)
             report(GENERATING, self.admitted - self.cache.span.rows, self.total)
 
-    def _stop_strings(self, first: int, position: Tensor) -> np.ndarray:
-        """Return which rows from `first` on have a stop string in their response's text, special tokens included."""
+    def _stops(self, sample: int, count: int) -> bool:
+        """Return whether a stop string is in the text of a response of `count` tokens, special tokens included."""
         # A token is at least one byte of text: a stop string that ends in the newest token has at most `window` tokens.
         window = max(len(s.encode()) for s in self.params.stop) + 1
-        columns = position[:, None] + torch.arange(1 - window, 1, device=self.device)
-        samples, _, birth = self.host[:, first : self.cache.span.rows]
-        tails = self.tokens[torch.as_tensor(samples, device=self.device)[:, None], columns.clamp(min=0)].tolist()
-        counts = (self.time - birth + 1).tolist()
-        hits = np.zeros(len(samples), dtype=bool)
-        for row, (tail, count) in enumerate(zip(tails, counts, strict=True)):
-            # A tail may decode differently from the whole (a cut character, a dropped space), so check the whole, too.
-            if self._has_stop(tail[-count:]) and (
-                count <= window or self._has_stop(self.tokens[samples[row], :count].tolist())
-            ):
-                hits[row] = True
-        return hits
+        if not self._has_stop(self.tokens[sample, max(0, count - window) : count].tolist()):
+            return False
+        # A tail may decode differently from the whole (a cut character, a dropped space), so check the whole, too.
+        return count <= window or self._has_stop(self.tokens[sample, :count].tolist())
 
     def _has_stop(self, token_ids: list[int]) -> bool:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
