@@ -60,7 +60,7 @@ class Drawn(Decoding):
 
     def __init__(self, requests: Sequence[Request], tokens: Tensor, log_probs: Tensor) -> None:
         self.requests, self.total = requests, len(tokens)
-        self.tokens, self.log_probs, self.device = tokens, log_probs, torch.device("cpu")
+        self.tokens, self.log_probs, self.device = tokens.int().numpy(), log_probs, torch.device("cpu")
         self.cache: Any = SimpleNamespace(span=SimpleNamespace(rows=0))
         self.max_rows = self.admitted = self.total
         self.counts = torch.full((self.total,), tokens.shape[1]).numpy()

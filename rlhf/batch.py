@@ -52,6 +52,7 @@ class Batch:
         """[3, N] int64: tokens of the prompt, of the response, and in `response_mask`, of each sample.
 
         On the host, where shapes are decided: one wait for the device per batch, and none for its micro-batches.
+        Nothing may change the lengths or the mask of a batch; `replace` makes another batch.
         """
         return torch.stack([self.prompt_lengths, self.response_lengths, self.response_mask.sum(dim=1)]).cpu().numpy()
 

@@ -156,8 +156,8 @@ class Fsdp2Backend(Fsdp2Policy, Scheduled, TrainingBackend):
         (loss * dims.data().size).backward()
 
     def optimizer_step(self) -> dict[str, float]:
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._grad_clip)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        found = nn.utils.clip_grad_norm_(self.module.parameters(), self._grad_clip)
+        norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
         lr = self.scheduler.get_last_lr()[0]
         # After a norm that is not finite, clipping has made every gradient NaN. A step would write NaN to all weights.
         if math.isfinite(norm):

@@ -182,7 +182,7 @@ class Decoding:
         samples, _, birth = self.host[:, first : self.cache.span.rows]
         counts, newest = self.time - birth + 1, tokens.cpu().numpy()
         self.tokens[samples, counts - 1] = newest
-        stopped = np.isin(newest, self.eos)
+        stopped = (newest[:, None] == self.eos).any(axis=1)
         if self.params.stop:
             stopped |= [self._stops(sample, count) for sample, count in zip(samples, counts, strict=True)]
         finished = np.flatnonzero(stopped | (counts == self.params.max_tokens))

@@ -111,6 +111,8 @@ def test_a_micro_batch_has_its_rows(rows):
     groups, batch = full_batch(seed=11)
     micro = batch.micro_batch(rows)
     assert len(micro) == len(rows)
+    tensors = [micro.prompt_lengths, micro.response_lengths, micro.response_mask.sum(dim=1)]
+    assert micro.sizes.tolist() == [tensor.tolist() for tensor in tensors]
     check_trimmed(micro)
     for place, number in enumerate(rows):
         check_row(micro, place, number, groups)
