@@ -17,7 +17,6 @@ and checks on one core.
 import argparse
 import heapq
 import itertools
-import json
 import math
 import random
 import sys
@@ -34,7 +33,7 @@ from rlhf.rollout.vllm.requests import request_seed
 
 LONGEST, LIVE = 20_480, 0.9
 GROUP = 8  # samples of a prompt
-ROUNDS = 6  # samples per slot
+ROUNDS = 4  # samples per slot
 
 
 def lengths(name: str, seed: int) -> Iterator[int]:
@@ -99,7 +98,7 @@ def row(name: str, servers: int, slots: int, faults: bool) -> list[float]:
 def parse_rate(seconds: float = 2.0) -> float:
     """Return the tokens per second that the client parses and checks."""
     length = 4096
-    content, request = json.dumps(answer(length, LABEL)).encode(), Request(0, [1], SamplingParams(max_tokens=length))
+    content, request = answer(length, LABEL), Request(0, [1], SamplingParams(max_tokens=length))
     done, started = 0, time.process_time()
     while time.process_time() - started < seconds:
         sample_of(content, request, 10, LABEL, 1)
@@ -110,7 +109,7 @@ def parse_rate(seconds: float = 2.0) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout_service", description=__doc__)
     parser.add_argument("--servers", type=int, nargs="+", default=[8, 64], help="numbers of servers")
-    parser.add_argument("--slots", type=int, default=32, help="samples that a server decodes at the same time")
+    parser.add_argument("--slots", type=int, default=16, help="samples that a server decodes at the same time")
     parser.add_argument("--faults", action="store_true", help="with slow, stopping and dying servers")
     args = parser.parse_args(arguments)
     names = ("live slots", "time over best", "groups: live slots", "groups: time", "moved", "repeated")

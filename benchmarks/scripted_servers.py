@@ -101,7 +101,7 @@ class ScriptedServer:
     _timer: asyncio.TimerHandle | None = None
     _number: int = 0
 
-    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def generate(self, body: dict[str, Any]) -> bytes:
         key, length = tuple(body["token_ids"]), self.length_of(body)
         self._advance()
         if key not in self._prompts:
@@ -206,10 +206,14 @@ class ScriptedServer:
         self._schedule()
 
 
-def answer(length: int, label: str) -> dict[str, Any]:
-    content = [{"token_id": 4, "logprob": -0.5}] * length
-    choice = {"index": 0, "token_ids": [4] * length, "finish_reason": "stop", "logprobs": {"content": content}}
-    return {"choices": [choice | {"weight_versions": [{"version": label, "start": 0, "end": length}]}]}
+def answer(length: int, label: str) -> bytes:
+    """Return vLLM's answer with one sample of `length` tokens."""
+    content = ", ".join(['{"token_id": 4, "logprob": -0.5}'] * length)
+    choice = (
+        f'{{"index": 0, "token_ids": {[4] * length}, "finish_reason": "stop", "logprobs": {{"content": [{content}]}}, '
+        f'"weight_versions": [{{"version": "{label}", "start": 0, "end": {length}}}]}}'
+    )
+    return f'{{"choices": [{choice}]}}'.encode()
 
 
 @dataclass
@@ -240,7 +244,7 @@ class ScriptedSession:
         if server.down:
             raise aiohttp.ClientConnectionError("down")
         if path == "/inference/v1/generate":
-            yield _Response(_dumps(await server.generate(json)))
+            yield _Response(await server.generate(json))
         elif path == "/metrics":
             yield _Response(server.metrics().encode())
         else:
