@@ -14,9 +14,8 @@ from rlhf.config.overrides import hydra_value
 from rlhf.config.stored import stored_sections
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.printable import printable_lines, write_error
-from rlhf.storage.files import replace_durably
 from rlhf.storage.layout import RESOLVED
-from rlhf.tracking.run_table import RunResult, run_plot, run_table
+from rlhf.tracking.run_table import RunResult, run_table, write_plot
 
 MOST_SETTINGS = 4
 """Most settings in a row of the table."""
@@ -70,8 +69,8 @@ def _compare(runs: Sequence[Path], plot: Path | None, *, as_json: bool) -> None:
             for run, of_run, rest in zip(runs, settings, ((r.status, r.report) for r in results), strict=True)
         ]
         sys.stdout.write(f"{printable_lines(run_table(named))}\n")
-    if plot is not None and (png := run_plot(results)) is not None:
-        _write(plot, png)
+    if plot is not None:
+        _draw(plot, results)
 
 
 def _settings(run: Path) -> dict[str, Any]:
@@ -93,9 +92,9 @@ def _shown(keys: Sequence[str], settings: dict[str, Any]) -> str:
     return " ".join([*shown, *([f"and {more} more (--json)"] if more else [])])
 
 
-def _write(path: Path, png: bytes) -> None:
+def _draw(path: Path, results: Sequence[RunResult]) -> None:
     try:
-        replace_durably(path, png)
+        write_plot(path, results)
     except OSError as error:
         raise UserError(
             f"--plot={path}: cannot be written ({error.strerror}). Name a file in a writable folder."

@@ -16,8 +16,7 @@ from rlhf.config.rules.validate import validate
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 from rlhf.printable import printable_lines
 from rlhf.ranks.logs import configure_logging
-from rlhf.storage.files import replace_durably
-from rlhf.tracking.run_table import DONE, RunResult, run_plot, run_table
+from rlhf.tracking.run_table import DONE, RunResult, run_table, write_plot
 
 log = logging.getLogger(__name__)
 
@@ -111,13 +110,12 @@ def _show_results(runs: Sequence[PlannedRun], codes: Sequence[int]) -> None:
     """Log a table of the runs, and draw their rewards beside the run directories."""
     results = [_result(run, code) for run, code in zip(runs, [*codes, *[None] * (len(runs) - len(codes))], strict=True)]
     log.info("Results of the sweep:\n%s", printable_lines(run_table(results)))
-    if (png := run_plot(results)) is not None:
-        path = runs[0].config.run_dir.parent / f"{runs[0].experiment}-sweep.png"
-        try:
-            replace_durably(path, png)
+    path = runs[0].config.run_dir.parent / f"{runs[0].experiment}-sweep.png"
+    try:
+        if write_plot(path, results):
             log.info("Rewards of all runs: %s", path)
-        except OSError as error:
-            log.warning("The rewards of all runs are not drawn: %s", error)
+    except OSError as error:
+        log.warning("The rewards of all runs are not drawn: %s", error)
 
 
 def _result(run: PlannedRun, code: int | None) -> RunResult:

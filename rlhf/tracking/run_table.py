@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf.errors import UserError
 from rlhf.printable import text_table
+from rlhf.storage.files import replace_durably
 from rlhf.storage.layout import RESOLVED
 from rlhf.tracking.headline import ACCURACY, REWARD
 from rlhf.tracking.plots import plot_runs
@@ -74,8 +75,9 @@ def _evaluated(result: RunResult, key: str, form: str = "") -> str:
     return "" if value is None else format(value, form)
 
 
-def run_plot(results: Sequence[RunResult]) -> bytes | None:
-    """Return the curves of all runs as PNG; None if no run has a step."""
+def write_plot(path: Path, results: Sequence[RunResult]) -> bool:
+    """Draw the curves of all runs into a PNG file. Return False, without a file, if no run has a step."""
     if not any(result.report.get("reward") for result in results):
-        return None
-    return plot_runs([(result.name, dict(result.report)) for result in results if result.report])
+        return False
+    replace_durably(path, plot_runs([(result.name, dict(result.report)) for result in results if result.report]))
+    return True

@@ -50,7 +50,7 @@ EARLY: dict[str, tuple[str, dict[str, str], str]] = {
     "a name on the Hub": (
         "model.path=org/nowhere",
         {},
-        "model.path=org/nowhere is not a local folder, and the Hub can't be reached (LocalEntryNotFoundError). Set a",
+        "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids the download. Unset the variable, or set a local folder.",
     ),
     "lengths": ("data.max_response_length=4096", {}, "positions, but the model has 512 (max_position_embeddings)."),
     "a vision model": (

@@ -23,6 +23,7 @@ from rlhf.launch import supervisor
 from rlhf.rollout.servers.secret import run_secret
 from rlhf.storage.files import make_dir, write_file, write_small
 from rlhf.storage.layout import RESOLVED, scan, step_dir
+from rlhf.tracking.run_table import RunResult, write_plot
 from tests.support.checkpoints import flip_bit
 from tests.support.power_cut_runs import Book, Saved, Start, TinyRun, tiny_config
 from tests.support.thread_ranks import run_thread_ranks
@@ -294,6 +295,18 @@ def evaluated(root: Path, book: Book) -> None:
     book.note("there", name)
 
 
+def compared(root: Path, book: Book) -> None:
+    """Draw the rewards of runs twice into one file."""
+    run = begin(book, start_of(root))
+    run.train(1)
+    run.finish()
+    book.note("whole", ("rewards.png", is_png))
+    for steps in (1, 2):
+        report = {"reward": [(step, 0.5) for step in range(1, steps + 1)], "evaluations": []}
+        assert write_plot(root / "rewards.png", [RunResult("a", "done", report)])
+        book.note("there", "rewards.png")
+
+
 def exported(root: Path, book: Book) -> None:
     """Export folders with a verb of the checkpoint command; one folder replaces an earlier folder."""
     run = begin(book, start_of(root))
@@ -379,6 +392,7 @@ KINDS: dict[str, Callable[[Path, Book], None]] = {
         supervised,
         secret,
         evaluated,
+        compared,
         exported,
     )
 }

@@ -19,6 +19,7 @@ from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetLoop
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.server_engine import ServerEngine
+from rlhf.rollout.vllm.requests import request_seed
 from rlhf.storage.file_parts import FilePart
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
@@ -47,9 +48,7 @@ def answer_of(prompt: Sequence[int], number: int) -> tuple[list[int], list[float
 
 
 def sample_of(request: Request) -> Sample:
-    # A server numbers its answers from 0 on.
-    first = request.sample - (request.uid % 10) % 2
-    return Sample.of(request.uid, request.sample, *answer_of(request.token_ids, first), 5)
+    return Sample.of(request.uid, request.sample, *answer_of(request.token_ids, request.sample), 5)
 
 
 def observed(number: int) -> Sample:
@@ -88,14 +87,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        choices = []
-        for number in range(asked["sampling_params"]["n"]):
-            tokens, log_probs, reason = answer_of(asked["token_ids"], number)
-            content = [{"token_id": t, "logprob": value} for t, value in zip(tokens, log_probs, strict=True)]
-            span = {"version": self.server.label, "start": 0, "end": len(tokens)}
-            choice = {"index": number, "token_ids": tokens, "finish_reason": reason, "weight_versions": [span]}
-            choices.append(choice | {"logprobs": {"content": content}})
-        self.answer(json.dumps({"choices": choices}))
+        rank, last = asked["token_ids"][:2]
+        number = asked["sampling_params"]["seed"] - request_seed(1, 6, 10 * rank + VOCAB - 1 - last)
+        tokens, log_probs, reason = answer_of(asked["token_ids"], number)
+        content = [{"token_id": t, "logprob": value} for t, value in zip(tokens, log_probs, strict=True)]
+        span = {"version": self.server.label, "start": 0, "end": len(tokens)}
+        choice = {"index": 0, "token_ids": tokens, "finish_reason": reason, "weight_versions": [span]}
+        self.answer(json.dumps({"choices": [choice | {"logprobs": {"content": content}}]}))
 
     def answer(self, text: str) -> None:
         with suppress(OSError):  # nobody listens any more

@@ -197,7 +197,7 @@ def test_reward_process_imports_no_torch():
         ("score.py", "form path/to/file.py:name"),
         (":score", "form path/to/file.py:name"),
         ("{}/rewards.py:sc ore", "form path/to/file.py:name"),
-        ("{}/reward.py:score", "Did you mean rewards.py"),
+        ("{}/reward.py:score", "/rewards.py? Correct the path"),
         ("{}/rewards.py:scor", "Did you mean score"),
         ("{}/broken.py:score", "cannot be read as Python"),
         ("{}/rewards.py:blind", "takes none of solution_str, "),

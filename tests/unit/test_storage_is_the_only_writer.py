@@ -46,7 +46,7 @@ ALLOWED = {
     ("ranks/status.py", "open"): "the file that a signal handler in C writes stacks to",
     ("reward/kernel.py", "open"): "files of /proc, by which a process confines itself",
     ("tracking/run_output.py", "os.open"): "the null device, in the place of a terminal that is gone",
-    ("rollout/servers/server_process.py", "open"): "a child process' standard output",
+    ("rollout/servers/keeper.py", "open"): "a child process' standard output",
 }
 
 
