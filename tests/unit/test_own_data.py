@@ -134,7 +134,7 @@ def test_errors_of_the_code_name_file_row_and_exception(own, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "texts"),
     [
-        (["path=rows.py"], ("data.custom_cls.path=rows.py", "data.custom_cls.name", "both")),
+        (["path=rows.py"], ("data.custom_cls.path=rows.py", "data.custom_cls.name=null", "both")),
         (["path=rows", "name=to_row"], ("data.custom_cls.path=rows", ".py")),
         (["path=rows.py", "name=a b"], ("data.custom_cls.name=a b", "function or class")),
         (["path=rows.py", "name=to_row", "files=null"], ("data.custom_cls.path=rows.py", "data.train_files")),

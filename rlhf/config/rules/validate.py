@@ -208,7 +208,8 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.apply_chat_template_kwargs.{key} cannot be set: the trainer sets it. Remove it."
     custom = config.data.custom_cls
     if (custom.path is None) != (custom.name is None):
-        yield f"data.custom_cls.path={custom.path} and data.custom_cls.name={custom.name}: set both, or neither."
+        path, name = custom.path or "null", custom.name or "null"
+        yield f"data.custom_cls.path={path} and data.custom_cls.name={name}: set both, or neither."
     elif custom.spec is not None and not (str(custom.path).endswith(".py") and str(custom.name).isidentifier()):
         yield (
             f"data.custom_cls.path={custom.path} and data.custom_cls.name={custom.name}: set a Python file (.py), and "
