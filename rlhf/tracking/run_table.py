@@ -35,7 +35,10 @@ class RunResult:
             UserError: `run_dir` is not a run directory, or its files are damaged.
         """
         if not (run_dir / RESOLVED).is_file():
-            raise UserError(f"{run_dir} is not a run directory: it has no {RESOLVED}.")
+            if not run_dir.is_dir():
+                raise UserError(f"{run_dir}: there is no such folder. Correct the path.")
+            remedy = f" Its runs are {run_dir}/*/." if any(run_dir.glob(f"*/{RESOLVED}")) else ""
+            raise UserError(f"{run_dir} is not a run directory: it has no {RESOLVED}.{remedy}")
         try:
             report = summarize(run_dir)
             status = status or (DONE if _is_reported(run_dir, report) else UNFINISHED)

@@ -106,3 +106,10 @@ def test_folders_that_are_not_runs_are_named_together(runs, tmp_path, capsys):
 def test_a_plot_in_a_missing_folder(runs, tmp_path, capsys):
     assert main([str(runs[0]), "--plot", str(tmp_path / "none" / "x.png")]) == EXIT_USER_ERROR
     says(capsys.readouterr().err, "--plot", "none")
+
+
+def test_a_folder_of_runs_and_a_missing_folder_have_messages_of_their_own(runs, tmp_path, capsys):
+    assert main([str(tmp_path)]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, "not a run directory", f"{tmp_path}/*/")
+    assert main([str(tmp_path / "missing")]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, str(tmp_path / "missing"), "no such folder")
