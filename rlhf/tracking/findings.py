@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from rlhf.tracking.history import Record
 
-SAMPLES = "see python -m rlhf.samples"
+SAMPLES = "see python -m rlhf.samples RUN_DIR"
 
 
 class _Always:

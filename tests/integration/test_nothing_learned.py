@@ -74,4 +74,6 @@ def test_a_killed_run_has_the_findings_of_one_that_was_not(slow, sums, tmp_path)
         found.append(report["findings"])
     assert (tmp_path / "hit").exists()
     assert found[0] == found[1]
-    says(found[0], "reward never changed", "3 of 3 steps", "rlhf.samples", "timed out 12 times", "gradient was 0")
+    says(
+        found[0], "reward never changed", "3 of 3 steps", "rlhf.samples RUN_DIR", "timed out 12 times", "gradient was 0"
+    )
