@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 _SHOWN = re.compile(r"val-(?:core|aux)/(.+)/(acc|reward)/((mean|pass|maj)@(\d+))(?:/mean)?")
+_SOURCE = re.compile(r"val-core/(.+)/(?:acc|reward)/mean@\d+")
 _KINDS = ("mean", "pass", "maj")
 
 SourceMetric = tuple[str, str]
@@ -15,8 +16,14 @@ def source_results(evaluations: Sequence[Mapping[str, float]]) -> list[dict[Sour
 
     They measure `acc` of a source if all evaluations of the source have it, otherwise `reward`.
     """
+    # A reward function called `reward` has metrics SOURCE/reward/reward/..., which look like those of another source.
+    sources = {match[1] for metrics in evaluations for name in metrics if (match := _SOURCE.fullmatch(name))}
     found = [
-        {match.groups(): value for name, value in metrics.items() if (match := _SHOWN.fullmatch(name))}
+        {
+            match.groups(): value
+            for name, value in metrics.items()
+            if (match := _SHOWN.fullmatch(name)) and match[1] in sources
+        }
         for metrics in evaluations
     ]
     without_accuracy = {

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.experience.validation_metrics import AnsweredPrompt, validation_metrics
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
+from rlhf.reward import RewardResult
 from rlhf.tracking import History, write_report
+from rlhf.tracking.source_results import source_results
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -97,6 +102,13 @@ def test_each_source_has_its_results_before_and_after(tmp_path: Path) -> None:
         ["sums", "pass@4", "0.250", "0.750"],
         ["sums", "maj@4", "0.250", "0.750"],
     ]
+
+
+def test_a_reward_function_with_the_name_of_a_variable_is_no_source() -> None:
+    results = [RewardResult(score=value, terms={"reward": value}) for value in (0.5, 1.5)]
+    found = validation_metrics([AnsweredPrompt("org/sums", results, ["1", "2"])], 2, Coordinator(GlooTransport()))
+    assert found["val-aux/org/sums/reward/reward/mean@2"] == 1.0
+    assert list(source_results([found])[0]) == [("org/sums", "mean@2"), ("org/sums", "maj@2")]
 
 
 def test_a_run_with_one_evaluation_has_one_column(tmp_path: Path) -> None:
