@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -102,6 +103,31 @@ def test_the_servers_end_with_a_killed_keeper_and_another_one_follows(supervised
         keeper_of_this_run().poll("a")
     assert supervised.start()[KEEPER] != os.environ[KEEPER]
     assert supervised._process is not process
+
+
+@pytest.mark.parametrize("sent", [b"", b'["poll", "a', b'["poll", "a"]\n'])
+def test_a_rank_that_is_killed_in_a_call_ends_no_keeper(supervised: ServerKeeper, sent: bytes):
+    with socket.socket(socket.AF_UNIX) as rank:
+        rank.connect(os.environ[KEEPER])
+        rank.sendall(sent)
+        # Closed at once: the answer finds nobody.
+        rank.shutdown(socket.SHUT_RDWR)
+    assert keeper_of_this_run().poll("a") is None
+    assert supervised._process is not None
+    assert supervised._process.poll() is None
+
+
+def test_a_stopped_keeper_is_replaced(supervised: ServerKeeper, tmp_path: Path):
+    pid, _, _ = started(keeper_of_this_run(), tmp_path / "log")
+    process = supervised._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    end = time.monotonic() + DEADLINE_S
+    while state_of(process.pid) != "T":
+        assert time.monotonic() < end
+    supervised.start()
+    assert supervised._process is not process
+    until_gone(pid)
 
 
 def test_a_keeper_that_runs_is_not_started_again(supervised: ServerKeeper):

@@ -6,22 +6,25 @@ import subprocess
 from contextlib import suppress
 
 from rlhf.launch.local.processes import start_process
-from rlhf.ranks.parent import KEEPER
+from rlhf.ranks.parent import KEEPER, STOPPED, state_of
 from rlhf.storage.scratch import Scratch
 
 _CLOSE_S = 30.0
 
 
 class ServerKeeper:
-    """The supervisor's handle on `rlhf.rollout.servers.keeper`. While entered, `start` keeps the process running."""
+    """The supervisor's handle on `rlhf.rollout.servers.keeper`. Call `close` at the end."""
 
     def __init__(self) -> None:
         self._scratch: Scratch | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[str, str]:
-        """Start the process unless it runs. Return the environment variable with which ranks find its socket."""
-        if self._process is None or self._process.poll() is not None:
+        """Start the process unless it runs, or replace a process that a signal or a debugger has stopped.
+
+        Return the environment variable with which ranks find its socket.
+        """
+        if self._process is None or self._process.poll() is not None or state_of(self._process.pid) in STOPPED:
             self.close()
             self._scratch = Scratch()  # a private folder, so only this user reaches the socket
             with socket.socket(socket.AF_UNIX) as listener:
@@ -35,9 +38,10 @@ class ServerKeeper:
     def close(self) -> None:
         """End the process, which ends its servers first."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_CLOSE_S)
+            if state_of(self._process.pid) not in STOPPED:
+                self._process.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_CLOSE_S)
             self._process.kill()  # the kernel then kills the servers
             self._process.wait()
         if self._scratch is not None:

@@ -186,8 +186,13 @@ def serve(listener: socket.socket, keeper: Keeper) -> None:
     """Answer calls until the process ends. A call that fails is answered with its error."""
     while True:
         connection, _ = listener.accept()
-        with connection, connection.makefile("rw") as stream, suppress(ConnectionError):
-            method, *arguments = json.loads(stream.readline())
+        # The rank may be killed, or stop, at any point of its call. The file's `close` may raise, too.
+        with suppress(OSError), connection, connection.makefile("rw") as stream:
+            connection.settimeout(_CALL_TIMEOUT_S)
+            call = stream.readline()
+            if not call.endswith("\n"):
+                continue
+            method, *arguments = json.loads(call)
             assert method in _CALLS, method
             result = problem = None
             try:
@@ -203,7 +208,7 @@ def main() -> None:
 
     def leave(number: int, frame: FrameType | None) -> None:
         keeper.close()
-        sys.exit()
+        os._exit(0)  # SystemExit would be lost if the signal interrupts a destructor
 
     signal.signal(signal.SIGTERM, leave)
     serve(socket.socket(fileno=int(sys.argv[1])), keeper)
