@@ -195,7 +195,7 @@ def test_a_value_that_verl_or_openrlhf_takes(typed, message):
         ("tools", ["no tools"]),
         ("best_of_n", ["algorithm=pass_at_k"]),
         ("ddp_timeout", ["trainer.collective_timeout_s"]),
-        ("disable_dropout", ["config.json", "model.lora.dropout"]),
+        ("disable_dropout", ["dropouts of config.json to 0", "model.lora.dropout"]),
         ("top_entropy_quantile", ["actor.policy_loss.loss_mode=FILE.py:NAME"]),
         ("data.image_key", ["text"]),
         ("data.sampler.class_name", ["data.shuffle"]),
