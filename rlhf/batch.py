@@ -49,7 +49,7 @@ class Batch:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """[3, N] int64: tokens of the prompt, of the response, and in `response_mask`, of each sample.
+        """[3, N] int64, per sample: tokens of the prompt, of the response, and in `response_mask`.
 
         On the host, where shapes are decided: one wait for the device per batch, and none for its micro-batches.
         Nothing may change the lengths or the mask of a batch; `replace` makes another batch.

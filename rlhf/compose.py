@@ -131,7 +131,7 @@ def _sorted_overrides(overrides: list[str], library: Library) -> tuple[list[str]
 
 
 def _replaced_entries(chosen: dict[str, str], composed: DictConfig, library: Library) -> Iterator[str]:
-    """Yield a message for each chosen entry that has one setting, if a recipe gives the setting another value."""
+    """Yield a message for each chosen entry whose only setting is overridden by a recipe, so that it has no effect."""
     values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False))
     for group in sorted(chosen.keys() & set(library.groups)):
         entry = yaml.safe_load(library.entries(group)[chosen[group]].read_bytes()) or {}

@@ -71,7 +71,7 @@ def build_evaluation(
     """Build all components, and load the weights of `trainer.resume_from_path`, or else of `model.path`. Collective."""
     phases = Phases(shown, coordinator.rank)
     follow(phases.report)
-    # Without a step: a stop ends the ranks at once, because an evaluation has nothing to save.
+    # Report no step: the supervisor then ends the ranks at once after a stop request, because there is nothing to save.
     subscribe(lambda event: status.event(None, event))
     setup = Setup(config, device, coordinator)
     with Scratch() as scratch:

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class Fsdp2Model:
     """Shards a model's weights over all ranks, or with `backend.dp_replicate` over the ranks of each replica.
 
-    `moves`: something writes to weights that have no gradients.
+    `moves`: weights without gradients change, as in a moving reference.
     """
 
     def __init__(

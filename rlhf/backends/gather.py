@@ -19,7 +19,7 @@ class _PartsOfRanks(NamedTuple):
 
     Attributes:
         unsharded: every rank has the whole tensor.
-        equal: the parts have one size and are, in the order of ranks, the flattened tensor.
+        equal: the parts have equal sizes and, concatenated by rank, form the flattened tensor.
         boxes: the part of each rank; empty if `unsharded` or `equal`.
     """
 

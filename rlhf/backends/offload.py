@@ -71,7 +71,7 @@ class Offload:
         self._pin({key: storage.nbytes() for key, storage in on_cuda.items() if key not in self._pinned})
         for key, storage in here.items():
             if (copy := self._kept.pop(key, None)) is None:
-                # On a CPU at most one storage that is not frozen exists twice.
+                # On a CPU, each storage is freed before the next is copied, so that only one exists twice.
                 with self._shortage_as_user_error(storage.nbytes()):
                     copy = self._pinned[key] if key in on_cuda else torch.empty(storage.nbytes(), dtype=torch.uint8)
                 copy.copy_(_bytes_of(storage), non_blocking=True)

@@ -5,4 +5,5 @@ and removes directories. `load` finds and restores the newest intact checkpoint.
 storage. `export` converts whole checkpoints to Hugging Face folders. `save` writes a snapshot. `start` prepares run
 directories before the ranks train. A layer imports only lower layers: state < commit < load, remote, export < save <
 start. No layer imports a backend: callers pass state (`rlhf.storage.state`). `rlhf.storage` reads and writes bytes.
+Comments cite the promises of docs/design/checkpoint-protocol.md by number.
 """

@@ -101,7 +101,7 @@ class Checkpointer:
             self._coordinator,
             resume_source(self._trainer),
         )
-        if self._background is not None and self._saved_step is None:  # a later resume finds the copies allocated
+        if self._background is not None and self._saved_step is None:  # a rollback finds the copies allocated
             copied = self._state.copied_bytes(self._settings.contents, self._settings.hf_adapter)
             check_memory(copied, self._coordinator)
         if self._copies is not None:

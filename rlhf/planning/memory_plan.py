@@ -56,7 +56,7 @@ class Phase:
     name: str
     items: Mapping[str, int]
     fills: bool = False
-    """Whether vLLM's cache takes all that the other uses leave. Then the total does not fall with the other uses."""
+    """Whether vLLM's cache takes all that the other uses leave. The cache then grows when another use shrinks."""
 
     @property
     def total(self) -> int:
@@ -133,7 +133,7 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
 
     engine = plan_engine(sum(resident("generation").values()))
     if not config.rollout.sleep_level:
-        # The engine keeps its cache in all phases, so the largest of them decides what is left for it.
+        # The engine keeps its cache in all phases, so the largest phase decides what is left for the cache.
         others = _phases(config, by_role, EngineMemory({}, {}, {}), step, with_old_log_probs)
         engine = plan_engine(max(sum((resident(name) | items).values()) for name, items in others))
     trained = {role: each.adapted or each.model for role, each in by_role.items() if role in ("actor", "critic")}

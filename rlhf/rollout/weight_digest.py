@@ -30,9 +30,9 @@ class WeightsMismatch(RuntimeError):
 def digest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the digest of the bits of `tensor` as integers, [4] int64 on the tensor's device, without a host wait.
 
-    Floating-point tensors count as if cast to `dtype`. A flipped bit always changes the first sum, and a swap of two
-    unequal words the place sum. Neither the order of elements nor additional zeros change the other sums, and a
-    tensor's sums are those of its slices together. So weights that an engine pads, repacks or shards keep them.
+    Floating-point tensors count as if cast to `dtype`. A flipped bit always changes the sum. A swap of two unequal
+    words changes the place sum. The sum and the sum of squares ignore the order of elements and additional zeros, and
+    those of a tensor are the totals of its slices. So padding, repacking and sharding in an engine keep both.
     """
     cast = dtype if tensor.is_floating_point() else tensor.dtype
     on_cpu = tensor.device.type == "cpu"
@@ -95,9 +95,10 @@ class WeightCheck:
     - A weight is compared with the engine's weight of the same name.
     - A fused weight is compared with its parts, one after the other.
     - The other weights of a layer (such as experts) have different names in the engine. The check compares the sum of
-      those sent with the sum of those that only the engine has. If the sums differ at the first sync, the engine must
-      compute its weights from the weights sent (Mamba's decay rates, for example). The check then logs a warning, and
-      from then on only requires that the engine's sum changes exactly when the sum of the weights sent changes.
+      the weights sent with the sum of the weights that only the engine has. If the sums differ at the first sync, the
+      engine must compute its weights from the weights sent (Mamba's decay rates, for example). The check then logs a
+      warning, and from then on only requires that the engine's sum changes exactly when the sum of the weights sent
+      changes.
     - The places of elements are compared if one device has the whole weight. A weight whose elements have other places
       at the first sync (a transposed weight, for example) is from then on compared without places.
     - Weights without a counterpart are not compared.
@@ -163,7 +164,7 @@ class WeightCheck:
         self._computed = still_wrong - actual_names
         if moved := [group for group in wrong if group in actual_names - still_wrong]:
             log.info(
-                "The rollout engine has the elements of some weights in other places, which are not checked: %s.",
+                "The rollout engine rearranges the elements of some weights, so their order is not checked: %s.",
                 _listed(moved),
             )
         if self._computed:

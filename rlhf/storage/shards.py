@@ -263,7 +263,7 @@ def read_via_buffer(landing: Tensor, files: CheckedFiles, name: str, wanted: lis
 
     Args:
         landing: uint8 memory of a window. Its size is a multiple of BLOCK, so that no block is read twice.
-        name: of the file in the checkpoint.
+        name: path of the file in the checkpoint.
         wanted: pairs of a byte position in the file and the uint8 tensor to fill.
     """
     windows: dict[int, list[tuple[int, Tensor]]] = {}

@@ -30,7 +30,7 @@ class Sink(Protocol):
     def start(self, history: History) -> None:
         """Write the records of `history` that the tracker lacks, and get ready for the next step.
 
-        After a cut of the history a second call closes the tracker and continues like a new process.
+        A second call, after a rollback has cut the history, first closes the tracker.
         """
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -84,7 +84,7 @@ class Tracker:
     def start(self, resume_step: int | None, saved: Mapping[str, Any] | None = None) -> None:
         """Cut the history after `resume_step` (None: a new run, empty) and sync the trackers with the history.
 
-        A second call continues like a new process, but a tracker that is off stays off.
+        A second call, after a rollback, starts the trackers again; a tracker that failed stays off.
 
         Args:
             saved: `state_dict` at the end of `resume_step`; empty for a checkpoint without it, such as an imported one.

@@ -1,4 +1,4 @@
-"""Deletes trash in a thread behind the training; the next start deletes the rest."""
+"""Deletes trash in a background thread during the training; the next start deletes the rest."""
 
 import threading
 from pathlib import Path

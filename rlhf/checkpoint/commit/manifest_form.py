@@ -21,7 +21,7 @@ def problems_of(payload: dict[str, Any]) -> Iterator[str]:
         yield from wrong
         return
     if payload["imported"] and not {"layout", "path"} <= payload["imported"].keys():
-        yield "its imported lacks the layout or the path"
+        yield "its field imported lacks the layout or the path"
     if any(isinstance(figure, int) and abs(figure) > LARGEST_SIZE for figure in payload["metrics"].values()):
         yield "its metrics have a number that is too large"
     for name, entry in payload["files"].items():

@@ -86,7 +86,7 @@ def _removable(
 ) -> dict[int, bool]:
     paths = {step: path for path in scan(run_dir) if (step := step_of(path)) is not None}
     metrics = {step: _stored_metrics(path, settings) for step, path in paths.items() if step <= newest_step}
-    # Beside the verb `prune`, a run may remove checkpoints.
+    # While `python -m rlhf.checkpoint prune` runs, the run itself may remove checkpoints.
     paths = {step: path for step, path in paths.items() if path.exists()}
     metrics = {step: figures for step, figures in metrics.items() if step in paths}
     if new_metrics is not None:

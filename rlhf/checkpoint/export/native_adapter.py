@@ -17,7 +17,7 @@ from rlhf.models.hf.source import FunctionTensor, ReadableTensor, tensors_of
 def adapter_in(
     checkpoint: Path, tensors: NativeTensors, settings: Mapping[str, Any], model_files: Path
 ) -> adapters.Adapter:
-    """Return the adapter that a checkpoint's weights are. `settings` are the section `model` of the checkpoint's
+    """Return a checkpoint's weights as an adapter. `settings` are the section `model` of the checkpoint's
     configuration, `model_files` a folder with the config.json of the base."""
     own = {name.removeprefix(PREFIX): name for name in tensors.infos}
     kind = parse_model_config(read_small_files(model_files), model_files)["model_type"]

@@ -9,7 +9,7 @@ from rlhf.models.hf.source import TensorInfo
 from rlhf.storage.shards import DTYPES, Shard, TensorReader
 
 READ_AHEAD, MOST_AHEAD = 16 << 20, 128 << 20
-"""Bytes of whole tensors that are read together, at least and at most (for many ranks' files). A block of a file is
+"""Least and most bytes of whole tensors that one read covers; many ranks' files need larger reads. A block of a file is
 verified as a whole, so reading small tensors one by one would read each block again and again."""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 GROWTH = 8
-"""A limit grows, and exceeds the running samples, by one part in GROWTH, at least by one sample."""
+"""A limit grows by 1/GROWTH. A lowered limit exceeds the running samples by 1/GROWTH. Both are at least one sample."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Concurrency:
 
     - If samples wait on the server in two reports in a row, the limit falls to the running samples plus a small queue.
       The queue refills the server's slots without a round trip; more samples would miss a slot on another server.
-    - If nothing waits, and as many samples as the limit have finished while the limit was reached, the limit grows.
+    - The limit grows if no sample waits and, while the server was full, as many samples as the limit have finished.
 
     Preemptions lower no limit. vLLM preempts its youngest sample, which is cheap to compute again: in simulations with
     a too small KV cache, cuts on preemptions cost 6 to 25 % of the tokens per second.
@@ -73,8 +73,8 @@ class Concurrency:
 class SampleQueue:
     """Samples of a generation that no server generates yet, by index.
 
-    Siblings go to the server that got their first sample, which then prefills their prompt only once. Other servers
-    receive them only if no group is left of which no sample was sent.
+    Siblings (samples of one prompt) go to the server that got their first sample, so that it prefills the prompt only
+    once. Other servers receive siblings only after every prompt has been sent to a server.
     """
 
     def __init__(self, groups: Iterable[Sequence[int]]) -> None:

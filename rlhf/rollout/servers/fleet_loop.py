@@ -71,7 +71,8 @@ class FleetLoop:
         capacity: number of samples that a server decodes together; `Concurrency` adapts it to the reported load.
         open_session: opens the HTTP session.
 
-    A `label` names weights: requests go only to servers with the wanted label, and other answers are rejected.
+    A `label` names weights: requests go only to servers with the wanted label, and answers with another label are
+    rejected.
     """
 
     def __init__(

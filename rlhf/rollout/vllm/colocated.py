@@ -49,8 +49,8 @@ class WeightsInFiles:
 class VllmEngine(RolloutEngine):
     """Samples with vLLM in this process, alone or with the other ranks of a tensor-parallel group.
 
-    A sample depends only on the weights, `seed`, `step` and its request, up to rounding in another batch. Equal
-    requests give equal bits, whatever was generated before.
+    A sample depends only on the weights, `seed`, `step` and its request, except that other requests in the same call
+    may change the rounding. The same call gives the same bits, whatever was generated before.
 
     Args:
         llm: `vllm.LLM`, created in `process_state`. The first update loads its weights.
