@@ -236,7 +236,7 @@ def test_an_unknown_field_and_a_missing_one_are_damage(checkpoint):
 def test_an_import_from_nowhere_is_damage(checkpoint, imported):
     (checkpoint / "manifest.json").unlink()
     write_manifest(checkpoint, replace(make_manifest({}), imported=imported))
-    with pytest.raises(DamagedCheckpoint, match="its imported"):
+    with pytest.raises(DamagedCheckpoint, match="its field imported"):
         read_manifest(checkpoint)
 
 

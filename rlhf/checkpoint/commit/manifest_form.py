@@ -65,16 +65,16 @@ def _is_mapping(value: object, kind: Any) -> bool:
 
 
 FORMS: Sequence[tuple[Sequence[str], Callable[[Any], bool], str]] = (
-    (("backend", "config_hash", "created"), lambda value: isinstance(value, str), "its {} is not a string"),
-    (("step", "world_size", "numerics"), _is_count, "its {} is not an integer of 0 or more"),
-    (("contents", "roles"), lambda value: _is_list(value, str), "its {} is not a list of strings"),
-    (("threads",), lambda value: _is_list(value, int), "its {} is not a list of integers"),
+    (("backend", "config_hash", "created"), lambda value: isinstance(value, str), "its field {} is not a string"),
+    (("step", "world_size", "numerics"), _is_count, "its field {} is not an integer of 0 or more"),
+    (("contents", "roles"), lambda value: _is_list(value, str), "its field {} is not a list of strings"),
+    (("threads",), lambda value: _is_list(value, int), "its field {} is not a list of integers"),
     (
         ("fingerprints", "versions", "linked", "imported"),
         lambda value: _is_mapping(value, str),
-        "its {} does not map names to strings",
+        "its field {} does not map names to strings",
     ),
-    (("metrics",), lambda value: _is_mapping(value, int | float), "its {} does not map names to numbers"),
-    (("files",), lambda value: _is_mapping(value, dict), "its {} does not map names to entries"),
+    (("metrics",), lambda value: _is_mapping(value, int | float), "its field {} does not map names to numbers"),
+    (("files",), lambda value: _is_mapping(value, dict), "its field {} does not map names to entries"),
 )
 """Fields, their check, and the message for a field that fails the check."""
