@@ -75,15 +75,17 @@ def _compare(runs: Sequence[Path], plot: Path | None, *, as_json: bool) -> None:
 
 def _settings(run: Path) -> dict[str, Any]:
     """Return the compared settings of a run; None for a setting that its release did not have."""
-    try:
-        sections = stored_sections((run / RESOLVED).read_text())
-    except (ValueError, OSError) as error:
-        raise UserError(f"{run / RESOLVED} is damaged ({error}).") from None
 
     def child(tree: Any, name: str) -> Any:
         return tree.get(name) if isinstance(tree, dict) else None
 
-    return {key: reduce(child, key.split("."), sections) for key in COMPARED}
+    try:
+        sections = stored_sections((run / RESOLVED).read_text())
+        settings = {key: reduce(child, key.split("."), sections) for key in COMPARED}
+        json.dumps(settings)  # YAML also has dates, which no setting is
+    except (TypeError, ValueError, OSError) as error:
+        raise UserError(f"{run / RESOLVED} is damaged ({error}).") from None
+    return settings
 
 
 def _shown(keys: Sequence[str], settings: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ class RunResult:
         try:
             report = summarize(run_dir)
             status = status or (DONE if _is_reported(run_dir, report) else UNFINISHED)
-        except (TypeError, AttributeError, KeyError, ValueError, OSError) as error:
+        except (TypeError, AttributeError, LookupError, ValueError, OSError, OverflowError, RecursionError) as error:
             raise UserError(f"{run_dir} cannot be read: a file is damaged ({error}).") from None
         return cls(name, status, report)
 

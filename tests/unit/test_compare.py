@@ -74,9 +74,15 @@ def test_a_run_without_steps_has_a_row(tmp_path, capsys):
 
 
 DAMAGED = {
-    "metrics.jsonl": ('{"step": 1, "reward/mean": "high"}\n', b'{"step": 1\n{"step": 2}\n', b"\xff\xfe{}\n{}\n"),
-    "resolved.yaml": ("a: [", b"\xff", "- 1\n"),
-    "report/report.json": ("{", "[]", b"\xff"),
+    "metrics.jsonl": (
+        '{"step": 1, "reward/mean": "high"}\n',
+        b'{"step": 1\n{"step": 2}\n',
+        b"\xff\xfe{}\n{}\n",
+        f'{{"step": {10**30}, "reward/mean": 1.0}}\n',
+        '{"step": 1, "timing_s/step": 1e308}\n{"step": 2, "timing_s/step": 1e308}\n',
+    ),
+    "resolved.yaml": ("a: [", b"\xff", "- 1\n", "model: {path: 2020-01-01}\n"),
+    "report/report.json": ("{", "[]", b"\xff", "[" * 100_000),
 }
 
 
