@@ -87,7 +87,7 @@ def _of_class(
     dataset = _call(where, spec, lambda: kind(**taken))
     for i in range(_call(where, spec, lambda: len(dataset))):
         at = f"{where}: row {i}"
-        record = _record(at, spec, dataset.__getitem__, i)
+        record = _record(at, spec, lambda i: dataset[i], i)
         if RAW_PROMPT in record:
             record[data.prompt_key] = record.pop(RAW_PROMPT)
         yield kind.__name__, at, record

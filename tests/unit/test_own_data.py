@@ -56,6 +56,12 @@ class Plain:
         return 2
     def __getitem__(self, i):
         return ["no", "dict"]
+
+class Sizes:
+    def __init__(self, data_files):
+        pass
+    def __len__(self):
+        return 2
 '''
 
 
@@ -125,6 +131,7 @@ def test_errors_of_the_code_name_file_row_and_exception(own, tmp_path):
     says(user_error(build, data), "t.jsonl line 2", "rows.py:to_row", "KeyError", "missing", "line 10 of rows.py")
     says(user_error(build, own("text", {"a": 1})), "t.jsonl line 1", "rows.py:text", "str", "dict")
     says(user_error(build, own("Plain", {"a": 1})), "data.train_files", "row 0", "rows.py:Plain", "list", "dict")
+    says(user_error(build, own("Sizes", {"a": 1})), "data.train_files", "row 0", "rows.py:Sizes", "TypeError")
     wrong = own("Numbers", file="t.txt", text="1")
     wrong.max_prompt_length = 65
     says(user_error(build, wrong), "data.train_files", "rows.py:Numbers", "AssertionError", "of rows.py")
