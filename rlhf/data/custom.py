@@ -35,10 +35,10 @@ def check_custom(spec: str) -> None:
 def custom_records(
     data: DataConfig, sources: Sequence[Source], tokenizer: Any, seed: int, max_samples: int | None
 ) -> list[CustomRecord]:
-    """Return the rows of the user's code, at most `max_samples`.
+    """Return the rows that the user's code makes, at most `max_samples` of them.
 
-    The code starts with the same state of Python's, NumPy's and torch's random generators on all ranks, and leaves no
-    trace in them.
+    The random generators of Python, NumPy and torch start in the same state on all ranks, and have their earlier state
+    again afterwards.
 
     Raises:
         UserError: the code cannot be imported, raises an error, or returns anything but a dict.

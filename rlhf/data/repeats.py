@@ -9,7 +9,7 @@ from rlhf.data.prompts import PromptSet
 log = logging.getLogger(__name__)
 
 FEW = 0.01
-"""Share of repeated training prompts below which there is no warning."""
+"""Fraction of repeated training prompts up to which there is no warning."""
 
 
 def warn_of_repeats(train_set: PromptSet, val_set: PromptSet | None) -> None:

@@ -24,7 +24,7 @@ def check_probe(actor: PolicyWeights, sample: Sample) -> None:
     """Compare the log-probs of a response to `probe_request` with the actor's. Collective.
 
     Raises:
-        UserError: on every rank, if they differ on one by more than `BOUND` in the mean.
+        UserError: on every rank, if the mean difference on any rank exceeds `BOUND`.
     """
     with actor.on_device():
         device = next(actor.module.parameters()).device

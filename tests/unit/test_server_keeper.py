@@ -14,6 +14,7 @@ import pytest
 from rlhf.launch.local.server_keeper import ServerKeeper
 from rlhf.ranks.parent import KEEPER, state_of
 from rlhf.rollout.servers.keeper import Keeper, RemoteKeeper, keeper_of_this_run
+from rlhf.storage.scratch import Scratch
 
 SERVER = """
 import os, sys, time
@@ -117,6 +118,22 @@ def test_a_rank_that_is_killed_in_a_call_ends_no_keeper(supervised: ServerKeeper
     assert supervised._process.poll() is None
 
 
+def test_the_servers_end_with_a_killed_supervisor(tmp_path: Path):
+    """The supervisor has no chance to end anything; the kernel kills the keeper, and with it the server."""
+    code = (
+        "import os, sys, time; from tests.unit.test_server_keeper import *; "
+        "os.environ.update(ServerKeeper().start()); print(started(keeper_of_this_run(), Path(sys.argv[1]))[0], "
+        "flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        assert state_of(pid) not in "ZX"
+        supervisor.kill()
+    until_gone(pid)
+
+
 def test_a_stopped_keeper_is_replaced(supervised: ServerKeeper, tmp_path: Path):
     pid, _, _ = started(keeper_of_this_run(), tmp_path / "log")
     process = supervised._process
@@ -140,6 +157,19 @@ def test_a_server_that_cannot_be_started_is_an_error_and_the_keeper_lives_on(sup
     with pytest.raises(OSError, match="No such file"):
         started(keeper_of_this_run(), tmp_path / "missing" / "log")
     assert keeper_of_this_run().poll("a") is None
+
+
+def test_a_server_that_cannot_be_started_leaves_no_scratch_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    made: list[Scratch] = []
+
+    def recorded() -> Scratch:
+        made.append(Scratch())
+        return made[-1]
+
+    monkeypatch.setattr("rlhf.rollout.servers.keeper.Scratch", recorded)
+    with pytest.raises(OSError, match="No such file"):
+        started(Keeper(), tmp_path / "missing" / "log")
+    assert [scratch.folder.exists() for scratch in made] == [False]
 
 
 def test_without_a_supervisor_a_rank_keeps_its_servers_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

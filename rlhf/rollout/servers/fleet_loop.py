@@ -307,7 +307,9 @@ class FleetLoop:
         """Take back the youngest samples of servers on which samples wait, as many as other servers have room for."""
         for member in serving:
             others = [other.concurrency for other in serving if other is not member and other.concurrency.room > 0]
-            count = min(member.concurrency.waiting, sum(other.limit - other.in_flight for other in others))
+            room = sum(other.limit - other.in_flight for other in others)
+            # Samples of another trainer may wait, too.
+            count = min(member.concurrency.waiting, len(member.tasks), room)
             # vLLM starts samples in the order in which they came, so the youngest wait.
             youngest = list(member.tasks)[len(member.tasks) - count :]
             if youngest:

@@ -72,7 +72,11 @@ class Keeper:
             "VLLM_RPC_BASE_PATH": str(scratch.folder),
             SCRATCH_NAME: scratch.name,
         }
-        process = _starter.submit(_popen, [*command, "--port", str(port)], variables, Path(output)).result()
+        try:
+            process = _starter.submit(_popen, [*command, "--port", str(port)], variables, Path(output)).result()
+        except BaseException:
+            scratch.close()
+            raise
         self._servers[name] = _Server(process, f"http://127.0.0.1:{port}", fingerprint, scratch)
         return self._servers[name].url
 
