@@ -1,1 +1,1 @@
-"""Command lines of python -m rlhf.train, rlhf.plan, rlhf.samples and rlhf.compare."""
+"""Command lines of python -m rlhf.train, rlhf.plan, rlhf.samples, rlhf.compare and rlhf.translate."""

@@ -1,9 +1,12 @@
 """docs/migrating.md: its commands are valid here, and its tables say what the command line answers to those names."""
 
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from operator import attrgetter
 from pathlib import Path
 
@@ -20,9 +23,11 @@ from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
 from rlhf.train import main
 
+FOREIGN = Path(__file__).parents[1] / "data" / "foreign"
 PAGE = (Path(rlhf.__file__).parents[1] / "docs/migrating.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```$", PAGE, flags=re.S | re.M)
 COMMANDS = [block for block in BLOCKS if block.startswith("python -m rlhf.train")]
+TRANSLATION = [block for block in BLOCKS if "rlhf.translate" in block]
 ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| `")]
 NAMES = [(row[0], row[1]) for row in ROWS if len(row) == 2]
 NAMES = [(name, ours) for theirs, ours in NAMES for name in re.findall(r"`([^`]+)`", theirs)]
@@ -58,9 +63,22 @@ def test_a_command_of_the_page_is_valid(command: str) -> None:
     check_inputs(config)
 
 
+@pytest.mark.usefixtures("user_files")
+def test_the_translation_of_the_page_makes_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = TRANSLATION
+    *making, training = block.splitlines()
+    shutil.copy(FOREIGN / "verl_grpo.sh", "run_qwen2-7b.sh")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(rlhf.__file__).parents[1]))
+    subprocess.run(["bash", "-ec", "\n".join(making)], check=True)
+    folder, recipe = shlex.split(training)[4:]
+    config = compose_config([recipe], Library.find(Path(folder)))
+    assert config.model.path == "Qwen/Qwen2-7B-Instruct"
+
+
 def test_the_page_shows_what_a_habit_is_answered_with(capsys: pytest.CaptureFixture[str]) -> None:
     shown = [block for block in BLOCKS if block.startswith("$ ")]
-    assert len(shown) + len(COMMANDS) == len(BLOCKS)
+    assert len(shown) + len(COMMANDS) + len(TRANSLATION) == len(BLOCKS)
     assert len(shown) == 1
     command, answer = shown[0].split("\n", 1)
     assert main(shlex.split(command)[4:]) == 2

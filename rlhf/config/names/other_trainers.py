@@ -11,13 +11,14 @@ from pathlib import Path
 class OtherTrainers:
     """Tables of names and values from other trainers.
 
-    `settings` maps their names to our setting or group, and `values` their values to ours. In some settings, verl's -1
-    means none or all; `minus_one` maps each such setting to our value. `remarks` has a sentence per name without a
-    single equivalent, and `value_remarks` one per pair of setting (or group) and value. `prefixes` are verl's outer
-    sections; their inner sections have our names.
+    `names` maps each trainer's names to our setting or group, `settings` the names of all trainers, and `values` their
+    values to ours. In some settings, verl's -1 means none or all; `minus_one` maps each such setting to our value.
+    `remarks` has a sentence per name without a single equivalent, and `value_remarks` one per pair of setting (or
+    group) and value. `prefixes` are verl's outer sections; their inner sections have our names.
     """
 
     prefixes: tuple[str, ...]
+    names: Mapping[str, Mapping[str, str]]
     settings: Mapping[str, str]
     values: Mapping[str, str]
     minus_one: Mapping[str, str]
@@ -32,6 +33,7 @@ def other_trainers() -> OtherTrainers:
     in_samples = "It counts samples; here a token budget bounds each pass: set {}."
     return OtherTrainers(
         prefixes=tuple(table["prefixes"]),
+        names=table["settings"],
         settings={name: ours for names in table["settings"].values() for name, ours in names.items()},
         values=table["values"],
         minus_one=table["minus_one"],

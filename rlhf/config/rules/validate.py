@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.derived import prompts_per_generation
@@ -50,7 +51,7 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: b
     Raises:
         UserError: with every problem, one per line, each with the setting, its value and the remedy.
     """
-    problems = [p for setting in SETTINGS.values() if (p := _out_of_bounds(setting, config))]
+    problems = [p for setting in SETTINGS.values() if (p := out_of_bounds(setting, setting.value(config)))]
     problems += unresolved_home_paths(config)
     # Cross-field checks may divide by a value that is out of bounds.
     if not problems:
@@ -84,8 +85,9 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: b
         raise UserError("\n".join(problems))
 
 
-def _out_of_bounds(setting: Setting, config: Config) -> str | None:
-    value, rules = setting.value(config), setting.metadata
+def out_of_bounds(setting: Setting, value: Any) -> str | None:
+    """Return why `value` is not one of the setting's choices or outside its bounds; None if it is allowed."""
+    rules = setting.metadata
     shown = f"{setting.key}={value}"
     if value is None:
         return None

@@ -1,0 +1,67 @@
+"""python -m rlhf.translate FILE: turns a configuration of verl, TRL or OpenRLHF into a recipe.
+
+FILE is a YAML or JSON file, or a shell script with the command. The recipe goes to standard output, with comments on
+all settings that have no equivalent here:
+
+  mkdir -p my/recipes && python -m rlhf.translate run_qwen.sh > my/recipes/qwen.yaml
+  python -m rlhf.train --config-dir my recipes=qwen
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from rlhf.cli.command_parser import CommandParser
+from rlhf.compose import composition
+from rlhf.config.library import Library
+from rlhf.config.translation.foreign_file import TRAINERS, read_settings, trainer_of
+from rlhf.config.translation.to_recipe import translate
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.printable import write_error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the recipe. Return the exit code: 0, or 2 if the file cannot be translated."""
+    parser = CommandParser(
+        prog="python -m rlhf.translate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a YAML, JSON or shell file")
+    parser.add_argument("--trainer", choices=TRAINERS, help="the trainer of FILE (default: by the names in FILE)")
+    arguments = parser.parse_args(argv)
+    try:
+        sys.stdout.write(recipe_of(arguments.file, arguments.trainer))
+    except UserError as error:
+        write_error(str(error))
+        return EXIT_USER_ERROR
+    except BrokenPipeError:  # `| head` has closed the pipe
+        sys.stderr.close()
+    return EXIT_DONE
+
+
+def recipe_of(path: Path, trainer: str | None = None) -> str:
+    """Return the recipe for the settings in `path`, as YAML that composes.
+
+    Raises:
+        UserError: the file has no settings of a known trainer.
+    """
+    settings = read_settings(path)
+    trainer = trainer or trainer_of(path, settings)
+    recipe = translate(trainer, settings)
+    head = f"Translated from {path.name}, written for {trainer}, with the defaults of {trainer} that differ here."
+    text = recipe.as_yaml(head)
+    problem = _does_not_compose(text)
+    return text if problem is None else f"{text}\n# The recipe does not compose yet:\n#   {problem}\n"
+
+
+def _does_not_compose(text: str) -> str | None:
+    """Return the message of a composition with the recipe `text`; None if it composes."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-translate-") as folder:
+        recipe = Path(folder, "recipes", "translated.yaml")
+        recipe.parent.mkdir()
+        recipe.write_text(text, encoding="utf-8")
+        try:
+            composition(["recipes=translated"], Library.find(Path(folder)))
+        except UserError as error:
+            return "\n#   ".join(str(error).replace(str(recipe), "the recipe").splitlines())
+    return None

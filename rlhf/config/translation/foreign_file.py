@@ -1,0 +1,143 @@
+"""Reads the settings in a file of another trainer: YAML, JSON, or a shell script with a command."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhf.config.translation.shell_script import words_of
+from rlhf.errors import UserError, nearby
+
+TRAINERS = ("verl", "trl", "openrlhf")
+_SIGNS = {
+    "verl": ("actor_rollout_ref.", "trainer.n_gpus_per_node"),
+    "openrlhf": (
+        "actor.model_name_or_path",
+        "algo.",
+        "pretrain",
+        "prompt_data",
+        "data.prompt_dataset",
+        "rollout_batch_size",
+        "advantage_estimator",
+    ),
+    "trl": ("num_generations", "max_completion_length", "per_device_train_batch_size", "reward_funcs", "loss_type"),
+}
+"""Names (or beginnings of names, with a dot) that only this trainer's configurations have."""
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a file by their dotted names, without verl's `+` and TRL's `--`.
+
+    Raises:
+        UserError: the file is missing or not text, or has no settings.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: there is no such file.{nearby(path, Path.is_file)}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: is not a text file ({error}). Give a YAML, JSON or shell file.") from error
+    if path.suffix in (".yaml", ".yml", ".json"):
+        found = _of_yaml(path, text)
+    else:
+        found = of_arguments(_of_script(words_of(text)))
+    if not found:
+        raise UserError(
+            f"{path}: has no settings. Give verl's YAML or script (KEY=VALUE), or the YAML or script of TRL or "
+            "OpenRLHF (--name VALUE)."
+        )
+    return found
+
+
+def trainer_of(path: Path, names: Mapping[str, Any]) -> str:
+    """Return the trainer whose names the file has. Raise UserError if no trainer's names are among them."""
+    for trainer, signs in _SIGNS.items():
+        if any(name.startswith(sign) if sign.endswith(".") else name == sign for name in names for sign in signs):
+            return trainer
+    raise UserError(
+        f"{path}: has no name that only verl, TRL or OpenRLHF has; name the trainer with --trainer "
+        f"{{{','.join(TRAINERS)}}}."
+    )
+
+
+def of_arguments(words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings among the words of a command: `key=value`, `--name value`, `--name=value` and `--flag`."""
+    found: dict[str, Any] = {}
+    name: str | None = None
+    values: list[str] = []
+    for word in [*words, "--"]:
+        option = word.startswith("--")
+        override = not option and not word.startswith("-") and "=" in word and not word.startswith("http")
+        if (option or override) and name is not None:
+            found[name] = True if not values else _typed(values[0]) if len(values) == 1 else [*map(_typed, values)]
+            name, values = None, []
+        if option and word != "--":
+            name, _, value = word[2:].partition("=")
+            values = [value] if value else []
+            name = name if "." in name else name.replace("-", "_")
+        elif override:
+            key, _, value = word.partition("=")
+            found[key.lstrip("+~")] = _typed(value)
+        elif name is not None:
+            values.append(word)
+    return found
+
+
+def _of_script(words: Sequence[str]) -> Sequence[str]:
+    """Return the words after the name of the Python file or module: earlier words are the launcher's arguments."""
+    for before, (number, word) in zip(["", *words], enumerate(words, 1), strict=False):
+        if before == "-m" or (word.endswith(".py") and not before.startswith("-")):
+            return words[number:]
+    return words
+
+
+def _typed(text: str) -> Any:
+    """Return the number, boolean, list or string that `text` means in YAML or Python."""
+    if text == "None":
+        return None
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):
+        return _number(value)
+    return text if value is not None and not isinstance(value, bool | int | float | list | dict) else value
+
+
+def _number(text: str) -> Any:
+    """Return the number that `text` means in Python, such as 1e-6, which YAML reads as a string; else `text`."""
+    return float(text) if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", text) else text
+
+
+def _of_yaml(path: Path, text: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {str(error).splitlines()[0]}.") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: must have settings at the top, such as `model_name_or_path: NAME`.")
+    try:
+        resolved = OmegaConf.create(tree)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {str(error).splitlines()[0]}.") from error
+    return dict(_flat(tree, resolved, ""))
+
+
+def _flat(tree: Mapping[Any, Any], resolved: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            yield from _flat(value, resolved, f"{name}.")
+            continue
+        if isinstance(value, str) and "${" in value:
+            with suppress(OmegaConfBaseException):  # if the target is in another file, keep the reference
+                value = OmegaConf.select(resolved, name)
+            value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        yield name, None if value == "???" else _number(value) if isinstance(value, str) else value

@@ -1,0 +1,169 @@
+"""The recipe that a translation builds, and the names of the other trainer that are not translated yet."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhf.config import Config
+from rlhf.config.known_settings import SETTINGS, setting_of
+from rlhf.config.names.other_trainers import other_trainers
+from rlhf.config.rules.validate import out_of_bounds
+from rlhf.errors import UserError
+
+_ORDER = [section.name for section in fields(Config)]
+
+
+class Theirs:
+    """Settings of another trainer, by name, that no conversion has used yet."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.left = dict(values)
+
+    def take(self, *names: str) -> Any:
+        """Remove the settings `names` and return the first value that is not None, or None."""
+        found = [self.left.pop(name) for name in names if name in self.left]
+        return next((value for value in found if value is not None), None)
+
+    def number(self, *names: str) -> Any:
+        """Return `take(*names)`. Raise UserError if the value is neither None nor a number."""
+        value = self.take(*names)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise UserError(f"{names[0]}={value}: must be a number. Replace it in the file, and translate again.")
+        return value
+
+    def take_section(self, prefix: str) -> list[str]:
+        """Remove all settings whose names begin with `prefix` and return their names."""
+        names = [name for name in self.left if name.startswith(prefix)]
+        for name in names:
+            del self.left[name]
+        return names
+
+
+@dataclass
+class Recipe:
+    """Entries of groups and settings, with what was not translated."""
+
+    groups: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    """Lines about settings that the recipe lacks, each with the reason or the remedy."""
+    unknown: dict[str, Any] = field(default_factory=dict)
+    """Settings without an equivalent here."""
+    needless: list[str] = field(default_factory=list)
+    """Names that need no setting here."""
+
+    def set(self, key: str, value: Any, name: str) -> None:
+        """Set `key` to `value` of their setting `name`. A wrong value, or a second one, becomes a lost line.
+
+        None is no value if `key` cannot be null: other trainers write it for their default.
+        """
+        setting = setting_of(key)
+        assert setting is not None, key
+        shown = f"{name}={value}"
+        value = _ours(key, value)
+        problem = _wrong(key, value)
+        if problem is not None and value is None:
+            return
+        if problem is not None:
+            self.lost.append(f"{shown}: {problem}")
+        elif key in self.settings and self.settings[key] != value:
+            self.lost.append(f"{shown}: another name has already set {key}={self.settings[key]}.")
+        else:
+            self.settings[key] = value
+
+    def lose(self, name: str, value: Any, why: str) -> None:
+        self.lost.append(f"{name}={value}: {why}")
+
+    def as_yaml(self, head: str) -> str:
+        """Return the recipe as YAML, after the comment `head`. What was lost is in comments at the end."""
+        parts = ["# @package _global_\n", *(f"# {line}\n" for line in head.splitlines())]
+        if self.groups:
+            parts.append("defaults:\n")
+            parts += [f"  - override /{group}: {entry}\n" for group, entry in self.groups.items()]
+        tree: dict[str, Any] = {}
+        for key, value in sorted(self.settings.items(), key=lambda item: _ORDER.index(item[0].partition(".")[0])):
+            *sections, leaf = key.split(".")
+            at = tree
+            for section in sections:
+                at = at.setdefault(section, {})
+            at[leaf] = value
+        for section, content in tree.items():
+            parts.append("\n" + yaml.safe_dump({section: content}, sort_keys=False, allow_unicode=True))
+        if self.lost:
+            parts.append("\n# Not translated:\n")
+            parts += [f"#   {line}\n" for text in self.lost for line in text.splitlines()]
+        if self.unknown:
+            parts.append("\n# Without an equivalent here:\n")
+            parts += [f"#   {line}\n" for line in _filled(_summary(self.unknown))]
+        if self.needless:
+            parts.append("\n# Not needed here, because the trainer always does it, or in another way:\n")
+            parts += [f"#   {line}\n" for line in _filled(sorted(self.needless))]
+        return "".join(parts)
+
+
+def _ours(key: str, value: Any) -> Any:
+    """Return our value for their `value` of a setting: verl's -1, or another word."""
+    setting, tables = setting_of(key), other_trainers()
+    assert setting is not None
+    if value == -1 and not isinstance(value, bool) and (meaning := tables.minus_one.get(key)):
+        return None if meaning.startswith("null") else 0
+    choices = setting.metadata["choices"]
+    if isinstance(value, str) and choices and value not in choices and tables.values.get(value) in choices:
+        return tables.values[value]
+    return value
+
+
+def _wrong(key: str, value: Any) -> str | None:
+    """Return why `value` cannot be the value of `key`; None if it can."""
+    setting = setting_of(key)
+    assert setting is not None
+    if isinstance(value, str) and "${" in value:
+        return None  # the interpolation is resolved when the recipe is used
+    config = _schema()
+    try:
+        if setting.reads_as_true(value):
+            return f"{key} must be {setting.expects}."
+        OmegaConf.update(config, key, value, merge=False, force_add=True)
+        read = OmegaConf.select(config, key)
+    except OmegaConfBaseException:
+        return f"{key} must be {setting.expects}."
+    return None if setting.key != key else out_of_bounds(setting, read)
+
+
+@cache
+def _schema() -> Any:
+    """Return a configuration whose settings accept values of their types only."""
+    return OmegaConf.structured(Config)
+
+
+def _summary(unknown: Mapping[str, Any]) -> Iterator[str]:
+    """Yield `name=value` for each setting, or `section.* (N settings)` for the settings of an unknown section."""
+    known = [*SETTINGS, *other_trainers().settings]
+    sections: Counter[str] = Counter()
+    for name in unknown:
+        parts = name.split(".")
+        heads = (".".join(parts[:length]) for length in range(1, len(parts)))
+        sections[next((head for head in heads if not any(k.startswith(f"{head}.") for k in known)), name)] += 1
+    for section, count in sections.items():
+        if section in unknown:
+            yield f"{section}={unknown[section]}"
+        else:
+            yield f"{section}.* ({count} setting{'s' if count > 1 else ''})"
+
+
+def _filled(names: Iterable[str]) -> Iterator[str]:
+    """Yield the names in lines of about 110 columns, separated by commas."""
+    line = ""
+    for name in names:
+        if line and len(line) + len(name) > 110:
+            yield f"{line},"
+            line = ""
+        line = f"{line}, {name}" if line else name
+    if line:
+        yield line

@@ -1,0 +1,83 @@
+"""Translates the settings of another trainer: first its own conversions, then the tables of names."""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlhf.config.known_settings import SETTINGS, setting_of
+from rlhf.config.names.hints import remark
+from rlhf.config.names.other_trainers import other_trainers
+from rlhf.config.translation import openrlhf, trl, verl
+from rlhf.config.translation.recipe import Recipe, Theirs
+
+CONVERSIONS: dict[str, Callable[[Theirs, Recipe], None]] = {
+    "verl": verl.convert,
+    "trl": trl.convert,
+    "openrlhf": openrlhf.convert,
+}
+
+
+def translate(trainer: str, settings: Mapping[str, Any]) -> Recipe:
+    """Return the recipe for the `settings` of `trainer`, a name in `CONVERSIONS`.
+
+    The trainer's own defaults count as settings, where the defaults here differ.
+    """
+    prefixes = other_trainers().prefixes
+    named = {_without(prefixes, name): value for name, value in settings.items()}
+    off = [name.rpartition(".")[0] for name, value in named.items() if _switches_off(name, value)]
+    named = {name: value for name, value in named.items() if not any(name.startswith(f"{s}.") for s in off)}
+    theirs, recipe = Theirs(defaults_of(trainer) | named), Recipe()
+    CONVERSIONS[trainer](theirs, recipe)
+    # The file first: it may use another name than the table of defaults for the same setting.
+    for name in sorted(theirs.left, key=lambda name: name not in named):
+        if name in named or _key(trainer, name) not in recipe.settings:
+            _by_name(trainer, name, theirs.left[name], recipe)
+    return recipe
+
+
+@cache
+def defaults_of(trainer: str) -> dict[str, Any]:
+    """Return the trainer's defaults, by its own names, that differ from the defaults here."""
+    tables = tomllib.loads(Path(__file__).with_name("defaults.toml").read_text(encoding="utf-8"))
+    defaults: dict[str, Any] = tables[trainer]
+    return defaults
+
+
+def _by_name(trainer: str, name: str, value: Any, recipe: Recipe) -> None:
+    """Translate a setting whose value needs no conversion."""
+    key = _key(trainer, name)
+    if setting_of(key) is not None:
+        recipe.set(key, value, name)
+        return
+    why = remark(name)
+    if why is not None and why.startswith("Leave it out"):
+        recipe.needless.append(name)
+    elif value in (None, "", False) or value == [] or value == {} or name.endswith("_target_"):
+        return  # switched off, or Hydra's class of a section
+    elif why is not None:
+        recipe.lose(name, value, why)
+    else:
+        recipe.unknown[name] = value
+
+
+def _switches_off(name: str, value: Any) -> bool:
+    """Return whether the setting disables its section, and neither the section nor the setting exists here."""
+    section, _, leaf = name.rpartition(".")
+    return leaf in ("enable", "enabled") and value is False and bool(section) and setting_of(name) is None
+
+
+def _key(trainer: str, name: str) -> str:
+    """Return our name for a setting of `trainer`: by its table, by another trainer's, or the only one with its last
+    part. Return the unchanged name if there is none."""
+    tables = other_trainers()
+    found = tables.names[trainer].get(name) or tables.settings.get(name)
+    if found is None and "." not in name:
+        same = [key for key in SETTINGS if key.rpartition(".")[2] == name]
+        found = same[0] if len(same) == 1 else None
+    return found or name
+
+
+def _without(prefixes: tuple[str, ...], name: str) -> str:
+    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)

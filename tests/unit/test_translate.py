@@ -1,0 +1,246 @@
+"""Configurations of verl, TRL and OpenRLHF as recipes (python -m rlhf.translate)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.cli.translate import main, recipe_of
+from rlhf.compose import compose_config
+from rlhf.config import Config
+from rlhf.config.known_settings import SETTINGS, setting_of
+from rlhf.config.library import Library
+from rlhf.config.names.other_trainers import other_trainers
+from rlhf.config.translation.foreign_file import of_arguments, trainer_of
+from rlhf.config.translation.shell_script import words_of
+from rlhf.config.translation.to_recipe import defaults_of, translate
+
+FOREIGN = Path(__file__).parents[1] / "data" / "foreign"
+
+# What the configurations say, in our names. Values that follow from several of theirs are computed by hand.
+EXPECTED: dict[str, dict[str, Any]] = {
+    "verl_grpo.sh": {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_batch_size": 1024,
+        "actor.ppo_mini_batch_size": 256,
+        "actor.ppo_max_token_len_per_gpu": 16 * (512 + 1024),
+        "actor.kl_loss_type": "k3",
+        "actor.optim.lr": 1e-6,
+        "actor.optim.lr_scheduler_interval": "training_step",
+        "rollout.name": "vllm",
+        "rollout.gpu_memory_utilization": 0.6,
+        "trainer.save_freq": 0,
+        "trainer.logger": ["wandb"],
+        "trainer.nproc": 8,
+    },
+    "verl_dapo.sh": {
+        "data.train_files": "/home/someone/verl/data/dapo-math-17k.parquet",
+        "data.gen_batch_size": 1536,
+        "data.overlong_prompts": "left",
+        "data.max_response_length": 20480,
+        "actor.ppo_max_token_len_per_gpu": 22528,
+        "actor.clip_ratio_high": 0.28,
+        "actor.use_kl_loss": False,
+        "actor.optim.lr_warmup_steps": 10,
+        "algorithm.filter_groups.enable": True,
+        "reward.overlong_buffer.len": 4096,
+        "rollout.val_kwargs.temperature": 1.0,
+        "trainer.experiment_name": "DAPO-7B",
+        "model.path": "models/Qwen2.5-Math-7B",
+    },
+    "verl_lora.sh": {"model.lora.enabled": True, "model.lora.rank": 64, "model.lora.alpha": 32, "rollout.n": 5},
+    "verl_ppo.yaml": {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_penalty": "k1",
+        "algorithm.kl_ctrl.type": "adaptive",
+        "actor.clip_ratio_low": 0.1,
+        "actor.clip_ratio_high": 0.1,
+        "actor.optim.lr_scheduler_type": "cosine",
+        "actor.use_kl_loss": False,
+        "critic.path": "deepseek-ai/deepseek-llm-7b-chat",
+        "critic.optim.lr": 1e-5,
+        "checkpoint.contents": ["model", "optimizer", "extra", "hf_model"],
+        "reward.functions": ["my_reward.py:score_gsm8k"],
+        "data.overlong_prompts": "filter",
+    },
+    "trl_vllm.yaml": {
+        "data.train_batch_size": 8 * 4 * 4 // 8,
+        "actor.ppo_mini_batch_size": 16,
+        "actor.clip_ratio_low": 0.2,
+        "actor.clip_ratio_high": 0.28,
+        "actor.kl_loss_coef": 0.001,
+        "algorithm.norm_adv_by_std_in_grpo": False,
+        "algorithm.rollout_correction.rollout_is": "sequence",
+        "backend.autocast": "bfloat16",
+        "data.train_files": "trl-lib/DeepMath-103K@train",
+        "reward.functions": ["math_verify"],
+        "rollout.name": "vllm",
+        "trainer.seed": 3,
+        "trainer.test_freq": 50,
+        "trainer.total_epochs": 3,
+    },
+    "trl_gspo.sh": {
+        "actor.policy_loss.loss_mode": "gspo",
+        "actor.clip_ratio_low": 3e-4,
+        "actor.clip_ratio_high": 4e-4,
+        "actor.use_kl_loss": False,
+        "data.train_batch_size": 2 * 16 // 8,
+        "actor.ppo_mini_batch_size": 2 * 8 // 8,
+        "data.train_files": "open-r1/DAPO-Math-17k-Processed:en@train",
+        "model.enable_gradient_checkpointing": False,
+        "rollout.name": "embedded",
+        "trainer.total_training_steps": 500,
+        "trainer.log_samples": 1,
+    },
+    "trl_drgrpo.json": {
+        "actor.loss_agg_mode": "seq-mean-token-sum-norm",
+        "algorithm.norm_adv_by_std_in_grpo": False,
+        "rollout.servers.urls": ["http://node7:8000"],
+        "ref.update_freq": 64,
+        "ref.alpha": 0.6,
+        "trainer.save_freq": 0,
+    },
+    "openrlhf_ppo.sh": {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.lam": 0.95,
+        "algorithm.kl_ctrl.type": "adaptive",
+        "algorithm.kl_ctrl.target_kl": 6.0,
+        "algorithm.normalize_reward": "running",
+        "actor.ppo_mini_batch_size": 128,
+        "data.max_prompt_length": 1024,
+        "critic.optim.lr": 9e-6,
+        "backend.zero_stage": 3,
+        "reward.functions": ["reward_model"],
+        "rollout.servers.count": 2,
+        "trainer.logger": ["wandb"],
+    },
+    "openrlhf_dapo.sh": {
+        "actor.clip_ratio_high": 0.27,
+        "actor.kl_loss_type": "k3",
+        "algorithm.filter_groups.enable": True,
+        "reward.functions": ["/openrlhf/examples/python/reward_func.py:reward_func"],
+        "rollout.tensor_model_parallel_size": 2,
+        "trainer.save_freq": 20,
+    },
+    "openrlhf_reinforce.sh": {
+        "algorithm.adv_estimator": "reinforce_plus_plus",
+        "algorithm.use_kl_in_reward": False,
+        "algorithm.gamma": 0.99,
+        "actor.grad_clip": 0.5,
+        "actor.optim.min_lr_ratio": 0.1,
+        "actor.ppo_max_token_len_per_gpu": 16384,
+        "data.answer_key": "answer",
+        "rollout.async_steps": 1,
+        "trainer.deterministic": True,
+        "trainer.seed": 7,
+    },
+}
+
+LOST = {
+    "verl_grpo.sh": ["custom_reward_function.path"],
+    "verl_dapo.sh": ["custom_reward_function.path"],
+    "verl_ppo.yaml": ["rollout.name=sglang", "lr_warmup_steps_ratio=0.1", "trainer.logger=mlflow", "hybrid_engine"],
+    "trl_vllm.yaml": ["think_format_reward", "push_to_hub"],
+    "trl_gspo.sh": ["warmup_ratio=0.05", "num_processes", "reward_funcs"],
+    "trl_drgrpo.json": ["top_entropy_quantile", "reward_funcs"],
+    "openrlhf_dapo.sh": ["dynamic_filtering_range", "ckpt_path"],
+    "openrlhf_reinforce.sh": ["remote_url=http://localhost:5000/get_reward"],
+}
+
+
+def composed(text: str, folder: Path) -> Config:
+    (folder / "recipes").mkdir()
+    (folder / "recipes" / "foreign.yaml").write_text(text)
+    return compose_config(["recipes=foreign"], Library.find(folder))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_configuration_means_the_same_here_and_losses_are_listed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    text = recipe_of(FOREIGN / name)
+    assert "does not compose" not in text
+    config = composed(text, tmp_path)
+    found = {key: SETTINGS[key].value(config) for key in EXPECTED[name]}
+    assert found == EXPECTED[name]
+    comments = text.partition("# Not translated:")[2]
+    assert [lost for lost in LOST.get(name, []) if lost not in comments] == []
+
+
+def test_every_file_is_expected() -> None:
+    assert {path.name for path in FOREIGN.iterdir()} == set(EXPECTED)
+
+
+def test_names_in_the_tables_and_defaults_exist_here() -> None:
+    for trainer in ("verl", "trl", "openrlhf"):
+        names = other_trainers().names[trainer]
+        groups = {"rollout", "recipes"}
+        assert [key for key in names.values() if setting_of(key) is None and key not in groups] == []
+        assert translate(trainer, defaults_of(trainer)).unknown == {}
+
+
+def test_a_script_is_read_without_running_it(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    script = f"""
+    export N=4   # devices
+    SIZE=$((N * (2 + 1)))
+    NAME="${{UNSET:-a b}}"
+    OTHER=$(touch {marker})
+    python3 -m verl.trainer.main_ppo \\
+        a.size=$SIZE a.name="$NAME" a.home=$HOME/x +a.extra=1e-6 a.list=[1,2] "$@"
+    """
+    found = of_arguments(words_of(script))
+    assert found["a.size"] == 12
+    assert found["a.name"] == "a b"
+    assert found["a.home"] == "${oc.env:HOME}/x"
+    assert found["a.extra"] == 1e-6
+    assert found["a.list"] == [1, 2]
+    assert not marker.exists()
+
+
+def test_two_names_of_one_setting_are_reported(tmp_path: Path) -> None:
+    recipe = translate("openrlhf", {"save_path": "a", "ckpt_path": "b"})
+    assert recipe.settings["trainer.default_local_dir"] == "a"
+    assert any("ckpt_path=b" in line for line in recipe.lost)
+
+
+def test_a_wrong_value_is_listed_and_not_written() -> None:
+    recipe = translate("verl", {"actor.ppo_epochs": "many", "rollout.top_p": 7})
+    assert "actor.ppo_epochs" not in recipe.settings
+    assert "rollout.top_p" not in recipe.settings
+    assert any(line.startswith("actor.ppo_epochs=many") for line in recipe.lost)
+    assert any(line.startswith("rollout.top_p=7") for line in recipe.lost)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "there is no such file"),
+        ("", "has no settings"),
+        ("a: [1", "not valid YAML"),
+        ("- 1\n- 2\n", "must have settings at the top"),
+        ("unheard_of: 1\n", "--trainer"),
+        ("num_generations: many\n", "num_generations=many: must be a number"),
+        (b"\xff\xfe\x00", "is not a text file"),
+    ],
+)
+def test_a_mistake_is_one_message(
+    content: str | bytes | None, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "theirs.yaml"
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert main([str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert problem in printed.err
+    assert str(path) in printed.err or "num_generations" in printed.err
+
+
+def test_a_trainer_is_recognised_by_names_of_its_own() -> None:
+    here = Path("x.yaml")
+    assert trainer_of(here, {"actor_rollout_ref.model.path": 1}) == "verl"
+    assert trainer_of(here, {"num_generations": 8}) == "trl"
+    assert trainer_of(here, {"algo.kl.init_coef": 0}) == "openrlhf"
