@@ -74,7 +74,9 @@ def row(name: str, servers: int, slots: int, faults: bool) -> list[float]:
     """Generate one batch and return its figures."""
     drawn = list(itertools.islice(lengths(name, seed=servers), servers * slots * ROUNDS))
     prompts = range(len(drawn) // GROUP)
-    by_seed = {request_seed(1, 1, uid) + i: drawn[uid * GROUP + i] for uid in prompts for i in range(GROUP)}
+    by_seed = {
+        request_seed(1, 1, Request(uid, [], sample=i)): drawn[uid * GROUP + i] for uid in prompts for i in range(GROUP)
+    }
     speed = ServerSpeed(slots=slots)
     slow = ServerSpeed(slots=slots, base_s=2 * speed.base_s, per_sample_s=2 * speed.per_sample_s)
     made = [

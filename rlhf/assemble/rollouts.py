@@ -76,6 +76,7 @@ def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel, *,
         config.run_dir / "rollout_model",
         eos_token_ids(model, policy.tokenizer),
         longest_sample(config.data),
+        policy.tokenizer,
     )
     if config.rollout.name == "vllm":
         from rlhf.rollout.vllm.engine_start import build_vllm_engine

@@ -11,16 +11,17 @@ from torch import Tensor
 from rlhf.config.buffer_sizes import PREFILL_TOKENS, grown_cache
 from rlhf.events import GENERATING, report
 from rlhf.models.packing import cache_argument
-from rlhf.rollout.engine import Request, siblings
+from rlhf.rollout.engine import Completion, Request, siblings
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sample import FinishReason, Sample
 from rlhf.rollout.sampling import fold, row_keys, sample
+from rlhf.rollout.stop_strings import StopStrings
 
 # Waiting samples are admitted when one row in this many is free. Admitting them one by one would cost more passes.
 REFILL_SHARE = 16
 
-# State of each row: index of its request, first column of its prompt in the cache, time of its first token, key of its
-# noise, newest token.
+# State of each row: index of its request, first column of its prompt in the cache, time of its response's first token
+# (negative if the response began before this call), key of its noise, newest token.
 SAMPLE, START, BIRTH, KEY, TOKEN = range(5)
 
 
@@ -31,14 +32,23 @@ class Decoding:
     with the device per token, or two with top-k.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, eos: Tensor, requests: Sequence[Request], max_rows: int) -> None:
-        self.model, self.tokenizer, self.requests = model, tokenizer, requests
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        eos: Tensor,
+        requests: Sequence[Request],
+        max_rows: int,
+        completion: Completion,
+    ) -> None:
+        self.model, self.requests = model, requests
         self.eos = eos.cpu().numpy()
         self.params = params = requests[0].params
         self.total = len(requests)
         self.max_rows = min(max_rows, self.total)
         groups = siblings(requests)
-        self.prompts = [requests[group[0]].token_ids for group in groups]
+        self.prompts = [requests[group[0]].context for group in groups]
+        """For each group, the tokens to prefill: the prompt and the response so far."""
         self.lengths = np.array([len(token_ids) for token_ids in self.prompts])
         self.ends = np.array([group.stop for group in groups])
         """For each prompt, the index after its last request."""
@@ -61,35 +71,41 @@ class Decoding:
         self.state = torch.zeros(5, self.max_rows, dtype=torch.int64, device=self.device)
         self.host = np.zeros((3, self.max_rows), dtype=np.int64)
         self.admitted = self.prefilled = self.prefilled_from = 0
+        self.tokens_left = max(request.tokens_left for request in requests)
+        self.starts = np.array([request.start for request in requests])
         self.tokens = np.zeros((self.total, params.max_tokens), dtype=np.int32)
         self.log_probs = torch.zeros(self.total, params.max_tokens, dtype=torch.float32, device=self.device)
         # [rows, vocab] bool: tokens in each row's prompt and response so far. None without a repetition penalty.
         self.seen: Tensor | None = None
-        self.counts = np.zeros(self.total, dtype=np.int64)
-        self.stopped = np.zeros(self.total, dtype=bool)
+        self.counts = self.starts.copy()
+        self.reasons: list[FinishReason] = ["partial"] * self.total
+        for row, request in enumerate(requests):
+            if request.response is not None:
+                self.tokens[row, : request.start] = request.response.token_ids
+        self.stop_strings = StopStrings(tokenizer, params.stop)
+        self.completion = completion
 
     def run(self, seed: int, step: int, version: int) -> list[Sample]:
         """Return the sample of each request. `version`, the version of the weights, is recorded in the samples."""
         uids, numbers = torch.tensor([(r.uid, r.sample) for r in self.requests], device=self.device).T
         self.keys = row_keys(seed, step, uids, numbers)
-        while self.cache.span.rows or self.admitted < self.total:
+        while (self.cache.span.rows or self.admitted < self.total) and not self.completion.reached:
             free = self.max_rows - self.cache.span.rows
             if self.admitted < self.total and free * REFILL_SHARE >= self.max_rows:
                 self._emit(self.cache.span.rows, self._admit(free))
             else:
                 self._emit(0, self._decode())
+        samples, _, birth = self.host[:, : self.cache.span.rows]  # not finished
+        self.counts[samples] = self.time - birth + 1
         longest = int(self.counts.max())
         log_probs = self.log_probs[:, :longest].cpu().numpy()
-        counts, stopped = self.counts.tolist(), self.stopped.tolist()
 
-        samples = []
-        for row, request in enumerate(self.requests):
-            # Copy: a view would keep the padding of all rows in memory.
-            ids = self.tokens[row, : counts[row]].copy()
-            own_log_probs = log_probs[row, : counts[row]].copy()
-            reason: FinishReason = "stop" if stopped[row] else "length"
-            samples.append(Sample.of(request.uid, request.sample, ids, own_log_probs, reason, version))
-        return samples
+        # `answered` copies: a view would keep the padding of all rows in memory.
+        new = [slice(start, end) for start, end in zip(self.starts.tolist(), self.counts.tolist(), strict=True)]
+        return [
+            request.answered(self.tokens[row, new[row]], log_probs[row, new[row]], self.reasons[row], version)
+            for row, request in enumerate(self.requests)
+        ]
 
     def _forward(self, cache: RowCache, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
         """Return the logits, [rows, vocab], after the last token of `ids`, [rows, length]."""
@@ -133,7 +149,7 @@ class Decoding:
         prompts = self.prompt_of[samples]
         lengths = self.lengths[prompts]
         rows = slice(span.rows, span.rows + len(samples))
-        self.host[:, rows] = samples, span.end - lengths, np.full_like(samples, self.time)
+        self.host[:, rows] = samples, span.end - lengths, self.time - self.starts[samples]
         self.state[:3, rows] = torch.as_tensor(self.host[:, rows], device=self.device)
         self.state[KEY, rows] = self.keys[self.admitted : last]
         source = torch.as_tensor(prompts - self.prefilled_from, device=self.device)
@@ -188,22 +204,15 @@ class Decoding:
         finished = np.flatnonzero(stopped | (counts == self.params.max_tokens))
         if len(finished):
             self.counts[samples[finished]] = counts[finished]
-            self.stopped[samples[finished]] = stopped[finished]
+            for row in finished:
+                self.reasons[samples[row]] = "stop" if stopped[row] else "length"
+                self.completion.answered(self.requests[samples[row]])
             self._remove(first + finished)
             report(GENERATING, self.admitted - self.cache.span.rows, self.total)
 
     def _stops(self, sample: int, count: int) -> bool:
-        """Return whether a stop string is in the text of a response of `count` tokens, special tokens included."""
-        # A token is at least one byte of text: a stop string that ends in the newest token has at most `window` tokens.
-        window = max(len(s.encode()) for s in self.params.stop) + 1
-        if not self._has_stop(self.tokens[sample, max(0, count - window) : count].tolist()):
-            return False
-        # A tail may decode differently from the whole (a cut character, a dropped space), so check the whole, too.
-        return count <= window or self._has_stop(self.tokens[sample, :count].tolist())
-
-    def _has_stop(self, token_ids: list[int]) -> bool:
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return any(s in text for s in self.params.stop)
+        """Return whether a stop string ends a response of `count` tokens."""
+        return self.stop_strings.end_in(self.tokens[sample, self.requests[sample].turn_start : count])
 
     def _remove(self, finished: np.ndarray) -> None:
         """Remove finished rows by moving the last rows over them."""
@@ -225,7 +234,7 @@ class Decoding:
         span = self.cache.span
         end = max(int(self.lengths.max()), span.end - span.start)
         shift = end - span.end
-        self.columns = grown_cache(end, self.params.max_tokens)
+        self.columns = grown_cache(end, self.tokens_left)
         rows = self.max_rows if self.admitted < self.total else span.rows
         self.cache.reserve(like, rows, self.columns, end)
         self.host[START] += shift

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rlhf.config.schema.rollout import RolloutConfig
 from rlhf.models.config_check import check_positions
 from rlhf.rollout.decoding import Decoding
-from rlhf.rollout.engine import Request, RolloutEngine, Weights, indices_by_params
+from rlhf.rollout.engine import Completion, PartialEngine, Request, Weights, indices_by_params
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.weight_digest import WeightCheck, digest, read_digests
@@ -29,7 +29,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
     return sorted(i for i in ids if i is not None)
 
 
-class EmbeddedEngine(RolloutEngine):
+class EmbeddedEngine(PartialEngine):
     """Samples from a Hugging Face causal LM with full or sliding-window attention.
 
     Args:
@@ -84,25 +84,37 @@ class EmbeddedEngine(RolloutEngine):
         self._check.check(read_digests(sent), [received], f"step {version}")
         self.version = version
 
-    @torch.inference_mode()
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
         """Return the sample of each request, in order.
 
         A sample depends only on the weights, `seed`, `step` and its request, not on other requests, their order or
-        `max_num_seqs` (up to rounding at exact ties).
+        `max_num_seqs` (up to rounding at exact ties). A continued response gets the tokens that it would have got
+        without the interruption.
 
         Raises:
-            ValueError: an empty prompt.
+            ValueError: an empty prompt, or a response so far without room for a token.
             UserError: prompt and response exceed the model's positions.
         """
+        return self._generate(requests, None, seed, step)
+
+    def generate_until(self, requests: Sequence[Request], groups: int, *, seed: int, step: int) -> list[Sample]:
+        """Return a sample for each request as soon as `groups` groups are complete, as `PartialEngine`. Decode the
+        requests in their order, at most `max_num_seqs` at once. Raises as `generate`."""
+        return self._generate(requests, groups, seed, step)
+
+    @torch.inference_mode()
+    def _generate(self, requests: Sequence[Request], groups: int | None, seed: int, step: int) -> list[Sample]:
         if not all(r.token_ids for r in requests):
             raise ValueError("a prompt has no tokens")
         samples: dict[int, Sample] = {}
-        for params, indices in indices_by_params(requests).items():
+        completion = Completion(requests, groups)
+        # The parameters of most requests last: only after the others (greedy baselines) are answered, groups complete.
+        by_params = sorted(indices_by_params(requests).items(), key=lambda item: len(item[1]))
+        for params, indices in by_params:
             group = [requests[i] for i in indices]
             check_lengths(self.model.config, max(len(r.token_ids) for r in group), params.max_tokens)
             eos = self.eos[:0] if params.ignore_eos else self.eos
-            decoding = Decoding(self.model, self.tokenizer, eos, group, self.max_num_seqs)
+            decoding = Decoding(self.model, self.tokenizer, eos, group, self.max_num_seqs, completion)
             samples |= zip(indices, decoding.run(seed, step, self.version), strict=True)
         return [samples[i] for i in range(len(requests))]
 

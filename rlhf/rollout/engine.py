@@ -1,11 +1,14 @@
 """Interface of the rollout engines: requests, sampling parameters, and the protocols that every engine follows."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
-from rlhf.rollout.sample import Sample
+import numpy as np
+
+from rlhf.rollout.sample import FinishReason, Sample
 
 if TYPE_CHECKING:
     import torch
@@ -33,25 +36,86 @@ class SamplingParams:
 class Request:
     """Requests response number `sample` to the prompt `uid` with the tokens `token_ids`.
 
-    Noise is keyed by `uid` and `sample`. Successive requests for successive samples of one prompt are siblings. An
-    engine may prefill the prompt of siblings once.
+    Noise is keyed by `uid`, `sample` and the position in the response. Successive requests for successive samples of
+    one prompt are siblings. An engine may prefill the prompt of siblings once.
+
+    With `response`, the response so far, an engine continues after the prompt and these tokens. The sample that it
+    returns begins with them, and `params.max_tokens` bounds the whole response. A stop string may begin in the response
+    so far, but not before the end of its last observation.
     """
 
     uid: int
     token_ids: list[int]
     params: SamplingParams = SamplingParams()
     sample: int = 0
+    response: Sample | None = None
 
-    def continued_by(self, other: "Request") -> bool:
-        """Return whether `other` is the request for the next sample of the same prompt."""
+    @property
+    def start(self) -> int:
+        """Position in the response of the first token to sample."""
+        return 0 if self.response is None else len(self.response)
+
+    @property
+    def context(self) -> list[int]:
+        """Tokens before the first token to sample: the prompt and the response so far."""
+        return self.token_ids if self.response is None else [*self.token_ids, *self.response.token_ids.tolist()]
+
+    @property
+    def tokens_left(self) -> int:
+        """Largest number of tokens that an engine may sample. Raise ValueError if the response so far is full."""
+        if (left := self.params.max_tokens - self.start) > 0:
+            return left
+        raise ValueError(
+            f"sample {self.sample} of prompt {self.uid} has {self.start} tokens already; max_tokens is "
+            f"{self.params.max_tokens}"
+        )
+
+    @property
+    def turn_start(self) -> int:
+        """Position in the response after the last observation. Stop strings begin there or later."""
+        return self.response.observations[-1][1] if self.response is not None and self.response.observations else 0
+
+    def answered(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        log_probs: Sequence[float] | np.ndarray,
+        finish_reason: FinishReason,
+        version: int,
+    ) -> Sample:
+        """Return the sample: the response so far and the new tokens, by the policy after `version` steps."""
+        so_far = Sample.of(self.uid, self.sample, [], [], "partial") if self.response is None else self.response
+        return so_far.extended(token_ids, log_probs, finish_reason, version)
+
+    def precedes_sibling(self, other: "Request") -> bool:
+        """Return whether `other` is the request for the next sample of the same prompt. Neither has a response yet."""
         same = (self.uid, self.sample + 1, self.params) == (other.uid, other.sample, other.params)
-        return same and self.token_ids == other.token_ids
+        return same and self.response is other.response is None and self.token_ids == other.token_ids
 
 
 def siblings(requests: Sequence[Request]) -> list[range]:
     """Return the indices of the requests, one range for each group of siblings."""
-    starts = [i for i in range(len(requests)) if i == 0 or not requests[i - 1].continued_by(requests[i])]
+    starts = [i for i in range(len(requests)) if i == 0 or not requests[i - 1].precedes_sibling(requests[i])]
     return [range(start, end) for start, end in pairwise([*starts, len(requests)])]
+
+
+class Completion:
+    """Counts the groups of a generation that are complete: all requests of their uid are answered.
+
+    `reached` becomes true once `groups` groups are complete; never with None.
+    """
+
+    def __init__(self, requests: Iterable[Request], groups: int | None) -> None:
+        self._left = Counter(request.uid for request in requests)
+        self._missing = groups
+
+    def answered(self, request: Request) -> None:
+        self._left[request.uid] -= 1
+        if not self._left[request.uid] and self._missing is not None:
+            self._missing -= 1
+
+    @property
+    def reached(self) -> bool:
+        return self._missing is not None and self._missing <= 0
 
 
 def indices_by_params(requests: Sequence[Request]) -> dict[SamplingParams, list[int]]:
@@ -98,6 +162,15 @@ class BackgroundEngine(RolloutEngine, Protocol):
     def finish(self, version: int) -> list[Sample]:
         """Wait for the generation of `begin`, and return the sample of each request. Requests that failed because an
         engine died are generated now, by the current policy, after `version` steps."""
+
+
+class PartialEngine(RolloutEngine, Protocol):
+    """An engine that can end a generation early. All calls are collective."""
+
+    def generate_until(self, requests: Sequence[Request], groups: int, *, seed: int, step: int) -> list[Sample]:
+        """Return a sample for each of this rank's requests as soon as `groups` groups are complete: all requests of
+        their uids are answered. The other samples have the finish reason `partial` and the tokens so far, perhaps none.
+        Which groups are complete follows from the requests and the tokens, never from the clock."""
 
 
 class AdapterEngine(RolloutEngine, Protocol):

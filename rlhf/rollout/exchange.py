@@ -18,6 +18,8 @@ from rlhf.rollout.sample_codec import from_arrays, to_arrays
 
 DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "uint8": torch.uint8}
 """Types that ranks can exchange, by name."""
+RESPONSE = "response."
+"""Prefix of the tensors with the responses so far of requests."""
 
 
 def gather_requests(
@@ -54,17 +56,23 @@ def scatter_samples(parts: Sequence[Sequence[Sample]], coordinator: Coordinator)
 def requests_to_tensors(requests: Sequence[Request]) -> dict[str, Tensor]:
     """Return `requests` as tensors, without loss.
 
-    `token_ids` (int32) are the concatenated prompts, one for each group of siblings. `rows` (int64, [groups, 5]) are
-    uid, number of the first sample, number of siblings, length of the prompt, and index of the parameters. `params`
-    (uint8) are the bytes of a JSON list of parameters.
+    `token_ids` (int32) are the concatenated prompts, one for each group of siblings. `rows` (int64, [groups, 6]) are
+    uid, number of the first sample, number of siblings, length of the prompt, index of the parameters, and 1 for a
+    request with a response so far. `params` (uint8) are the bytes of a JSON list of parameters. The other tensors are
+    the arrays of the responses so far (`sample_codec`).
     """
     numbers = {params: i for i, params in enumerate(dict.fromkeys(request.params for request in requests))}
     prompts = [(requests[group[0]], len(group)) for group in siblings(requests)]
-    rows = [(first.uid, first.sample, count, len(first.token_ids), numbers[first.params]) for first, count in prompts]
+    rows = [
+        (first.uid, first.sample, count, len(first.token_ids), numbers[first.params], first.response is not None)
+        for first, count in prompts
+    ]
+    responses = to_arrays([first.response for first, _ in prompts if first.response is not None])
     return {
         "token_ids": torch.tensor([token for first, _ in prompts for token in first.token_ids], dtype=torch.int32),
-        "rows": torch.tensor(rows, dtype=torch.int64).view(-1, 5),
+        "rows": torch.tensor(rows, dtype=torch.int64).view(-1, 6),
         "params": torch.tensor(list(json.dumps([asdict(params) for params in numbers]).encode()), dtype=torch.uint8),
+        **{f"{RESPONSE}{name}": torch.from_numpy(array) for name, array in responses.items()},
     }
 
 
@@ -73,9 +81,12 @@ def requests_from_tensors(tensors: dict[str, Tensor]) -> list[Request]:
     all_params = [SamplingParams(**entry | {"stop": tuple(entry["stop"])}) for entry in entries]
     token_ids = iter(tensors["token_ids"].tolist())
     requests = []
-    for uid, first, count, length, params in tensors["rows"].tolist():
-        prompt = list(islice(token_ids, length))
-        requests += [Request(uid, prompt, all_params[params], number) for number in range(first, first + count)]
+    arrays = {name.removeprefix(RESPONSE): tensors[name].numpy() for name in tensors if name.startswith(RESPONSE)}
+    responses = iter(from_arrays(arrays))
+    for uid, first, count, length, params, begun in tensors["rows"].tolist():
+        prompt, response = list(islice(token_ids, length)), next(responses) if begun else None
+        numbers = range(first, first + count)
+        requests += [Request(uid, prompt, all_params[params], number, response) for number in numbers]
     return requests
 
 

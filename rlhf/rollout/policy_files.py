@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlhf.storage.files import write_folder
 
@@ -16,6 +17,7 @@ class PolicyFiles:
     folder: Path  # the same path at each start, because vLLM's compile cache depends on the path
     eos: Sequence[int]  # tokens that end a response
     max_model_len: int  # limit of prompt plus response in tokens
+    tokenizer: Any = None  # decodes continued responses with stop strings
 
     def write(self) -> None:
         write_folder(self.folder, self.files)

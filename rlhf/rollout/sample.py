@@ -1,12 +1,12 @@
 """Defines a sample: one response with its tokens and log-probs, as NumPy arrays from the engine to the batch."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "partial"]
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -29,7 +29,8 @@ class Sample:
     """[T] float32: natural logarithms of probabilities under the distribution that each token was drawn from. Values at
     observations are never read."""
     finish_reason: FinishReason
-    """`stop` for EOS and stop strings, otherwise `length`."""
+    """`stop` for EOS and stop strings, `length` for a full response. `partial`: a later request
+    continues the response."""
     versions: Spans
     """Runs (version, end) in order. The policy after `version` steps drew the tokens from the previous run's end to
     `end`. The last run ends with the response."""
@@ -61,6 +62,27 @@ class Sample:
         """Return a sample from sequences of numbers, with all tokens by the policy after `version` steps."""
         arrays = np.asarray(token_ids, np.int32), np.asarray(log_probs, np.float32)
         return cls(uid, sample, *arrays, finish_reason, ((version, len(token_ids)),), as_spans(observations))
+
+    def extended(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        log_probs: Sequence[float] | np.ndarray,
+        finish_reason: FinishReason,
+        version: int,
+    ) -> "Sample":
+        """Return the sample with further tokens, which the policy drew after `version` steps."""
+        new = Sample.of(self.uid, self.sample, token_ids, log_probs, finish_reason, version)
+        total = len(self) + len(new)
+        runs = [run for run in self.versions if run[1]]
+        if runs and (runs[-1][0] == version or not len(new)):
+            version = runs.pop()[0]
+        return replace(
+            new,
+            token_ids=np.concatenate([self.token_ids, new.token_ids]),
+            log_probs=np.concatenate([self.log_probs, new.log_probs]),
+            versions=(*runs, (version, total)),
+            observations=self.observations,
+        )
 
     def __len__(self) -> int:
         return len(self.token_ids)

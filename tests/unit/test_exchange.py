@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf.config.schema.rollout import ServersConfig
 from rlhf.rollout import Request, Sample, SamplingParams
-from rlhf.rollout.exchange import gather_requests, scatter_samples
+from rlhf.rollout.exchange import gather_requests, requests_from_tensors, requests_to_tensors, scatter_samples
 from rlhf.rollout.servers.client import RequestSettings
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetLoop
@@ -88,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         rank, last = asked["token_ids"][:2]
-        number = asked["sampling_params"]["seed"] - request_seed(1, 6, 10 * rank + VOCAB - 1 - last)
+        number = asked["sampling_params"]["seed"] - request_seed(1, 6, Request(10 * rank + VOCAB - 1 - last, []))
         tokens, log_probs, reason = answer_of(asked["token_ids"], number)
         content = [{"token_id": t, "logprob": value} for t, value in zip(tokens, log_probs, strict=True)]
         span = {"version": self.server.label, "start": 0, "end": len(tokens)}
@@ -162,6 +162,15 @@ def exchange_in_group(rank: int, size: int) -> list[int]:
 )
 def test_requests_stay_in_their_tensor_parallel_group(size, uids):
     assert run_thread_ranks(4, exchange_in_group, size) == uids
+
+
+def test_requests_keep_their_responses_so_far():
+    plain = requests_of(3)
+    begun = [
+        replace(request, response=replace(observed(i), finish_reason="partial")) for i, request in enumerate(plain)
+    ]
+    mixed = [*plain, *begun]
+    assert requests_from_tensors(requests_to_tensors(mixed)) == mixed
 
 
 def hand_out(rank: int, parts: list[list[int]]) -> bool:

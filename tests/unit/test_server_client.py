@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -24,6 +25,7 @@ from rlhf.rollout.servers.client import (
 )
 from rlhf.rollout.servers.dispatch import ServerLoad
 from rlhf.rollout.servers.secret import Secret
+from rlhf.rollout.vllm.requests import request_seed
 
 SECRET = Secret("of-this-run-alone", "here")
 PARAMS, VOCAB = SamplingParams(max_tokens=4), 10
@@ -160,6 +162,24 @@ def test_what_is_asked():
     method, path, body = bodies[0]
     assert (method, path, body["token_ids"]) == ("POST", "/inference/v1/generate", [1, 2, 3])
     assert {"n": 1, "seed": 11, "max_tokens": 4, "stop_token_ids": [9]}.items() <= body["sampling_params"].items()
+
+
+def test_a_continued_response_is_asked_for_and_returned_whole():
+    so_far = Sample.of(REQUEST.uid, REQUEST.sample, [5], [-0.5], "partial", 2)
+    request, bodies = replace(REQUEST, response=so_far), []
+
+    async def handler(asked: web.Request) -> web.Response:
+        bodies.append(await asked.json())
+        return web.json_response(answer())
+
+    whole, new = (ask(handler, lambda client, r=r: client.generate(r, 11, "w1", 3)) for r in (request, REQUEST))
+    assert bodies[0]["token_ids"] == [*REQUEST.token_ids, 5]
+    assert bodies[0]["sampling_params"]["max_tokens"] == 3
+    assert whole.token_ids.tolist() == [5, *new.token_ids.tolist()]
+    assert whole.log_probs.tolist() == [-0.5, *new.log_probs.tolist()]
+    assert whole.versions == ((2, 1), (3, 1 + len(new)))
+    seeds = [request_seed(1, 2, r) for r in (REQUEST, request)]
+    assert len(set(seeds)) == 2
 
 
 def test_life_label_and_version():

@@ -13,6 +13,7 @@ from rlhf.rollout.engine import Request
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.servers.dispatch import ServerLoad
 from rlhf.rollout.servers.secret import Secret
+from rlhf.rollout.stop_strings import cut_at_seam
 from rlhf.rollout.vllm.requests import sampling_kwargs
 
 CONNECT_S = 10.0
@@ -46,6 +47,7 @@ class RequestSettings:
     eos: Sequence[int]
     structured_outputs: Mapping[str, Any]
     vocab_size: int
+    tokenizer: Any = None  # decodes continued responses with stop strings
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -117,12 +119,13 @@ class ServerClient:
         """
         settings = self._settings
         body = {
-            "token_ids": request.token_ids,
-            "sampling_params": sampling_kwargs(request.params, 1, seed, settings.eos, settings.structured_outputs),
+            "token_ids": request.context,
+            "sampling_params": sampling_kwargs(request, 1, seed, settings.eos, settings.structured_outputs),
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         answer = await self._call("POST", "/inference/v1/generate", timeout, body)
-        return sample_of(answer, request, settings.vocab_size, label, version)
+        sample = sample_of(answer, request, settings.vocab_size, label, version)
+        return cut_at_seam(sample, request, settings.tokenizer)
 
     async def _call(
         self,
@@ -177,7 +180,7 @@ def sample_of(content: bytes, request: Request, vocab_size: int, label: str, ver
 
 
 def _sample(choice: dict[str, Any], request: Request, vocab_size: int, version: int) -> tuple[Sample, set[str]]:
-    max_tokens = request.params.max_tokens
+    max_tokens = request.tokens_left
     token_ids, reason = choice.get("token_ids"), choice.get("finish_reason")
     if not isinstance(token_ids, list) or not all(_is_int(token) and 0 <= token < vocab_size for token in token_ids):
         raise ServerFailure(f"token_ids are not numbers from 0 to {vocab_size - 1}")
@@ -195,7 +198,7 @@ def _sample(choice: dict[str, Any], request: Request, vocab_size: int, version: 
         if not isinstance(value, (int, float)) or not math.isfinite(value) or not LOWEST_LOG_PROB < value < ROUNDING:
             raise ServerFailure(f"no finite log-prob of token {token}: {_short(str(entry))}")
         log_probs.append(value)
-    sample = Sample.of(request.uid, request.sample, token_ids, log_probs, reason, version)
+    sample = request.answered(token_ids, log_probs, reason, version)
     return sample, _labels(choice.get("weight_versions"), len(token_ids))
 
 

@@ -324,7 +324,7 @@ class FleetLoop:
         request, task = generation.requests[index], asyncio.current_task()
         assert task is not None
         try:
-            seed = request_seed(generation.seed, generation.step, request.uid) + request.sample
+            seed = request_seed(generation.seed, generation.step, request)
             sample = await member.client.generate(request, seed, self._label, self._version)
         except ServerFailure as failure:
             if task in member.tasks:

@@ -194,7 +194,9 @@ def build_server_engine(
                     )
             weight_push = WeightPush(config, device, secret)
             resources.callback(weight_push.close)
-            request_settings = RequestSettings(policy.eos, config.structured_outputs, policy.vocab_size)
+            request_settings = RequestSettings(
+                policy.eos, config.structured_outputs, policy.vocab_size, policy.tokenizer
+            )
             fleet = Fleet(FleetLoop(config.servers, processes, request_settings, secret, capacity=config.max_num_seqs))
             resources.callback(fleet.close)
             log.info("Waiting for the first of %d rollout servers.", len(processes) or len(config.servers.urls))

@@ -18,6 +18,7 @@ from rlhf.rollout.engine import Request, RolloutEngine, Weights, indices_by_para
 from rlhf.rollout.exchange import gather_requests
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.sample import Sample
+from rlhf.rollout.stop_strings import cut_at_seam
 from rlhf.rollout.vllm.hidden_tensors import HiddenTensors
 from rlhf.rollout.vllm.model_digests import (
     check_unsent,
@@ -235,8 +236,7 @@ class VllmEngine(RolloutEngine):
 
         def params_of(group: Sequence[Request]) -> Any:
             first, eos, structure = group[0], self._policy.eos, self._config.structured_outputs
-            own_seed = request_seed(seed, step, first.uid) + first.sample
-            kwargs = sampling_kwargs(first.params, copies_of(group), own_seed, eos, structure)
+            kwargs = sampling_kwargs(first, copies_of(group), request_seed(seed, step, first), eos, structure)
             if structure := kwargs.pop("structured_outputs", None):
                 kwargs["structured_outputs"] = StructuredOutputsParams(**structure)
             return VllmSamplingParams(**kwargs, flat_logprobs=True)
@@ -247,7 +247,7 @@ class VllmEngine(RolloutEngine):
         # All ranks of a group have the same samples; one rank reports progress.
         reports = self._coordinator.rank == self._group[0]
         outputs = self._llm.generate(
-            [{"prompt_token_ids": group[0].token_ids} for group in groups],
+            [{"prompt_token_ids": group[0].context} for group in groups],
             [params_of(group) for group in groups],
             use_tqdm=_Reporting if reports else False,
             lora_request=self._lora_request(),
@@ -268,7 +268,8 @@ class VllmEngine(RolloutEngine):
         # One entry per position: the sampled token's.
         if flat.token_ids != list(completion.token_ids):
             raise RuntimeError(f"vLLM has no log-prob for each token of a sample of request {request.uid}")
-        return Sample.of(request.uid, request.sample, flat.token_ids, flat.logprobs, reason, self.version)
+        sample = request.answered(flat.token_ids, flat.logprobs, reason, self.version)
+        return cut_at_seam(sample, request, self._policy.tokenizer)
 
 
 class _Reporting(tqdm):

@@ -6,12 +6,18 @@ from typing import Any
 
 import xxhash
 
-from rlhf.rollout.engine import Request, SamplingParams
+from rlhf.rollout.engine import Request
 
 
-def request_seed(seed: int, step: int, uid: int) -> int:
-    """Return the 62-bit seed of sample 0 of a prompt; sample i has this seed plus i, as in vLLM."""
-    return xxhash.xxh3_64_intdigest(struct.pack("<qqq", seed, step, uid)) >> 2
+def request_seed(seed: int, step: int, request: Request) -> int:
+    """Return the request's seed: 62 random bits plus the number of the sample, as vLLM seeds the samples of a prompt.
+
+    A continued response has other bits, because vLLM restarts its generator with each request.
+    """
+    facts = struct.pack("<qqq", seed, step, request.uid)
+    if request.start:
+        facts += struct.pack("<q", request.start)
+    return (xxhash.xxh3_64_intdigest(facts) >> 2) + request.sample
 
 
 def copies_of(requests: Sequence[Request]) -> int:
@@ -20,15 +26,16 @@ def copies_of(requests: Sequence[Request]) -> int:
 
 
 def sampling_kwargs(
-    params: SamplingParams, n: int, request_seed: int, eos: Sequence[int], structured_outputs: Mapping[str, Any]
+    request: Request, n: int, request_seed: int, eos: Sequence[int], structured_outputs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return JSON-able arguments of `vllm.SamplingParams`.
+    """Return JSON-able arguments of `vllm.SamplingParams`. vLLM gets the response so far as a part of the prompt.
 
     Args:
         n: samples of one prompt; the seed increases by 1 per sample.
         eos: tokens that end a response; the response includes the token.
         structured_outputs: arguments of vLLM's StructuredOutputsParams; empty for none.
     """
+    params = request.params
     kwargs: dict[str, Any] = {
         "n": n,
         "temperature": params.temperature,
@@ -36,7 +43,7 @@ def sampling_kwargs(
         "top_k": params.top_k,
         "min_p": params.min_p,
         "repetition_penalty": params.repetition_penalty,
-        "max_tokens": params.max_tokens,
+        "max_tokens": request.tokens_left,
         "seed": request_seed,
         "logprobs": 0,  # of the sampled token only
         "ignore_eos": params.ignore_eos,

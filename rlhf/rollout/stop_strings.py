@@ -1,0 +1,44 @@
+"""Finds stop strings in the text of sampled tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf.rollout.engine import Request
+from rlhf.rollout.sample import Sample
+
+
+class StopStrings:
+    """Finds the strings `stop` in responses, in the text of all tokens, special ones included."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        # A token is at least one byte of text: a stop string that ends in the newest token has at most so many tokens.
+        self.window = max((len(s.encode()) for s in stop), default=0) + 1
+
+    def end_in(self, token_ids: np.ndarray) -> bool:
+        """Return whether a stop string is in the text of `token_ids`, whose tokens but the last contain none."""
+        if not self._found_in(token_ids[-self.window :]):
+            return False
+        # A tail may decode differently from the whole (a cut character, a dropped space), so check the whole, too.
+        return len(token_ids) <= self.window or self._found_in(token_ids)
+
+    def _found_in(self, token_ids: np.ndarray) -> bool:
+        text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(s in text for s in self._stop)
+
+
+def cut_at_seam(sample: Sample, request: Request, tokenizer: Any) -> Sample:
+    """Return the sample up to a stop string that begins in the response so far, and ends in the new tokens.
+
+    vLLM looks for stop strings in the new tokens only.
+    """
+    if not request.start or not request.params.stop:
+        return sample
+    stop_strings = StopStrings(tokenizer, request.params.stop)
+    for end in range(request.start + 1, min(len(sample), request.start + stop_strings.window) + 1):
+        if stop_strings.end_in(sample.token_ids[request.turn_start : end]):
+            new = slice(request.start, end)
+            return request.answered(sample.token_ids[new], sample.log_probs[new], "stop", sample.versions[-1][0])
+    return sample
