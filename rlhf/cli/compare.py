@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.cli.command_parser import CommandParser
+from rlhf.config.compare import MODEL_NAMES, OF_EVALUATIONS
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.overrides import hydra_value
 from rlhf.config.stored import stored_sections
@@ -19,7 +20,9 @@ from rlhf.tracking.run_table import RunResult, run_table, write_plot
 
 MOST_SETTINGS = 4
 """Most settings in a row of the table."""
-COMPARED = [key for key, each in SETTINGS.items() if each.metadata["resume"] == "trajectory" or key == "model.path"]
+OTHERS = (*MODEL_NAMES, "model.lora.path", *OF_EVALUATIONS)
+"""Prefixes of settings that results depend on, though a resume may change them, or compares the files they name."""
+COMPARED = [key for key, each in SETTINGS.items() if each.metadata["resume"] == "trajectory" or key.startswith(OTHERS)]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -28,6 +28,10 @@ TENSOR_SETTINGS = frozenset(
 """Settings that decide which tensors a run has. A checkpoint with other values lacks tensors that the run needs."""
 # The length of a run affects its numbers only through a decaying learning rate.
 RUN_LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
+MODEL_NAMES = ("model.path", "model.revision", "critic.path", "reward_model.path", "reward_model.revision")
+"""Settings that a resume compares by the files that they name."""
+OF_EVALUATIONS = ("data.val_files", "data.val_max_samples", "rollout.val_kwargs.")
+"""Prefixes of settings that a training run does not depend on, but its evaluations do."""
 NEW_RUN = (
     "give the new run a directory of its own with trainer.experiment_name=NAME (or trainer.default_local_dir=FOLDER), "
     "or start over in this one with trainer.overwrite=true"

@@ -2,17 +2,19 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlhf.assemble.trajectory_hash import user_files
 from rlhf.config import Config
-from rlhf.config.compare import as_lines, compare_text
+from rlhf.config.compare import OF_EVALUATIONS, as_lines, compare_text
+from rlhf.config.derived import needs_reward_model
 from rlhf.config.resolved import to_yaml
 from rlhf.config.user_functions import CUSTOM_CLS, hash_of_files
 from rlhf.data.records import resolve
 from rlhf.errors import UserError
 from rlhf.evaluate.target_settings import PlannedEvaluation
-from rlhf.models.fingerprint import fingerprint_file
+from rlhf.models.fingerprint import fingerprint, fingerprint_file
 from rlhf.printable import text_table
 from rlhf.storage.files import replace_durably
 from rlhf.storage.layout import HISTORY
@@ -20,15 +22,22 @@ from rlhf.tracking.history import History
 from rlhf.tracking.source_results import source_results
 
 RESULT = "evaluation.json"
-AFFECTING = ("trainer.seed", "model.", "data.", "rollout.", "reward.", "reward_model.")
+AFFECTING = (
+    "trainer.seed",
+    "trainer.tf32",
+    "backend.autocast",
+    "model.",
+    "data.",
+    "rollout.",
+    "reward.",
+    "reward_model.",
+)
 HARMLESS = ("data.train_", "data.shuffle", "data.gen_batch_size", "model.path", "model.enable_gradient_checkpointing")
 """Prefixes of the settings on which results depend, and of exceptions. The target's fingerprint covers the model."""
-OF_EVALUATIONS = ("data.val_files", "data.val_max_samples", "rollout.val_kwargs.")
-"""Prefixes of settings that a training run does not depend on, but an evaluation does."""
 
 
 def files_of(planned: PlannedEvaluation) -> dict[str, str]:
-    """Return the hashes of the local files on which the result depends."""
+    """Return the hashes of the local files on which the result depends, and the names of Hub models."""
     config, target = planned.config, planned.target
     hashes = {"target": target.fingerprint}
     hashes |= user_files(config.reward, config.algorithm, config.actor, config.model)
@@ -37,7 +46,19 @@ def files_of(planned: PlannedEvaluation) -> dict[str, str]:
         hashes |= {f"data.val_files {source.spec}": fingerprint_file(source.path) for source in found if source.path}
     if (spec := config.data.custom_cls.spec) is not None:
         hashes[CUSTOM_CLS] = hash_of_files([spec])
+    if target.folder is None:
+        hashes["model.revision"] = str(config.model.revision)
+    if target.checkpoint is None and config.model.lora.enabled and (adapter := config.model.lora.path) is not None:
+        hashes["model.lora.path"] = _hash_of_model(adapter)
+    if needs_reward_model(config.reward) and (judge := config.reward_model.path) is not None:
+        hashes["reward_model.path"] = _hash_of_model(judge, config.reward_model.revision)
     return hashes
+
+
+def _hash_of_model(name: str, revision: str | None = None) -> str:
+    """Return the fingerprint of a folder, or the name and revision of a Hub model."""
+    folder = Path(name).expanduser()
+    return fingerprint(folder) if folder.is_dir() else f"{name}@{revision}"
 
 
 def stored_result(planned: PlannedEvaluation) -> dict[str, Any] | None:

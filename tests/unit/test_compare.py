@@ -119,3 +119,26 @@ def test_a_folder_of_runs_and_a_missing_folder_have_messages_of_their_own(runs, 
     says(capsys.readouterr().err, "not a run directory", f"{tmp_path}/*/")
     assert main([str(tmp_path / "missing")]) == EXIT_USER_ERROR
     says(capsys.readouterr().err, str(tmp_path / "missing"), "no such folder")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "data.val_files=other.jsonl",
+        "rollout.val_kwargs.temperature=0.5",
+        "reward_model.path=other",
+        "critic.path=other",
+    ],
+)
+def test_settings_that_results_depend_on_though_a_resume_may_change_them(runs, capsys, setting):
+    key, _, value = setting.partition("=")
+    path = runs[1] / "resolved.yaml"
+    section, *_, name = key.split(".")
+    lines = path.read_text().splitlines()
+    start = lines.index("  val_kwargs:" if "val_kwargs" in key else f"{section}:")
+    at = next(i for i in range(start, len(lines)) if lines[i].strip().startswith(f"{name}:"))
+    lines[at] = f"{lines[at].partition(':')[0]}: {value}"
+    path.write_text("\n".join(lines))
+    assert main([*map(str, runs), "--json"]) == EXIT_DONE
+    _, second = json.loads(capsys.readouterr().out)["runs"]
+    assert str(second["settings"][key]) == value

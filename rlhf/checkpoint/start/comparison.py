@@ -12,7 +12,7 @@ from rlhf.checkpoint.load.locations import locate_files, published
 from rlhf.checkpoint.load.stored_config import BASE, changes_since, check_base
 from rlhf.checkpoint.start.run_dir import at_end, driver_state_of, planned_steps, resume_source
 from rlhf.checkpoint.state.run_file import read_run_file
-from rlhf.config.compare import NEW_RUN, RUN_LENGTH, ResolvedConfig, as_lines, reject_changes
+from rlhf.config.compare import MODEL_NAMES, NEW_RUN, RUN_LENGTH, ResolvedConfig, as_lines, reject_changes
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.models.fingerprint import fingerprint
@@ -22,8 +22,6 @@ from rlhf.storage.layout import CONFIG
 
 EXPORT_SETTINGS = ("checkpoint.contents", "checkpoint.hf_dtype", "checkpoint.hf_adapter")
 """Settings that still affect a finished run if they request an export."""
-MODEL_NAMES = ("model.path", "model.revision", "critic.path", "reward_model.path", "reward_model.revision")
-"""Settings that a resume compares by the files that they name."""
 
 
 def check_same_run(

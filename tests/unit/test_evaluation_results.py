@@ -1,0 +1,79 @@
+"""A stored evaluation is shown again only for the same question: other adapters, judges or precisions are an error."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.library import Library
+from rlhf.evaluate.results import files_of, store_result, stored_result
+from rlhf.evaluate.target_settings import PlannedEvaluation, plan
+from rlhf.evaluate.targets import find_target
+from rlhf.tracking import History
+from tests.support.launching import TINY_POLICY
+from tests.support.refusals import says, user_error
+
+ADAPTED = ("reward=exact_match", "model.lora.enabled=true", "model.lora.path=other")
+JUDGED = ("reward.functions=[reward_model]", "reward_model.path=other")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch) -> Path:
+    """The working directory, with held-out prompts and the folder of an adapter or a reward model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "val.jsonl").write_text(json.dumps({"prompt": "1 + 1", "answer": "2"}))
+    (tmp_path / "other").mkdir()
+    shutil.copy(TINY_POLICY / "config.json", tmp_path / "other")
+    (tmp_path / "other" / "weights.safetensors").write_text("first")
+    return tmp_path
+
+
+def planned(*settings: str, target: str = str(TINY_POLICY)) -> PlannedEvaluation:
+    found = plan([find_target(target)], ["data.val_files=val.jsonl", *settings], Library.find(None))
+    return found[0]
+
+
+def evaluated(*settings: str, target: str = str(TINY_POLICY)) -> None:
+    """Store a result as an evaluation does at its end."""
+    each = planned(*settings, target=target)
+    each.config.run_dir.mkdir(parents=True)
+    History(each.config.run_dir / "metrics.jsonl").append({"step": 0, "val/accuracy": 0.5, "val/reward": 0.5})
+    store_result(each, files_of(each))
+    assert stored_result(planned(*settings, target=target)) is not None
+
+
+@pytest.mark.parametrize(("settings", "name"), [(ADAPTED, "model.lora.path"), (JUDGED, "reward_model.path")])
+def test_other_files_in_a_folder_that_the_settings_name(folder, settings, name):
+    evaluated(*settings)
+    (folder / "other" / "weights.safetensors").write_text("second")
+    says(user_error(stored_result, planned(*settings)), name, "other content", "trainer.overwrite=true")
+
+
+@pytest.mark.parametrize("settings", [ADAPTED, JUDGED])
+def test_another_folder(folder, settings):
+    evaluated(*settings)
+    (folder / "other").rename(folder / "moved")
+    elsewhere = [setting.replace("=other", "=moved") for setting in settings]
+    assert stored_result(planned(*elsewhere)) is not None, "the same files"
+    (folder / "moved" / "weights.safetensors").write_text("second")
+    assert user_error(stored_result, planned(*elsewhere))
+
+
+def test_another_judge_of_the_hub():
+    evaluated("reward.functions=[reward_model]", "reward_model.path=org/judge")
+    for settings in (["reward_model.path=org/other"], ["reward_model.path=org/judge", "reward_model.revision=v2"]):
+        error = user_error(stored_result, planned("reward.functions=[reward_model]", *settings))
+        says(error, "reward_model.path")
+
+
+def test_another_revision_of_a_model_of_the_hub():
+    evaluated("reward=exact_match", target="org/model")
+    error = user_error(stored_result, planned("reward=exact_match", "model.revision=v2", target="org/model"))
+    says(error, "model.revision", "trainer.experiment_name")
+
+
+def test_another_precision():
+    evaluated("reward=exact_match", "backend.autocast=none")
+    error = user_error(stored_result, planned("reward=exact_match", "backend.autocast=bfloat16"))
+    says(error, "backend.autocast", "none", "bfloat16")
