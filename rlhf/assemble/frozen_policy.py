@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlhf.assemble.inputs import read_held_out_prompts
 from rlhf.assemble.learners import init_adapters, load_adapters
 from rlhf.assemble.model_sources import ModelSources, ResolvedModel, resolve_models
 from rlhf.assemble.rollouts import Setup, build_engine, build_evaluator, build_reward
@@ -23,7 +24,6 @@ from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config import Config
 from rlhf.config.derived import base_dtype, needs_reward_model, sends_adapters
 from rlhf.config.secrets import masked
-from rlhf.data import build_val_set
 from rlhf.errors import UserError
 from rlhf.events import announce, follow, report, subscribe
 from rlhf.experience.evaluation import Evaluator
@@ -80,9 +80,10 @@ def build_evaluation(
         run, data = read_run_file(config.run_dir), config.data
         tokenizer = models.policy.tokenizer
         day = date.fromisoformat(run[STARTED_ON])
-        val_set = build_val_set(data, config.reward, config.trainer.seed, tokenizer, day)
+        seed = config.trainer.seed
+        val_set = read_held_out_prompts(data, config.reward, seed, tokenizer, day, coordinator)
         report("loading the weights")
-        reward = build_reward(setup, models)
+        reward = build_reward(setup, models, day)
         loaded = models.policy.load(loading.load_model, coordinator, device)
         engine = build_engine(setup, models.policy, loaded.model, trains=False)
         policy = _policy(setup, loaded)

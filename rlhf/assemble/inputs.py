@@ -23,6 +23,8 @@ class RunInputs:
     val_set: PromptSet | None
     stream: PromptStream
     driver: DriverState
+    day: date
+    """The day that chat templates print."""
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -42,22 +44,41 @@ def read_prompts(
     """Return the training prompts and the held-out prompts, if any, with `day` as chat templates' date. Collective.
 
     Raises:
-        UserError: the ranks read different training prompts, or have different tokens.
+        UserError: the ranks read different prompts, or have different tokens.
     """
     train_set = build_train_set(data, reward, seed, tokenizer, day)
-    val_set = build_val_set(data, reward, seed, tokenizer, day)
-    if len(set(coordinator.all_gather(train_set.fingerprint))) > 1:
-        raise UserError(
-            f"The ranks read different training prompts from {data.train_files or data.reasoning_gym}: give every node "
-            "the same files, and set PYTHONHASHSEED=0 for all ranks (some reasoning-gym tasks depend on it; the "
-            "supervisor of python -m rlhf.train sets it). The code of data.custom_cls must make the same rows on all "
-            "ranks."
-        )
-    if len(set(coordinator.all_gather(train_set.tokens_fingerprint))) > 1:
-        raise UserError(
-            "The ranks tokenize the same training prompts differently: give every node the same tokenizer, chat "
-            "template (model.path, model.chat_template) and release of transformers."
-        )
+    _check_same(train_set, f"training prompts from {data.train_files or data.reasoning_gym}", coordinator)
+    val_set = read_held_out_prompts(data, reward, seed, tokenizer, day, coordinator)
     if data.train_files is not None and coordinator.rank == 0:
         warn_of_repeats(train_set, val_set)
     return train_set, val_set
+
+
+def read_held_out_prompts(
+    data: DataConfig,
+    reward: RewardConfig,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    day: date,
+    coordinator: Coordinator,
+) -> PromptSet | None:
+    """Return the held-out prompts, if any; arguments and errors as `read_prompts`. Collective."""
+    val_set = build_val_set(data, reward, seed, tokenizer, day)
+    if val_set is not None:
+        # Each rank evaluates every n-th prompt: with other prompts, or another order, the metrics would be wrong.
+        _check_same(val_set, f"held-out prompts from {data.val_files or data.reasoning_gym}", coordinator)
+    return val_set
+
+
+def _check_same(prompts: PromptSet, what: str, coordinator: Coordinator) -> None:
+    if len(set(coordinator.all_gather(prompts.fingerprint))) > 1:
+        raise UserError(
+            f"The ranks read different {what}: give every node the same files, and set PYTHONHASHSEED=0 for all ranks "
+            "(some reasoning-gym tasks depend on it; the supervisor of python -m rlhf.train sets it). The code of "
+            "data.custom_cls must make the same rows on all ranks."
+        )
+    if len(set(coordinator.all_gather(prompts.tokens_fingerprint))) > 1:
+        raise UserError(
+            f"The ranks tokenize the same {what} differently: give every node the same tokenizer, chat template "
+            "(model.path, model.chat_template) and release of transformers."
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any
 
 import torch
@@ -47,8 +48,9 @@ class Setup:
     coordinator: Coordinator
 
 
-def build_reward(setup: Setup, models: ModelSources) -> Reward:
-    """Build the reward functions, and shard a reward model over the ranks. Collective."""
+def build_reward(setup: Setup, models: ModelSources, day: date) -> Reward:
+    """Build the reward functions, and shard a reward model over the ranks. Its chat template prints `day`.
+    Collective."""
     config, device, found = setup.config, setup.device, models.reward_model
     if found is None:
         return reward_of(config.reward)
@@ -57,7 +59,7 @@ def build_reward(setup: Setup, models: ModelSources) -> Reward:
     with model.on_device():
         choose_packing(model.module, config.reward_model.use_remove_padding, "reward_model.use_remove_padding")
     module: Any = model.module
-    scorer = RewardModel(module, found.tokenizer, config.reward_model, device, model.on_device)
+    scorer = RewardModel(module, found.tokenizer, config.reward_model, device, day, model.on_device)
     return reward_of(config.reward, scorer)
 
 

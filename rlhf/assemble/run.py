@@ -115,7 +115,14 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
     run = read_run_file(config.run_dir)
     day = date.fromisoformat(run[STARTED_ON])
     train_set, val_set = read_prompts(data, config.reward, trainer.seed, policy.tokenizer, day, coordinator)
-    stream = PromptStream(train_set, trainer.seed, data.shuffle, allow_change=trainer.allow_config_change)
+    stream = PromptStream(
+        train_set,
+        trainer.seed,
+        data.shuffle,
+        allow_change=trainer.allow_config_change,
+        held_out=val_set,
+        quiet=not coordinator.is_leader,
+    )
     steps_per_epoch = len(train_set) / data.train_batch_size
     driver = DriverState(
         run["run_id"],
@@ -124,7 +131,7 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
         trainer.total_epochs if trainer.total_training_steps is None else None,
         started_on=day.isoformat(),
     )
-    return RunInputs(models, train_set, val_set, stream, driver)
+    return RunInputs(models, train_set, val_set, stream, driver, day)
 
 
 def _follow_events(driver: DriverState, status: StatusWriter, phases: Phases) -> None:
@@ -141,7 +148,7 @@ def _build(setup: Setup, inputs: RunInputs, shown: ProgressDisplay, preemption: 
     config, coordinator, device = setup.config, setup.coordinator, setup.device
     models, driver = inputs.models, inputs.driver
     report("loading the weights")
-    reward = build_reward(setup, models)
+    reward = build_reward(setup, models, inputs.day)
     loaded = models.policy.load(loading.load_model, coordinator, device)
     engine = build_engine(setup, models.policy, loaded.model)
     learners = _learners(setup, models, loaded, driver.total_steps)

@@ -15,11 +15,23 @@ log = logging.getLogger(__name__)
 class PromptStream:
     """Draws from `prompts` without end. The order of an epoch depends only on (seed, epoch).
 
-    With `allow_change`, a saved state may continue with other prompts than the checkpoint's.
+    With `allow_change`, a saved state may continue with other prompts than the checkpoint's. If the `held_out` prompts
+    differ from the checkpoint's, the stream logs a warning, unless it is `quiet`: only metrics depend on them.
     """
 
-    def __init__(self, prompts: PromptSet, seed: int, shuffle: bool, *, allow_change: bool = False):
+    def __init__(
+        self,
+        prompts: PromptSet,
+        seed: int,
+        shuffle: bool,
+        *,
+        allow_change: bool = False,
+        held_out: PromptSet | None = None,
+        quiet: bool = False,
+    ):
         self._prompts, self._seed, self._shuffle, self._allow_change = prompts, seed, shuffle, allow_change
+        self._held_out = None if held_out is None else f"{held_out.fingerprint} {held_out.tokens_fingerprint}"
+        self._quiet = quiet
         self._consumed = 0
         self._order_epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
@@ -53,7 +65,7 @@ class PromptStream:
             "consumed": self._consumed,
             "fingerprint": prompts.fingerprint,
             "tokens_fingerprint": prompts.tokens_fingerprint,
-        }
+        } | ({} if self._held_out is None else {"held_out": self._held_out})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`. Raise UserError if the prompts differ from the state's, unless `allow_change`."""
@@ -74,6 +86,13 @@ class PromptStream:
                 "Restore it",
             )
         self._consumed = state["consumed"]
+        held_out = state.get("held_out")
+        if not self._quiet and None not in (held_out, self._held_out) and held_out != self._held_out:
+            log.warning(
+                "The held-out prompts (data.val_files, data.custom_cls or data.reasoning_gym) or their tokens differ "
+                "from the checkpoint's: val metrics before and after this resume measure different prompts, and "
+                "checkpoint.keep_best compares them. Restore the data if this was not intended."
+            )
 
     def _reject(self, message: str, remedy: str) -> None:
         if not self._allow_change:

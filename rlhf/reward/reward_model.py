@@ -3,12 +3,15 @@
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import date
+from typing import Any
 
 import jinja2
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config import RewardModelConfig
+from rlhf.data.template_date import uses_date, with_date
 from rlhf.errors import UserError
 from rlhf.models.packing import head_of, is_packed, lay_out
 from rlhf.ranks.collectives import all_max
@@ -24,6 +27,7 @@ class RewardModel(Scorer):
         module: from `load_reward_model`, on `device`.
         tokenizer: the reward model's own. It renders the chat by its template; without one, the texts are joined.
         config: the last `max_length` tokens of a chat are read, or fewer if the model or its tokenizer allow fewer.
+        day: printed by a chat template that prints the date. A resume on a later day must give the same scores.
         on_device: the engine's context in which `module` can be called.
     """
 
@@ -33,6 +37,7 @@ class RewardModel(Scorer):
         tokenizer: PreTrainedTokenizerBase,
         config: RewardModelConfig,
         device: torch.device,
+        day: date,
         on_device: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._module, self._tokenizer, self._config, self._device = module, tokenizer, config, device
@@ -43,6 +48,12 @@ class RewardModel(Scorer):
         pad = self._hf_config.pad_token_id
         self._pad = pad if pad is not None and 0 <= pad < self._hf_config.vocab_size else None
         tokenizer.truncation_side = "left"
+        self._template: str | None = None
+        # With several templates, transformers chooses the default one.
+        template: Any = tokenizer.chat_template
+        template = template.get("default") if isinstance(template, dict) else template
+        if template is not None and uses_date(template):
+            self._template = with_date(template, day, {})
 
     @torch.no_grad()
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
@@ -90,7 +101,7 @@ class RewardModel(Scorer):
     def _render(self, item: RewardItem) -> str:
         chat = [*item.messages, {"role": "assistant", "content": item.response}]
         try:
-            text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+            text = self._tokenizer.apply_chat_template(chat, chat_template=self._template, tokenize=False)
         except jinja2.TemplateError as error:
             roles = ", ".join(message["role"] for message in chat)
             raise UserError(

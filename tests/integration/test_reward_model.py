@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from tests.support.numeric_ranks import run_ranks, single_rank
 from tests.support.plain_collect import UNFILTERED
 from tests.support.tiny_models import classifier, tiny_tokenizer
 
-CPU = torch.device("cpu")
+CPU, DAY = torch.device("cpu"), date(2026, 3, 14)
 
 
 def item(question: str, answer: str, system: str | None = None) -> RewardItem:
@@ -61,13 +62,15 @@ def _in_float64() -> Iterator[None]:
         yield
 
 
-def build(folder: Path, *, sharded: bool = False, packed: bool | None = False, **settings: int) -> RewardModel:
+def build(
+    folder: Path, *, sharded: bool = False, packed: bool | None = False, day: date = DAY, **settings: int
+) -> RewardModel:
     source = ModelSource("reward_model.path", str(folder))
     module = load_reward_model(ModelStart(source, folder, load_model_config(source, folder))).double()
     module = shard(module, BackendConfig(), CPU) if sharded else module
     choose_packing(module, packed, "reward_model.use_remove_padding")
     config = RewardModelConfig(path=str(folder), **settings)
-    return RewardModel(module, load_tokenizer(source, folder), config, CPU)
+    return RewardModel(module, load_tokenizer(source, folder), config, CPU, day)
 
 
 def scores(model: RewardModel, items: list[RewardItem]) -> list[float]:
@@ -109,6 +112,24 @@ def test_scores_are_the_plain_model_s(tmp_path, architecture, pad, budget, packe
         assert close(scores(model, ITEMS), plain(tmp_path, ITEMS))
         assert close(scores(model, ITEMS[::-1]), plain(tmp_path, ITEMS[::-1]))
         assert model.score([]) == []
+
+
+def test_a_template_prints_the_day_of_the_start(tmp_path):
+    """A resume on a later day gives the same scores."""
+    classifier("llama", tmp_path)
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    seen: list[str] = []
+    with single_rank():
+        for day in (DAY, DAY, date(2026, 3, 15)):
+            model = build(tmp_path, day=day)
+            model._module.register_forward_pre_hook(
+                lambda _, __, given: seen.append(tokenizer.decode(given["input_ids"][0])), with_kwargs=True
+            )
+            model.score(ITEMS[:1])
+    assert seen == [f"{day} Mar 2026What is 1 + 1?2" for day in (14, 14, 15)]
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -224,3 +224,18 @@ def test_changed_data_is_refused_unless_allowed(ten, tokenizer, caplog):
     other.load_state_dict(stream.state_dict())
     assert "differ from the checkpoint" in caplog.text
     assert [drawn.uid for drawn in other.next(2)] == [4, 5]
+
+
+def test_a_stream_warns_of_other_held_out_prompts(ten, tokenizer, caplog):
+    def stream(*held_out: str, quiet: bool = False) -> PromptStream:
+        return PromptStream(ten, 3, True, held_out=prompt_set(tokenizer, *held_out), quiet=quiet)
+
+    state = stream("v", "w").state_dict()
+    stream("v", "w").load_state_dict(state)
+    stream("v", quiet=True).load_state_dict(state)
+    PromptStream(ten, 3, True).load_state_dict(state)  # a resume without an evaluation
+    stream("v").load_state_dict(PromptStream(ten, 3, True).state_dict())  # a checkpoint without one
+    assert not caplog.messages
+    stream("v").load_state_dict(state)
+    (warning,) = caplog.messages
+    says(warning, "held-out", "data.val_files", "checkpoint.keep_best")
