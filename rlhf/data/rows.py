@@ -15,6 +15,8 @@ PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "instru
 """Usual names of the column with the prompt."""
 ANSWERS = ("answer", "solution", "final_answer", "ground_truth", "label", "target", "response", "output")
 """Usual names of the column with the reference answer."""
+CALLS = ("tool_calls", "function_call")
+"""Fields of messages with calls of tools, as in OpenAI's chats."""
 ANSWERING = ("assistant", "gpt", "model")
 """Roles of turns that the model writes."""
 
@@ -98,6 +100,11 @@ def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
         raise UserError(
             f"{column} ends with a turn of role {chat[-1]['role']} in this row: the model would see the answer. Remove "
             "this turn, or set data.last_turn_as_answer=true to use it as the reference answer."
+        )
+    if calling := next((name for name in CALLS for message in chat if message.get(name)), None):
+        raise UserError(
+            f"{column} has {calling} in this row, which the trainer would leave out: the model would not see the "
+            "calls. Write them into content as the model writes them, or delete the row."
         )
     return [{key: value for key, value in message.items() if isinstance(value, str)} for message in chat]
 

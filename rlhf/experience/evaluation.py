@@ -13,7 +13,7 @@ from rlhf.experience.metrics import Summary, merge
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.responses import check_scored, failed_samples, log_timeouts, score_responses, texts_of
 from rlhf.experience.shown_samples import shown_answers
-from rlhf.experience.validation_metrics import AnsweredPrompt, accuracy_of, validation_metrics
+from rlhf.experience.validation_metrics import AnsweredPrompt, is_right, validation_metrics
 from rlhf.ranks import dims
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reader, Reward, RewardResult
@@ -79,7 +79,7 @@ class Evaluator:
             for (prompt, samples), results in zip(responses, scored, strict=True)
         ]
         results = [result for of_prompt in scored for result in of_prompt]
-        right = [r.correct if (accuracy := accuracy_of(r)) is None else accuracy for r in results]
+        right = [is_right(result) for result in results]
         own = {"val/accuracy": Summary.of(right), "val/reward": Summary.of(r.score for r in results)}
         means = {name: summary.mean for name, summary in merge(own, self.coordinator).items()}
         return means | validation_metrics(answered, self.n, self.coordinator)

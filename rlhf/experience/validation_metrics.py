@@ -43,6 +43,11 @@ def accuracy_of(result: RewardResult) -> float | None:
     return value if value in (0.0, 1.0) else None
 
 
+def is_right(result: RewardResult) -> bool:
+    """Return whether a reward function returned `acc` = 1, or without `acc`, the first score is at least 1."""
+    return result.extra["acc"] == 1 if "acc" in result.extra else result.correct
+
+
 def validation_metrics(prompts: Sequence[AnsweredPrompt], n: int, coordinator: Coordinator) -> dict[str, float]:
     """Return `val-core/SOURCE/VARIABLE/METRIC` and `val-aux/...` over the prompts of all ranks. Collective.
 

@@ -139,3 +139,15 @@ def test_a_missing_answer_column_names_the_override(tmp_path):
 )
 def test_verls_settings_of_images_and_samplers(key, texts):
     says(hint(key), *texts)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", ["tool_calls", "function_call"])
+def test_calls_of_tools_are_not_left_out(tmp_path, last, name):
+    """A template might print the calls, but a prompt has only texts."""
+    calling = {"role": "assistant", "content": "", name: [{"function": {"name": "add", "arguments": "{}"}}]}
+    rows = [[ASKED, calling, {"role": "tool", "content": "2"}, *[ANSWERED] * last]]
+    data = data_of(tmp_path, *({"prompt": chat, "answer": "2"} for chat in rows), last_turn_as_answer=last)
+    rejected(data, "t.jsonl line 1", "prompt", name, "content")
+    parquet = {"prompt": [ASKED | {name: None}, ANSWERED | {name: []}, ASKED], "answer": "2"}
+    build(data_of(tmp_path, parquet))  # parquet gives every message the fields of all

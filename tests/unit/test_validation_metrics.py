@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from rlhf.config import RewardConfig
-from rlhf.experience.validation_metrics import DRAWS, AnsweredPrompt, pass_at_k, validation_metrics
+from rlhf.experience.validation_metrics import DRAWS, AnsweredPrompt, is_right, pass_at_k, validation_metrics
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardResult, answer_reader
@@ -110,3 +110,9 @@ def test_what_only_some_responses_have_is_no_variable_of_their_prompt():
     found = validation_metrics([AnsweredPrompt("a", results, [None, None])], 2, SINGLE_PROCESS)
     assert "val-aux/a/reward/style/mean@2" in found
     assert not any("length" in name for name in found)
+
+
+@pytest.mark.parametrize(("acc", "score", "right"), [(0.5, 1.0, False), (1.0, -1.0, True), (None, 1.0, True)])
+def test_a_response_is_right_as_the_function_says(acc, score, right):
+    """`acc` decides where a function returns one, also a fraction of passed tests."""
+    assert is_right(RewardResult(score, {"f": score}, {} if acc is None else {"acc": acc})) is right
