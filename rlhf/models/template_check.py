@@ -24,7 +24,7 @@ def check_template(name: str, template: str | None) -> None:
     folder = Path(name).expanduser()
     if template is not None:
         path = Path(template).expanduser()
-        check_syntax(f"model.chat_template={template}", _read(path))
+        check_syntax(f"model.chat_template={template}", read_template(path))
     elif folder.is_dir():
         found = list(_templates(folder))
         for where, _, text in found:
@@ -55,7 +55,7 @@ def check_rendering(
     """
     folder = Path(name).expanduser()
     if template is not None:
-        prefix, text = f"model.chat_template={template}", _read(Path(template).expanduser())
+        prefix, text = f"model.chat_template={template}", read_template(Path(template).expanduser())
     else:
         found = next((each for each in _templates(folder) if each[1] == _DEFAULT), None)
         if found is None:
@@ -89,7 +89,8 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
-def _read(path: Path) -> str:
+def read_template(path: Path) -> str:
+    """Return the text of a template's file. Raise UserError if the file is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -116,9 +117,9 @@ def check_syntax(where: str, text: str) -> None:
 def _templates(folder: Path) -> Iterator[tuple[str, str, str]]:
     """Yield file, name and text of all chat templates in `folder`; of equal names the first counts."""
     if (path := folder / "chat_template.jinja").is_file():
-        yield path.name, _DEFAULT, _read(path)
+        yield path.name, _DEFAULT, read_template(path)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        yield path.name, path.stem, _read(path)
+        yield path.name, path.stem, read_template(path)
     for file, name in (("tokenizer_config.json", _DEFAULT), ("chat_template.json", "processor")):
         template = (read_object(folder / file) or {}).get("chat_template")
         if isinstance(template, str):

@@ -1,0 +1,1 @@
+"""Conversations as tokens: prompts with tools, the tokens between turns, and the calls in a turn."""

@@ -1,0 +1,92 @@
+"""Finds the training template for a tokenizer whose chat template rewrites earlier turns.
+
+A training template renders what follows the first generation prompt; the tokenizer's own template renders the prompt.
+A family is recognised if both render the same text after a turn, for a user message and for results.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rlhf.data.turns.rendering import (
+    ASKED,
+    MARK,
+    ContinuationRenderer,
+    Messages,
+    TemplateRenderer,
+    answer,
+    raised_by_templates,
+)
+
+FOLDER = Path(__file__).parent / "templates"
+NEXT: Mapping[str, Any] = {"role": "user", "content": " Next\n"}
+"""A user message whose blanks show whether a template removes them."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A training template, texts that all chat templates of its models contain, and its variants."""
+
+    name: str
+    marks: tuple[str, ...]
+    switches: tuple[str, ...] = ()
+    calls: str = ""
+    """The switch that the calls in the chat template decide, and how its calls begin."""
+
+    def variants(self, source: str) -> Iterator[dict[str, bool]]:
+        """Yield the settings of the training template that may fit the chat template `source`."""
+        fixed = {"xml_calls": "<function=" in source} if self.calls else {}
+        for values in product((False, True), repeat=len(self.switches)):
+            yield fixed | dict(zip(self.switches, values, strict=True))
+
+
+FAMILIES = (
+    Family("qwen", ("<|im_start|>", "<|im_end|>"), ("trims",), calls="xml_calls"),
+    Family("llama3", ("<|start_header_id|>", "<|eot_id|>")),
+    Family("mistral", ("[INST]", "[TOOL_CALLS]"), ("spaces",)),
+    Family("mistral_args", ("[INST]", "[ARGS]"), ("call_ids",)),
+    Family("harmony", ("<|start|>", "<|channel|>", "<|message|>")),
+)
+
+
+def training_template(
+    tokenizer: Any, template: TemplateRenderer, tools: Messages, after_turn: Callable[[str], list[int]]
+) -> tuple[str, ContinuationRenderer] | None:
+    """Return the name and renderer of the training template for the tokenizer, or None.
+
+    Args:
+        after_turn: returns the tokens after the end of the marked turn in a rendering.
+    """
+    for family in FAMILIES:
+        if not all(mark in template.source for mark in family.marks):
+            continue
+        text = (FOLDER / f"{family.name}.jinja").read_text(encoding="utf-8")
+        for settings in family.variants(template.source):
+            renderer = ContinuationRenderer(tokenizer, text, settings, template.generation_prompt())
+            if _agree(template, renderer, tools, after_turn):
+                return family.name, renderer
+    return None
+
+
+def _agree(
+    template: TemplateRenderer, ours: ContinuationRenderer, tools: Messages, after_turn: Callable[[str], list[int]]
+) -> bool:
+    """Return whether both renderers print the same after a turn. The tools are left out: some templates move them."""
+    for messages in _continuations(tools):
+        dummy = answer(MARK, results=[each for each in messages if each["role"] == "tool"])
+        try:
+            theirs = template.text([ASKED, dummy, *messages])
+        except raised_by_templates():
+            return False
+        if after_turn(theirs) != after_turn(ours.text([dummy, *messages])):
+            return False
+    return True
+
+
+def _continuations(tools: Messages) -> Iterator[list[Mapping[str, Any]]]:
+    yield [NEXT]
+    if tools:
+        name = tools[0]["function"]["name"]
+        yield [{"role": "tool", "name": name, "tool_call_id": "call00001", "content": ' "1"\n'}]
