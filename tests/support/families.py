@@ -1,10 +1,13 @@
 """Makes small tokenizers with the special tokens of model families, and gives them chat templates."""
 
 from functools import cache
+from pathlib import Path
+from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 SPECIAL = {
     "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -55,6 +58,8 @@ EOS = {
     "mistral": "</s>",
     "harmony": "<|return|>",
 }
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""The cuts of Llama 3's and Qwen's tokenizers, without English contractions."""
 _CORPUS = [
     "What is 12 + 30?\n\nThe answer is 42.\nA thought.\n\n",
     '{"name": "add", "arguments": {"a": 1, "b": 2}}\n{"name": "search", "parameters": {"query": "x"}}\n}}\n',
@@ -68,6 +73,7 @@ def _trained(family: str) -> str:
     if family == "gemma":  # as SentencePiece: no cut between words
         made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
         made.normalizer = normalizers.Replace(" ", "▁")
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
         made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
         alphabet = [chr(i) for i in range(33, 127)] + ["▁", "\n"]
         fallback = ["<unk>", *(f"<0x{i:02X}>" for i in range(256))]
@@ -76,7 +82,12 @@ def _trained(family: str) -> str:
         )
     else:
         made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
         made.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
@@ -96,3 +107,18 @@ def family_tokenizer(family: str, template: str | None = None) -> PreTrainedToke
     )
     made.chat_template = template
     return made
+
+
+def chat_template(name: str) -> str:
+    """Return a template of `tests/data/chat_templates`, in the published style of its family."""
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def tool(name: str, **parameters: str) -> dict[str, Any]:
+    """Return the schema of a tool with required parameters and their types."""
+    properties = {key: {"type": kind} for key, kind in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(parameters)}
+    return {"type": "function", "function": {"name": name, "description": f"Calls {name}.", "parameters": schema}}
+
+
+TOOLS = [tool("add", a="integer", b="integer"), tool("search", query="string"), tool("look")]

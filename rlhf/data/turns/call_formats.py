@@ -63,7 +63,7 @@ def llama3(text: str, tools: ToolSchemas) -> tuple[str, list[Written]]:
     body = text.strip()
     if not (first := _LLAMA.match(body) or re.search(r"<\|python_tag\|>", body)):
         return body, []
-    before, calls, at = body[: first.start()].strip(), [], first.start()
+    before, calls, at = body[: first.start()].strip(), list[Written](), first.start()
     while (at := (_LLAMA_BETWEEN.match(body, at) or first).end()) < len(body):
         try:
             value, end = json.JSONDecoder().raw_decode(body, at)

@@ -54,8 +54,7 @@ class ChatTurns:
         tools: schemas in OpenAI's format; empty for an environment of free text.
         template: text of `env.template`, or None for the tokenizer's template.
         variables: `data.apply_chat_template_kwargs`.
-        day: the day that templates print, as in `LengthLimit`.
-        segments: each turn is a row of its own, so templates may rewrite earlier turns, and `observation` is not used.
+        day: the day that templates print, as in `LengthLimit`; today if None.
         announce: without tools in the template, describe them in the prompt.
 
     Raises:
@@ -69,7 +68,6 @@ class ChatTurns:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         day: date | None = None,
-        segments: bool = False,
         announce: bool = True,
     ):
         if template is None and tokenizer.chat_template is None:
@@ -89,12 +87,17 @@ class ChatTurns:
             self._text_tools = TextTools(self._schemas, self.format_name == "gemma", announce, system)
         self._special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special_texts = [tokenizer.added_tokens_decoder[number].content for number in self._special]
-        self.generation_prompt = self._template.generation_prompt()
-        self._closing = self._end_of([ASKED, answer(), ASKED])
+        try:
+            self.generation_prompt = self._template.generation_prompt()
+            self._closing = self._end_of([ASKED, answer(), ASKED])
+        except raised_by_templates() as error:
+            raise UserError(
+                f"{self._where}: the chat template rejects a question, an answer and a question: {error}. Set "
+                "env.template to a template that does not."
+            ) from error
         self.template_name = "env.template" if template is not None else "the tokenizer's"
         self._training: ContinuationRenderer | None = None
-        if not segments:
-            self._check_prefixes(given=template is not None)
+        self._check_prefixes(given=template is not None)
         self.stop_token_ids = self._find_stops()
 
     def prompt(self, messages: Messages) -> list[int]:
@@ -174,7 +177,7 @@ class ChatTurns:
             if mark in source:
                 return name
         raise UserError(
-            f"{self._where}: its chat template has tools, but writes calls in no format that the trainer reads ("
+            f"{self._where}: the chat template has tools, but writes calls in no format that the trainer reads ("
             f"{', '.join(_FORMAT_MARKS)}). Set env.template to a template with one of them, or to one without tools."
         )
 
@@ -187,14 +190,14 @@ class ChatTurns:
             return
         found = None if given else training_template(self._tokenizer, self._template, self._tools, self._after_turn)
         if found is None:
-            another = "another template" if given else "a template that does not (env.template=path.jinja)"
+            remedy = "Correct it" if given else "Set env.template=path.jinja to a template that does not"
             raise UserError(
-                f"{self._where}: its chat template {problem}, so turns cannot be appended to what the policy sampled. "
-                f"Set env.template to {another}, or train each turn as a row of its own with env.segments=true."
+                f"{self._where}: the chat template {problem}, so turns cannot be appended to what the policy sampled. "
+                f"{remedy}."
             )
         name, self._training = found
         self.template_name = f"the training template {name}"
-        log.info("%s: its chat template %s. After the prompt, %s is used.", self._where, problem, self.template_name)
+        log.info("%s: the chat template %s. After the prompt, %s is used.", self._where, problem, self.template_name)
 
     def _find_stops(self) -> frozenset[int]:
         vocabulary = self._tokenizer.get_vocab()
@@ -209,7 +212,7 @@ class ChatTurns:
         end = next((token for token in tail if token in self._special), None)
         if end is None:
             raise UserError(
-                f"{self._where}: its chat template ends the policy's turn with no special token, so no turn can end. "
+                f"{self._where}: the chat template ends the policy's turn with no special token, so no turn can end. "
                 "Set env.template to a template that does."
             )
         return end
