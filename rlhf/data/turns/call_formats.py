@@ -159,7 +159,7 @@ def _python_call(node: ast.AST, tools: ToolSchemas) -> Written:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a family writes calls, thoughts and, without support in its template, tools and results."""
+    """Format in which a family writes calls and thoughts, and tools and results if its template has no tools."""
 
     name: str
     read: Read
