@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import xxhash
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config import CriticConfig, LoraConfig, ModelConfig, RewardModelConfig
@@ -58,7 +59,9 @@ class ModelSources:
     @property
     def fingerprints(self) -> dict[str, str]:
         found = [m for m in (self.policy, self.critic, self.reward_model) if m is not None]
-        return {m.files.source.setting: m.files.fingerprint for m in found}
+        code = "".join(m.files.code_fingerprint for m in found)
+        files = {m.files.source.setting: m.files.fingerprint for m in found}
+        return files | ({"model.trust_remote_code": xxhash.xxh3_128_hexdigest(code.encode())} if code else {})
 
 
 def model_source(

@@ -14,7 +14,7 @@ from rlhf.config.user_functions import CUSTOM_CLS, hash_of_files
 from rlhf.data.records import resolve
 from rlhf.errors import UserError
 from rlhf.evaluate.target_settings import PlannedEvaluation
-from rlhf.models.fingerprint import fingerprint, fingerprint_file
+from rlhf.models.fingerprint import code_fingerprint, fingerprint, fingerprint_file
 from rlhf.printable import text_table
 from rlhf.storage.files import replace_durably
 from rlhf.storage.layout import HISTORY
@@ -50,6 +50,8 @@ def files_of(planned: PlannedEvaluation) -> dict[str, str]:
         hashes["model.revision"] = str(config.model.revision)
     if target.checkpoint is None and config.model.lora.enabled and (adapter := config.model.lora.path) is not None:
         hashes["model.lora.path"] = _hash_of_model(adapter)
+    if config.model.trust_remote_code and target.model is not None and (code := _hash_of_code(target.model)):
+        hashes["model.trust_remote_code"] = code
     if needs_reward_model(config.reward) and (judge := config.reward_model.path) is not None:
         hashes["reward_model.path"] = _hash_of_model(judge, config.reward_model.revision)
     return hashes
@@ -59,6 +61,11 @@ def _hash_of_model(name: str, revision: str | None = None) -> str:
     """Return the fingerprint of a folder, or the name and revision of a Hub model."""
     folder = Path(name).expanduser()
     return fingerprint(folder) if folder.is_dir() else f"{name}@{revision}"
+
+
+def _hash_of_code(name: str) -> str:
+    folder = Path(name).expanduser()
+    return code_fingerprint(folder) if folder.is_dir() else ""
 
 
 def stored_result(planned: PlannedEvaluation) -> dict[str, Any] | None:

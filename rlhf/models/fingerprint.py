@@ -37,6 +37,15 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def code_fingerprint(folder: Path) -> str:
+    """Return a hash of the folder's Python files, which `model.trust_remote_code` runs; empty without any."""
+    files = sorted(path for path in folder.glob("*.py") if path.is_file())
+    digest = xxhash.xxh3_128()
+    for path in files:
+        digest.update(f"{path.name}\0{fingerprint_file(path)}\0".encode())
+    return digest.hexdigest() if files else ""
+
+
 def _tensors(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
     """Yield each tensor's offset and length in bytes; nothing for a damaged file, which fails when it loads."""
     file.seek(0)

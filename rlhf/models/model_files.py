@@ -15,7 +15,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from rlhf.errors import UserError
-from rlhf.models.fingerprint import fingerprint
+from rlhf.models.fingerprint import code_fingerprint, fingerprint
 from rlhf.models.loading import ModelSource, resolve_path
 from rlhf.ranks import dims
 from rlhf.ranks.collectives import broadcast
@@ -52,6 +52,8 @@ class ModelFiles:
     headers: Mapping[str, FileTensor] | None
     """Tensors of the safetensors files by name; None for another layout, which only transformers can read."""
     fingerprint: str
+    code_fingerprint: str = ""
+    """Hash of the Python files that the model's classes come from; empty without such files."""
 
     @property
     def reads(self) -> bool:
@@ -76,7 +78,7 @@ def find_files(
     if others:
         _check_same_files(source, loading, seen, reader, others, coordinator)
     shared = bool(others) or loading == "broadcast"
-    small, reader_fingerprint = _read_small(source, folder, shared, reader, coordinator)
+    small, fingerprints = _read_small(source, folder, shared, reader, coordinator)
     if shared:
         small = _send(small, reader, coordinator, device)
     headers = _decoded(small.pop(HEADERS))
@@ -84,7 +86,7 @@ def find_files(
     if copies:
         folder = scratch / source.setting
     on_every_rank(lambda: _write(small, folder) if copies else None, coordinator)
-    return ModelFiles(source, folder, reader if shared else None, headers, reader_fingerprint)
+    return ModelFiles(source, folder, reader if shared else None, headers, *fingerprints)
 
 
 def _find_folder(source: ModelSource, loading: str, coordinator: Coordinator) -> tuple[Path, list[str | None]]:
@@ -132,20 +134,22 @@ def _check_same_files(
 
 def _read_small(
     source: ModelSource, folder: Path, shared: bool, reader: int, coordinator: Coordinator
-) -> tuple[dict[str, bytes], str]:
-    """Return the small files to send, the tensor headers as a file of their own, and the reader's fingerprint.
+) -> tuple[dict[str, bytes], tuple[str, str]]:
+    """Return the small files to send, the tensor headers as a file of their own, and the reader's two fingerprints.
     Collective."""
     is_reader = coordinator.rank == reader
 
-    def look() -> tuple[dict[str, bytes], str]:
+    def look() -> tuple[dict[str, bytes], tuple[str, str]]:
         with as_user_errors(source):
             small = _small_files(folder, source.trust_remote_code) if shared and is_reader else {}
             if is_reader or not shared:
                 small[HEADERS] = _encoded(read_headers(folder))
-            return small, fingerprint(folder) if is_reader else ""
+            if not is_reader:
+                return small, ("", "")
+            return small, (fingerprint(folder), code_fingerprint(folder) if source.trust_remote_code else "")
 
-    small, own_fingerprint = on_every_rank(look, coordinator)
-    return small, coordinator.all_gather(own_fingerprint)[reader]
+    small, own_fingerprints = on_every_rank(look, coordinator)
+    return small, coordinator.all_gather(own_fingerprints)[reader]
 
 
 def _encoded(headers: Mapping[str, FileTensor] | None) -> bytes:

@@ -249,6 +249,10 @@ def test_another_configuration_is_told_from_a_harmless_one(saved):
     ("fingerprints", "expected"),
     [
         ({"model.path": "0" * 32}, ["model.path={path} holds other files than when {checkpoint} was saved"]),
+        (
+            IDENTITY.fingerprints | {"model.path": "0" * 32, "model.trust_remote_code": "c" * 32},
+            ["model.path={path} holds other files than when {checkpoint} was saved"],
+        ),
         ({}, ["model.path was in use when {checkpoint} was saved, and is not in use now"]),
         (
             IDENTITY.fingerprints | {"critic.path": "c" * 32},

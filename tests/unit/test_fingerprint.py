@@ -1,13 +1,19 @@
 """Fingerprints of model folders: which changes of a file show."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlhf.models.fingerprint import SAMPLE_BYTES, SAMPLES, fingerprint
+from rlhf.assemble.model_sources import resolve_models
+from rlhf.config import ModelConfig
+from rlhf.models.fingerprint import SAMPLE_BYTES, SAMPLES, code_fingerprint, fingerprint
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
+from tests.support.tiny_models import TINY_POLICY
 
 LAYERS = 40
 LAYER = SAMPLES * SAMPLE_BYTES // LAYERS // 4 + 1000
@@ -63,3 +69,31 @@ def test_a_large_damaged_file_has_one_too(tmp_path, header):
     content = len(header).to_bytes(8, "little") + header
     (tmp_path / "model.safetensors").write_bytes(content + bytes(SAMPLES * SAMPLE_BYTES))
     assert fingerprint(tmp_path) == fingerprint(tmp_path)
+
+
+def test_the_code_of_a_model_has_a_hash_of_its_own(tmp_path):
+    assert code_fingerprint(tmp_path) == ""
+    before = fingerprint(tmp_path)
+    (tmp_path / "modeling_own.py").write_text("scale = 1.0\n")
+    first = code_fingerprint(tmp_path)
+    (tmp_path / "modeling_own.py").write_text("scale = 2.0\n")
+    assert len({"", first, code_fingerprint(tmp_path)}) == 3
+    assert fingerprint(tmp_path) == before  # checkpoints of all releases have this hash
+
+
+def test_changed_code_shows_only_where_it_runs(tmp_path):
+    coordinator = Coordinator(GlooTransport())
+    shutil.copytree(TINY_POLICY, tmp_path / "model")
+    code = tmp_path / "model" / "modeling_own.py"
+
+    def seen(trusted: bool) -> dict[str, str]:
+        model = ModelConfig(path=str(tmp_path / "model"), trust_remote_code=trusted)
+        device, scratch = torch.device("cpu"), tmp_path / "scratch"
+        return resolve_models(model, None, None, coordinator, device, scratch).fingerprints
+
+    code.write_text("scale = 1.0\n")
+    trusted, plain = seen(True), seen(False)
+    code.write_text("scale = 2.0\n")
+    assert seen(False) == plain == {"model.path": trusted["model.path"]}
+    assert seen(True).keys() == trusted.keys() == {"model.path", "model.trust_remote_code"}
+    assert seen(True)["model.trust_remote_code"] != trusted["model.trust_remote_code"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest
-from rlhf.checkpoint.load.stored_config import BASE, changes_since, check_base
+from rlhf.checkpoint.load.stored_config import BASE, CODE, changes_since, check_base
 from rlhf.config.compare import ResolvedConfig, log_changes, reject_changes
 from rlhf.errors import UserError
 from rlhf.storage.layout import INDEX, REFERENCE
@@ -67,6 +67,8 @@ def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerp
     lines = []
     for setting in sorted(manifest.fingerprints.keys() | fingerprints.keys()):
         stored, present = manifest.fingerprints.get(setting), fingerprints.get(setting)
+        if setting == CODE and stored is None:
+            continue  # older checkpoints have no hash of the code
         if present is None:
             lines.append(f"{setting} was in use when {path} was saved, and is not in use now")
         elif stored != present:

@@ -13,6 +13,8 @@ from rlhf.storage.layout import CONFIG
 from rlhf.storage.reading import CheckedFiles
 
 BASE = "model.path"
+CODE = "model.trust_remote_code"
+"""Key of the hash of the models' Python files among the fingerprints."""
 """The setting that names the base model of adapters."""
 
 
