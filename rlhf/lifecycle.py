@@ -5,16 +5,21 @@ launcher started call `run_lifecycle` as a collective. Imports no torch, and not
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
+import rlhf
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
 from rlhf.config.resolved import to_yaml
 from rlhf.config.secrets import masked
-from rlhf.errors import EXIT_DONE, UserError
+from rlhf.errors import EXIT_DONE, Preempted, Unsaved, UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import run_lock_together, wait_for_ranks
+from rlhf.ranks.run_events import Kind, record_event
 from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.files import make_dir, replace_durably
 from rlhf.storage.layout import RESOLVED, RUN_LOG, scan, step_of
@@ -62,14 +67,37 @@ def run_lifecycle(
             if not is_unfixable(error) or not _is_finished_anyway(config, coordinator, error):
                 raise
             return EXIT_DONE
-        if finished is None and (code := train()) != EXIT_DONE:
-            return code
+        record = partial(record_event, config.run_dir) if coordinator.is_leader and reports else _unrecorded
+        if finished is None:
+            record("started", host=socket.gethostname(), release=rlhf.__version__)
+            with _recorded_end(record):
+                code = train()
+            if code != EXIT_DONE:
+                return code
+            record("finished")
         if coordinator.is_leader and reports:
             left = _finish(config, output, finished)
     from rlhf.checkpoint.remote.copies import check_copied
 
     check_copied(left, config.run_dir, config.checkpoint)
     return EXIT_DONE
+
+
+def _unrecorded(kind: Kind, **facts: Any) -> None:
+    pass
+
+
+@contextmanager
+def _recorded_end(record: Callable[..., None]) -> Iterator[None]:
+    """Record the error that ends the training in this process. A supervisor's `train` records ends itself."""
+    try:
+        yield
+    except (Preempted, Unsaved) as error:
+        record("stopped", cause=str(error))
+        raise
+    except Exception as error:
+        record("failed", cause=str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
+        raise
 
 
 def _open(

@@ -69,7 +69,7 @@ def build_evaluation(
     config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, shown: ProgressDisplay
 ) -> Evaluation:
     """Build all components, and load the weights of `trainer.resume_from_path`, or else of `model.path`. Collective."""
-    phases = Phases(shown, coordinator.rank)
+    phases = Phases(shown, coordinator.rank, status)
     follow(phases.report)
     # Report no step: the supervisor then ends the ranks at once after a stop request, because there is nothing to save.
     subscribe(lambda event: status.event(None, event))

@@ -83,7 +83,7 @@ def build(
 ) -> Components:
     """Build all components of this rank, and load the newest checkpoint. Collective."""
     setup = Setup(config, device, coordinator)
-    preemption, phases = PreemptionFlag(), Phases(shown, coordinator.rank)
+    preemption, phases = PreemptionFlag(), Phases(shown, coordinator.rank, status)
     follow(phases.report)
     with Scratch() as scratch:
         inputs = _inputs(setup, scratch.folder)

@@ -30,6 +30,7 @@ from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import Preempted, Unsaved, UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.run_events import record_event
 from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import scan
@@ -101,7 +102,8 @@ class Checkpointer:
             self._coordinator,
             resume_source(self._trainer),
         )
-        if self._background is not None and self._saved_step is None:  # a rollback finds the copies allocated
+        fresh = self._saved_step is None
+        if self._background is not None and fresh:  # a rollback finds the copies allocated
             copied = self._state.copied_bytes(self._settings.contents, self._settings.hf_adapter)
             check_memory(copied, self._coordinator)
         if self._copies is not None:
@@ -114,6 +116,8 @@ class Checkpointer:
         if self._coordinator.is_leader:
             size, seconds = loaded.total_bytes / 2**20, loaded.seconds
             log.info("Resumed step %d from %s: %.1f MiB in %.2f s.", manifest.step, loaded.path, size, seconds)
+            facts = {"seconds": round(seconds, 3), "bytes": loaded.total_bytes}
+            record_event(self._run_dir, "resumed" if fresh else "rolled back", step=manifest.step, **facts)
             for difference in same_bits_problems(manifest, self._identity, self._coordinator.world_size):
                 log.warning("%s: the state is exact, the bits of further steps are not promised.", difference)
         return True
@@ -197,6 +201,8 @@ class Checkpointer:
             size, seconds = result.total_bytes / 2**20, max(result.seconds, 1e-9)
             text = "Saved %s: %.1f MiB in %.2f s (%.0f MiB/s); the training waited %.2f s."
             log.info(text, result.path, size, seconds, size / seconds, result.blocked_seconds)
+            facts = {"seconds": round(seconds, 3), "bytes": result.total_bytes}
+            record_event(self._run_dir, "saved", step=snapshot.step, **facts)
         if self._copies is not None:
             self._copies.published(result.path)
         return result
@@ -288,6 +294,8 @@ class Checkpointer:
         return self._settings.on_save_error == "continue" and isinstance(error, SaveFailed) and not lost and not last
 
     def _raise_or_continue(self, error: SaveFailed, last: bool) -> None:
+        if self._coordinator.is_leader:
+            record_event(self._run_dir, "save failed", cause=str(error))
         if self._continues_after(error, last):
             if self._coordinator.is_leader:
                 log.error("%s Training goes on (checkpoint.on_save_error=continue).", error)

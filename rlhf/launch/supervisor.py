@@ -19,13 +19,14 @@ from rlhf.launch.hangs import HangDetector
 from rlhf.launch.interface import RankStarter
 from rlhf.launch.local.rank_output import RankOutput
 from rlhf.launch.local.starter import LocalStarter, RankNeeds
-from rlhf.launch.restart_policy import GiveUp, RestartPolicy
+from rlhf.launch.restart_policy import GiveUp, Restart, RestartPolicy
 from rlhf.launch.stop_request import StopRequest
 from rlhf.lifecycle import reject_another_run, run_lifecycle
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.launch_messages import EVALUATE
 from rlhf.ranks.lock import wait_for_ranks
 from rlhf.ranks.logs import configure_logging
+from rlhf.ranks.run_events import record_event
 from rlhf.ranks.status import RankStatus
 from rlhf.ranks.stop import IDLE
 from rlhf.ranks.transport import Transport
@@ -137,7 +138,7 @@ def run_attempts(
     while True:
         ranks = starter.start(command, stop)
         if ranks is None:
-            _log_idle(stop, next(iter(scan(run_dir)), None))
+            _log_idle(stop, run_dir)
             return EXIT_REQUEUE
         attempt = Attempt(ranks, t.ranks, stop, t.preempt_grace_s, detector, callbacks).run()
         statuses = ranks.statuses()
@@ -147,31 +148,55 @@ def run_attempts(
         if ending is evidence.Ending.DONE:
             return EXIT_DONE
         if ending is evidence.Ending.USER_ERROR:
-            log.error("%s", evidence.user_error(attempt, statuses))
+            log.error("%s", message := evidence.user_error(attempt, statuses))
+            record_event(run_dir, "failed", cause=message, step=evidence.furthest_step(statuses))
             return EXIT_USER_ERROR
         if ending is evidence.Ending.REQUEUE:
             _log_leaving(attempt, config, statuses, checkpoint, stop)
+            cause = evidence.unsaved(statuses) or stop.signal_name or "a signal to the ranks"
+            record_event(run_dir, "stopped", cause=cause, step=evidence.furthest_step(statuses))
             return EXIT_REQUEUE
 
         decision = policy.crashed(evidence.furthest_step(statuses))
+        _report_crash(config, attempt, statuses, checkpoint, decision, starter)
         if isinstance(decision, GiveUp):
-            starter.show_remaining_output(last=True)
-            log.error("The run ends: %s.\n%s", decision.reason, evidence.report(attempt, t.ranks, statuses, checkpoint))
             return EXIT_CRASHED
-        what = evidence.describe_crash(attempt, statuses)
-        log.warning("Crash: %s. Restart %d of %d in %g s.", what, decision.number, t.max_restarts, decision.wait_s)
-        cause = evidence.first_cause(attempt, statuses)
-        if attempt.hang or (cause is not None and cause in statuses and statuses[cause].error):
-            log.warning("How it happened:\n%s", evidence.report(attempt, t.ranks, statuses, checkpoint))
         stop.wait(decision.wait_s)
         if stop.signal_name is not None:
-            _log_idle(stop, checkpoint)
+            _log_idle(stop, run_dir)
             return EXIT_REQUEUE
         wait_for_ranks(run_dir)
 
 
-def _log_idle(stop: StopRequest, checkpoint: Path | None) -> None:
-    log.warning("%s %s %s", stop.signal_name, IDLE, evidence.next_start(checkpoint))
+def _report_crash(
+    config: Config,
+    attempt: evidence.AttemptResult,
+    statuses: dict[int, RankStatus],
+    checkpoint: Path | None,
+    decision: Restart | GiveUp,
+    starter: RankStarter,
+) -> None:
+    """Log and record a crash, with the evidence if a rank left any or the run ends."""
+    t, step = config.trainer, evidence.furthest_step(statuses)
+    what = evidence.describe_crash(attempt, statuses)
+    how = evidence.report(attempt, t.ranks, statuses, checkpoint)
+    facts = {"step": step, "details": how, "hang": attempt.hang is not None}
+    if isinstance(decision, GiveUp):
+        starter.show_remaining_output(last=True)
+        log.error("The run ends: %s.\n%s", decision.reason, how)
+        record_event(config.run_dir, "failed", cause=f"{decision.reason}; {what}", **facts)
+        return
+    log.warning("Crash: %s. Restart %d of %d in %g s.", what, decision.number, t.max_restarts, decision.wait_s)
+    cause = evidence.first_cause(attempt, statuses)
+    if attempt.hang or (cause is not None and cause in statuses and statuses[cause].error):
+        log.warning("How it happened:\n%s", how)
+    restart = {"restart": decision.number, "max_restarts": t.max_restarts}
+    record_event(config.run_dir, "crashed", cause=what, **facts, **restart)
+
+
+def _log_idle(stop: StopRequest, run_dir: Path) -> None:
+    log.warning("%s %s %s", stop.signal_name, IDLE, evidence.next_start(next(iter(scan(run_dir)), None)))
+    record_event(run_dir, "stopped", cause=stop.signal_name)
 
 
 def _log_leaving(
@@ -190,7 +215,7 @@ def _log_leaving(
         log.info("%s: the ranks saved and left. %s", reason, evidence.next_start(checkpoint))
         return
     if attempt.idle:
-        _log_idle(stop, checkpoint)
+        log.warning("%s %s %s", stop.signal_name, IDLE, evidence.next_start(checkpoint))
         return
     if stop.kill:
         log.warning(

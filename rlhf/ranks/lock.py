@@ -19,6 +19,7 @@ from typing import Any
 
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.parent import STOPPED, machine, start_time_of, state_of
 
 RUN_LOCK = "run.lock"
 RANKS_LOCK = "ranks.lock"
@@ -130,6 +131,8 @@ def _lock_run(run_dir: Path, launch: str = "") -> int | None:
         "host": socket.gethostname(),
         "started": datetime.now().isoformat(" ", "seconds"),
         "launch": launch,
+        "machine": machine(),
+        "born": start_time_of(os.getpid()),
     }
     try:
         os.ftruncate(fd, 0)
@@ -149,6 +152,27 @@ def _is_held_by(launch: str, run_dir: Path) -> bool:
         if _holder(run_dir).get("launch") == launch:
             return True
     return False
+
+
+def holder_is_alive(run_dir: Path) -> bool | None:
+    """Return whether the process that last locked the run directory lives; None if it ran on another machine.
+
+    Takes no lock: a reader must never be in the way of a run that starts.
+    """
+    try:
+        holder = _holder(run_dir)
+    except FileNotFoundError:
+        return False
+    if not holder:
+        return False
+    if holder.get("machine") != machine():
+        return None
+    return holder.get("born") is not None and start_time_of(int(holder["pid"])) == holder["born"]
+
+
+def holder_is_paused(run_dir: Path) -> bool:
+    """Return whether a signal or a debugger has stopped the process that holds the lock on this machine."""
+    return state_of(int(_holder(run_dir)["pid"])) in STOPPED
 
 
 def _holder(run_dir: Path) -> dict[str, Any]:

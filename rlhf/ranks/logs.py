@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_CHATTY = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "datasets", "matplotlib")
+_CHATTY = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "datasets")
 _VERBOSITY = "TRANSFORMERS_VERBOSITY"
 
 

@@ -49,6 +49,16 @@ class SaveStatus:
 
 
 @dataclass(frozen=True)
+class PhaseStatus:
+    """A rank's phase in words for users, `done` of `total` parts of it (a `total` of 0 counts none), and its start."""
+
+    name: str
+    done: int
+    total: int
+    since: float
+
+
+@dataclass(frozen=True)
 class RankStatus:
     """A rank's step, the newest event of its loop and its time, and the rank's error.
 
@@ -62,6 +72,7 @@ class RankStatus:
     error: RankError | None
     thread: int = 0
     save: SaveStatus | None = None
+    phase: PhaseStatus | None = None
 
 
 class StatusWriter:
@@ -105,6 +116,14 @@ class StatusWriter:
                 return
             self._write(self._status)
 
+    def phase(self, name: str, done: int, total: int) -> None:
+        """Write the phase for readers in other terminals. The time of the newest event stays as it is."""
+        with self._lock:
+            before = self._status.phase
+            since = before.since if before is not None and before.name == name else time.monotonic()
+            self._status = replace(self._status, phase=PhaseStatus(name, done, total, since))
+            self._write(self._status)
+
     def error(self, kind: Literal["user", "crash", "unsaved"], message: str, traceback: str = "") -> None:
         """Write why the rank is about to end. Step and event stay as they are.
 
@@ -136,9 +155,12 @@ def read_statuses(run_dir: Path) -> dict[int, RankStatus]:
             fields = json.loads(path.read_text())
         except (ValueError, FileNotFoundError):  # the rank was writing, or another process cleared the folder
             continue
-        error, save = fields.pop("error"), fields.pop("save")
+        error, save, phase = fields.pop("error"), fields.pop("save"), fields.pop("phase", None)
         statuses[int(path.stem.removeprefix("rank_"))] = RankStatus(
-            **fields, error=RankError(**error) if error else None, save=SaveStatus(**save) if save else None
+            **fields,
+            error=RankError(**error) if error else None,
+            save=SaveStatus(**save) if save else None,
+            phase=PhaseStatus(**phase) if phase else None,
         )
     return dict(sorted(statuses.items()))
 

@@ -5,7 +5,7 @@ import time
 
 from rlhf.events import GENERATING, REWARD
 from rlhf.ranks.progress_pipe import ProgressDisplay
-from rlhf.ranks.status import SCORED
+from rlhf.ranks.status import SCORED, StatusWriter
 
 NAMES = {
     "step.begin": GENERATING,
@@ -25,10 +25,13 @@ INTERVAL_S = 0.1
 
 
 class Phases:
-    """Sends the phases of the present thread to `shown`. Other threads only update a phase's counts."""
+    """Sends the phases of the present thread to `shown` and to the rank's status file.
 
-    def __init__(self, shown: ProgressDisplay, rank: int) -> None:
-        self._shown, self._rank = shown, rank
+    Other threads only update a phase's counts.
+    """
+
+    def __init__(self, shown: ProgressDisplay, rank: int, status: StatusWriter) -> None:
+        self._shown, self._rank, self._status = shown, rank, status
         self._thread = threading.get_ident()
         self._step, self._name, self._done, self._total = 0, "", 0, 0
         self._evaluation = ""
@@ -69,4 +72,5 @@ class Phases:
     def _show(self) -> None:
         self._shown_at = time.monotonic()
         name = ": ".join(part for part in (self._evaluation, self._name) if part)
+        self._status.phase(name, self._done, self._total)
         self._shown.phase(self._rank, self._step, name, self._done, self._total)

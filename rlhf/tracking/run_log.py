@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from rlhf.events import announce
 from rlhf.ranks.progress_pipe import ProgressDisplay
+from rlhf.ranks.run_events import record_event
 from rlhf.tracking.headline import headline
 from rlhf.tracking.progress import EVALUATED, SHOWN
 from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, ShownSample, as_text
@@ -51,6 +52,7 @@ class RunLog:
         if self._tracker is not None:
             self._tracker.start(step if resumed else None, self._saved)
             self._progress.start(step, self._total_steps)
+            record_event(self._tracker.run_dir, "training", step=step, total_steps=self._total_steps)
         self._started = True
 
     def rewind(self, step: int) -> None:

@@ -70,6 +70,7 @@ class Tracker:
         run_dir: Path,
         run_id: str,
     ) -> None:
+        self.run_dir = run_dir
         self.history, self.samples = History(run_dir / HISTORY), SampleFiles(run_dir)
         self._run_id = run_id
         table = GenerationsTable(self.samples, trainer.log_val_generations)

@@ -2,7 +2,7 @@
 
 import threading
 
-from rlhf.ranks.status import SCORED
+from rlhf.ranks.status import SCORED, StatusWriter, read_statuses
 from rlhf.tracking import phases
 from rlhf.tracking.phases import Phases
 
@@ -22,10 +22,10 @@ class Recorder:
         self.all.append((step, name, done, total))
 
 
-def test_a_step_and_an_evaluation(monkeypatch):
+def test_a_step_and_an_evaluation(monkeypatch, tmp_path):
     monkeypatch.setattr(phases, "INTERVAL_S", 0.0)
     recorder = Recorder()
-    of_rank = Phases(recorder, 1)
+    of_rank = Phases(recorder, 1, StatusWriter(tmp_path, 1))
     of_rank.report("loading the weights")
     of_rank.event(0, "evaluation.before")
     of_rank.report("generating", 3, 4)
@@ -51,9 +51,9 @@ def test_a_step_and_an_evaluation(monkeypatch):
     ]
 
 
-def test_what_runs_behind_the_loop_counts_only_where_it_waits_for_it():
+def test_what_runs_behind_the_loop_counts_only_where_it_waits_for_it(tmp_path):
     recorder = Recorder()
-    of_rank = Phases(recorder, 1)
+    of_rank = Phases(recorder, 1, StatusWriter(tmp_path, 1))
 
     def behind(*calls) -> None:
         thread = threading.Thread(target=lambda: [call(*arguments) for call, *arguments in calls])
@@ -67,11 +67,14 @@ def test_what_runs_behind_the_loop_counts_only_where_it_waits_for_it():
     assert recorder.all == [(2, "update", 0, 0), (3, "generating", 0, 0), (3, "generating", 8, 8)]
 
 
-def test_counts_come_at_intervals_and_at_the_end():
+def test_counts_come_at_intervals_and_at_the_end(tmp_path):
     recorder = Recorder()
-    of_rank = Phases(recorder, 1)
+    of_rank = Phases(recorder, 1, StatusWriter(tmp_path, 1))
     of_rank.event(1, "step.begin")
     for done in range(1, 1001):
         of_rank.report("generating", done, 1000)
     assert len(recorder.all) < 20
     assert recorder.all[-1] == (1, "generating", 1000, 1000)
+    phase = read_statuses(tmp_path)[1].phase
+    assert phase is not None
+    assert (phase.name, phase.done, phase.total) == ("generating", 1000, 1000), "other terminals read the status file"

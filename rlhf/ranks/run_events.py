@@ -1,0 +1,92 @@
+"""Appends to and reads events.jsonl: the starts, saves, crashes and ends of a run, with their causes.
+
+The supervisor and the first rank append, each event with one write. Nothing is synced or cut: a reader in another
+process, which takes no lock, sees the whole life of the run, also after kills.
+"""
+
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf.config.redaction import Redaction
+from rlhf.storage.files import open_to_append
+from rlhf.storage.layout import EVENTS
+
+log = logging.getLogger(__name__)
+
+Kind = Literal[
+    "started",
+    "resumed",
+    "rolled back",
+    "training",
+    "saved",
+    "save failed",
+    "crashed",
+    "stopped",
+    "failed",
+    "finished",
+]
+ENDS = ("stopped", "failed", "finished")
+"""Events after which the command ends: on request, by an error that a restart cannot fix, or with the last step."""
+_LONGEST = 4000
+"""Characters of a text in an event."""
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """An event, its time in seconds since 1970, and its facts.
+
+    Facts are `step`; `total_steps` when the training begins or continues; `cause` (one line) and `details` (evidence)
+    of a failure; `seconds` and `bytes` of a save or a resume; `hang`, `restart`, `max_restarts` of a crash; `host` and
+    `release` of a start.
+    """
+
+    time: float
+    kind: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int | None:
+        """Return the step, if the event has one."""
+        step = self.facts.get("step")
+        return step if isinstance(step, int) else None
+
+    @property
+    def cause(self) -> str:
+        """Return the cause in one line, or an empty text."""
+        return str(self.facts.get("cause") or "")
+
+
+def record_event(run_dir: Path, kind: Kind, **facts: Any) -> None:
+    """Append an event, without secrets. A failure to write is a warning and never ends the run."""
+    redact = Redaction(os.environ)
+    texts = {key: redact(value)[:_LONGEST] for key, value in facts.items() if isinstance(value, str)}
+    line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts, **texts}) + "\n"
+    try:
+        fd = open_to_append(run_dir / EVENTS)
+        try:
+            os.write(fd, line.encode())
+        finally:
+            os.close(fd)
+    except OSError as error:
+        log.warning("The event %r is not recorded in %s: %s", kind, EVENTS, error)
+
+
+def read_events(run_dir: Path) -> list[RunEvent]:
+    """Return the events in their order. Skip lines that are not events, such as the torn line of a full disk."""
+    try:
+        lines = (run_dir / EVENTS).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    events = []
+    for line in lines:
+        try:
+            facts = json.loads(line)
+            events.append(RunEvent(float(facts.pop("time")), str(facts.pop("event")), facts))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            continue
+    return events
