@@ -1,1 +1,1 @@
-"""Command lines of python -m rlhf.train, rlhf.plan, rlhf.samples, rlhf.compare and rlhf.translate."""
+"""Command lines of rlhf.train, rlhf.plan, rlhf.samples, rlhf.compare, rlhf.report, rlhf.status and rlhf.translate."""

@@ -16,7 +16,8 @@ from rlhf.config.rules.validate import validate
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 from rlhf.printable import printable_lines
 from rlhf.ranks.logs import configure_logging
-from rlhf.tracking.run_table import DONE, RunResult, run_table, write_plot
+from rlhf.tracking.page import write_page
+from rlhf.tracking.run_table import RunResult, run_table
 
 log = logging.getLogger(__name__)
 
@@ -107,20 +108,22 @@ def run_all(runs: Sequence[PlannedRun], start: Callable[[Config], int]) -> int:
 
 
 def _show_results(runs: Sequence[PlannedRun], codes: Sequence[int]) -> None:
-    """Log a table of the runs, and draw their rewards beside the run directories."""
+    """Log a table of the runs, and write a page with all of them beside the run directories."""
     results = [_result(run, code) for run, code in zip(runs, [*codes, *[None] * (len(runs) - len(codes))], strict=True)]
     log.info("Results of the sweep:\n%s", printable_lines(run_table(results)))
-    path = runs[0].config.run_dir.parent / f"{runs[0].experiment}-sweep.png"
-    try:
-        if write_plot(path, results):
-            log.info("Rewards of all runs: %s", path)
-    except OSError as error:
-        log.warning("The rewards of all runs are not drawn: %s", error)
+    path = runs[0].config.run_dir.parent / f"{runs[0].experiment}-sweep.html"
+    started = [run.config.run_dir for run, result in zip(runs, results, strict=True) if result.report.get("reward")]
+    if started:
+        try:
+            write_page(path, started)
+            log.info("Report of all runs: %s", path)
+        except (OSError, UserError) as error:  # TimeoutError is an OSError
+            log.warning("The report of all runs is not written: %s", error)
 
 
 def _result(run: PlannedRun, code: int | None) -> RunResult:
     """Return the results of a run that ended with `code`; None if it has not started."""
-    known = {EXIT_DONE: DONE, EXIT_REQUEUE: "stopped", None: "not started"}
+    known = {EXIT_DONE: "finished", EXIT_REQUEUE: "stopped", None: "not started"}
     status = known.get(code, f"failed ({code})")
     try:
         return RunResult.read(str(run), run.config.run_dir, status)

@@ -52,6 +52,12 @@ class Findings:
     def _reward(self) -> float | None:
         return self._first.get("reward/min")
 
+    @property
+    def nothing_learned(self) -> bool:
+        """Return whether no step of the run could change the policy towards a higher reward."""
+        one_reward = self._one_reward and self._reward is not None
+        return any((one_reward, self._equal_groups, self._rejected, self._no_gradient))
+
     def texts(self) -> list[str]:
         """Return a sentence for each finding, with the place to look at."""
         found = []

@@ -1,6 +1,5 @@
-"""Writes the report of a run as numbers, a curve and a few lines of text."""
+"""Summarizes a run as numbers and as a few lines of text."""
 
-import json
 import math
 import statistics
 from array import array
@@ -9,42 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.printable import WIDTH, text_table, wrapped
-from rlhf.storage.files import make_dir_durably, replace_durably
 from rlhf.storage.layout import HISTORY, MANIFEST, scan
 from rlhf.tracking.findings import Findings
 from rlhf.tracking.headline import ACCURACY, REWARD, headline, headline_of
 from rlhf.tracking.history import History, Record
-from rlhf.tracking.plots import plot_report
 from rlhf.tracking.source_results import source_results
 
-REPORT = "report/report.json"
+REPORT, PAGE = "report/report.json", "report/report.html"
 LABEL = 18
 """Columns of the labels in a report's text."""
 POINTS = 10_000
-"""Largest number of points of a curve in report.json and reward.png."""
-
-
-def write_report(run_dir: Path) -> str:
-    """Write `report/report.json` and `report/reward.png`, and return the text to show.
-
-    Reads metrics.jsonl and the newest checkpoint's name, at any time of a run, even without records. The same input
-    gives the same files.
-    """
-    report = summarize(run_dir)
-    folder = (run_dir / REPORT).parent
-    make_dir_durably(folder)
-    replace_durably(run_dir / REPORT, json.dumps(report, indent=1).encode() + b"\n")
-    replace_durably(folder / "reward.png", plot_report(report))
-    return _text(report, folder)
+"""Largest number of points of a curve in report.json."""
 
 
 def read_report(run_dir: Path) -> str:
-    """Return the text of `write_report` without writing files."""
-    return _text(summarize(run_dir), (run_dir / REPORT).parent)
+    """Return the summary of a run for a terminal.
+
+    Reads metrics.jsonl and the newest checkpoint's name, at any time of a run, even without records.
+    """
+    return report_text(summarize(run_dir), run_dir)
 
 
 def summarize(run_dir: Path) -> dict[str, Any]:
-    """Return the content of `report/report.json` without writing files."""
+    """Return the content of `report/report.json`. The same input gives the same content."""
     return _summarize(History(run_dir / HISTORY).records(), _newest_checkpoint(run_dir))
 
 
@@ -117,7 +103,8 @@ def _sources(evaluations: list[Record]) -> dict[str, Any]:
     return {"steps": [record["step"] for record in evaluations], "results": rows}
 
 
-def _text(report: dict[str, Any], folder: Path) -> str:
+def report_text(report: dict[str, Any], run_dir: Path) -> str:
+    """Return the text of a summary. Mentions the page if there is one."""
     steps = f"{report['first_step']} to {report['steps']}" if report["first_step"] > 1 else str(report["steps"])
     rows = [("steps", f"{steps} in {report['training_seconds']:.0f} s")]
     shown = headline_of(report)
@@ -131,8 +118,8 @@ def _text(report: dict[str, Any], folder: Path) -> str:
     if report["skips"] or report["rollbacks"]:
         rows.append(("guards", f"batches skipped: {report['skips']}, rollbacks: {report['rollbacks']}"))
     rows.append(("checkpoint", report["checkpoint"] or "none"))
-    if (folder / "reward.png").exists():
-        rows.append(("reward curve", f"{folder / 'reward.png'} (numbers: report.json)"))
+    if (run_dir / PAGE).exists():
+        rows.append(("report", f"{run_dir / PAGE} (numbers: report.json)"))
     lines = [f"{label:<{LABEL}} {value}" for label, value in rows]
     for finding in report["findings"]:
         first, *more = wrapped(finding, WIDTH - LABEL - 1)

@@ -52,7 +52,7 @@ def test_a_failed_run_is_reported_and_made_up_for(tmp_path, capsys):
     assert row is not None, output
     wrong, right = (line.split() for line in row[0].splitlines())
     assert wrong == ["trainer.seed=1", "-", "-", "-", "failed", "(2)"]
-    assert (right[1], right[-1], len(right)) == ("1", "done", 5)
+    assert (right[1], right[-1], len(right)) == ("1", "finished", 5)
     before = (second / "global_step_1" / "manifest.json").read_bytes()
 
     first.unlink()
@@ -61,11 +61,13 @@ def test_a_failed_run_is_reported_and_made_up_for(tmp_path, capsys):
     assert f"The run in {second} is finished at step 1." in output
     assert (first / "global_step_1" / "manifest.json").is_file()
     assert (second / "global_step_1" / "manifest.json").read_bytes() == before
-    assert (project / "offline-sweep.png").read_bytes().startswith(b"\x89PNG")
+    page = (project / "offline-sweep.html").read_text()
+    assert first.name in page
+    assert second.name in page
     shown = output.partition("Results of the sweep:\n")[2].splitlines()[1:3]
     assert main([str(first), str(second)]) == EXIT_DONE
     compared = capsys.readouterr().out.splitlines()
-    assert [line.split()[1:] for line in shown] == [line.split()[-4:] for line in compared if line.endswith("done")]
+    assert [line.split()[1:] for line in shown] == [line.split()[-4:] for line in compared if line.endswith("finished")]
 
 
 def test_sigterm_between_two_runs_stops_the_sweep(tmp_path):

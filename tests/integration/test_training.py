@@ -104,7 +104,7 @@ def test_a_finished_run_leaves_checkpoints_history_and_report(undisturbed, nproc
     assert [record["step"] for record in records(run_dir)] == list(range(1, STEPS + 1))
     report = json.loads((run_dir / "report" / "report.json").read_text())
     assert str(run_dir / "global_step_7") in json.dumps(report)
-    assert (run_dir / "report" / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert "</html>" in (run_dir / "report" / "report.html").read_text()
     output = undisturbed.end(nproc).output
     assert f"step {STEPS}/{STEPS}" in output
     assert str(run_dir / "global_step_7") in output

@@ -23,7 +23,7 @@ from rlhf.launch import supervisor
 from rlhf.rollout.servers.secret import run_secret
 from rlhf.storage.files import make_dir, write_file, write_small
 from rlhf.storage.layout import RESOLVED, scan, step_dir
-from rlhf.tracking.run_table import RunResult, write_plot
+from rlhf.tracking.page import write_page
 from tests.support.checkpoints import flip_bit
 from tests.support.power_cut_runs import Book, Saved, Start, TinyRun, tiny_config
 from tests.support.thread_ranks import run_thread_ranks
@@ -267,7 +267,7 @@ def supervised(root: Path, book: Book) -> None:
 
         with mock.patch.object(supervisor, "run_attempts", attempts):
             assert supervisor.supervise(start.config, lambda: None) == EXIT_DONE
-        for name, whole in (("report.json", is_json), ("reward.png", is_png)):
+        for name, whole in (("report.json", is_json), ("report.html", is_page)):
             book.note("whole", (f"{folder}/report/{name}", whole))
             book.note("there", f"{folder}/report/{name}")
 
@@ -296,15 +296,15 @@ def evaluated(root: Path, book: Book) -> None:
 
 
 def compared(root: Path, book: Book) -> None:
-    """Draw the rewards of runs twice into one file."""
-    run = begin(book, start_of(root))
+    """Write a page of runs twice into one file."""
+    start = start_of(root)
+    run = begin(book, start)
     run.train(1)
     run.finish()
-    book.note("whole", ("rewards.png", is_png))
-    for steps in (1, 2):
-        report = {"reward": [(step, 0.5) for step in range(1, steps + 1)], "evaluations": []}
-        assert write_plot(root / "rewards.png", [RunResult("a", "done", report)])
-        book.note("there", "rewards.png")
+    book.note("whole", ("runs.html", is_page))
+    for _ in range(2):
+        write_page(root / "runs.html", [start.config.run_dir])
+        book.note("there", "runs.html")
 
 
 def exported(root: Path, book: Book) -> None:
@@ -332,8 +332,8 @@ def is_json(content: bytes) -> bool:
         return False
 
 
-def is_png(content: bytes) -> bool:
-    return content.startswith(b"\x89PNG") and content.endswith(b"IEND\xaeB`\x82") and bytes(64) not in content
+def is_page(content: bytes) -> bool:
+    return content.startswith(b"<!doctype html>") and content.endswith(b"</html>") and bytes(64) not in content
 
 
 def restarted(start: Start, book: Book, *, short_of_room: bool) -> None:

@@ -12,7 +12,7 @@ OF_RUNS = [
     "hydra",
     "datasets",
     "reasoning_gym",
-    "matplotlib.figure",
+    "jinja2",
     "peft",
 ]
 OF_TESTS = [

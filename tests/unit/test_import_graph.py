@@ -15,7 +15,7 @@ import rlhf
 PACKAGE = Path(rlhf.__file__).parent
 
 STOREYS = (
-    {"train", "evaluate", "samples", "plan", "compare", "translate", "checkpoint.__main__"},
+    {"train", "evaluate", "samples", "plan", "compare", "report", "status", "translate", "checkpoint.__main__"},
     {"convert"},
     {"api", "cli"},
     {"compose", "launch"},
@@ -79,6 +79,8 @@ TWINS: dict[str, set[str]] = {
     "plan.py": {".", "cli"},
     "compare.py": {".", "cli", "config"},
     "samples.py": {".", "cli"},
+    "report.py": {".", "cli", "tracking"},
+    "status.py": {".", "cli", "ranks"},
     "translate.py": {".", "cli"},
 }
 """Files of one name: a section of the configuration and the component that takes it; a command and its code;

@@ -91,7 +91,7 @@ def test_the_others_run_when_one_fails(codes, started, code, capsys):
     assert seen == [1, 2, 3][:started]
     output = capsys.readouterr().err
     rows = output.partition("Results of the sweep:\n")[2].splitlines()[1:4]
-    states = {EXIT_DONE: "done", EXIT_CRASHED: "failed (1)", EXIT_REQUEUE: "stopped", None: "failed (2)"}
+    states = {EXIT_DONE: "finished", EXIT_CRASHED: "failed (1)", EXIT_REQUEUE: "stopped", None: "failed (2)"}
     expected = [states[end] for end in codes[:started]] + ["not started"] * (3 - started)
     assert [row.partition(" ")[0] for row in rows] == ["trainer.seed=1", "trainer.seed=2", "trainer.seed=3"]
     assert [row.rpartition("  ")[2] for row in rows] == expected

@@ -5,19 +5,24 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.config import Config
+from rlhf.config.resolved import to_yaml
 from rlhf.experience.validation_metrics import AnsweredPrompt, validation_metrics
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardResult
 from rlhf.tracking import History, write_report
+from rlhf.tracking.report import summarize
 from rlhf.tracking.source_results import source_results
 
-PNG = b"\x89PNG\r\n\x1a\n"
+
+@pytest.fixture(autouse=True)
+def configured(tmp_path: Path) -> None:
+    (tmp_path / "resolved.yaml").write_text(to_yaml(Config()))
 
 
 def report(run_dir: Path) -> dict:
-    assert (run_dir / "report" / "reward.png").read_bytes().startswith(PNG)
-    assert sorted(path.name for path in (run_dir / "report").iterdir()) == ["report.json", "reward.png"]
+    assert sorted(path.name for path in (run_dir / "report").iterdir()) == ["report.html", "report.json"]
     return json.loads((run_dir / "report" / "report.json").read_text())
 
 
@@ -170,8 +175,8 @@ def test_events_of_the_guards_are_told(tmp_path: Path) -> None:
 
 def test_twice_is_the_same(tmp_path: Path) -> None:
     History(tmp_path / "metrics.jsonl").append({"step": 1, "reward/mean": 0.5})
-    first = write_report(tmp_path), (tmp_path / "report" / "reward.png").read_bytes(), report(tmp_path)
-    assert (write_report(tmp_path), (tmp_path / "report" / "reward.png").read_bytes(), report(tmp_path)) == first
+    first = write_report(tmp_path), (tmp_path / "report" / "report.html").read_bytes(), report(tmp_path)
+    assert (write_report(tmp_path), (tmp_path / "report" / "report.html").read_bytes(), report(tmp_path)) == first
 
 
 def test_no_evaluation_and_no_checkpoint(tmp_path: Path) -> None:
@@ -212,9 +217,10 @@ def test_the_report_of_a_long_run_is_no_longer(tmp_path: Path) -> None:
     lines = (json.dumps({"step": step, "reward/mean": step / 2, "x": "y" * 80}) + "\n" for step in range(1, 50_001))
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     tracemalloc.start()
-    write_report(tmp_path)
+    summarize(tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    write_report(tmp_path)
     reward = report(tmp_path)["reward"]
     assert len(reward) == 10_000
     assert (reward[0], reward[-1]) == ([1, 0.5], [50_000, 25_000.0])

@@ -1,0 +1,136 @@
+"""Chooses samples for the report: held-out prompts before and after the training, and groups of the last step."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, SampleFiles, ShownSample
+
+MOST_READ = 2000
+"""Most samples of a step that are read."""
+PROMPTS, GROUPS, OF_GROUP = 8, 4, 8
+LONGEST = 1500
+"""Characters of a text."""
+
+
+@dataclass(frozen=True)
+class SampleCard:
+    """A sample for users."""
+
+    response: str
+    score: float
+    length: int | None
+    finish_reason: str
+    advantage: float | None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A held-out prompt with its samples in the first and the last evaluation."""
+
+    prompt: str
+    truth: str
+    change: str
+    before: SampleCard
+    after: SampleCard
+
+
+@dataclass(frozen=True)
+class ShownGroup:
+    """Samples of one prompt in one step."""
+
+    prompt: str
+    truth: str
+    samples: list[SampleCard]
+    more: int
+
+
+@dataclass(frozen=True)
+class ShownSamples:
+    """The chosen samples of a run, with the steps that they are from."""
+
+    steps: tuple[int, int] | None
+    pairs: list[Pair]
+    group_step: int | None
+    groups: list[ShownGroup]
+
+
+def choose_samples(run_dir: Path) -> ShownSamples:
+    """Return the samples to show. Raises UserError for a damaged file."""
+    files = SampleFiles(run_dir)
+    steps = files.steps()
+    evaluated: list[tuple[int, list[ShownSample]]] = []
+    for order in (steps, reversed(steps)):
+        for step in islice(order, 2000):
+            if found := _read(files, step, VALIDATION):
+                evaluated.append((step, found))
+                break
+    pairs: list[Pair] = []
+    of_steps = None
+    if len(evaluated) == 2 and evaluated[0][0] < evaluated[1][0]:
+        (first, before), (last, after) = evaluated
+        of_steps, pairs = (first, last), _pairs(before, after)
+    for step in reversed(steps):
+        if found := _read(files, step, ROLLOUT):
+            return ShownSamples(of_steps, pairs, step, _groups(found))
+    return ShownSamples(of_steps, pairs, None, [])
+
+
+def _read(files: SampleFiles, step: int, split: str) -> list[ShownSample]:
+    return [sample for sample in islice(files.read(step), MOST_READ) if sample.get("split") == split]
+
+
+def _pairs(before: Iterable[ShownSample], after: Iterable[ShownSample]) -> list[Pair]:
+    """Return prompts by kind of change in turn: higher, lower, equal scores."""
+    earlier = {(sample.get("uid"), sample.get("sample")): sample for sample in before}
+    kinds: dict[str, list[Pair]] = {"better": [], "worse": [], "same": []}
+    for sample in after:
+        old = earlier.get((sample.get("uid"), sample.get("sample")))
+        if old is None or old.get("prompt") != sample.get("prompt"):
+            continue
+        difference = float(sample["score"]) - float(old["score"])
+        change = "better" if difference > 0 else "worse" if difference < 0 else "same"
+        pair = Pair(_text(sample.get("prompt")), _truth(sample), change, _sample(old), _sample(sample))
+        kinds[change].append(pair)
+    chosen = [*kinds["better"][: PROMPTS // 2], *kinds["worse"][: PROMPTS // 4], *kinds["same"][: PROMPTS // 4]]
+    rest = [pair for of_kind in kinds.values() for pair in of_kind if pair not in chosen]
+    return [*chosen, *rest[: PROMPTS - len(chosen)]]
+
+
+def _groups(samples: Iterable[ShownSample]) -> list[ShownGroup]:
+    of_prompt: dict[object, list[ShownSample]] = {}
+    for sample in samples:
+        of_prompt.setdefault(sample.get("uid"), []).append(sample)
+    found: Sequence[list[ShownSample]] = sorted(of_prompt.values(), key=len, reverse=True)[:GROUPS]
+    return [
+        ShownGroup(
+            _text(group[0].get("prompt")),
+            _truth(group[0]),
+            [_sample(each) for each in sorted(group, key=lambda s: -float(s["score"]))[:OF_GROUP]],
+            max(0, len(group) - OF_GROUP),
+        )
+        for group in found
+    ]
+
+
+def _sample(sample: ShownSample) -> SampleCard:
+    length, advantage = sample.get("length"), sample.get("advantage")
+    return SampleCard(
+        response=_text(sample["response"]),
+        score=float(sample["score"]),
+        length=length if isinstance(length, int) else None,
+        finish_reason=str(sample.get("finish_reason") or ""),
+        advantage=None if advantage is None else float(advantage),
+    )
+
+
+def _truth(sample: ShownSample) -> str:
+    truth = sample.get("ground_truth")
+    return "" if truth is None else _text(truth)
+
+
+def _text(value: object) -> str:
+    """Return a text of at most LONGEST characters; lone surrogates, which UTF-8 lacks, become question marks."""
+    text = str(value).encode(errors="replace").decode()
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text) - LONGEST:,} more characters)"

@@ -1,0 +1,194 @@
+"""python -m rlhf.report: the page of runs in any state; what users wrote stays text; sizes and times are bounded."""
+
+import json
+import re
+import time
+
+import pytest
+
+from rlhf.cli.report import main
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
+from rlhf.ranks.run_events import RunEvent, read_events, record_event
+from rlhf.tracking import write_report
+from rlhf.tracking.page.curves import COLUMNS, Curve
+from rlhf.tracking.page.page import page_of, run_names
+from rlhf.tracking.page.run_facts import Deadline
+from rlhf.tracking.page.svg import ticks
+from rlhf.tracking.page.timeline import KILLED, with_kills
+from tests.support.refusals import says
+from tests.support.run_folders import HOSTILE, run_folder
+
+NOTHING = {"reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0, "reward/frac_zero_std": 1.0}
+KILLED_AND_RESUMED = [
+    {"time": 1000.0, "event": "started", "host": "here", "release": "1"},
+    {"time": 1010.0, "event": "training", "step": 0, "total_steps": 40},
+    {"time": 1020.0, "event": "saved", "step": 10, "seconds": 0.5, "bytes": 1 << 20},
+    {"time": 1030.0, "event": "crashed", "step": 15, "cause": f"rank 0: died with SIGKILL {HOSTILE}", "restart": 1,
+     "max_restarts": 3, "details": HOSTILE, "hang": False},
+    {"time": 1040.0, "event": "resumed", "step": 10, "seconds": 0.1, "bytes": 1 << 20},
+    {"time": 1050.0, "event": "saved", "step": 20, "seconds": 0.5, "bytes": 1 << 20},
+    {"time": 1060.0, "event": "started", "host": "here", "release": "1"},
+    {"time": 1070.0, "event": "resumed", "step": 20, "seconds": 0.1, "bytes": 1 << 20},
+    {"time": 1090.0, "event": "saved", "step": 40, "seconds": 0.5, "bytes": 1 << 20},
+    {"time": 1091.0, "event": "finished"},
+]  # fmt: skip
+
+
+def verdict_of(page: str) -> str:
+    found = re.search(r'<p class="verdict [\w-]+"><strong>([^<]*)</strong>', page)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "rises", "values", "expected"),
+    [
+        (40, True, {}, "Learned."),
+        (40, False, {}, "Stuck."),
+        (40, True, NOTHING, "Learned nothing."),
+        (40, True, {"actor/grad_norm": float("nan")}, "Unstable."),
+        (40, True, {"guards/skips": 9}, "Unstable."),
+        (5, True, {}, "Too short."),
+        (0, True, {}, "Empty."),
+    ],
+)
+def test_the_verdict_follows_from_the_figures(tmp_path, steps, rises, values, expected):
+    assert verdict_of(page_of([run_folder(tmp_path / "a", steps, rises=rises, **values)])) == expected
+
+
+def test_a_reward_that_fell_is_unstable(tmp_path):
+    run = run_folder(tmp_path / "a", 100)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for record in lines[60:]:
+        record["reward/mean"] = 0.31
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in lines))
+    assert verdict_of(page_of([run])) == "Unstable."
+
+
+def test_what_users_wrote_stays_text_and_only_our_script_runs(tmp_path):
+    page = page_of([run_folder(tmp_path / "a", 20, samples=True, events=KILLED_AND_RESUMED)])
+    assert HOSTILE not in page
+    assert page.count("&lt;script&gt;") > 10
+    assert page.count("<script>") == 1
+    assert "<img" not in page
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    for rule in ("default-src &#39;none&#39;", "script-src &#39;sha256-", "style-src &#39;sha256-"):
+        assert rule in policy[1]
+    assert "unsafe" not in policy[1]
+    assert not re.search(r'(?:src|href)="(?!#|data:,)', page), "the page requests nothing"
+
+
+def test_the_timeline_has_crashes_kills_and_resumes_with_causes(tmp_path):
+    page = page_of([run_folder(tmp_path / "a", 40, events=KILLED_AND_RESUMED)])
+    shown = re.findall(r'<span class="event ?\w*">([\w ]+)</span>', page)
+    assert shown == ["started", "crashed", "resumed", KILLED, "started", "resumed", "finished"]
+    for fact in ("died with SIGKILL", "restart 1 of 3", "Saved 3 checkpoints, the last at step 40", "1 after kills"):
+        assert fact in page
+    assert page.count('class="mark crash"') == 2
+
+
+def test_a_start_after_an_end_is_no_kill():
+    events = [RunEvent(1.0, "started"), RunEvent(2.0, "stopped"), RunEvent(3.0, "started"), RunEvent(4.0, "finished")]
+    assert with_kills(events) == events
+
+
+def test_several_runs_lie_over_each_other(tmp_path):
+    runs = [run_folder(tmp_path / name / "a", 20, samples=True) for name in ("x", "y")]
+    page = page_of(runs)
+    assert run_names(runs) == ["x/a", "y/a"]
+    assert page.count('data-label="x/a: held-out') == page.count('data-label="y/a: held-out')
+    assert (
+        page.count('data-label="x/a: mean of the last 10"') == page.count('data-label="y/a: mean of the last 10"') == 1
+    )
+    assert page.count('<article class="run"') == 2
+
+
+def test_each_plot_has_a_table_and_a_name(tmp_path):
+    page = page_of([run_folder(tmp_path / "a", 200)])
+    figures = re.findall(r"<figure.*?</figure>", page, re.DOTALL)
+    assert len(figures) >= 10
+    for figure in figures:
+        assert 'role="img" aria-label="' in figure
+        assert figure.count("<tr>") >= 6
+    titles = [re.findall(r"<figcaption>([^<]+)", figure)[0].strip() for figure in figures]
+    assert len(set(titles)) == len(titles)
+
+
+def test_a_long_run_is_small_and_quick(tmp_path):
+    run = run_folder(tmp_path / "a", 10_000, samples=True)
+    started = time.process_time()
+    page = page_of([run])
+    assert len(page.encode()) < 1_000_000
+    assert time.process_time() - started < 20
+
+
+def test_a_downsampled_curve_keeps_every_extreme():
+    curve = Curve()
+    for step in range(100_000):
+        curve.add(step, 7.0 if step == 54_321 else -7.0 if step == 12_345 else 0.0)
+    points = curve.points()
+    assert len(points) <= 2 * COLUMNS + 2
+    assert (points[0][0], points[-1][0]) == (0, 99_999)
+    assert (54_321, 7.0) in points
+    assert (12_345, -7.0) in points
+    assert [step for step, _ in points] == sorted({step for step, _ in points})
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3.2, 870.0), (1e-9, 3e-9), (5.0, 5.0), (-1e12, 1e12)])
+def test_ticks_are_few_and_inside(low, high):
+    found = ticks(low, high, 5)
+    assert 1 <= len(found) <= 6
+    assert all(low - 1e-9 * abs(high) <= tick <= high + 1e-9 * abs(high) for tick in found)
+
+
+def test_the_command_writes_the_page_and_names_mistakes(tmp_path, capsys):
+    run = run_folder(tmp_path / "a", 5)
+    assert main([str(run)]) == EXIT_DONE
+    assert (run / "report" / "report.html").is_file()
+    (tmp_path / "none").mkdir()
+    assert main([str(tmp_path / "none"), str(run)]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, "none", "not a run directory")
+    assert main([str(run), str(tmp_path / "none" / ".." / "a")]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, "same run", "once")
+    assert main([str(run), "--output", str(tmp_path / "a" / "metrics.jsonl" / "x.html")]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, "--output=FILE.html")
+
+
+@pytest.mark.parametrize("line", [b"{\n", b'{"step": 1, "actor/loss": "x"}\n', b"\xff\n"])
+def test_an_unreadable_history_line_has_one_message(tmp_path, capsys, line):
+    run = run_folder(tmp_path / "a", 5)
+    path = run / "metrics.jsonl"
+    path.write_bytes(line + path.read_bytes())
+    assert main([str(run)]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, str(run))
+    assert not (run / "report").exists()
+
+
+def test_a_page_that_fails_costs_a_line_at_the_end_of_a_run(tmp_path, caplog):
+    run = run_folder(tmp_path / "a", 5, samples=True)
+    (run / "samples" / "step_5.jsonl").write_text("torn")
+    assert "5 in" in write_report(run)
+    assert (run / "report" / "report.json").is_file()
+    says(caplog.text, "report.html is not written", "step_5.jsonl", "python -m rlhf.report")
+
+
+def test_the_deadline_ends_a_page(tmp_path):
+    with pytest.raises(TimeoutError):
+        Deadline(0.0).check()
+    with pytest.raises(TimeoutError):
+        page_of([run_folder(tmp_path / "a", 2000)], 0.0)
+
+
+def test_events_hide_secrets_and_survive_a_torn_line_and_a_full_disk(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MY_TOKEN", "not-for-everyone")
+    record_event(tmp_path, "failed", cause="login with not-for-everyone failed")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"time": 1.0, "ev\n[]\n')
+    record_event(tmp_path, "started")
+    assert [(event.kind, event.cause) for event in read_events(tmp_path)] == [
+        ("failed", "login with REDACTED failed"),
+        ("started", ""),
+    ]
+    record_event(tmp_path / "missing", "started")
+    assert "not recorded" in caplog.text
