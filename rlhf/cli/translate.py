@@ -19,6 +19,7 @@ from rlhf.config.translation.foreign_file import TRAINERS, read_settings, traine
 from rlhf.config.translation.to_recipe import translate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.printable import write_error
+from rlhf.storage.files import make_dir, write_small
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,8 +59,8 @@ def _does_not_compose(text: str) -> str | None:
     """Return the message of a composition with the recipe `text`; None if it composes."""
     with tempfile.TemporaryDirectory(prefix="rlhf-translate-") as folder:
         recipe = Path(folder, "recipes", "translated.yaml")
-        recipe.parent.mkdir()
-        recipe.write_text(text, encoding="utf-8")
+        make_dir(recipe.parent)
+        write_small(recipe, text.encode())
         try:
             composition(["recipes=translated"], Library.find(Path(folder)))
         except UserError as error:

@@ -33,7 +33,7 @@ _TIMES = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 
 @dataclass(frozen=True)
 class LiveState:
-    """What a run does now, for users."""
+    """Present state of a run, for users."""
 
     state: State
     reason: str

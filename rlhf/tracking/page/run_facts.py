@@ -77,7 +77,7 @@ class PhaseTimes:
 
 @dataclass
 class RunFacts:
-    """What the report shows about one run."""
+    """Facts about one run that the report shows."""
 
     name: str
     run_dir: Path
