@@ -21,6 +21,7 @@ from rlhf.errors import EXIT_DONE, RunEnded, UserError
 from rlhf.launch.banner import banner
 from rlhf.launch.callbacks import Callback, Callbacks, load_callbacks
 from rlhf.planning.check import check_fits
+from rlhf.planning.device_defaults import Machine
 from rlhf.planning.devices import count_gpus, lacks_gpu
 from rlhf.printable import printable_output
 from rlhf.ranks.logs import restored_logging
@@ -92,9 +93,15 @@ def _check_arguments(overrides: object, reward: object, callbacks: object) -> No
         raise UserError(f"callbacks={callbacks!r}: not a list of functions. Give callbacks=[FUNCTION].")
 
 
-def validated(overrides: Sequence[str], library: Library, reward_functions: Sequence[str] = ()) -> Config:
-    """Return the checked configuration. If given, `reward_functions` replace `reward.functions`."""
-    config = compose_config(list(overrides), library)
+def validated(
+    overrides: Sequence[str],
+    library: Library,
+    reward_functions: Sequence[str] = (),
+    machine: Machine | None = None,
+) -> Config:
+    """Return the checked configuration. If given, `reward_functions` replace `reward.functions`, and the device
+    defaults are those of `machine` instead of this machine's."""
+    config = compose_config(list(overrides), library, machine)
     if reward_functions:
         config.reward.functions = list(reward_functions)
     validate(config)
@@ -116,11 +123,7 @@ def start(config: Config, recipes: Sequence[str], callbacks: Sequence[Callback] 
     """
     export(config)
     if is_rank():
-        if config.trainer.callbacks:
-            raise UserError(
-                f"trainer.callbacks={config.trainer.callbacks}: callbacks run in the supervisor, which torchrun "
-                "replaces. Set trainer.callbacks=[], or follow metrics.jsonl in the run directory."
-            )
+        reject_callbacks(config)
         text = banner(config, recipes) if os.environ["RANK"] == "0" else ""
         if text:
             sys.stderr.write(f"{Redaction(os.environ)(printable_output(text))}\n")
@@ -128,6 +131,11 @@ def start(config: Config, recipes: Sequence[str], callbacks: Sequence[Callback] 
         from rlhf.worker import main_under_torchrun
 
         return main_under_torchrun(config, text)
+    if config.trainer.nnodes > 1:
+        raise UserError(
+            f"trainer.nnodes={config.trainer.nnodes}: this command starts the ranks of one machine only. Give the same "
+            "settings to python -m rlhf.launch.slurm, or start torchrun on each machine."
+        )
     from rlhf.launch.supervisor import supervise
 
     watching = Callbacks([*load_callbacks(config.trainer), *callbacks])
@@ -135,6 +143,16 @@ def start(config: Config, recipes: Sequence[str], callbacks: Sequence[Callback] 
     if watching.error is not None:
         raise watching.error
     return code
+
+
+def reject_callbacks(config: Config) -> None:
+    """Raise UserError for callbacks in a run whose ranks have no supervisor."""
+    if config.trainer.callbacks:
+        raise UserError(
+            f"trainer.callbacks={config.trainer.callbacks}: callbacks run in the supervisor, which torchrun and other "
+            "launchers of several machines replace. Set trainer.callbacks=[], or follow metrics.jsonl in the run "
+            "directory."
+        )
 
 
 def evaluate_policy(config: Config, title: str) -> int:
@@ -155,13 +173,7 @@ def check_inputs(config: Config, *, trains: bool = True) -> None:
 
     Without training, the memory plan does not apply.
     """
-    from rlhf.data import check_sources
-    from rlhf.launch.preflight_import import preflight_import
     from rlhf.models.config_check import check_flash_attention
-    from rlhf.models.template_check import check_rendering
-    from rlhf.reward import check_reward
-    from rlhf.reward.preflight_start import preflight_start
-    from rlhf.tracking import check_trackers
 
     if config.trainer.device == "cuda" and lacks_gpu():
         raise UserError(
@@ -172,6 +184,18 @@ def check_inputs(config: Config, *, trains: bool = True) -> None:
         check_flash_attention(attention, cuda, config.backend.autocast)
     if trains:
         check_fits(config)
+    check_files(config)
+
+
+def check_files(config: Config) -> None:
+    """Raise UserError for mistakes in models, data, rewards and trackers. The checks do not depend on the devices."""
+    from rlhf.data import check_sources
+    from rlhf.launch.preflight_import import preflight_import
+    from rlhf.models.template_check import check_rendering
+    from rlhf.reward import check_reward
+    from rlhf.reward.preflight_start import preflight_start
+    from rlhf.tracking import check_trackers
+
     check_trackers(config.trainer.logger, config.tracking.wandb)
     check_reward(config.reward, config.reward_model)
     # Under torchrun, only one rank of each node imports the files.

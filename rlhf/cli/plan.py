@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments = _parser().parse_args([*(word for word in words if word not in overrides), *overrides])
         library = Library.find(arguments.config_dir)
         config = compose_config(arguments.overrides, library, _machine(arguments))
-        ranks = arguments.ranks or config.trainer.ranks
+        ranks = arguments.ranks or config.trainer.nnodes * config.trainer.ranks
         validate(config, {"RANK": "0", "WORLD_SIZE": str(ranks)} if arguments.ranks else {}, here=False)
         models = models_of(config, from_config=True)
         assert models is not None
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks",
         type=count_of("ranks", 1),
         metavar="N",
-        help="ranks (one per GPU) of all machines together, as torchrun starts them (default: trainer.nproc)",
+        help="ranks (one per GPU) of all machines together, as torchrun starts them (default: trainer.nnodes * nproc)",
     )
     parser.add_argument(
         "--device-memory",

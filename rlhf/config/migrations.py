@@ -53,6 +53,7 @@ MIGRATIONS: dict[str, tuple[Migration, ...]] = {
         Added("data.custom_cls.name", None),
         Added("trainer.callbacks", []),
         Added("trainer.callback_kwargs", {}),
+        Added("trainer.nnodes", 1),
     ),
 }
 """Changes by release, oldest release first. The changes of a release apply in the order of the tuple."""

@@ -24,6 +24,7 @@ NAMES = (
     "reward_model.revision",
     "data.val_files",
     "trainer.nproc",
+    "trainer.nnodes",
     "trainer.test_freq",
 )
 """Settings that do not affect the numbers of a resumed run, but that a new run needs to reproduce it."""

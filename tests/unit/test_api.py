@@ -12,6 +12,7 @@ from rlhf.api import check_inputs, file_and_name
 from rlhf.config import Config, RewardConfig, TrainerConfig
 from rlhf.config.user_functions import load_function
 from rlhf.errors import EXIT_USER_ERROR, UserError
+from tests.support.refusals import says
 
 
 def score(solution_str: str) -> float:
@@ -104,6 +105,12 @@ def test_a_secret_is_in_no_message(monkeypatch, capsys):
     output = capsys.readouterr().err
     assert "REDACTED" in output
     assert "hush" not in output
+
+
+def test_a_run_on_several_machines_needs_a_launcher():
+    with pytest.raises(UserError) as raised:
+        rlhf.train(["trainer.nnodes=2"])
+    says(raised.value, "trainer.nnodes=2", "rlhf.launch.slurm", "torchrun")
 
 
 def test_a_call_under_torchrun_is_rejected(monkeypatch):

@@ -8,6 +8,7 @@ from rlhf.compose import compose_config
 from rlhf.config.library import Library
 from rlhf.config.rules.validate import validate
 from tests.support.configurations import make, problems
+from tests.support.refusals import says
 
 SERVED: dict[str, Any] = {"rollout__name": "vllm_server", "rollout__servers__urls": ["http://node7:8000"]}
 
@@ -495,6 +496,25 @@ def test_torchrun_decides_the_number_of_ranks():
     few = make(data__train_batch_size=1, actor__ppo_mini_batch_size=1, rollout__n=2, trainer__nproc=8)
     assert "WORLD_SIZE of torchrun=5" in problems(few, {"RANK": "0", "WORLD_SIZE": "5"})[0]
     validate(few, {"RANK": "0", "WORLD_SIZE": "4"})
+
+
+def test_machines_multiply_the_ranks():
+    few = make(data__train_batch_size=1, actor__ppo_mini_batch_size=1, rollout__n=2, trainer__nproc=2)
+    few.trainer.nnodes = 2
+    validate(few, {})
+    few.trainer.nnodes = 3
+    assert "(trainer.nnodes times trainer.nproc=6)" in problems(few, {})[0]
+
+
+def test_a_launcher_with_other_machines_than_the_setting_is_rejected():
+    config = make(trainer__nproc=2)
+    environ = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    validate(config, environ)  # by default the launcher decides
+    config.trainer.nnodes = 2
+    validate(config, environ)
+    config.trainer.nnodes = 3
+    [problem] = problems(config, environ)
+    says(problem, "trainer.nnodes=3", "4 ranks")
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 128, 1000])

@@ -183,7 +183,7 @@ def test_a_value_that_verl_or_openrlhf_takes(typed, message):
     ("typed", "facts"),
     [
         ("num_processes", ["trainer.nproc"]),
-        ("num_machines", ["torchrun"]),
+        ("num_machines", ["trainer.nnodes"]),
         ("main_process_port", ["torchrun"]),
         ("mixed_precision", ["backend.autocast"]),
         ("fsdp_version", ["backend=fsdp2"]),

@@ -43,7 +43,8 @@ LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
 
 def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: bool = True) -> None:
-    """Check a resolved configuration. The number of ranks is `trainer.nproc`, or WORLD_SIZE under torchrun.
+    """Check a resolved configuration. The number of ranks is `trainer.nnodes` times `trainer.nproc`, or WORLD_SIZE
+    under torchrun.
 
     Args:
         here: also check that this installation has the required packages.
@@ -154,11 +155,19 @@ def number_of_ranks(config: Config, environ: Mapping[str, str] = os.environ) -> 
     """Return the number of ranks of the run, and the name of its source."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return int(environ["WORLD_SIZE"]), "WORLD_SIZE of torchrun"
+    if config.trainer.nnodes > 1:
+        return config.trainer.nnodes * config.trainer.ranks, "trainer.nnodes times trainer.nproc"
     return config.trainer.ranks, "trainer.nproc"
 
 
 def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     ranks, source = number_of_ranks(config, environ)
+    nnodes, local = config.trainer.nnodes, int(environ.get("LOCAL_WORLD_SIZE", ranks))
+    if "RANK" in environ and nnodes > 1 and nnodes * local != ranks:
+        yield (
+            f"trainer.nnodes={nnodes}: the launcher started {ranks} ranks with {local} on this machine. Start as many "
+            "machines, or remove trainer.nnodes: the launcher decides."
+        )
     train, mini, n = config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n
     if ranks > 2 * mini * n:
         enough = math.ceil(ranks / (2 * n))
