@@ -13,6 +13,8 @@ PARENT_PID = "RLHF_PARENT_PID"
 """Process id of the parent: a rank's supervisor or launcher, or a rollout server's keeper."""
 KEEPER = "RLHF_SERVER_KEEPER"
 """Path of the socket of the process that keeps a run's rollout servers; set by the supervisor."""
+LAUNCH = "RLHF_LAUNCH"
+"""Name of a scheduler's job, the same in all its attempts, also after it was requeued."""
 STOPPED = ("T", "t")
 """States (`state_of`) of a process that a signal or a debugger has stopped."""
 _PR_SET_PDEATHSIG = 1

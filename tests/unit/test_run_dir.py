@@ -14,6 +14,7 @@ from rlhf.checkpoint.start.run_dir import planned_steps, resume_source
 from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.ranks.parent import LAUNCH
 from rlhf.storage.layout import HISTORY, POINTER, scan, step_dir, step_of
 from rlhf.tracking import History, write_report
 from tests.support.checkpoints import (
@@ -156,6 +157,24 @@ def test_a_launch_of_torchrun_knows_its_own_saves_while_machines_come_and_go(con
         with pytest.raises(UserError, match=r"trainer\.resume_mode=disable"):
             prepare(config)
         assert steps(config) == expected
+
+
+@pytest.mark.parametrize("mode", ["overwrite", "disable"])
+def test_all_attempts_of_a_schedulers_job_are_one_launch(config, monkeypatch, mode):
+    config.trainer.overwrite = mode == "overwrite"
+    config.trainer.resume_mode = "disable" if mode == "disable" else "auto"
+    monkeypatch.setenv(LAUNCH, "slurm-7")
+    prepare(config)
+    save_steps(config, PlainRole(), 2)
+    prepare(config)
+    assert steps(config) == [2]
+    monkeypatch.setenv(LAUNCH, "slurm-8")
+    if mode == "overwrite":
+        prepare(config)
+        assert steps(config) == []
+    else:
+        with pytest.raises(UserError, match=r"trainer\.resume_mode=disable"):
+            prepare(config)
 
 
 def test_the_day_of_the_start_stays_and_survives_a_lost_run_file(config, tmp_path):

@@ -4,6 +4,7 @@ Since the last start, nodes may have been swapped, have an empty disk, or have b
 """
 
 import logging
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.parent import torchrun_agent
+from rlhf.ranks.parent import LAUNCH, torchrun_agent
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import append_durably, remove_file, rename_durably
 from rlhf.storage.layout import CONFIG, HISTORY, TEMPORARY, step_of
@@ -109,12 +110,13 @@ def finished_step(
 
 
 def _launch(run_dir: Path, coordinator: Coordinator) -> list[str]:
-    """Return the torchrun processes of this launch; empty without torchrun.
+    """Return the names of this launch: a scheduler's job, or the torchrun processes; empty without both.
 
-    They are the parents of the present ranks. A new attempt may run on other machines. So the result also has the
-    processes of earlier attempts, if a run.json lists them together with a present process.
+    The torchrun processes are the parents of the present ranks. A new attempt may run on other machines. So the result
+    also has the names of earlier attempts, if a run.json lists them together with a present name.
     """
-    agents = {agent for agent in coordinator.all_gather(torchrun_agent()) if agent is not None}
+    own = os.environ.get(LAUNCH) or torchrun_agent()
+    agents = {agent for agent in coordinator.all_gather(own) if agent is not None}
     if not agents:
         return []
     for known in coordinator.on_domain_leaders(lambda: read_run_file(run_dir).get(AGENTS, [])):

@@ -13,8 +13,8 @@ from rlhf.storage.reading import parse_json, read_regular
 
 LARGEST = 1 << 20
 AGENTS = "agents"
-"""The torchrun processes of the launch. A restart by one of them must keep the launch's own checkpoints, also with
-`trainer.overwrite=true` or `trainer.resume_mode=disable`."""
+"""The names of the launch: a scheduler's job, or torchrun processes. A restart by one of them must keep the launch's
+own checkpoints, also with `trainer.overwrite=true` or `trainer.resume_mode=disable`."""
 STARTED_ON = "started_on"
 """The day of the run's start (ISO), which chat templates print in every attempt."""
 
