@@ -12,8 +12,10 @@ from omegaconf import OmegaConf
 from rlhf.compose import combinations, composition
 from rlhf.config import Config
 from rlhf.config.library import Library
+from rlhf.config.overrides import hydra_value
 from rlhf.config.rules.validate import validate
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+from rlhf.planning.device_defaults import Machine
 from rlhf.printable import printable_lines
 from rlhf.ranks.logs import configure_logging
 from rlhf.tracking.page import write_page
@@ -32,6 +34,8 @@ class PlannedRun:
 
     swept: tuple[str, ...]
     config: Config
+    overrides: tuple[str, ...]
+    """Arguments of `python -m rlhf.train` for this run alone."""
     experiment: str
     """The name of the experiment without the run's own values."""
 
@@ -39,8 +43,10 @@ class PlannedRun:
         return " ".join(self.swept)
 
 
-def plan(overrides: Sequence[str], library: Library) -> list[PlannedRun]:
+def plan(overrides: Sequence[str], library: Library, machine: Machine | None = None) -> list[PlannedRun]:
     """Return the runs of the sweep, each with a directory named after the experiment and the run's own values.
+
+    Device defaults are those of `machine`; None is this machine.
 
     Raises:
         UserError: with the mistakes in all runs, before any run starts.
@@ -50,13 +56,16 @@ def plan(overrides: Sequence[str], library: Library) -> list[PlannedRun]:
     runs, problems = [], []
     for combination in combinations(overrides):
         try:
-            composed = composition(combination.overrides, library)
+            composed = composition(combination.overrides, library, machine)
             named = [text for text in combination.swept if not text.startswith(f"{NAME}=")]
             experiment = composed.resolved().trainer.experiment_name
-            OmegaConf.update(composed.tree, NAME, run_name(experiment, named))
+            name = run_name(experiment, named)
+            OmegaConf.update(composed.tree, NAME, name)
             config = composed.resolved()
             validate(config)
-            runs.append(PlannedRun(combination.swept, config, experiment))
+            alone = [text for text in combination.overrides if not text.startswith(f"{NAME}=")]
+            alone.append(f"{NAME}={hydra_value(name)}")
+            runs.append(PlannedRun(combination.swept, config, tuple(alone), experiment))
         except UserError as error:
             problems.append(str(error))
     if problems:

@@ -47,11 +47,11 @@ def device_defaults(
     if "RANK" in environ and "WORLD_SIZE" in environ:
         found["trainer.nproc"] = int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]))
     elif cuda:
-        found["trainer.nproc"] = max(1, machine.gpus - _server_gpus(setting))
+        found["trainer.nproc"] = max(1, machine.gpus - server_gpus(setting))
     return {key: value for key, value in found.items() if setting(key) is None}
 
 
-def _server_gpus(setting: Callable[[str], Any]) -> int:
+def server_gpus(setting: Callable[[str], Any]) -> int:
     """Return the number of GPUs used by servers that the run starts."""
     if setting("rollout.name") != "vllm_server" or setting("rollout.servers.urls"):
         return 0

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 from rlhf.events import LISTENER_VARIABLE
@@ -19,9 +20,11 @@ class Planned(Exception):
 def at(
     event: str, number: int, what: str, *, to: str = "rank", rank: int = 0, once: Path | None = None
 ) -> dict[str, str]:
-    """Return the environment that interrupts `rank`, the supervisor or the launcher at this start's `number`th `event`.
+    """Return the environment that interrupts `rank`, the supervisor, the launcher or the job at this start's `number`th
+    `event`.
 
-    `what` is a signal's name or "raise". With the marker file `once`, only the first start there is interrupted.
+    `what` is a signal's name or "raise". With `to="job"`, SLURM sends the signal to the batch script of this rank's
+    job, as before the time limit. With the marker file `once`, only the first start there is interrupted.
     """
     plan = {"event": event, "number": number, "what": what, "to": to, "rank": rank, "once": str(once or "")}
     return {LISTENER_VARIABLE: f"{__name__}:on_event", VARIABLE: json.dumps(plan)}
@@ -42,5 +45,9 @@ def on_event(event: str) -> None:
         Path(plan["once"]).touch()
     if plan["what"] == "raise":
         raise Planned(f"asked for at {event} number {_seen}")
+    if plan["to"] == "job":
+        signal_name = plan["what"].removeprefix("SIG")
+        subprocess.run(["scancel", "--batch", f"--signal={signal_name}", os.environ["SLURM_JOB_ID"]], check=True)
+        return
     named = {"supervisor": SUPERVISOR_PID, "launcher": PARENT_PID}.get(plan["to"])
     os.kill(int(os.environ[named]) if named else os.getpid(), signal.Signals[plan["what"]])

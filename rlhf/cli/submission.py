@@ -1,0 +1,61 @@
+"""Composes and checks the runs that a scheduler starts later, so that a mistake costs no time in a queue."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.api import check_files, reject_callbacks, validated
+from rlhf.cli.sweep import plan
+from rlhf.config import Config
+from rlhf.config.library import Library
+from rlhf.config.secrets import export
+from rlhf.errors import UserError
+from rlhf.planning.device_defaults import Machine
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A run without a mistake, and the arguments of `python -m rlhf.train` on each of its machines."""
+
+    config: Config
+    arguments: tuple[str, ...]
+
+
+def checked_runs(
+    overrides: Sequence[str], config_dir: Path | None, machine: Machine, *, multirun: bool = False
+) -> list[CheckedRun]:
+    """Return the run of these overrides, or with `multirun` all runs of the sweep.
+
+    The files that the settings name must exist here: models (of runs on one machine), data and rewards.
+
+    Args:
+        machine: the machines of the runs, for device defaults.
+
+    Raises:
+        UserError: with the mistakes of all runs, or the runs of a sweep differ in their machines.
+    """
+    library = Library.find(config_dir)
+    extra = () if config_dir is None else (f"--config-dir={config_dir.expanduser().absolute()}",)
+    if multirun:
+        runs = [CheckedRun(each.config, each.overrides) for each in plan(overrides, library, machine)]
+    else:
+        runs = [CheckedRun(validated(overrides, library, machine=machine), tuple(overrides))]
+    sizes = {(run.config.trainer.nnodes, run.config.trainer.nproc, run.config.trainer.device) for run in runs}
+    if len(sizes) > 1:
+        raise UserError(
+            "-m: the runs differ in trainer.nnodes, trainer.nproc or trainer.device, but all jobs of an array have the "
+            "same machines. Submit a sweep for each value."
+        )
+    for run in runs:
+        export(run.config)
+        if run.config.trainer.nnodes > 1:
+            reject_callbacks(run.config)
+        check_files(run.config)
+    return [CheckedRun(run.config, (*extra, *_with_ranks(run))) for run in runs]
+
+
+def _with_ranks(run: CheckedRun) -> tuple[str, ...]:
+    """Return the arguments with `trainer.nproc`: the machines of the job must not count their devices again."""
+    if any(text.startswith("trainer.nproc=") for text in run.arguments):
+        return run.arguments
+    return (*run.arguments, f"trainer.nproc={run.config.trainer.ranks}")

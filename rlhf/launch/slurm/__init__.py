@@ -1,0 +1,1 @@
+"""Submits runs to SLURM: `python -m rlhf.launch.slurm`."""
