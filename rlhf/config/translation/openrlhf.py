@@ -160,7 +160,7 @@ def _machines(theirs: Theirs, recipe: Recipe) -> None:
         if role == "actor" and ranks is not None:
             recipe.set("trainer.nproc", ranks, "actor.num_gpus_per_node")
         if role == "actor" and nodes is not None and nodes > 1:
-            recipe.lose("actor.num_nodes", nodes, "start the ranks of several machines with torchrun.")
+            recipe.set("trainer.nnodes", nodes, "actor.num_nodes")
     dtype = theirs.take("ds.param_dtype")
     if theirs.take("bf16") or dtype == "bf16":
         recipe.set("backend.autocast", "bfloat16", "bf16")
