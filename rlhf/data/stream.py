@@ -38,7 +38,11 @@ class PromptStream:
     @property
     def epochs(self) -> float:
         """Return the passes over the prompts so far; the integer part is the next prompt's epoch."""
-        return self._consumed / len(self._prompts)
+        return self.epochs_at(self._consumed)
+
+    def epochs_at(self, position: int) -> float:
+        """Return the passes over the prompts before a position of the stream."""
+        return position / len(self._prompts)
 
     def next(self, n: int) -> list[DrawnPrompt]:
         """Return the next `n` prompts."""

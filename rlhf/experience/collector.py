@@ -16,6 +16,7 @@ from rlhf.experience.generation import Generation
 from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.experience.journal import combined, digests
 from rlhf.experience.metrics import RolloutStats, generation_metrics, slowest, step_metrics
+from rlhf.experience.partial_rollouts import PartialRollouts, partial_metrics
 from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.experience.responses import log_timeouts
@@ -47,8 +48,9 @@ class Collector:
     """Collects the batch of each step, with `DynamicSampling` if `algorithm.filter_groups` is enabled.
 
     Surplus groups are carried over to the next step. Checkpoints include them, and they stay on the rank that
-    generated them. With `rollout.async_steps` the generation for step N + 1 begins as soon as the batch of step N is
-    collected, before the update of step N. A save waits for this generation and includes its groups.
+    generated them. With `rollout.async_steps`, an engine that can end a generation early leaves unfinished responses to
+    the next steps (`PartialRollouts`). Servers begin to generate for step N + 1 as soon as the batch of step N is
+    collected, before the update of step N. A save waits for this generation and includes its groups (`Prefetch`).
     """
 
     data: InitVar[DataConfig]
@@ -62,19 +64,24 @@ class Collector:
     """Returns whether a step is the run's last, given the epochs so far. Then no generation begins ahead."""
     windows: frozenset[int] = frozenset()
     """Sliding windows of the models' layers, for the token counts."""
-    _prefetch: Prefetch = field(init=False)
+    partial_rollouts: bool = False
+    """Whether the engine can end a generation early (`PartialEngine`)."""
+    _source: Prefetch | PartialRollouts = field(init=False)
     _sampling: PlainSampling | DynamicSampling = field(init=False)
     # Last step that this process collected, and the hash of the step's batch over all ranks.
     _trained: tuple[int, str] | None = field(default=None, init=False)
 
     def __post_init__(self, data: DataConfig) -> None:
-        self._prefetch = Prefetch(self.prompts, self.generation)
+        if self.async_steps and self.partial_rollouts:
+            self._source = PartialRollouts(self.prompts, self.generation, self.async_steps)
+        else:
+            self._source = Prefetch(self.prompts, self.generation)
         self.coordinator = self.generation.coordinator
         if self.filter_groups.enable:
             prompts = prompts_per_generation(data, self.filter_groups)
-            self._sampling = DynamicSampling(self.filter_groups, prompts, self._prefetch)
+            self._sampling = DynamicSampling(self.filter_groups, prompts, self._source)
         else:
-            self._sampling = PlainSampling(self._prefetch)
+            self._sampling = PlainSampling(self._source)
 
     def collect(self, step: int) -> Collected:
         """Return the batch of `step`. Collective.
@@ -108,7 +115,8 @@ class Collector:
         if not any(stale):
             batch.staleness = None
         log_timeouts(f"Step {step}", stats.slow, self.coordinator)
-        metrics["data/epoch"] = int(self.prompts.epochs)
+        epochs = self._source.epochs()
+        metrics["data/epoch"] = int(epochs)
         metrics |= generation_metrics(
             groups,
             stats,
@@ -119,9 +127,10 @@ class Collector:
             staleness=self.filter_groups.enable or bool(self.async_steps),
             generated=self.filter_groups.enable,
         )
-        epochs = self.prompts.epochs
+        if isinstance(self._source, PartialRollouts):
+            metrics |= partial_metrics(self._source, groups, self.coordinator, version=step - 1)
         if self.async_steps and not self.ends_with(step, epochs) and not self._sampling.starts_full():
-            self._prefetch.begin(step + 1, self._sampling.gen_batch_size)
+            self._source.begin(step + 1, self._sampling.gen_batch_size)
         return Collected(batch, groups, batch_metrics | metrics, tokens, epochs)
 
     def drop_journal(self, up_to: int) -> None:
@@ -132,7 +141,7 @@ class Collector:
     def skip_to(self, position: int | None) -> None:
         """Skip all prompts before the uid `position` and drop all carried groups; None skips nothing."""
         if position is not None:
-            self._prefetch.drop()
+            self._source.drop()
             self.prompts.advance_to(position)
             self._sampling.carry([])
 
@@ -141,17 +150,17 @@ class Collector:
 
         For a rollback, which changes the weights.
         """
-        self._prefetch.drop()
+        self._source.drop()
         self.generation.sampler.invalidate_weights()
 
     @property
     def position(self) -> int:
         """Uid of the first prompt not drawn yet. Prompts drawn ahead of time count as not drawn."""
-        return self._prefetch.position
+        return self._source.position
 
     def tensors(self) -> dict[str, Tensor]:
         """Wait for samples generated ahead, and return this rank's groups for the next step as tensors. Collective."""
-        return to_tensors(self._sampling.carried) | self._prefetch.tensors()
+        return to_tensors(self._sampling.carried) | self._source.tensors()
 
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> None:
         """Replace this rank's carried groups by the groups in `parts`, each the `tensors` of one rank.
@@ -161,7 +170,7 @@ class Collector:
         groups = [group for part in parts for group in from_tensors(part)]
         fitting = [group for group in groups if self.generation.fits(group)]
         self._sampling.carry(fitting)
-        if left_out := len(groups) - len(fitting) + self._prefetch.load_tensors(parts):
+        if left_out := len(groups) - len(fitting) + self._source.load_tensors(parts):
             log.warning(
                 "Dropped %d prompts of the checkpoint, with samples generated for the next step: rollout.n or "
                 "algorithm.adv_estimator has changed since.",

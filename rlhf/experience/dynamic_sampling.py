@@ -8,6 +8,7 @@ from rlhf.config import FilterGroupsConfig
 from rlhf.errors import UserError
 from rlhf.experience.groups import Group, uids_everywhere
 from rlhf.experience.metrics import RolloutStats
+from rlhf.experience.partial_rollouts import PartialRollouts
 from rlhf.experience.prefetch import Prefetch
 
 log = logging.getLogger(__name__)
@@ -20,14 +21,14 @@ LARGE_SHARE = 0.5
 class PlainSampling:
     """Fills each batch with the groups of the next prompts, without selection by reward. Carries nothing over."""
 
-    prefetch: Prefetch
+    source: Prefetch | PartialRollouts
     gen_batch_size: None = field(default=None, init=False)
     """Prompts per generation; None for the prompts of a step."""
 
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
         """Return the groups of this rank's part of the next prompts, sorted by uid, and no metrics. Collective."""
-        prompts, generation = self.prefetch.prompts, self.prefetch.generation
-        if (ahead := self.prefetch.pop(stats)) is not None:
+        prompts, generation = self.source.prompts, self.source.generation
+        if (ahead := self.source.pop(stats)) is not None:
             found, wanted = len(uids_everywhere(ahead, generation.coordinator)), prompts.batch_size
             if found == wanted:
                 return ahead, {}
@@ -38,7 +39,7 @@ class PlainSampling:
                 step,
                 wanted,
             )
-        return generation.groups(prompts.next(), stats, version=step - 1, step=step), {}
+        return self.source.groups(None, stats, step), {}
 
     def starts_full(self) -> bool:
         return False
@@ -69,13 +70,13 @@ class DynamicSampling:
     config: FilterGroupsConfig
     gen_batch_size: int
     """Prompts per generation, over all ranks."""
-    prefetch: Prefetch
+    source: Prefetch | PartialRollouts
     carried: list[Group] = field(default_factory=list, init=False)
     """This rank's groups for the next step, sorted by uid."""
     _warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.prompts, self.generation = self.prefetch.prompts, self.prefetch.generation
+        self.prompts, self.generation = self.source.prompts, self.source.generation
         self.coordinator = self.generation.coordinator
 
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
@@ -88,13 +89,13 @@ class DynamicSampling:
         # A resume may have changed `max_staleness`, so check the carried groups again.
         kept, dropped, rounds = self._young(self.carried, step), list[Group](), 0
         expired = len(self.carried) - len(kept)
-        fresh = self.prefetch.pop(stats)
+        fresh = self.source.pop(stats)
         uids = uids_everywhere(kept, self.coordinator)
         carried = set(uids)
         while fresh is not None or (len(uids) < wanted and rounds < self.config.max_num_gen_batches):
             rounds += 1
             if fresh is None:
-                fresh = self.generation.groups(self.prompts.next(drawn), stats, version=step - 1, step=step)
+                fresh = self.source.groups(drawn, stats, step)
             kept = kept + [group for group in fresh if group.has_signal(metric)]
             # Keep the newest `wanted` groups without signal: on_limit=fill cannot need more.
             dropped = (dropped + [group for group in fresh if not group.has_signal(metric)])[-wanted:]

@@ -1,7 +1,7 @@
 """Generates scored groups: samples responses, computes rewards and applies the over-long penalty."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from rlhf.experience.responses import check_scored, failed_samples, score_respon
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward, RewardResult
 from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout.engine import Quota
 
 
 @dataclass
@@ -48,6 +49,40 @@ class Generation:
         stats.rollout_seconds += time.monotonic() - self.sampler.sync_seconds - started
         return self.scored(drawn, samples, stats)
 
+    def advance(
+        self,
+        begun: Sequence[tuple[DrawnPrompt, list[Sample]]],
+        quotas: Sequence[Quota],
+        stats: RolloutStats,
+        *,
+        version: int,
+        step: int,
+    ) -> list[list[Sample]]:
+        """Continue the partial samples of this rank's prompts by the policy after `version` steps, until every quota is
+        reached. Return all samples of each prompt. Collective."""
+        requests = [
+            replace(request, response=sample if len(sample) else None)
+            for each, samples in begun
+            for request, sample in zip(self.requests([each]), samples, strict=True)
+            if sample.finish_reason == "partial"
+        ]
+
+        def make(known: bool) -> list[list[Sample]]:
+            wanted = [] if known or not quotas else requests
+            made = self.sampler.generate_until(wanted, quotas, version=version, step=step)
+            new = {(sample.uid, sample.sample): sample for sample in made}
+            return [[new.get((each.uid, s.sample), s) for s in samples] for each, samples in begun]
+
+        started = time.monotonic() - self.sampler.sync_seconds
+        samples = self._journaled([each.uid for each, _ in begun], stats, make)
+        announce("rollout.after")
+        stats.rollout_seconds += time.monotonic() - self.sampler.sync_seconds - started
+        return samples
+
+    def unbegun(self, drawn: DrawnPrompt) -> list[Sample]:
+        """Return a prompt's samples before the first token."""
+        return [Sample.of(drawn.uid, number, [], [], "partial") for number in range(self.samples_per_prompt)]
+
     def requests(self, drawn: Sequence[DrawnPrompt]) -> list[Request]:
         """Return the engine's requests: each prompt's random samples, then its greedy sample if enabled."""
         wanted = [self.params] * self.n
@@ -59,8 +94,12 @@ class Generation:
             for number, params in enumerate(wanted)
         ]
 
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.n + self.greedy_baseline
+
     def by_prompt(self, samples: list[Sample]) -> list[list[Sample]]:
-        size = self.n + self.greedy_baseline
+        size = self.samples_per_prompt
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def fits(self, group: Group) -> bool:
@@ -92,21 +131,36 @@ class Generation:
         self, drawn: Sequence[DrawnPrompt], stats: RolloutStats, version: int, step: int
     ) -> list[list[Sample]]:
         """Return the samples of each prompt, from the journal if it has all of them. Collective."""
-        known = None if self.journal is None else self.journal.samples([each.uid for each in drawn])
+
+        def make(known: bool) -> list[list[Sample]]:
+            # Generate all of a rank's prompts or none: the bits of log-probs depend on the other sequences of a batch.
+            requests = self.requests([] if known else drawn)
+            return self.by_prompt(self.sampler.generate(requests, version=version, step=step))
+
+        return self._journaled([each.uid for each in drawn], stats, make)
+
+    def _journaled(
+        self, uids: Sequence[int], stats: RolloutStats, make: Callable[[bool], list[list[Sample]]]
+    ) -> list[list[Sample]]:
+        """Return the samples of each prompt, from the journal if it has all of them, otherwise from `make`. Collective.
+
+        `make` receives whether this rank needs no samples, and is called on every rank or on none.
+        """
+        known = None
         if self.journal is not None:
-            stats.journaled += [known is not None] * (len(drawn) * self.n)
+            self.journal.next_generation()
+            known = self.journal.samples(uids)
+            stats.journaled += [known is not None] * (len(uids) * self.n)
             # The weight sync is collective, so either every rank generates or none does.
             everywhere = all(self.coordinator.all_gather(known is not None))
             if known is not None and everywhere:
                 return known
         announce("rollout.before")
-        # Generate all of a rank's prompts or none: the bits of log-probs depend on the other sequences in the batch.
-        requests = self.requests(drawn if known is None else [])
-        made = self.by_prompt(self.sampler.generate(requests, version=version, step=step))
+        made = make(known is not None)
         if known is not None:
             return known
         if self.journal is not None:
-            self.journal.add_samples({each.uid: of_prompt for each, of_prompt in zip(drawn, made, strict=True)})
+            self.journal.add_samples(dict(zip(uids, made, strict=True)))
         return made
 
     def _results(

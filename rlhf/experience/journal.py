@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,26 @@ from rlhf.storage.layout import scan, step_of
 
 log = logging.getLogger(__name__)
 FOLDER = "journal"
-FORMAT = 4
+FORMAT = 5
+_Key = tuple[int, int]  # number of the generation in the step, and uid
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)")
 
 
 @dataclass
-class _Entry:
-    samples: list[Sample]
-    results: list[RewardResult] | None = None
+class _Stored:
+    """Samples and rewards of a step."""
+
+    samples: dict[_Key, list[Sample]] = field(default_factory=dict)
+    results: dict[int, list[RewardResult]] = field(default_factory=dict)
+    """By uid, of the newest samples of the prompt."""
+    newest: dict[int, int] = field(default_factory=dict)
+    """By uid, the number of the generation that added the newest samples."""
+
+    def update(self, other: "_Stored") -> None:
+        """Add the samples and rewards of `other`, which replace those of the same prompts."""
+        self.samples |= other.samples
+        self.results |= other.results
+        self.newest |= other.newest
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,8 @@ class Journal:
         self._rank, self._world_size = coordinator.rank, coordinator.world_size
         self._trajectory, self._scored_by = trajectory, scored_by
         self._header: dict[str, Any] = {}
-        self._known: dict[int, _Entry] = {}
+        self._known = _Stored()
+        self._calls = 0
         self._unread: list[_File] = []
         self._writable = True
         self.written = 0
@@ -81,48 +94,59 @@ class Journal:
         `after` is the hash of the previous step's batch over all ranks, or None if this process did not train on it.
         """
         self._header = {"format": FORMAT, "run": self._trajectory, "step": step, "version": version, "after": after}
-        self._known, self._unread, self._writable, self.written = {}, [], True, 0
+        self._known, self._unread, self._writable, self.written = _Stored(), [], True, 0
+        self._calls = 0
         self.drop_published(up_to=version)
         try:
             files = [file for file in self._files() if file.step == step]
             # Read this rank's own file last, because a later file's samples of a prompt replace earlier ones.
             for file in sorted(filter(self._owns, files), key=lambda file: file.rank == self._rank):
-                self._known |= self._read(file)
+                self._known.update(self._read(file))
             self._unread = [file for file in files if not self._owns(file)]
         except OSError as error:
-            self._known, self._writable = {}, False
+            self._known, self._writable = _Stored(), False
             log.warning(
                 "Step %d does not use the rollout journal, because its files can't be read or removed: %s", step, error
             )
 
+    def next_generation(self) -> None:
+        """Begin another generation of the step. A prompt whose samples were partial may have samples in it, too."""
+        self._calls += 1
+
     def samples(self, uids: Sequence[int]) -> list[list[Sample]] | None:
-        """Return the samples of each prompt as they were added, or None if any prompt is missing."""
+        """Return the samples of each prompt as this generation added them, or None if any prompt is missing."""
         while self._unread and not self._has_all(uids):  # another rank's file, after a change of the number of ranks
             file = self._unread.pop()
             try:
-                self._known = self._read(file) | self._known
+                found = self._read(file)
+                found.update(self._known)
+                self._known = found
             except FileNotFoundError:
                 pass  # the owner has dropped its file meanwhile, for example after an upgrade
             except OSError as error:
                 log.warning("%s can't be read, its samples are generated again: %s", file.path, error)
-        return [self._known[uid].samples for uid in uids] if self._has_all(uids) else None
+        return [self._known.samples[self._calls, uid] for uid in uids] if self._has_all(uids) else None
 
     def results(self, uids: Sequence[int]) -> list[list[RewardResult]] | None:
         """Return the rewards of the `samples` of each prompt, or None if any prompt has none."""
-        found = [self._known[uid].results for uid in uids if uid in self._known]
-        known = [results for results in found if results is not None]
+        known = [self._known.results[uid] for uid in uids if uid in self._known.results]
         return known if len(known) == len(uids) else None
 
     def add_samples(self, samples: Mapping[int, Sequence[Sample]]) -> None:
         """Append the samples of prompts, by uid, durably."""
         # One prompt at a time: encoding the whole step would double the memory of its samples.
         if samples:
-            self._append(records.samples_payload(uid, of_prompt) for uid, of_prompt in samples.items())
+            self._append(records.samples_payload(self._calls, uid, of_prompt) for uid, of_prompt in samples.items())
+            self._known.newest |= dict.fromkeys(samples, self._calls)
 
     def add_results(self, results: Mapping[int, Sequence[RewardResult]]) -> None:
-        """Append the rewards of prompts, by uid, durably. The samples must be in the journal already."""
+        """Append the rewards of prompts, by uid, durably. The journal has the samples already, or an earlier step's."""
         if results:
-            self._append([records.results_payload(uid, self._scored_by, rewards) for uid, rewards in results.items()])
+            newest = self._known.newest
+            self._append(
+                records.results_payload(newest.get(uid), uid, self._scored_by, rewards)
+                for uid, rewards in results.items()
+            )
 
     def drop_published(self, up_to: int) -> None:
         """Remove the files of steps up to the newest published checkpoint or `up_to`, whichever is earlier."""
@@ -137,7 +161,7 @@ class Journal:
             remove_file(file.path, missing_ok=True)
 
     def _has_all(self, uids: Sequence[int]) -> bool:
-        return all(uid in self._known for uid in uids)
+        return all((self._calls, uid) in self._known.samples for uid in uids)
 
     def _owns(self, file: _File) -> bool:
         return file.rank % self._world_size == self._rank
@@ -148,8 +172,8 @@ class Journal:
         found = [(path, match) for path in self._folder.iterdir() if (match := _NAME.fullmatch(path.name))]
         return [_File(path, int(match[1]), int(match[2])) for path, match in found]
 
-    def _read(self, file: _File) -> dict[int, _Entry]:
-        """Return the samples and rewards in a file of this step, by uid. Drop a file that does not fit the run."""
+    def _read(self, file: _File) -> _Stored:
+        """Return the samples and rewards in a file of this step. Drop a file that does not fit the run."""
         content = file.path.read_bytes()
         payloads, whole = records.payloads(content)
         if None in payloads or whole < len(content):
@@ -159,7 +183,7 @@ class Journal:
         first = payloads[0] if payloads else None
         if first is None:
             self._drop([file])
-            return {}
+            return _Stored()
         if not self._fits(records.from_payload(first)[0]):
             if self._owns(file):
                 log.info(
@@ -167,18 +191,21 @@ class Journal:
                     file.path,
                 )
             self._drop(other for other in self._files() if other.rank == file.rank and other.step >= file.step)
-            return {}
+            return _Stored()
         if self._owns(file):
             # An earlier process may have been killed before it synced a record. The records read here must survive a
             # power cut.
             fsync_file(file.path)
-        known: dict[int, _Entry] = {}
+        known = _Stored()
         for document, tail in (records.from_payload(payload) for payload in payloads[1:] if payload is not None):
             uid = document["uid"]
             if "arrays" in document:
-                known[uid] = _Entry(records.samples_of(document, tail))
-            elif uid in known and document["scored_by"] == self._scored_by:
-                known[uid].results = records.results_of(document)
+                known.samples[document["call"], uid] = records.samples_of(document, tail)
+                known.newest[uid] = document["call"]
+                known.results.pop(uid, None)
+            # The record of the samples may be damaged.
+            elif (known.newest.get(uid), self._scored_by) == (document["call"], document["scored_by"]):
+                known.results[uid] = records.results_of(document)
         return known
 
     def _fits(self, header: dict[str, Any]) -> bool:

@@ -55,18 +55,25 @@ def from_payload(payload: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(line), tail
 
 
-def samples_payload(uid: int, samples: Sequence[Sample]) -> bytes:
+def samples_payload(call: int, uid: int, samples: Sequence[Sample]) -> bytes:
+    """Return the payload for the samples of the prompt `uid` in generation number `call` of the step."""
     arrays = to_arrays(samples)
-    return to_payload({"uid": uid, "arrays": layout_of(arrays)}, b"".join(to_bytes(arrays)))
+    return to_payload({"call": call, "uid": uid, "arrays": layout_of(arrays)}, b"".join(to_bytes(arrays)))
 
 
 def samples_of(document: dict[str, Any], tail: bytes) -> list[Sample]:
     return from_arrays(from_bytes(tail, document["arrays"]))
 
 
-def results_payload(uid: int, scored_by: str, results: Sequence[RewardResult]) -> bytes:
-    """Return the payload for the rewards of the prompt `uid`. `scored_by` identifies the reward functions."""
-    return to_payload({"uid": uid, "scored_by": scored_by, "results": [asdict(result) for result in results]})
+def results_payload(call: int | None, uid: int, scored_by: str, results: Sequence[RewardResult]) -> bytes:
+    """Return the payload for the rewards of the prompt `uid`.
+
+    `call` is the number of the generation that added the samples; None for an earlier step. `scored_by` identifies the
+    reward functions.
+    """
+    return to_payload(
+        {"call": call, "uid": uid, "scored_by": scored_by, "results": [asdict(result) for result in results]}
+    )
 
 
 def results_of(document: dict[str, Any]) -> list[RewardResult]:

@@ -9,6 +9,7 @@ from typing import cast
 from rlhf.backends.base import PolicyWeights
 from rlhf.experience.engine_probe import check_probe, probe_request
 from rlhf.rollout import AdapterEngine, BackgroundEngine, Request, RolloutEngine, Sample
+from rlhf.rollout.engine import PartialEngine, Quota
 
 
 @dataclass
@@ -29,6 +30,17 @@ class PolicySampler:
     _probed: bool = field(default=False, init=False)
     # Samples of `begin`, if `generate` was called before `finish`.
     _finished: list[Sample] | None = field(default=None, init=False)
+
+    def generate_until(
+        self, requests: Sequence[Request], quotas: Sequence[Quota], *, version: int, step: int
+    ) -> list[Sample]:
+        """Return samples as `generate`, some of them partial, once every quota is reached. `engine` must be a
+        `PartialEngine`. Collective."""
+        self._sync_weights(version)
+        started = time.monotonic()
+        samples = cast(PartialEngine, self.engine).generate_until(requests, quotas, seed=self.seed, step=step)
+        self.seconds += time.monotonic() - started
+        return samples
 
     def generate(self, requests: Sequence[Request], *, version: int, step: int) -> list[Sample]:
         """Return this rank's samples by the policy after `version` steps, with noise keyed by `step`. Collective.

@@ -12,9 +12,11 @@ from rlhf.events import announce
 from rlhf.experience.generation import Generation
 from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.experience.metrics import RolloutStats
+from rlhf.experience.partial_rollouts import AHEAD as PREFIX
+from rlhf.experience.partial_rollouts import begun_samples
 from rlhf.experience.prompt_share import PromptShare
 
-PREFIX, COUNTS = "ahead.", "ahead.counts"
+COUNTS = f"{PREFIX}counts"
 
 
 @dataclass
@@ -56,6 +58,17 @@ class Prefetch:
         stats.add(own)
         return groups
 
+    def groups(self, size: int | None, stats: RolloutStats, step: int) -> list[Group]:
+        """Generate the scored groups of this rank's part of the next `size` prompts (None: `batch_size`) now.
+
+        Collective. The policy has made `step` - 1 steps.
+        """
+        return self.generation.groups(self.prompts.next(size), stats, version=step - 1, step=step)
+
+    def epochs(self) -> float:
+        """Return the passes over the prompts so far."""
+        return self.prompts.epochs
+
     def drop(self) -> None:
         """Wait for the running generation and drop all groups. Collective."""
         if self._begun is not None:
@@ -73,7 +86,8 @@ class Prefetch:
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> int:
         """Load the groups in `parts`, each the `tensors` of one rank. Drop groups that do not fit the settings.
 
-        Return the number of dropped groups. No generation may run. Call this on every rank or on none.
+        Return the number of dropped prompts, those in flight of partial rollouts included. No generation
+        may run. Call this on every rank or on none.
         """
         found = sorted((g for part in parts for g in from_tensors(part, PREFIX)), key=lambda group: group.uid)
         counts = [part[COUNTS].tolist() for part in parts if COUNTS in part]
@@ -81,7 +95,8 @@ class Prefetch:
         groups = [group for group in found if self.generation.fits(group)]
         scores = [score for group in groups for score in group.scores]
         self._scored, self._before = (groups, RolloutStats(scores, timeouts=timeouts, failures=failures)), None
-        return len(found) - len(groups)
+        begun = {sample.uid for part in parts for sample in begun_samples(part)}
+        return len(found) - len(groups) + len(begun)
 
     def _score(self) -> None:
         """Finish and score the running generation, if any. The policy has made `step` - 1 steps by now."""

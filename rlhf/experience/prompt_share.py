@@ -24,6 +24,11 @@ class PromptShare:
         low, high = (len(drawn) * rank // self.ranks.size for rank in (self.ranks.rank, self.ranks.rank + 1))
         return drawn[low:high]
 
+    def share(self, size: int | None = None) -> int:
+        """Return the number of this rank's prompts of the next `size` (None: `batch_size`)."""
+        size, rank, ranks = self.batch_size if size is None else size, self.ranks.rank, self.ranks.size
+        return size * (rank + 1) // ranks - size * rank // ranks
+
     def prompt(self, uid: int) -> Prompt:
         return self.stream.at(uid)
 
@@ -40,3 +45,7 @@ class PromptShare:
     def epochs(self) -> float:
         """Passes over the data set before the next prompt."""
         return self.stream.epochs
+
+    def epochs_at(self, position: int) -> float:
+        """Passes over the data set before the uid `position`."""
+        return self.stream.epochs_at(position)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rlhf.config.schema.rollout import RolloutConfig
 from rlhf.models.config_check import check_positions
 from rlhf.rollout.decoding import Decoding
-from rlhf.rollout.engine import Completion, PartialEngine, Request, Weights, indices_by_params
+from rlhf.rollout.engine import Completion, PartialEngine, Quota, Request, Weights, indices_by_params
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.weight_digest import WeightCheck, digest, read_digests
@@ -95,19 +95,21 @@ class EmbeddedEngine(PartialEngine):
             ValueError: an empty prompt, or a response so far without room for a token.
             UserError: prompt and response exceed the model's positions.
         """
-        return self._generate(requests, None, seed, step)
+        return self._generate(requests, (), seed, step)
 
-    def generate_until(self, requests: Sequence[Request], groups: int, *, seed: int, step: int) -> list[Sample]:
-        """Return a sample for each request as soon as `groups` groups are complete, as `PartialEngine`. Decode the
-        requests in their order, at most `max_num_seqs` at once. Raises as `generate`."""
-        return self._generate(requests, groups, seed, step)
+    def generate_until(
+        self, requests: Sequence[Request], quotas: Sequence[Quota], *, seed: int, step: int
+    ) -> list[Sample]:
+        """Return a sample for each request as soon as every quota is reached, as `PartialEngine`. Decode the requests
+        in their order, at most `max_num_seqs` at once. Raises as `generate`."""
+        return self._generate(requests, quotas, seed, step)
 
     @torch.inference_mode()
-    def _generate(self, requests: Sequence[Request], groups: int | None, seed: int, step: int) -> list[Sample]:
+    def _generate(self, requests: Sequence[Request], quotas: Sequence[Quota], seed: int, step: int) -> list[Sample]:
         if not all(r.token_ids for r in requests):
             raise ValueError("a prompt has no tokens")
         samples: dict[int, Sample] = {}
-        completion = Completion(requests, groups)
+        completion = Completion(requests, quotas)
         # The parameters of most requests last: only after the others (greedy baselines) are answered, groups complete.
         by_params = sorted(indices_by_params(requests).items(), key=lambda item: len(item[1]))
         for params, indices in by_params:

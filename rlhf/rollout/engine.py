@@ -98,24 +98,34 @@ def siblings(requests: Sequence[Request]) -> list[range]:
     return [range(start, end) for start, end in pairwise([*starts, len(requests)])]
 
 
+@dataclass(frozen=True)
+class Quota:
+    """Asks a generation for `groups` complete groups out of those of the prompts `uids`."""
+
+    uids: frozenset[int]
+    groups: int
+
+
 class Completion:
     """Counts the groups of a generation that are complete: all requests of their uid are answered.
 
-    `reached` becomes true once `groups` groups are complete; never with None.
+    `reached` becomes true once every quota is reached; never without quotas.
     """
 
-    def __init__(self, requests: Iterable[Request], groups: int | None) -> None:
+    def __init__(self, requests: Iterable[Request], quotas: Sequence[Quota]) -> None:
         self._left = Counter(request.uid for request in requests)
-        self._missing = groups
+        self._quotas = quotas
+        self._missing = [quota.groups for quota in quotas]
 
     def answered(self, request: Request) -> None:
         self._left[request.uid] -= 1
-        if not self._left[request.uid] and self._missing is not None:
-            self._missing -= 1
+        if not self._left[request.uid]:
+            for i, quota in enumerate(self._quotas):
+                self._missing[i] -= request.uid in quota.uids
 
     @property
     def reached(self) -> bool:
-        return self._missing is not None and self._missing <= 0
+        return bool(self._quotas) and max(self._missing) <= 0
 
 
 def indices_by_params(requests: Sequence[Request]) -> dict[SamplingParams, list[int]]:
@@ -167,10 +177,12 @@ class BackgroundEngine(RolloutEngine, Protocol):
 class PartialEngine(RolloutEngine, Protocol):
     """An engine that can end a generation early. All calls are collective."""
 
-    def generate_until(self, requests: Sequence[Request], groups: int, *, seed: int, step: int) -> list[Sample]:
-        """Return a sample for each of this rank's requests as soon as `groups` groups are complete: all requests of
-        their uids are answered. The other samples have the finish reason `partial` and the tokens so far, perhaps none.
-        Which groups are complete follows from the requests and the tokens, never from the clock."""
+    def generate_until(
+        self, requests: Sequence[Request], quotas: Sequence[Quota], *, seed: int, step: int
+    ) -> list[Sample]:
+        """Return a sample for each of this rank's requests as soon as every quota is reached. A group is complete once
+        all requests of its uid are answered. The other samples have the finish reason `partial` and the tokens so far,
+        perhaps none. Which groups are complete follows from the requests and the tokens, never from the clock."""
 
 
 class AdapterEngine(RolloutEngine, Protocol):

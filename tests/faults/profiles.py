@@ -121,6 +121,18 @@ PROFILES = {
         ),
         on_every_rank=("reward.scored",),
     ),
+    # Long tails, so that every save has partial responses, and a journal that stores them.
+    "async": Profile(
+        (
+            "rollout.async_steps=2",
+            "algorithm.rollout_correction.rollout_is=token",
+            "rollout.max_num_seqs=64",
+            "data.max_response_length=32",
+            "rollout.ignore_eos=false",
+            "rollout.temperature=1.3",
+            "checkpoint.journal=true",
+        ),
+    ),
     # Two vLLM servers, on machines that have vLLM.
     "servers": Profile(
         (

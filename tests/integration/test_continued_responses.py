@@ -18,7 +18,7 @@ from transformers import (
 
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.embedded import EmbeddedEngine
-from rlhf.rollout.engine import siblings
+from rlhf.rollout.engine import Quota, siblings
 from rlhf.rollout.stop_strings import cut_at_seam
 from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.rounding import FLOAT32
@@ -153,9 +153,9 @@ def test_a_generation_ends_with_the_wanted_groups_and_goes_on_later() -> None:
     requests += [replace(prompt, params=replace(params, temperature=0.0), sample=2) for prompt in PROMPTS]
     expected = {(s.uid, s.sample): s for s in engine_of().generate(requests, seed=1, step=2)}
     for width in (2, 12):
-        engine, waiting, rounds = engine_of(width=width), requests, 0
+        engine, waiting, rounds, uids = engine_of(width=width), requests, 0, frozenset({9})
         while waiting:
-            samples = engine.generate_until(waiting, 1, seed=1, step=2)
+            samples = engine.generate_until(waiting, [Quota(uids, 1)], seed=1, step=2)
             left = {sample.uid for sample in samples if sample.finish_reason == "partial"}
             assert len(left) < len({request.uid for request in waiting}), "no group is complete"
             for sample in samples:
@@ -167,4 +167,5 @@ def test_a_generation_ends_with_the_wanted_groups_and_goes_on_later() -> None:
                 if sample.finish_reason == "partial"
             ]
             rounds += 1
+            uids = frozenset(request.uid for request in waiting)
         assert rounds > 1

@@ -83,6 +83,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
         "algorithm.filter_groups.enable=true",
         "algorithm.filter_groups.metric=seq_reward",
         "algorithm.filter_groups.on_limit=fill",
+        "rollout.async_steps=1",
         "actor.policy_loss.loss_mode=sapo",
         "actor.entropy_ctrl.type=adaptive",
     )

@@ -47,6 +47,9 @@ DEFAULTS: dict[str, Any] = {
     "drawn": 7,
     "answers": True,
     "ahead": False,
+    "async_steps": 0,
+    "longest": LONGEST,
+    "rows": 32,
     "batch": BATCH,
     "n": N,
 }
@@ -103,11 +106,11 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
     reward = RewardConfig(overlong_buffer=chosen["overlong"])
     prompts = PromptSet.in_memory(rows, tokenizer, LengthLimit(128, "error", "data.train_files"))
     stream = PromptStream(prompts, seed=3, shuffle=True)
-    embedded = build_embedded_engine(model, tokenizer, RolloutConfig(max_num_seqs=32))
+    embedded = build_embedded_engine(model, tokenizer, RolloutConfig(max_num_seqs=chosen["rows"]))
     engine = BackgroundThread(embedded) if chosen["ahead"] else embedded
     generation = Generation(
         PolicySampler(engine, DriftingPolicy(driver), SEED),  # type: ignore[arg-type]
-        SamplingParams(temperature=1.4, max_tokens=LONGEST),
+        SamplingParams(temperature=1.4, max_tokens=chosen["longest"]),
         chosen["n"],
         chosen["greedy"],
         Reward([Term("sums", WEIGHT, Sums(), FailurePolicy("sums", reward))]),
@@ -120,11 +123,12 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
         data,
         chosen["filter_groups"],
         reward,
-        int(chosen["ahead"]),
+        int(chosen["ahead"]) or chosen["async_steps"],
         PromptShare(stream, chosen["batch"], dims.data()),
         generation,
         CPU,
         ends_with=driver.ends_with,
+        partial_rollouts=not chosen["ahead"],
     )
 
 

@@ -186,11 +186,17 @@ REJECTED: list[tuple[dict, str]] = [
         SERVED | {"rollout__sleep_level": 0},
         "rollout.sleep_level=0: has effect only with rollout=vllm (it is vllm_server); set rollout=vllm, or",
     ),
-    ({"rollout__async_steps": 2}, "rollout.async_steps=2: must be at most 1."),
     (
-        {"rollout__async_steps": 1, "algorithm__rollout_correction__rollout_is": "token"},
-        "rollout.async_steps=1: only servers generate while the ranks train; set rollout=vllm_server (it is embedded), "
-        "or",
+        SERVED | {"rollout__async_steps": 2, "algorithm__rollout_correction__rollout_is": "token"},
+        "rollout.async_steps=2: rollout=vllm_server generates at most one step ahead; set rollout.async_steps=1.",
+    ),
+    (
+        {
+            "rollout__name": "vllm",
+            "rollout__async_steps": 1,
+            "algorithm__rollout_correction__rollout_is": "token",
+        },
+        "rollout.async_steps=1: vLLM in the ranks ends each generation before training; set rollout=vllm_server or",
     ),
     (
         SERVED
@@ -200,7 +206,7 @@ REJECTED: list[tuple[dict, str]] = [
             "algorithm__filter_groups__enable": True,
             "algorithm__filter_groups__max_staleness": 0,
         },
-        "algorithm.filter_groups.max_staleness=0: with rollout.async_steps=1 samples are one step old",
+        "algorithm.filter_groups.max_staleness=0: with rollout.async_steps=1 samples are up to 1 steps old",
     ),
     (
         {CORRECTION + "rollout_is_threshold_lower": 0.5},

@@ -190,7 +190,7 @@ def test_samples_are_those_of_the_batch_before(runs, written, read, known):
 def test_a_file_of_another_format_is_dropped(runs):
     fill(runs.at(3))
     header = {"format": FORMAT - 1, "run": "of a version that knew of no batches before"}
-    samples = frame(samples_payload(4, SAMPLES[4]))
+    samples = frame(samples_payload(0, 4, SAMPLES[4]))
     runs.file(3).write_bytes(frame(to_payload(header)) + samples)
     assert runs.at(3).samples(UIDS) is None
     assert not runs.file(3).exists()

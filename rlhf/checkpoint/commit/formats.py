@@ -7,6 +7,7 @@ not migrated. Their readers check `Manifest.format` or the file itself, and read
 |---|---|---|
 | 7 | 0.1.0 | |
 | 8 | 0.2.0 | the manifest has `numerics`; carried samples are the arrays of `rlhf.rollout.sample_codec` |
+| | | carried samples may include responses in flight, with the prefix `begun.` (`experience.partial_rollouts`) |
 | | | an index has boxes beside ranges (`rlhf.storage.index_rows`) |
 """
 

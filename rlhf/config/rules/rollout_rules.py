@@ -95,7 +95,7 @@ def rollout_problems(config: Config) -> Iterator[str]:
     if r.name != "vllm":
         yield from without_effect(config, ["rollout.sleep_level"], "rollout=vllm", r.name)
     if r.async_steps:
-        yield from _one_step_ahead(config)
+        yield from _asynchronous(config)
     yield from _servers(config)
 
 
@@ -106,13 +106,16 @@ def missing_engine(config: Config) -> Iterator[str]:
         yield f"rollout={r.name}: {problem}"
 
 
-def _one_step_ahead(config: Config) -> Iterator[str]:
-    ahead, correction = f"rollout.async_steps={config.rollout.async_steps}", config.algorithm.rollout_correction
-    if config.rollout.name != "vllm_server":
+def _asynchronous(config: Config) -> Iterator[str]:
+    steps, name = config.rollout.async_steps, config.rollout.name
+    ahead, correction = f"rollout.async_steps={steps}", config.algorithm.rollout_correction
+    if name == "vllm":
         yield (
-            f"{ahead}: only servers generate while the ranks train; set rollout=vllm_server (it is "
-            f"{config.rollout.name}), or rollout.async_steps=0."
+            f"{ahead}: vLLM in the ranks ends each generation before training; set rollout=vllm_server or "
+            "rollout=embedded (it is vllm), or rollout.async_steps=0."
         )
+    if name == "vllm_server" and steps > 1:
+        yield f"{ahead}: rollout=vllm_server generates at most one step ahead; set rollout.async_steps=1."
     if correction.rollout_is is None:
         yield (
             f"algorithm.rollout_correction.rollout_is=null: with {ahead} samples come from an older policy than the "
@@ -121,10 +124,10 @@ def _one_step_ahead(config: Config) -> Iterator[str]:
     filters = config.algorithm.filter_groups
     if filters.enable and filters.max_staleness < config.rollout.async_steps:
         yield (
-            f"algorithm.filter_groups.max_staleness={filters.max_staleness}: with {ahead} samples are one step old "
-            "when they are trained on; set algorithm.filter_groups.max_staleness=1."
+            f"algorithm.filter_groups.max_staleness={filters.max_staleness}: with {ahead} samples are up to {steps} "
+            f"steps old when they are trained on; set algorithm.filter_groups.max_staleness={steps}."
         )
-    if config.checkpoint.journal:
+    if config.checkpoint.journal and name == "vllm_server":
         yield (
             f"checkpoint.journal=true: the journal does not store the samples that {ahead} generates ahead; set "
             "checkpoint.journal=false."

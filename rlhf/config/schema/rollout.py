@@ -94,8 +94,9 @@ class RolloutConfig:
     structured_outputs: dict[str, Any] = setting({})
     """Response format, as in vLLM's StructuredOutputsParams: {json: ...}, {regex: ...}, {choice: [...]}, {grammar:
     ...}."""
-    async_steps: int = setting(0, ge=0, le=1)
-    """1: `vllm_server` generates the next batch during training, with weights that are one step old. 0 generates before
+    async_steps: int = setting(0, ge=0)
+    """Largest age of a token in steps. `embedded` keeps the responses of `async_steps` + 1 batches in flight and does
+    not wait for the longest. `vllm_server` (at most 1) generates the next batch during training. 0 generates before
     training."""
     engine_kwargs: EngineKwargsConfig = setting(EngineKwargsConfig)
     servers: ServersConfig = setting(ServersConfig)

@@ -1,0 +1,216 @@
+"""Keeps the responses of `rollout.async_steps` + 1 steps in flight (partial rollouts); checkpoints include them."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlhf.data import DrawnPrompt
+from rlhf.experience.generation import Generation
+from rlhf.experience.groups import Group, from_tensors
+from rlhf.experience.metrics import RolloutStats
+from rlhf.experience.prompt_share import PromptShare
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.rollout import Sample
+from rlhf.rollout.engine import Quota
+from rlhf.rollout.sample_codec import from_arrays, to_arrays
+
+PREFIX, AHEAD = "begun.", "ahead."
+"""Prefixes of the tensors of samples in flight, and of groups that servers generated ahead."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A prompt in flight: its samples so far, some complete, some partial, perhaps without a token."""
+
+    drawn: DrawnPrompt
+    samples: list[Sample]
+
+    @property
+    def complete(self) -> bool:
+        return all(sample.finish_reason != "partial" for sample in self.samples)
+
+    def oldest(self, version: int) -> int:
+        """Return the version of the oldest token, or `version` without tokens."""
+        return min((sample.version for sample in self.samples if len(sample)), default=version)
+
+
+@dataclass
+class PartialRollouts:
+    """Generates until this rank's share of a batch is complete, and continues the other responses in later steps.
+
+    Each rank keeps `steps` + 1 shares of prompts in flight. A step tops them up, decodes under its weights until a
+    share of them is complete, and removes that share: oldest weights first, then by uid. No token gets older than
+    `steps` steps: the engine waits for the groups that would otherwise miss their last step. Where they end up more
+    than a share (after a change of the number of ranks, or of the batch size), the surplus is dropped and counted.
+
+    All of this follows from tokens and settings, never from the clock, so a resumed run repeats it bit for bit.
+    """
+
+    prompts: PromptShare
+    generation: Generation
+    steps: int
+    expired: int = field(default=0, init=False)
+    """Prompts of this rank that were dropped because of their age, since the last `pop_expired`."""
+    begun: list[Begun] = field(default_factory=list, init=False)
+    """This rank's prompts in flight, sorted by uid."""
+
+    @property
+    def position(self) -> int:
+        """Uid of the first prompt not drawn yet."""
+        return self.prompts.position
+
+    @property
+    def partial_samples(self) -> int:
+        """Number of this rank's unfinished samples that have tokens."""
+        return sum(s.finish_reason == "partial" and len(s) > 0 for each in self.begun for s in each.samples)
+
+    def pop_expired(self) -> int:
+        """Return the number of prompts of this rank that were dropped because of their age since the last call."""
+        expired, self.expired = self.expired, 0
+        return expired
+
+    def epochs(self) -> float:
+        """Return the passes over the prompts without those in flight. Collective."""
+        in_flight = sum(self.generation.coordinator.all_gather(len(self.begun)))
+        return self.prompts.epochs_at(self.prompts.position - in_flight)
+
+    def begin(self, step: int, size: int | None = None) -> None:
+        """Do nothing: this engine does not generate while the ranks train."""
+
+    def pop(self, stats: RolloutStats) -> list[Group] | None:
+        """Return None: no groups are ready before `groups` generates them."""
+        return None
+
+    def groups(self, size: int | None, stats: RolloutStats, step: int) -> list[Group]:
+        """Return this rank's scored groups of a batch of `size` prompts (None: `batch_size`), sorted by uid.
+
+        Collective. The policy has made `step` - 1 steps.
+        """
+        share, version = self.prompts.share(size), step - 1
+        self._drop_old(version - self.steps)
+        self._top_up(share)
+        coordinator = self.generation.coordinator
+        while any(coordinator.all_gather(self._missing(share, version) != [])):
+            # A journal of another number of ranks may end a generation before the quotas are reached.
+            unfinished = [each for each in self.begun if not each.complete]
+            quotas = self._missing(share, version)
+            made = self.generation.advance(
+                [(each.drawn, each.samples) for each in unfinished], quotas, stats, version=version, step=step
+            )
+            new = dict(zip((each.drawn.uid for each in unfinished), made, strict=True))
+            self.begun = [Begun(each.drawn, new.get(each.drawn.uid, each.samples)) for each in self.begun]
+        complete = [each for each in self.begun if each.complete]
+        chosen = sorted(complete, key=lambda each: (each.oldest(version), each.drawn.uid))[:share]
+        uids = {each.drawn.uid for each in chosen}
+        batch = [each for each in self.begun if each.drawn.uid in uids]
+        self.begun = [each for each in self.begun if each.drawn.uid not in uids]
+        self._drop_old(version + 1 - self.steps)
+        return self.generation.scored([each.drawn for each in batch], [each.samples for each in batch], stats)
+
+    def drop(self) -> None:
+        """Drop all prompts in flight."""
+        self.begun = []
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's samples in flight as tensors."""
+        if not self.begun:
+            return {}
+        arrays = to_arrays([sample for each in self.begun for sample in each.samples])
+        return {f"{PREFIX}{name}": torch.from_numpy(array) for name, array in arrays.items()}
+
+    def load_tensors(self, parts: Sequence[Mapping[str, Tensor]]) -> int:
+        """Replace the prompts in flight by those in `parts`, each the `tensors` of one rank.
+
+        Return the number of dropped prompts: they do not fit the settings, or were generated ahead by servers.
+        """
+        found = [each for part in parts for each in self._begun_in(part)]
+        fitting = [each for each in found if self._fits(each)]
+        self.begun = sorted(fitting, key=lambda each: each.drawn.uid)
+        ahead = sum(len(from_tensors(part, AHEAD)) for part in parts)
+        return len(found) - len(fitting) + ahead
+
+    def _begun_in(self, part: Mapping[str, Tensor]) -> list[Begun]:
+        of_prompt: dict[int, list[Sample]] = {}
+        for sample in begun_samples(part):
+            of_prompt.setdefault(sample.uid, []).append(sample)
+        return [Begun(DrawnPrompt(uid, self.prompts.prompt(uid)), samples) for uid, samples in of_prompt.items()]
+
+    def _fits(self, each: Begun) -> bool:
+        room = all(len(s) < self.generation.params.max_tokens for s in each.samples if s.finish_reason == "partial")
+        return room and len(each.samples) == self.generation.samples_per_prompt
+
+    def _top_up(self, share: int) -> None:
+        """Draw prompts until `steps` + 1 shares are in flight. Collective."""
+        ranks = self.prompts.ranks
+        needs = self.generation.coordinator.all_gather((ranks.rank, max(0, (self.steps + 1) * share - len(self.begun))))
+        of_ranks = dict(needs)  # ranks of one data-parallel rank need the same
+        counts = [of_ranks[rank] for rank in range(ranks.size)]
+        first = sum(counts[: ranks.rank])
+        drawn = self.prompts.stream.next(sum(counts))[first : first + counts[ranks.rank]]
+        self.begun += [Begun(each, self.generation.unbegun(each)) for each in drawn]
+
+    def _missing(self, share: int, version: int) -> list[Quota]:
+        """Return the quotas of unfinished groups that this batch still needs.
+
+        A group whose oldest token is by version v must be in a batch of at most v + `steps`. Each later batch takes a
+        share, so of the groups that are due within d batches, all but d - 1 shares must be complete now.
+        """
+        ages = {each.drawn.uid: version - each.oldest(version) for each in self.begun}
+        quotas = []
+        for age in range(self.steps, -1, -1):
+            due = [each for each in self.begun if ages[each.drawn.uid] >= age]
+            # The groups of this age have `steps` - age further batches after this one; the youngest fill the share.
+            needed = min(share, len(due) - (self.steps - age) * share) if age else share
+            missing = needed - sum(each.complete for each in due)
+            if missing > 0:
+                quotas.append(Quota(frozenset(each.drawn.uid for each in due if not each.complete), missing))
+        return quotas
+
+    def _drop_old(self, oldest: int) -> None:
+        young = [each for each in self.begun if each.oldest(oldest) >= oldest]
+        self.expired += len(self.begun) - len(young)
+        self.begun = young
+
+
+def begun_samples(part: Mapping[str, Tensor]) -> list[Sample]:
+    """Return the samples in flight in the `tensors` of a rank."""
+    if f"{PREFIX}rows" not in part:
+        return []
+    return from_arrays({name.removeprefix(PREFIX): t.numpy() for name, t in part.items() if name.startswith(PREFIX)})
+
+
+def partial_metrics(
+    source: PartialRollouts, groups: Sequence[Group], coordinator: Coordinator, *, version: int
+) -> dict[str, float]:
+    """Return metrics of the prompts in flight, and of the ages of the tokens in the batch `groups`. Collective.
+
+    `version` is the number of training steps so far.
+    """
+    ages: Counter[int] = Counter()
+    for sample in (sample for group in groups for sample in group.samples):
+        start = 0
+        for drawn_by, end in sample.versions:
+            ages[version - drawn_by] += int(sample.mask()[start:end].sum())
+            start = end
+    gathered = coordinator.all_gather((ages, source.partial_samples, source.pop_expired()))
+    total = sum((of_rank for of_rank, _, _ in gathered), Counter[int]())
+    return {
+        "sampling/token_staleness_p50": quantile(total, 0.5),
+        "sampling/token_staleness_p95": quantile(total, 0.95),
+        "sampling/token_staleness_max": max(total, default=0),
+        "sampling/partial_samples": sum(samples for _, samples, _ in gathered),
+        "sampling/prompts_expired": sum(expired for _, _, expired in gathered),
+    }
+
+
+def quantile(counts: Mapping[int, int], share: float) -> int:
+    """Return the smallest value that at least `share` of the counted values do not exceed."""
+    below, needed = 0, share * sum(counts.values())
+    for value in sorted(counts):
+        below += counts[value]
+        if below >= needed:
+            return value
+    return 0
