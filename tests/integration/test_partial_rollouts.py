@@ -118,7 +118,8 @@ def test_samples_span_steps_and_no_token_is_too_old(ranks, world_size, name):
             assert step - 1 - K <= versions[0]
             assert versions[-1] <= step - 1
             runs = max(runs, len(versions))
-    assert runs == K + 1, "no sample spans three versions of the weights"
+    # Dynamic sampling pops more than a share in a step, so that samples wait less.
+    assert runs == (2 if name == "dynamic sampling" else K + 1), "no sample spans several versions of the weights"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
