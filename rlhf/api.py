@@ -190,6 +190,7 @@ def check_inputs(config: Config, *, trains: bool = True) -> None:
 def check_files(config: Config) -> None:
     """Raise UserError for mistakes in models, data, rewards and trackers. The checks do not depend on the devices."""
     from rlhf.data import check_sources
+    from rlhf.environments.class_checks import check_environments, preflight_environments
     from rlhf.launch.preflight_import import preflight_import
     from rlhf.models.template_check import check_rendering
     from rlhf.reward import check_reward
@@ -197,13 +198,18 @@ def check_files(config: Config) -> None:
     from rlhf.tracking import check_trackers
 
     check_trackers(config.trainer.logger, config.tracking.wandb)
-    check_reward(config.reward, config.reward_model)
+    check_reward(config.reward, config.reward_model, without_functions=bool(config.env.classes))
+    check_environments(config.env)
     # Under torchrun, only one rank of each node imports the files.
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
-    with preflight_import(_files_of_ranks(config) if leads else []), preflight_start(config.reward if leads else None):
+    with (
+        preflight_import(_files_of_ranks(config) if leads else []),
+        preflight_start(config.reward if leads else None),
+        preflight_environments(config.env if leads else None),
+    ):
         if on_one_machine():  # on several machines, the ranks check which machine has the files
             _check_models(config)
-        row = check_sources(config.data, config.reward, config.trainer.seed)
+        row = check_sources(config.data, config.reward, config.trainer.seed, config.env)
         if row is not None and on_one_machine():
             variables = config.data.apply_chat_template_kwargs
             check_rendering(config.model.path, config.model.chat_template, row.where, row.messages, variables)

@@ -96,6 +96,13 @@ class RolloutBatch(Batch):
     """[N] bool: whether the limit of tokens cut off the response."""
     baselines: Tensor | None = None
     """[N] float32: total reward of the greedy response to the same prompt; None if the estimator needs none."""
+    failed: Tensor | None = None
+    """[N] bool: whether the environment of the response failed, so that it has no tokens and no score; None if none."""
+
+    @property
+    def has_score(self) -> Tensor:
+        """[N] bool: whether each response has a score."""
+        return torch.ones_like(self.truncated) if self.failed is None else ~self.failed
 
 
 @dataclass(kw_only=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 from rlhf.batch import ActorBatch, CriticBatch, RolloutBatch
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.state.driver_state import DriverState
+from rlhf.environments.sessions import EnvironmentPool
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.experience.collector import Collector
@@ -62,6 +63,7 @@ class Components:
     run_dir: Path
     driver: DriverState
     reward: Reward
+    environments: EnvironmentPool | None
     needs_old_log_probs: bool
     samples_per_step: int
     resumed: bool

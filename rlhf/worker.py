@@ -56,6 +56,8 @@ def evaluate(
     finally:
         evaluation.run_log.close()
         evaluation.reward.close()
+        if evaluation.environments is not None:
+            evaluation.environments.close()
         evaluation.engine.close()
 
 
@@ -71,6 +73,8 @@ def run(
     finally:
         components.run_log.close()
         components.reward.close()
+        if components.environments is not None:
+            components.environments.close()
         components.engine.close()
 
 

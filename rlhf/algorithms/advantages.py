@@ -38,6 +38,8 @@ class EstimatorInput:
 
     An estimator must call `all_sum` equally often on every rank.
     """
+    failed: Tensor | None = None
+    """[N] bool: responses without a score, whose environment failed; None if there are none."""
 
     @property
     def scores(self) -> Tensor:
@@ -82,14 +84,17 @@ def grpo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
     Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2; Dr.GRPO (arXiv 2503.20783) section 3.2.
     """
-    # In float64, because the division would amplify the rounding error of the mean of equal rewards.
-    groups = inputs.scores.view(-1, inputs.group_size)
-    alone = inputs.group_size == 1
-    advantages = groups if alone else groups - groups.mean(dim=1, keepdim=True)
-    if config.norm_adv_by_std_in_grpo:
-        deviations = torch.ones_like(groups) if alone else groups.std(dim=1, keepdim=True)
-        advantages = advantages / (deviations + GROUP_EPSILON)
-    return Estimate(_on_tokens(advantages, inputs))
+
+    def normalized(groups: Tensor) -> Tensor:
+        # In float64, because the division would amplify the rounding error of the mean of equal rewards.
+        alone = groups.shape[1] == 1
+        advantages = groups if alone else groups - groups.mean(dim=1, keepdim=True)
+        if config.norm_adv_by_std_in_grpo:
+            deviations = torch.ones_like(groups) if alone else groups.std(dim=1, keepdim=True)
+            advantages = advantages / (deviations + GROUP_EPSILON)
+        return advantages
+
+    return Estimate(_on_tokens(_of_groups(inputs, normalized), inputs))
 
 
 def rloo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
@@ -97,9 +102,12 @@ def rloo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
     Source: Ahmadian et al. (arXiv 2402.14740) section 3.
     """
-    groups, n = inputs.scores.view(-1, inputs.group_size), inputs.group_size
-    advantages = groups if n == 1 else (groups - groups.mean(dim=1, keepdim=True)) * (n / (n - 1))
-    return Estimate(_on_tokens(advantages, inputs))
+
+    def left_out(groups: Tensor) -> Tensor:
+        n = groups.shape[1]
+        return groups if n == 1 else (groups - groups.mean(dim=1, keepdim=True)) * (n / (n - 1))
+
+    return Estimate(_on_tokens(_of_groups(inputs, left_out), inputs))
 
 
 def reinforce_plus_plus(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
@@ -117,8 +125,11 @@ def reinforce_plus_plus_baseline(inputs: EstimatorInput, config: AlgorithmConfig
 
     Source: REINFORCE++ with baseline (arXiv 2501.03262) section 3.
     """
-    groups = inputs.scores.view(-1, inputs.group_size)
-    centered = groups if inputs.group_size == 1 else groups - groups.mean(dim=1, keepdim=True)
+
+    def centered_in(groups: Tensor) -> Tensor:
+        return groups if groups.shape[1] == 1 else groups - groups.mean(dim=1, keepdim=True)
+
+    centered = _of_groups(inputs, centered_in)
     tokens = centered.view(-1, 1).expand_as(inputs.mask)
     return Estimate(masked_whiten(tokens, inputs.mask, inputs.all_sum).to(inputs.token_rewards.dtype))
 
@@ -145,23 +156,49 @@ def pass_at_k(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     Source: Pass@k Training (arXiv 2508.10751), analytical derivation, for scores of 0 and 1; Pass@K Policy Optimization
     (arXiv 2505.15201) for the largest of any scores.
     """
-    n, k = inputs.group_size, config.pass_at_k
-    scores, order = inputs.scores.view(-1, n).sort(dim=1, stable=True)
-    # Subtract the best score: if every subset has a response with the best score, all advantages are exactly 0.
-    scores = scores - scores[:, -1:]
-    # Entry j is the fraction of subsets whose largest score is the j-th lowest: among all subsets (of_all), among the
-    # subsets with response j (of_own), and among the subsets with one given response below j (of_lower).
-    of_all = scores.new_tensor([comb(j, k - 1) / comb(n, k) for j in range(n)])
-    of_own = scores.new_tensor([comb(j, k - 1) / comb(n - 1, k - 1) for j in range(n)])
-    of_lower = scores.new_tensor([comb(j - 1, k - 2) / comb(n - 1, k - 1) if j and k > 1 else 0.0 for j in range(n)])
-    from_each_on = (scores * of_lower).flip(1).cumsum(dim=1).flip(1)
-    above = torch.nn.functional.pad(from_each_on[:, 1:], (0, 1))
-    means = (scores * of_all).sum(dim=1, keepdim=True)
-    advantages = scores * of_own + above - means
-    if config.norm_adv_by_std_in_grpo:
-        deviations = ((scores - means).square() * of_all).sum(dim=1, keepdim=True).sqrt()
-        advantages = advantages / (deviations + GROUP_EPSILON)
-    return Estimate(_on_tokens(advantages.gather(1, order.argsort(dim=1)), inputs))
+    k = config.pass_at_k
+
+    def best_of(groups: Tensor) -> Tensor:
+        n = groups.shape[1]
+        scores, order = groups.sort(dim=1, stable=True)
+        # Subtract the best score: if every subset has a response with the best score, all advantages are exactly 0.
+        scores = scores - scores[:, -1:]
+        # Entry j is the fraction of subsets whose largest score is the j-th lowest: among all subsets (of_all), among
+        # the subsets with response j (of_own), and among the subsets with one given response below j (of_lower).
+        of_all = scores.new_tensor([comb(j, k - 1) / comb(n, k) for j in range(n)])
+        of_own = scores.new_tensor([comb(j, k - 1) / comb(n - 1, k - 1) for j in range(n)])
+        of_lower = scores.new_tensor(
+            [comb(j - 1, k - 2) / comb(n - 1, k - 1) if j and k > 1 else 0.0 for j in range(n)]
+        )
+        from_each_on = (scores * of_lower).flip(1).cumsum(dim=1).flip(1)
+        above = torch.nn.functional.pad(from_each_on[:, 1:], (0, 1))
+        means = (scores * of_all).sum(dim=1, keepdim=True)
+        advantages = scores * of_own + above - means
+        if config.norm_adv_by_std_in_grpo:
+            deviations = ((scores - means).square() * of_all).sum(dim=1, keepdim=True).sqrt()
+            advantages = advantages / (deviations + GROUP_EPSILON)
+        return advantages.gather(1, order.argsort(dim=1))
+
+    return Estimate(_on_tokens(_of_groups(inputs, best_of, least=k), inputs))
+
+
+def _of_groups(inputs: EstimatorInput, advantages_of: Callable[[Tensor], Tensor], least: int = 1) -> Tensor:
+    """Return the advantage of each response, [groups, group_size] float64, with the responses of its group.
+
+    `advantages_of` computes on groups of one size, [groups, size]. Failed responses are in no group. A response that is
+    left alone, or in a group smaller than `least`, has the advantage 0.
+    """
+    n = inputs.group_size
+    scores = inputs.scores.view(-1, n)
+    if inputs.failed is None:
+        return advantages_of(scores)
+    counted = ~inputs.failed.view(-1, n)
+    advantages, sizes = torch.zeros_like(scores), counted.sum(dim=1)
+    for size in range(min(n, max(2, least)), n + 1):
+        rows = counted & (sizes == size)[:, None]
+        if bool(rows.any()):
+            advantages[rows] = advantages_of(scores[rows].view(-1, size)).flatten()
+    return advantages
 
 
 def _decays(mask: Tensor, per_token: float) -> Tensor:

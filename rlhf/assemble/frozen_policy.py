@@ -12,7 +12,7 @@ import torch
 from rlhf.assemble.inputs import read_held_out_prompts
 from rlhf.assemble.learners import init_adapters, load_adapters
 from rlhf.assemble.model_sources import ModelSources, ResolvedModel, resolve_models
-from rlhf.assemble.rollouts import Setup, build_engine, build_evaluator, build_reward
+from rlhf.assemble.rollouts import Setup, build_engine, build_episodes, build_evaluator, build_pool, build_reward
 from rlhf.backends.fsdp2 import Fsdp2Policy
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.restoring import load_state
@@ -24,6 +24,7 @@ from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config import Config
 from rlhf.config.derived import base_dtype, needs_reward_model, sends_adapters
 from rlhf.config.secrets import masked
+from rlhf.environments.sessions import EnvironmentPool
 from rlhf.errors import UserError
 from rlhf.events import announce, follow, report, subscribe
 from rlhf.experience.evaluation import Evaluator
@@ -54,6 +55,7 @@ class Evaluation:
 
     evaluator: Evaluator
     reward: Reward
+    environments: EnvironmentPool | None
     engine: RolloutEngine
     run_log: RunLog
     step: int
@@ -81,8 +83,9 @@ def build_evaluation(
         tokenizer = models.policy.tokenizer
         day = date.fromisoformat(run[STARTED_ON])
         seed = config.trainer.seed
-        val_set = read_held_out_prompts(data, config.reward, seed, tokenizer, day, coordinator)
+        val_set = read_held_out_prompts(data, config.reward, config.env, seed, tokenizer, day, coordinator)
         report("loading the weights")
+        pool = build_pool(setup)
         reward = build_reward(setup, models, day)
         loaded = models.policy.load(loading.load_model, coordinator, device)
         engine = build_engine(setup, models.policy, loaded.model, trains=False)
@@ -99,8 +102,9 @@ def build_evaluation(
     run_log = RunLog(tracker, shown, max(1, driver.step), log_samples=config.trainer.log_samples)
     native = sends_adapters(config.model.lora, config.rollout)
     sampler = PolicySampler(engine, policy, config.trainer.seed, native)
-    evaluator = build_evaluator(setup, val_set, tokenizer, sampler, reward, run_log.show)
-    return Evaluation(evaluator, reward, engine, run_log, driver.step)
+    episodes = build_episodes(setup, pool, tokenizer, day, sampler)
+    evaluator = build_evaluator(setup, val_set, tokenizer, sampler, reward, run_log.show, episodes)
+    return Evaluation(evaluator, reward, pool, engine, run_log, driver.step)
 
 
 def _models(setup: Setup, scratch: Path) -> ModelSources:

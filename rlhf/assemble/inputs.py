@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.assemble.model_sources import ModelSources
 from rlhf.checkpoint.state.driver_state import DriverState
-from rlhf.config import DataConfig, RewardConfig
+from rlhf.config import DataConfig, EnvConfig, RewardConfig
 from rlhf.data import PromptSet, PromptStream, build_train_set, build_val_set
 from rlhf.data.repeats import warn_of_repeats
 from rlhf.errors import UserError
@@ -36,6 +36,7 @@ class RunInputs:
 def read_prompts(
     data: DataConfig,
     reward: RewardConfig,
+    env: EnvConfig,
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
     day: date,
@@ -46,9 +47,9 @@ def read_prompts(
     Raises:
         UserError: the ranks read different prompts, or have different tokens.
     """
-    train_set = build_train_set(data, reward, seed, tokenizer, day)
+    train_set = build_train_set(data, reward, seed, tokenizer, day, env)
     _check_same(train_set, f"training prompts from {data.train_files or data.reasoning_gym}", coordinator)
-    val_set = read_held_out_prompts(data, reward, seed, tokenizer, day, coordinator)
+    val_set = read_held_out_prompts(data, reward, env, seed, tokenizer, day, coordinator)
     if data.train_files is not None and coordinator.rank == 0:
         warn_of_repeats(train_set, val_set)
     return train_set, val_set
@@ -57,13 +58,14 @@ def read_prompts(
 def read_held_out_prompts(
     data: DataConfig,
     reward: RewardConfig,
+    env: EnvConfig,
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
     day: date,
     coordinator: Coordinator,
 ) -> PromptSet | None:
     """Return the held-out prompts, if any; arguments and errors as `read_prompts`. Collective."""
-    val_set = build_val_set(data, reward, seed, tokenizer, day)
+    val_set = build_val_set(data, reward, seed, tokenizer, day, env)
     if val_set is not None:
         # Each rank evaluates every n-th prompt: with other prompts, or another order, the metrics would be wrong.
         _check_same(val_set, f"held-out prompts from {data.val_files or data.reasoning_gym}", coordinator)

@@ -17,7 +17,11 @@ from rlhf.config.compare import trajectory
 from rlhf.config.derived import longest_sample, needs_greedy_baseline, sends_adapters
 from rlhf.config.user_functions import hash_of_files
 from rlhf.data import PromptSet
+from rlhf.data.turns.chat_turns import ChatTurns, env_template
+from rlhf.environments.sessions import EnvironmentPool
 from rlhf.experience.collector import Collector
+from rlhf.experience.episode import EnvironmentClass
+from rlhf.experience.episodes import Episodes
 from rlhf.experience.evaluation import Evaluator
 from rlhf.experience.generation import Generation
 from rlhf.experience.journal import Journal
@@ -97,7 +101,45 @@ def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel, *,
     return build_server_engine(config.rollout, files, coordinator, device, logs=logs, parts=parts)
 
 
-def build_collector(setup: Setup, inputs: RunInputs, sampler: PolicySampler, reward: Reward) -> Collector:
+def build_pool(setup: Setup) -> EnvironmentPool | None:
+    """Start the process of the environments, if there are any. Raise UserError for classes that are no environments."""
+    return EnvironmentPool(setup.config.env).start() if setup.config.env.classes else None
+
+
+def build_episodes(
+    setup: Setup,
+    pool: EnvironmentPool | None,
+    tokenizer: PreTrainedTokenizerBase,
+    day: date,
+    sampler: PolicySampler,
+) -> Episodes | None:
+    """Build the player of episodes, if there are environments. Raise UserError for an unfit chat template."""
+    if pool is None:
+        return None
+    env, data = setup.config.env, setup.config.data
+    template = None if env.template is None else env_template(env.template)
+    classes = [
+        EnvironmentClass(
+            index,
+            definition,
+            ChatTurns(
+                tokenizer,
+                definition.tools,
+                template,
+                data.apply_chat_template_kwargs,
+                day,
+                announce=env.announce_tools,
+            ),
+        )
+        for index, definition in enumerate(pool.definitions)
+    ]
+    seed, limit = setup.config.trainer.seed, data.max_prompt_length
+    return Episodes(env, classes, pool, sampler, setup.coordinator, seed, limit, tokenizer)
+
+
+def build_collector(
+    setup: Setup, inputs: RunInputs, sampler: PolicySampler, reward: Reward, episodes: Episodes | None
+) -> Collector:
     """Build the collector of each step's batch, with a journal if `checkpoint.journal` is set."""
     config, driver = setup.config, inputs.driver
     prompts = PromptShare(inputs.stream, config.data.train_batch_size, dims.data())
@@ -118,6 +160,7 @@ def build_collector(setup: Setup, inputs: RunInputs, sampler: PolicySampler, rew
         setup.coordinator,
         config.data.train_batch_size,
         journal,
+        episodes,
     )
     trained = [model.hf_config for model in (inputs.models.policy, inputs.models.critic) if model is not None]
     return Collector(
@@ -141,6 +184,7 @@ def build_evaluator(
     sampler: PolicySampler,
     reward: Reward,
     show: Callable[[list[ShownSample]], None],
+    episodes: Episodes | None = None,
 ) -> Evaluator:
     """Build the evaluator on the held-out prompts, which passes its samples to `show`."""
     config = setup.config
@@ -155,6 +199,7 @@ def build_evaluator(
         setup.coordinator,
         config.trainer,
         show,
+        episodes,
     )
 
 

@@ -12,7 +12,15 @@ import torch
 from rlhf.assemble.inputs import RunInputs, read_prompts
 from rlhf.assemble.learners import EngineBuilder, Learners, build_frozen, load_adapters
 from rlhf.assemble.model_sources import ModelSources, resolve_models
-from rlhf.assemble.rollouts import Setup, build_collector, build_engine, build_evaluator, build_reward
+from rlhf.assemble.rollouts import (
+    Setup,
+    build_collector,
+    build_engine,
+    build_episodes,
+    build_evaluator,
+    build_pool,
+    build_reward,
+)
 from rlhf.assemble.trajectory_hash import user_files
 from rlhf.backends import check_backend
 from rlhf.backends.base import TrainingBackend
@@ -114,7 +122,7 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
     trainer, data = config.trainer, config.data
     run = read_run_file(config.run_dir)
     day = date.fromisoformat(run[STARTED_ON])
-    train_set, val_set = read_prompts(data, config.reward, trainer.seed, policy.tokenizer, day, coordinator)
+    train_set, val_set = read_prompts(data, config.reward, config.env, trainer.seed, policy.tokenizer, day, coordinator)
     stream = PromptStream(
         train_set,
         trainer.seed,
@@ -148,13 +156,16 @@ def _build(setup: Setup, inputs: RunInputs, shown: ProgressDisplay, preemption: 
     config, coordinator, device = setup.config, setup.coordinator, setup.device
     models, driver = inputs.models, inputs.driver
     report("loading the weights")
+    pool = build_pool(setup)
     reward = build_reward(setup, models, inputs.day)
     loaded = models.policy.load(loading.load_model, coordinator, device)
     engine = build_engine(setup, models.policy, loaded.model)
     learners = _learners(setup, models, loaded, driver.total_steps)
     native = sends_adapters(config.model.lora, config.rollout)
     sampler = PolicySampler(engine, learners.actor.backend, config.trainer.seed, native)
-    collector = build_collector(setup, inputs, sampler, reward)
+    tokenizer, day = models.policy.tokenizer, date.fromisoformat(str(driver.started_on))
+    episodes = build_episodes(setup, pool, tokenizer, day, sampler)
+    collector = build_collector(setup, inputs, sampler, reward, episodes)
     run_log = _run_log(config, driver, shown, leads=coordinator.is_leader)
     advantages = Advantages(config.algorithm, config.rollout.n)
     loss = config.actor.policy_loss.loss_mode
@@ -180,8 +191,11 @@ def _build(setup: Setup, inputs: RunInputs, shown: ProgressDisplay, preemption: 
         reference=learners.reference,
         advantages=advantages,
         guards=guards,
-        evaluator=build_evaluator(setup, inputs.val_set, models.policy.tokenizer, sampler, reward, run_log.show),
-        viewer=RolloutViewer(collector.prompts, models.policy.tokenizer, config.trainer.log_rollouts, coordinator),
+        evaluator=build_evaluator(setup, inputs.val_set, tokenizer, sampler, reward, run_log.show, episodes),
+        viewer=RolloutViewer(
+            collector.prompts, tokenizer, config.trainer.log_rollouts, coordinator, own_prompts=pool is None
+        ),
+        environments=pool,
         checkpointer=checkpointer,
         run_log=run_log,
         clock=PhaseClock(device),
@@ -265,7 +279,9 @@ def _checkpointer(
 ) -> Checkpointer:
     config, coordinator = setup.config, setup.coordinator
     resolved = ResolvedConfig.of(config)
-    files = inputs.models.fingerprints | user_files(config.reward, config.algorithm, config.actor, config.model)
+    files = inputs.models.fingerprints | user_files(
+        config.reward, config.algorithm, config.actor, config.model, config.env
+    )
     return Checkpointer(
         config.run_dir,
         config.trainer,

@@ -9,6 +9,7 @@ import xxhash
 
 import rlhf
 from rlhf.config import ActorConfig, AlgorithmConfig, CheckpointConfig, LoraConfig, ModelConfig, RewardConfig
+from rlhf.config.schema.env import EnvConfig
 from rlhf.config.user_functions import hash_of_files
 from rlhf.models.fingerprint import fingerprint, fingerprint_file
 
@@ -38,24 +39,28 @@ def trajectory_hash(
         "adapters": fingerprint(adapters) if adapters and adapters.is_dir() else None,
         "functions": hash_of_files(
             [settings[key] for key in ("algorithm.adv_estimator", "actor.policy_loss.loss_mode")]
+            + settings["env.classes"]
         ),
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
 
 
 def user_files(
-    reward: RewardConfig, algorithm: AlgorithmConfig, actor: ActorConfig, model: ModelConfig
+    reward: RewardConfig, algorithm: AlgorithmConfig, actor: ActorConfig, model: ModelConfig, env: EnvConfig
 ) -> dict[str, str]:
-    """Return hashes of the user's functions and chat template, by setting and path.
+    """Return hashes of the user's functions, environments and chat templates, by setting and path.
 
     The files change the run just as settings do. Files that the functions import are not hashed.
     """
     named = {
         "reward.functions": reward.functions,
+        "env.classes": env.classes,
         "algorithm.adv_estimator": [algorithm.adv_estimator],
         "actor.policy_loss.loss_mode": [actor.policy_loss.loss_mode],
     }
     hashes = {key: hash_of_files(names) for key, names in named.items() if any(".py:" in name for name in names)}
     if (template := model.chat_template) is not None:
         hashes["model.chat_template"] = fingerprint_file(Path(template).expanduser())
+    if env.template is not None:
+        hashes["env.template"] = fingerprint_file(Path(env.template).expanduser())
     return hashes

@@ -9,6 +9,7 @@ from rlhf.config.schema.backend import BackendConfig
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.schema.critic import CriticConfig
 from rlhf.config.schema.data import DataConfig, ReasoningGymConfig
+from rlhf.config.schema.env import EnvConfig
 from rlhf.config.schema.fsdp import FrozenFsdpConfig, TrainedFsdpConfig
 from rlhf.config.schema.guards import GuardsConfig
 from rlhf.config.schema.lora import LoraConfig
@@ -44,6 +45,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

@@ -13,8 +13,8 @@ import xxhash
 
 from rlhf.errors import UserError, did_you_mean, nearest, nearest_path
 
-CUSTOM_CLS = "data.custom_cls"
-"""The setting that may name a class instead of a function."""
+CUSTOM_CLS, ENV_CLASSES = "data.custom_cls", "env.classes"
+"""The settings that may name a class instead of a function."""
 _files_loading: list[Path] = []
 
 
@@ -59,6 +59,23 @@ def find_function(setting: str, spec: str) -> ast.arguments | None:
 
 def find_definition(setting: str, spec: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """Return the whole definition, which may be async; otherwise as `find_function`."""
+    binding = _find_binding(setting, spec)
+    if isinstance(binding, ast.ClassDef) and setting not in (CUSTOM_CLS, ENV_CLASSES):
+        raise UserError(_is_class(f"{setting}={spec}", binding.name))
+    return binding if isinstance(binding, ast.FunctionDef | ast.AsyncFunctionDef) else None
+
+
+def find_class(setting: str, spec: str) -> ast.ClassDef | None:
+    """Return the definition of a class; None if the name is bound by anything but a `class`, such as an import. Raise
+    UserError as `find_function`, and for a function."""
+    binding = _find_binding(setting, spec)
+    if isinstance(binding, ast.FunctionDef | ast.AsyncFunctionDef):
+        raise UserError(f"{setting}={spec}: {binding.name} is a function. Name a class.")
+    return binding if isinstance(binding, ast.ClassDef) else None
+
+
+def _find_binding(setting: str, spec: str) -> ast.AST:
+    """Return the top-level node that binds the name; errors as `find_function`."""
     path, name = split_spec(setting, spec)
     shown = f"{setting}={spec}"
     if not path.is_file():
@@ -73,10 +90,7 @@ def find_definition(setting: str, spec: str) -> ast.FunctionDef | ast.AsyncFunct
         raise UserError(
             f"{shown}: {path.name} defines no {name!r}.{did_you_mean(nearest(name, bound))} Correct the name."
         )
-    binding = bound[name]
-    if isinstance(binding, ast.ClassDef) and setting != CUSTOM_CLS:
-        raise UserError(_is_class(shown, name))
-    return binding if isinstance(binding, ast.FunctionDef | ast.AsyncFunctionDef) else None
+    return bound[name]
 
 
 def check_positional(
@@ -136,7 +150,7 @@ def load_function(setting: str, spec: str, *, may_be_async: bool = False) -> Cal
         raise UserError(
             f"{setting}={spec} cannot be imported: {type(error).__name__}: {error}. Correct the file."
         ) from error
-    if isinstance(function, type) and setting != CUSTOM_CLS:
+    if isinstance(function, type) and setting not in (CUSTOM_CLS, ENV_CLASSES):
         raise UserError(_is_class(f"{setting}={spec}", name))
     if not callable(function):
         raise UserError(f"{setting}={spec} is not a function, but of type {type(function).__name__}. Name a function.")

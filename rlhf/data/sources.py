@@ -9,7 +9,7 @@ from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
-from rlhf.config import DataConfig, RewardConfig
+from rlhf.config import DataConfig, EnvConfig, RewardConfig
 from rlhf.config.schema.reward import VERIFIERS
 from rlhf.data import procedural
 from rlhf.data.cached_prompts import cached_prompts, is_large, tokenizer_identity
@@ -21,11 +21,13 @@ from rlhf.data.prompts import PromptSet
 from rlhf.data.records import Source, resolve
 from rlhf.data.rows import parse_row, with_last_turn_as_answer, with_system_prompt
 from rlhf.data.tokens import LengthLimit
+from rlhf.environments.class_checks import check_row
 from rlhf.errors import UserError
 from rlhf.reward import WantedColumns
 
 log = logging.getLogger(__name__)
 
+NO_ENVIRONMENTS = EnvConfig()
 EARLY_CHECK_S = 0.7
 """Seconds to check rows of a set before models load. The ranks check all rows."""
 
@@ -33,7 +35,12 @@ _TRAIN, _VAL, _GYM = "data.train_files", "data.val_files", "data.reasoning_gym"
 
 
 def build_train_set(
-    data: DataConfig, reward: RewardConfig, seed: int, tokenizer: Any, day: date | None = None
+    data: DataConfig,
+    reward: RewardConfig,
+    seed: int,
+    tokenizer: Any,
+    day: date | None = None,
+    env: EnvConfig = NO_ENVIRONMENTS,
 ) -> PromptSet:
     """Return the tokenized training prompts.
 
@@ -41,6 +48,7 @@ def build_train_set(
         reward: its functions decide whether rows need an answer, and which other columns rows need.
         seed: `trainer.seed`, for generated problems.
         day: the day that chat templates print; None: today.
+        env: environments read all columns.
 
     Raises:
         UserError: any error in settings or data.
@@ -48,22 +56,27 @@ def build_train_set(
     if data.train_files is None:
         rows = procedural.train_rows(data, seed)[: data.train_max_samples]
         return _gym_set(data, reward, tokenizer, rows, _limit(data, _GYM, day))
-    return _file_set(data, reward, _limit(data, _TRAIN, day), data.train_max_samples, tokenizer, seed)
+    return _file_set(data, reward, _limit(data, _TRAIN, day), data.train_max_samples, tokenizer, seed, env)
 
 
 def build_val_set(
-    data: DataConfig, reward: RewardConfig, seed: int, tokenizer: Any, day: date | None = None
+    data: DataConfig,
+    reward: RewardConfig,
+    seed: int,
+    tokenizer: Any,
+    day: date | None = None,
+    env: EnvConfig = NO_ENVIRONMENTS,
 ) -> PromptSet | None:
     """Return the held-out prompts, or None if `data` has none; arguments and errors as `build_train_set`."""
     if data.val_files is not None:
-        return _file_set(data, reward, _limit(data, _VAL, day), data.val_max_samples, tokenizer, seed)
+        return _file_set(data, reward, _limit(data, _VAL, day), data.val_max_samples, tokenizer, seed, env)
     if data.train_files is not None:
         return None
     rows = procedural.val_rows(data, seed)[: data.val_max_samples]
     return _gym_set(data, reward, tokenizer, rows, _limit(data, _GYM, day))
 
 
-def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row | None:
+def check_sources(data: DataConfig, reward: RewardConfig, seed: int, env: EnvConfig = NO_ENVIRONMENTS) -> Row | None:
     """Check names, files, extensions, columns and rewards without a tokenizer, and return the first row of the files.
 
     Without files, return the first generated problem; with `data.custom_cls`, whose code only the ranks run, None.
@@ -83,13 +96,13 @@ def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row | No
         if data.custom_cls.spec is not None:
             check_custom(data.custom_cls.spec)
             continue
-        first_rows = [next(_read(data, reward, [source]), None) for source in sources]
+        first_rows = [next(_read(data, reward, env, [source]), None) for source in sources]
         if not any(first_rows):
             raise UserError(f"{setting}={value} has no rows. Name a data set with at least one prompt.")
         firsts += [row for row in first_rows if row is not None]
         end = time.monotonic() + EARLY_CHECK_S
         local = all(source.path is not None for source in sources)
-        for _ in islice(_read(data, reward, sources), max_samples) if local else ():
+        for _ in islice(_read(data, reward, env, sources), max_samples) if local else ():
             if time.monotonic() > end:
                 break
     if data.train_files is None and not firsts:
@@ -114,7 +127,13 @@ def _limit(data: DataConfig, setting: str, day: date | None) -> LengthLimit:
 
 
 def _file_set(
-    data: DataConfig, reward: RewardConfig, limit: LengthLimit, max_samples: int | None, tokenizer: Any, seed: int
+    data: DataConfig,
+    reward: RewardConfig,
+    limit: LengthLimit,
+    max_samples: int | None,
+    tokenizer: Any,
+    seed: int,
+    env: EnvConfig,
 ) -> PromptSet:
     setting = limit.setting
     value = data.train_files if setting == _TRAIN else data.val_files
@@ -124,11 +143,11 @@ def _file_set(
         # Cached rows depend on the release of reasoning-gym only if its verifier has checked the rows.
         verifier = version("reasoning-gym") if "reasoning_gym" in reward.functions else None
         other_inputs: list[Any] = [tokens, data.prompt_key, data.answer_key, max_samples]
-        other_inputs += [_need_answer(reward.functions), verifier, WantedColumns.of(reward).as_json()]
+        other_inputs += [_need_answer(reward.functions), verifier, _wanted(reward, env).as_json(), env.classes]
         other_inputs += [data.system_prompt, data.apply_chat_template_kwargs, data.last_turn_as_answer]
 
         def read() -> Iterator[Row]:
-            return islice(_read(data, reward, sources), max_samples)
+            return islice(_read(data, reward, env, sources), max_samples)
 
         try:
             folder = cache_folder(data.cache_dir)
@@ -136,26 +155,32 @@ def _file_set(
         except NotPlain as error:
             log.warning("%s, so every rank stores all prompts of %s in its own memory.", error, setting)
     if custom:  # not cached: nobody knows all that the code depends on
-        rows = list(_rows(data, reward, custom_records(data, sources, tokenizer, seed, max_samples)))
+        rows = list(_rows(data, reward, env, custom_records(data, sources, tokenizer, seed, max_samples)))
     else:
-        rows = list(islice(_read(data, reward, sources), max_samples))
+        rows = list(islice(_read(data, reward, env, sources), max_samples))
     if not rows:
         raise UserError(f"{setting}={value} has no rows. Name a data set with at least one prompt.")
     return PromptSet.in_memory(rows, tokenizer, limit)
 
 
-def _read(data: DataConfig, reward: RewardConfig, sources: list[Source]) -> Iterator[Row]:
-    wanted = WantedColumns.of(reward)
+def _read(data: DataConfig, reward: RewardConfig, env: EnvConfig, sources: list[Source]) -> Iterator[Row]:
+    wanted = _wanted(reward, env)
     of_sources = ((source.label, source.records(data.prompt_key, data.answer_key, wanted)) for source in sources)
-    yield from _rows(data, reward, ((label, *found) for label, records in of_sources for found in records))
+    yield from _rows(data, reward, env, ((label, *found) for label, records in of_sources for found in records))
 
 
-def _rows(data: DataConfig, reward: RewardConfig, records: Iterable[CustomRecord]) -> Iterator[Row]:
-    rewards, wanted, need_answer = reward.functions, WantedColumns.of(reward), _need_answer(reward.functions)
+def _wanted(reward: RewardConfig, env: EnvConfig) -> WantedColumns:
+    wanted = WantedColumns.of(reward)
+    return replace(wanted, reads_all=True) if env.classes else wanted
+
+
+def _rows(data: DataConfig, reward: RewardConfig, env: EnvConfig, records: Iterable[CustomRecord]) -> Iterator[Row]:
+    rewards, wanted, need_answer = reward.functions, _wanted(reward, env), _need_answer(reward.functions)
     for index, (label, where, given) in enumerate(records):
         record = with_last_turn_as_answer(given, where, data) if data.last_turn_as_answer else given
         row = parse_row(record, index, where, label, data, need_answer)
         _check_reward_fits(rewards, row)
+        check_row(env, record, where)
         row = replace(row, columns=wanted.of_record(record, data.prompt_key, where))
         yield with_system_prompt(row, data.system_prompt)
 

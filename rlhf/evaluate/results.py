@@ -40,7 +40,7 @@ def files_of(planned: PlannedEvaluation) -> dict[str, str]:
     """Return the hashes of the local files on which the result depends, and the names of Hub models."""
     config, target = planned.config, planned.target
     hashes = {"target": target.fingerprint}
-    hashes |= user_files(config.reward, config.algorithm, config.actor, config.model)
+    hashes |= user_files(config.reward, config.algorithm, config.actor, config.model, config.env)
     if (names := config.data.val_files) is not None:
         found = resolve("data.val_files", names, "test", any_file=True)
         hashes |= {f"data.val_files {source.spec}": fingerprint_file(source.path) for source in found if source.path}

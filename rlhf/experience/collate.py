@@ -34,6 +34,7 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
     def tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
+    failed = [sample.finish_reason == "failed" for _, sample in rows]
     baselines = [group.baseline for group, _ in rows]
     return RolloutBatch(
         input_ids=torch.from_numpy(input_ids).to(device),
@@ -43,6 +44,7 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
         rollout_log_probs=torch.from_numpy(log_probs).to(device),
         scores=tensor([score for group in groups for score in group.scores], torch.float32),
         baselines=None if None in baselines else tensor(baselines, torch.float32),
+        failed=tensor(failed, torch.bool) if any(failed) else None,
         truncated=tensor([sample.finish_reason == "length" for _, sample in rows], torch.bool),
         uids=tensor([group.uid for group, _ in rows], torch.int64),
         numbers=tensor([sample.sample for _, sample in rows], torch.int64),

@@ -2,13 +2,16 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config import TrainerConfig
 from rlhf.data import Prompt, PromptSet
 from rlhf.events import announce
+from rlhf.experience.episode import Stage
+from rlhf.experience.episode_groups import check_failures, function_rewards, with_environment_rewards, with_one_prompt
+from rlhf.experience.episodes import Asked, Episodes
 from rlhf.experience.metrics import Summary, merge
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.responses import check_scored, failed_samples, log_timeouts, score_responses, texts_of
@@ -19,6 +22,8 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reader, Reward, RewardResult
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.tracking.sample_files import ShownSample
+
+Responses = list[tuple[Prompt, list[Sample]]]
 
 
 @dataclass
@@ -41,6 +46,8 @@ class Evaluator:
     config: TrainerConfig
     show: Callable[[list[ShownSample]], None]
     """Called on every rank: the leader passes all samples of an evaluation, other ranks an empty list."""
+    episodes: Episodes | None = None
+    """Plays the samples as episodes with environments; None: each response is one turn."""
 
     def before_training(self) -> dict[str, float]:
         """Return the starting policy's metrics if `trainer.val_before_train` is set, otherwise no metrics."""
@@ -58,18 +65,41 @@ class Evaluator:
         started = time.monotonic()
         announce("evaluation.before")
         prompts = [self.prompts[i] for i in range(dims.data().rank, len(self.prompts), dims.data().size)]
-        n = self.n
-        requests = [Request(p.index, p.token_ids, self.params, number) for p in prompts for number in range(n)]
-        samples = self.sampler.generate(requests, version=step, step=step)
-        responses = [(prompt, samples[i * n : (i + 1) * n]) for i, prompt in enumerate(prompts)]
-        self.sampler.sleep()
-        scored = score_responses(self.reward, self.tokenizer, responses)
+        if self.episodes is not None:
+            responses, scored = self._played(prompts, step)
+        else:
+            responses, scored = self._answered(prompts, step)
         check_scored(self.reward, failed_samples(scored), self.coordinator)
         log_timeouts(f"Evaluation after step {step}", self.reward.pop_timeouts(), self.coordinator)
         self.show(shown_answers(responses, scored, self.tokenizer, self.coordinator))
         metrics = self._metrics(responses, scored)
         announce("evaluation.after")
         return metrics | {"timing_s/testing": time.monotonic() - started}
+
+    def _answered(self, prompts: list[Prompt], step: int) -> tuple[Responses, list[list[RewardResult]]]:
+        n = self.n
+        requests = [Request(p.index, p.token_ids, self.params, number) for p in prompts for number in range(n)]
+        samples = self.sampler.generate(requests, version=step, step=step)
+        responses = [(prompt, samples[i * n : (i + 1) * n]) for i, prompt in enumerate(prompts)]
+        self.sampler.sleep()
+        return responses, score_responses(self.reward, self.tokenizer, responses)
+
+    def _played(self, prompts: list[Prompt], step: int) -> tuple[Responses, list[list[RewardResult]]]:
+        """Return prompts, samples and rewards of episodes, without prompts whose environment failed in any sample."""
+        assert self.episodes is not None
+        asked = [Asked(prompt.index, prompt, [self.params] * self.n) for prompt in prompts]
+        played = self.episodes.play(asked, version=step, step=step)
+        self.sampler.sleep()
+        config = self.episodes.config
+        check_failures([episode for group in played for episode in group], config.max_failed, self.coordinator)
+        whole = [i for i, group in enumerate(played) if all(episode.phase is Stage.DONE for episode in group)]
+        done = [played[i] for i in whole]
+        functions = function_rewards(self.reward, self.tokenizer, done)
+        responses: Responses = []
+        for i, group in zip(whole, done, strict=True):
+            prompt_ids, samples = with_one_prompt(group, step)
+            responses.append((replace(prompts[i], token_ids=prompt_ids), samples))
+        return responses, with_environment_rewards(functions, done, config.reward_weight)
 
     def _metrics(
         self, responses: list[tuple[Prompt, list[Sample]]], scored: list[list[RewardResult]]

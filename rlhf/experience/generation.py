@@ -10,7 +10,16 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.algorithms.shaping import overlong_penalty
 from rlhf.config import OverlongBufferConfig
 from rlhf.data import DrawnPrompt
-from rlhf.events import announce
+from rlhf.events import REWARD, announce, report
+from rlhf.experience.episode import Episode, Stage
+from rlhf.experience.episode_groups import (
+    check_failures,
+    count,
+    function_rewards,
+    with_environment_rewards,
+    with_one_prompt,
+)
+from rlhf.experience.episodes import Asked, Episodes
 from rlhf.experience.groups import Group
 from rlhf.experience.journal import Journal
 from rlhf.experience.metrics import RolloutStats
@@ -40,13 +49,22 @@ class Generation:
     batch_size: int
     """Prompts of a step, over all ranks."""
     journal: Journal | None = None
+    episodes: Episodes | None = None
+    """Plays the samples as episodes with environments; None: each response is one turn."""
 
     def groups(self, drawn: Sequence[DrawnPrompt], stats: RolloutStats, *, version: int, step: int) -> list[Group]:
         """Return the scored group of each of this rank's prompts, by the policy after `version` steps. Collective."""
         started = time.monotonic() - self.sampler.sync_seconds  # the weight sync is timed as a phase of its own
-        samples = self._samples(drawn, stats, version, step)
+        if self.episodes is not None:
+            announce("rollout.before")
+            asked = [Asked(each.uid, each.prompt, self._params()) for each in drawn]
+            played = self.episodes.play(asked, version=version, step=step, journal=self.journal)
+        else:
+            samples = self._samples(drawn, stats, version, step)
         announce("rollout.after")
         stats.rollout_seconds += time.monotonic() - self.sampler.sync_seconds - started
+        if self.episodes is not None:
+            return self._scored_episodes(drawn, played, stats, version)
         return self.scored(drawn, samples, stats)
 
     def advance(
@@ -83,11 +101,13 @@ class Generation:
         """Return a prompt's samples before the first token."""
         return [Sample.of(drawn.uid, number, [], [], "partial") for number in range(self.samples_per_prompt)]
 
+    def _params(self) -> list[SamplingParams]:
+        """Return the parameters of a prompt's samples: `n` random ones, then a greedy one if enabled."""
+        return [self.params] * self.n + [replace(self.params, temperature=0.0)] * self.greedy_baseline
+
     def requests(self, drawn: Sequence[DrawnPrompt]) -> list[Request]:
         """Return the engine's requests: each prompt's random samples, then its greedy sample if enabled."""
-        wanted = [self.params] * self.n
-        if self.greedy_baseline:
-            wanted.append(replace(self.params, temperature=0.0))
+        wanted = self._params()
         return [
             Request(each.uid, each.prompt.token_ids, params, number)
             for each in drawn
@@ -105,6 +125,53 @@ class Generation:
     def fits(self, group: Group) -> bool:
         """Return whether the group's sample count and baseline fit the current settings."""
         return len(group.samples) == self.n and (group.baseline is not None) == self.greedy_baseline
+
+    def _scored_episodes(
+        self, drawn: Sequence[DrawnPrompt], played: list[list[Episode]], stats: RolloutStats, version: int
+    ) -> list[Group]:
+        """Score finished episodes and return the group of each prompt. Collective.
+
+        Raises:
+            UserError: more than `env.max_failed` of the samples failed; or as `scored`.
+        """
+        assert self.episodes is not None
+        started, config, n = time.monotonic(), self.episodes.config, self.n
+        everyone = [episode for group in played for episode in group]
+        check_failures(everyone, config.max_failed, self.coordinator)
+        count(stats, everyone)
+        functions = self._episode_results(drawn, played, stats)
+        groups = []
+        results = with_environment_rewards(functions, played, config.reward_weight)
+        for each, episodes, of_prompt in zip(drawn, played, results, strict=True):
+            if self.greedy_baseline and episodes[n].phase is Stage.FAILED:
+                for episode in episodes:  # without the baseline, no sample of the prompt has an advantage
+                    episode.phase = Stage.FAILED
+            prompt_ids, samples = with_one_prompt(episodes, version)
+            penalties = self._penalties(samples)
+            baseline = of_prompt[n].score + penalties[n] if self.greedy_baseline else None
+            group = Group(each.uid, prompt_ids, samples[:n], of_prompt[:n], penalties[:n], baseline)
+            stats.scores += [score for score, has_score in zip(group.scores, group.has_score, strict=True) if has_score]
+            groups.append(group)
+        stats.slow += self.reward.pop_timeouts()
+        stats.reward_seconds += time.monotonic() - started
+        return groups
+
+    def _episode_results(
+        self, drawn: Sequence[DrawnPrompt], played: list[list[Episode]], stats: RolloutStats
+    ) -> list[list[RewardResult]]:
+        """Return the rewards of `reward.functions`, from the journal if it has all of them. Collective."""
+        known = None if self.journal is None else self.journal.results([each.uid for each in drawn])
+        report(REWARD, 0, sum(map(len, played)))
+        results = function_rewards(self.reward, self.tokenizer, played if known is None else [])
+        results = results if known is None else known
+        for of_prompt in results:
+            stats.timeouts += sum(result.timeouts for result in of_prompt)
+            stats.failures += sum(result.failures for result in of_prompt)
+        stats.failed += failed_samples(results)
+        check_scored(self.reward, stats.failed, self.coordinator, self.batch_size * self.n)
+        if known is None and self.journal is not None:
+            self.journal.add_results({each.uid: found for each, found in zip(drawn, results, strict=True)})
+        return results
 
     def scored(self, drawn: Sequence[DrawnPrompt], samples: list[list[Sample]], stats: RolloutStats) -> list[Group]:
         """Score the samples and return the group of each prompt. Collective.

@@ -41,14 +41,21 @@ class Group:
         """The total reward of each sample: its reward plus its over-long penalty."""
         return [result.score + penalty for result, penalty in zip(self.results, self.penalties, strict=True)]
 
+    @property
+    def has_score(self) -> list[bool]:
+        """Whether each sample has a score: False for samples whose environment failed."""
+        return [sample.finish_reason != "failed" for sample in self.samples]
+
     def has_signal(self, metric: str) -> bool:
         """Return whether the samples differ in `metric`.
 
         `acc` is the first reward function's score, `seq_reward` the total reward (`algorithm.filter_groups.metric`).
+        Failed samples do not count.
         """
         if metric == "seq_reward":
-            return len(set(self.scores)) > 1
-        return len({next(iter(result.terms.values())) for result in self.results}) > 1
+            return len({score for score, counts in zip(self.scores, self.has_score, strict=True) if counts}) > 1
+        results = [result for result, counts in zip(self.results, self.has_score, strict=True) if counts]
+        return len({next(iter(result.terms.values())) for result in results}) > 1
 
 
 def uids_everywhere(groups: Sequence[Group], coordinator: Coordinator) -> list[int]:

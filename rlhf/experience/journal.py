@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,10 @@ _Key = tuple[int, int]  # number of the generation in the step, and uid
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)")
 
 
+EpisodeKey = tuple[int, int, int, int]
+"""Prompt's uid, sample, attempt and turn."""
+
+
 @dataclass
 class _Stored:
     """Samples and rewards of a step."""
@@ -35,13 +39,14 @@ class _Stored:
     results: dict[int, list[RewardResult]] = field(default_factory=dict)
     """By uid, of the newest samples of the prompt."""
     newest: dict[int, int] = field(default_factory=dict)
-    """By uid, the number of the generation that added the newest samples."""
+    """By uid, the number of the generation that added the newest samples. Prompts with episodes have none."""
+    turns: dict[EpisodeKey, Sample] = field(default_factory=dict)
+    calls: dict[tuple[EpisodeKey, str], dict[str, Any]] = field(default_factory=dict)
 
     def update(self, other: "_Stored") -> None:
-        """Add the samples and rewards of `other`, which replace those of the same prompts."""
-        self.samples |= other.samples
-        self.results |= other.results
-        self.newest |= other.newest
+        """Add the records of `other`, which replace those of the same prompts."""
+        for each in fields(self):
+            getattr(self, each.name).update(getattr(other, each.name))
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Journal:
         self._trajectory, self._scored_by = trajectory, scored_by
         self._header: dict[str, Any] = {}
         self._known = _Stored()
-        self._calls = 0
+        self._generation = 0
         self._unread: list[_File] = []
         self._writable = True
         self.written = 0
@@ -95,7 +100,7 @@ class Journal:
         """
         self._header = {"format": FORMAT, "run": self._trajectory, "step": step, "version": version, "after": after}
         self._known, self._unread, self._writable, self.written = _Stored(), [], True, 0
-        self._calls = 0
+        self._generation = 0
         self.drop_published(up_to=version)
         try:
             files = [file for file in self._files() if file.step == step]
@@ -111,24 +116,30 @@ class Journal:
 
     def next_generation(self) -> None:
         """Begin another generation of the step. A prompt whose samples were partial may have samples in it, too."""
-        self._calls += 1
+        self._generation += 1
 
     def samples(self, uids: Sequence[int]) -> list[list[Sample]] | None:
         """Return the samples of each prompt as this generation added them, or None if any prompt is missing."""
         while self._unread and not self._has_all(uids):  # another rank's file, after a change of the number of ranks
-            file = self._unread.pop()
-            try:
-                found = self._read(file)
-                found.update(self._known)
-                self._known = found
-            except FileNotFoundError:
-                pass  # the owner has dropped its file meanwhile, for example after an upgrade
-            except OSError as error:
-                log.warning("%s can't be read, its samples are generated again: %s", file.path, error)
-        return [self._known.samples[self._calls, uid] for uid in uids] if self._has_all(uids) else None
+            self._read_next()
+        return [self._known.samples[self._generation, uid] for uid in uids] if self._has_all(uids) else None
+
+    def open_episodes(self, uids: Sequence[int]) -> None:
+        """Read other ranks' files if this rank's files lack the episodes of any prompt."""
+        while self._unread and set(uids) - {uid for uid, *_ in self._known.turns}:
+            self._read_next()
+
+    def turns(self, keys: Sequence[EpisodeKey]) -> list[Sample] | None:
+        """Return the turns as they were added, each with its new tokens, or None if any is missing."""
+        known = self._known.turns
+        return [known[key] for key in keys] if all(key in known for key in keys) else None
+
+    def calls(self, key: EpisodeKey, operation: str) -> dict[str, Any] | None:
+        """Return the outcome of an episode's calls as it was added, or None."""
+        return self._known.calls.get((key, operation))
 
     def results(self, uids: Sequence[int]) -> list[list[RewardResult]] | None:
-        """Return the rewards of the `samples` of each prompt, or None if any prompt has none."""
+        """Return the rewards of the samples or episodes of each prompt, or None if any prompt has none."""
         known = [self._known.results[uid] for uid in uids if uid in self._known.results]
         return known if len(known) == len(uids) else None
 
@@ -136,17 +147,28 @@ class Journal:
         """Append the samples of prompts, by uid, durably."""
         # One prompt at a time: encoding the whole step would double the memory of its samples.
         if samples:
-            self._append(records.samples_payload(self._calls, uid, of_prompt) for uid, of_prompt in samples.items())
-            self._known.newest |= dict.fromkeys(samples, self._calls)
+            self._append(
+                records.samples_payload(self._generation, uid, of_prompt) for uid, of_prompt in samples.items()
+            )
+            self._known.newest |= dict.fromkeys(samples, self._generation)
 
     def add_results(self, results: Mapping[int, Sequence[RewardResult]]) -> None:
-        """Append the rewards of prompts, by uid, durably. The journal has the samples already, or an earlier step's."""
+        """Append the rewards of prompts, by uid, durably. The journal has the samples or turns already, or an earlier
+        step's journal has them."""
         if results:
             newest = self._known.newest
             self._append(
                 records.results_payload(newest.get(uid), uid, self._scored_by, rewards)
                 for uid, rewards in results.items()
             )
+
+    def add_turns(self, turns: Mapping[EpisodeKey, Sample]) -> None:
+        """Append turns of episodes, each with its new tokens, durably."""
+        self._append([records.turn_payload(key, sample) for key, sample in turns.items()])
+
+    def add_calls(self, outcomes: Mapping[tuple[EpisodeKey, str], dict[str, Any]]) -> None:
+        """Append the outcomes of episodes' calls, by turn and operation, durably."""
+        self._append([records.calls_payload(key, operation, found) for (key, operation), found in outcomes.items()])
 
     def drop_published(self, up_to: int) -> None:
         """Remove the files of steps up to the newest published checkpoint or `up_to`, whichever is earlier."""
@@ -161,7 +183,19 @@ class Journal:
             remove_file(file.path, missing_ok=True)
 
     def _has_all(self, uids: Sequence[int]) -> bool:
-        return all((self._calls, uid) in self._known.samples for uid in uids)
+        return all((self._generation, uid) in self._known.samples for uid in uids)
+
+    def _read_next(self) -> None:
+        """Read one more file of another rank. Its records replace none that are known."""
+        file = self._unread.pop()
+        try:
+            found = self._read(file)
+            found.update(self._known)
+            self._known = found
+        except FileNotFoundError:
+            pass  # the owner has dropped its file meanwhile, for example after an upgrade
+        except OSError as error:
+            log.warning("%s can't be read, its samples are generated again: %s", file.path, error)
 
     def _owns(self, file: _File) -> bool:
         return file.rank % self._world_size == self._rank
@@ -173,7 +207,7 @@ class Journal:
         return [_File(path, int(match[1]), int(match[2])) for path, match in found]
 
     def _read(self, file: _File) -> _Stored:
-        """Return the samples and rewards in a file of this step. Drop a file that does not fit the run."""
+        """Return the records in a file of this step. Drop a file that does not fit the run."""
         content = file.path.read_bytes()
         payloads, whole = records.payloads(content)
         if None in payloads or whole < len(content):
@@ -198,15 +232,28 @@ class Journal:
             fsync_file(file.path)
         known = _Stored()
         for document, tail in (records.from_payload(payload) for payload in payloads[1:] if payload is not None):
-            uid = document["uid"]
-            if "arrays" in document:
-                known.samples[document["call"], uid] = records.samples_of(document, tail)
-                known.newest[uid] = document["call"]
-                known.results.pop(uid, None)
-            # The record of the samples may be damaged.
-            elif (known.newest.get(uid), self._scored_by) == (document["call"], document["scored_by"]):
-                known.results[uid] = records.results_of(document)
+            self._add_record(known, document, tail)
+        if None in payloads:  # a call that the reward of an episode depends on may be made again
+            known.results = {uid: found for uid, found in known.results.items() if uid in known.newest}
         return known
+
+    def _add_record(self, known: _Stored, document: dict[str, Any], tail: bytes) -> None:
+        if "turn" in document:
+            uid, sample, attempt, turn = document["turn"]
+            key = uid, sample, attempt, turn
+            if "arrays" in document:
+                (known.turns[key],) = records.samples_of(document, tail)
+            else:
+                known.calls[key, document["operation"]] = document["outcome"]
+            return
+        uid = document["uid"]
+        if "arrays" in document:
+            known.samples[document["call"], uid] = records.samples_of(document, tail)
+            known.newest[uid] = document["call"]
+            known.results.pop(uid, None)
+        # The record of the samples may be damaged.
+        elif (known.newest.get(uid), self._scored_by) == (document["call"], document["scored_by"]):
+            known.results[uid] = records.results_of(document)
 
     def _fits(self, header: dict[str, Any]) -> bool:
         # A process that has just resumed has no hash of the previous batch; the checkpoint has the batch's effect.

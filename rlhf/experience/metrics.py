@@ -87,6 +87,14 @@ class RolloutStats:
     failures: int = 0
     rollout_seconds: float = 0.0
     reward_seconds: float = 0.0
+    turns: list[int] = field(default_factory=list)
+    """Turns of the policy in each episode; like the next two, without failed episodes."""
+    tool_calls: list[int] = field(default_factory=list)
+    invalid_calls: list[int] = field(default_factory=list)
+    env_failures: list[int] = field(default_factory=list)
+    """Failures of the environment of each episode, before new attempts."""
+    env_failed: list[bool] = field(default_factory=list)
+    """Whether each episode failed."""
     slow: list[Timeouts] = field(default_factory=list)
     """Details of the samples that `timeouts` counts, except samples generated before a resume."""
 
@@ -108,12 +116,15 @@ def step_metrics(
 
     The metrics include the mean of each reward function's score, and of each further number that a function returns.
     Response lengths include observations (tokens that a tool or an environment wrote), as in verl. Responses of
-    `max_response_length` tokens count as clipped.
+    `max_response_length` tokens count as clipped. Samples whose environment failed count in no metric.
     """
     rows = [(len(group.prompt_ids), sample) for group in groups for sample in group.samples]
+    counted = [sample.finish_reason != "failed" for _, sample in rows]
+    scores = [score for score, counts in zip(batch.scores.tolist(), counted, strict=True) if counts]
+    rows = [row for row, counts in zip(rows, counted, strict=True) if counts]
     responses = [len(sample) for _, sample in rows]
     own = {
-        "reward": Summary.of(batch.scores.tolist()),
+        "reward": Summary.of(scores),
         "response_length": Summary.of(responses),
         "response_length_terminated": Summary.of(len(s) for _, s in rows if s.finish_reason == "stop"),
         "prompt_length": Summary.of(prompt for prompt, _ in rows),
@@ -163,6 +174,10 @@ def generation_metrics(
     sums: dict[str, list[float]] = {"reward/timeouts": [stats.timeouts], "reward/failures": [stats.failures]}
     sums["perf/journal_bytes"] = [] if journal_bytes is None else [journal_bytes]
     means: dict[str, list[float]] = {"perf/journal_samples": list(stats.journaled)}
+    means |= {"env/turns": [float(n) for n in stats.turns], "env/tool_calls": [float(n) for n in stats.tool_calls]}
+    means |= {"env/invalid_calls": [float(n) for n in stats.invalid_calls]}
+    means |= {"env/failed": [float(failed) for failed in stats.env_failed]}
+    sums["env/failures"] = [float(n) for n in stats.env_failures]
     if overlong:
         means["reward/overlong"] = [penalty for group in groups for penalty in group.penalties]
     if staleness:

@@ -26,6 +26,8 @@ class RolloutViewer:
     count: int
     """Rollouts per step over all ranks; -1 for all."""
     coordinator: Coordinator
+    own_prompts: bool = True
+    """Whether groups have the prompts of the data; with environments, tools and the text of `reset` are added."""
 
     def shown(self, groups: Sequence[Group], advantages: Sequence[float]) -> list[ShownSample]:
         """Return the picked rollouts of all ranks on the leader, and an empty list on other ranks. Collective.
@@ -47,7 +49,7 @@ class RolloutViewer:
 
     def _rollout(self, group: Group, number: int, advantage: float) -> ShownSample:
         prompt: Prompt | None = self.prompts.prompt(group.uid)
-        if prompt is not None and prompt.token_ids != group.prompt_ids:
+        if prompt is not None and self.own_prompts and prompt.token_ids != group.prompt_ids:
             prompt = None  # the data files have changed since the prompt was drawn
         sample, result = group.samples[number], group.results[number]
         return _shown(
@@ -107,9 +109,19 @@ def _shown(
         "advantage": advantage,
         "length": len(sample),
         "observations": sample.observations,
+        "parts": _parts_of(sample, tokenizer) if sample.observations else None,
         "finish_reason": sample.finish_reason,
         "version": sample.version,
     }
+
+
+def _parts_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
+    """Return the response as successive texts, each with its writer: the policy, or its environment."""
+    ids, parts, at = sample.token_ids.tolist(), [], 0
+    for start, end in sample.observations:
+        parts += [["policy", tokenizer.decode(ids[at:start])], ["environment", tokenizer.decode(ids[start:end])]]
+        at = end
+    return [part for part in [*parts, ["policy", tokenizer.decode(ids[at:])]] if part[1]]
 
 
 def _plain(value: Any) -> Any:

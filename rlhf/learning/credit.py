@@ -64,7 +64,7 @@ class Advantages:
         if policies is not None:
             kl_rewards, kl_metrics = self._kl_rewards(policies, mask, guards)
             rewards, metrics = rewards - kl_rewards, metrics | kl_metrics
-        inputs = EstimatorInput(rewards, mask.float(), self._group_size, values, baselines, all_sum)
+        inputs = EstimatorInput(rewards, mask.float(), self._group_size, values, baselines, all_sum, batch.failed)
         credit = Credit(*self._estimator(inputs, self._config), mask)
         if self._config.mask_truncated_responses:
             credit, share_metrics = _without_truncated(credit, batch.truncated)

@@ -35,16 +35,17 @@ class RewardScaling:
     def apply(self, batch: RolloutBatch, guards: Guards) -> tuple[Tensor, Tensor | None, dict[str, float]]:
         """Return the scaled scores and baselines of `batch`, [N] each, and metrics over all ranks. Collective."""
         scores, baselines, metrics = batch.scores.double(), batch.baselines, dict[str, float]()
+        counted = batch.has_score
         if self._kind is not None:
-            mean, deviation = self._moments(scores, guards)
+            mean, deviation = self._moments(scores[counted], guards)
             scores = (scores - mean) / deviation
             # Subtract the same mean, because the estimator uses the difference of score and baseline.
             baselines = None if baselines is None else (baselines.double() - mean) / deviation
             metrics |= {"reward/norm_mean": mean, "reward/norm_std": deviation}
         if self._bounds is not None:
             low, high = self._bounds
-            outside = ((scores < low) | (scores > high)).double().sum()
-            clipped, count = all_sum(torch.stack([outside, outside.new_tensor(len(scores))])).tolist()
+            outside = (((scores < low) | (scores > high)) & counted).double().sum()
+            clipped, count = all_sum(torch.stack([outside, counted.double().sum()])).tolist()
             scores = scores.clamp(low, high)
             baselines = None if baselines is None else baselines.clamp(low, high)
             metrics["reward/clip_frac"] = clipped / max(count, 1.0)

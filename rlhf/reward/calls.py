@@ -147,7 +147,9 @@ def _columns(item: RewardItem) -> dict[str, Any]:
 
 
 def _completion(item: RewardItem) -> Any:
-    """Return the response as TRL passes it: a text if the prompt is a text, else a chat."""
+    """Return the response as TRL passes it: a text if the prompt is a text, else a chat; an episode is a chat."""
+    if item.conversation:
+        return item.conversation
     if isinstance(item.columns.get(PROMPT), str):
         return item.response
     return [{"role": "assistant", "content": item.response}]

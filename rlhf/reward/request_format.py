@@ -41,7 +41,7 @@ class RequestFormat:
 
     def fields(self, item: RewardItem) -> dict[str, object]:
         names = ["response", *FIELDS, "columns"]
-        names += ["messages"] * self.messages
+        names += ["messages"] * self.messages + ["conversation"] * bool(item.conversation)
         own: dict[str, object] = {"token_ids": np.asarray(item.token_ids).tolist()} if self.token_ids else {}
         return {name: getattr(item, name) for name in names} | own
 

@@ -29,6 +29,14 @@ class RewardItem:
     """Token ids of the response; a list where a function reads them."""
     group: int = 0
     """Index of its prompt among the prompts scored together."""
+    conversation: list[dict[str, Any]] = field(default_factory=list)
+    """Messages of an episode after the prompt: the policy's turns and the environment's answers."""
+
+    @property
+    def answer(self) -> str:
+        """The text with the answer: the policy's last turn of an episode, otherwise the response."""
+        turns = [message for message in self.conversation if message["role"] == "assistant"]
+        return str(turns[-1].get("content") or "") if turns else self.response
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={_cut(getattr(self, name))}" for name in _SHOWN if getattr(self, name) != {})

@@ -28,9 +28,12 @@ def weights_of(config: RewardConfig) -> list[float]:
     return config.weights if config.weights is not None else [1.0] * len(config.functions)
 
 
-def check_reward(config: RewardConfig, reward_model: RewardModelConfig) -> None:
-    """Raise UserError for invalid names, files, labels or weights, and for a reward model without a path."""
-    check_functions(config)
+def check_reward(config: RewardConfig, reward_model: RewardModelConfig, *, without_functions: bool = False) -> None:
+    """Raise UserError for invalid names, files, labels or weights, and for a reward model without a path.
+
+    `without_functions`: as in `check_functions`.
+    """
+    check_functions(config, without_functions=without_functions)
     if needs_reward_model(config) and reward_model.path is None:
         raise UserError(
             f"{SETTING}={config.functions}: {REWARD_MODEL} needs reward_model.path, a folder in Hugging "
@@ -38,10 +41,13 @@ def check_reward(config: RewardConfig, reward_model: RewardModelConfig) -> None:
         )
 
 
-def check_functions(config: RewardConfig) -> None:
-    """Check the section `reward` as `check_reward` does, but not the reward model's path."""
+def check_functions(config: RewardConfig, *, without_functions: bool = False) -> None:
+    """Check the section `reward` as `check_reward` does, but not the reward model's path.
+
+    `without_functions`: environments reward, so there need be no function.
+    """
     setting = f"{SETTING}={config.functions}"
-    if not config.functions:
+    if not config.functions and not without_functions:
         raise UserError(f"{setting}: name at least one of {', '.join(NAMES)} or path/to/file.py:name.")
     for function in config.functions:
         if function in NAMES:
@@ -86,7 +92,7 @@ def _check_weights(config: RewardConfig) -> None:
         )
     if not all(map(math.isfinite, weights)):
         raise UserError(f"{setting}: must be finite numbers.")
-    if not any(weights):
+    if config.functions and not any(weights):
         raise UserError(f"{setting}: every reward would be 0. Give one of the functions another weight.")
 
 

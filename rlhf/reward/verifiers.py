@@ -50,7 +50,7 @@ def reference_answers(ground_truth: Any) -> list[str]:
 
 def exact_match(item: RewardItem) -> Score:
     """Return 1 if the response's `final_answer` is one of the reference's, else 0."""
-    return Score(float(final_answer(item.response) in reference_answers(item.ground_truth)))
+    return Score(float(final_answer(item.answer) in reference_answers(item.ground_truth)))
 
 
 def math_verify(item: RewardItem) -> Score:
@@ -62,7 +62,7 @@ def math_verify(item: RewardItem) -> Score:
         # math-verify advises to put the reference into a LaTeX environment, and to pass it to `verify` first.
         return bool(verify(parse(f"\\boxed{{{gold}}}", parsing_timeout=None), answer, timeout_seconds=None))
 
-    answer = parse(item.response, parsing_timeout=None)
+    answer = parse(item.answer, parsing_timeout=None)
     return Score(float(any(matches(gold) for gold in reference_answers(item.ground_truth))))
 
 
@@ -76,11 +76,11 @@ def reasoning_gym(item: RewardItem) -> Score:
     }
     dataset = gym_dataset(item.data_source, item.extra_info.get("config") or {})
     try:
-        score = float(dataset.score_answer(item.response.strip(), entry))
+        score = float(dataset.score_answer(item.answer.strip(), entry))
     except MemoryError:
         raise  # the reward process reached its limit
     except Exception:
-        log.debug("%s cannot read the answer %r", item.data_source, item.response, exc_info=True)
+        log.debug("%s cannot read the answer %r", item.data_source, item.answer, exc_info=True)
         return Score(0.0, {"unreadable": 1.0})
     return Score(score, {"unreadable": 0.0})
 
@@ -112,7 +112,7 @@ def evaluates_answers(data_source: str, settings: dict[str, Any]) -> bool:
 def answer_reader(config: RewardConfig) -> Reader | None:
     """Return the reader of the first of `reward.functions`; None unless it is a named verifier. The trainer cannot know
     how a user's function reads an answer, and a reward model reads none."""
-    first = config.functions[0]
+    first = config.functions[0] if config.functions else None
     if first in ("exact_match", "math_verify"):
         return final_answer
     return str.strip if first == "reasoning_gym" else None

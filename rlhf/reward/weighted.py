@@ -25,7 +25,7 @@ class Reward:
 
     def __init__(self, terms: Sequence[Term]):
         self._terms = terms
-        self._threads = ThreadPoolExecutor(len(terms), thread_name_prefix="reward-function")
+        self._threads = ThreadPoolExecutor(max(1, len(terms)), thread_name_prefix="reward-function")
         # The meaning of each metric reward/<name>. A second meaning of a name is an error.
         self._meanings = dict.fromkeys(RESERVED, "a metric of every run")
         self._meanings |= {term.label: f"the score of {term.label}" for term in terms}
@@ -42,6 +42,8 @@ class Reward:
             [self._checked(term, given, item) for given, item in zip(scores[term.label], items, strict=True)]
             for term in self._terms
         ]
+        if not self._terms:  # only environments reward
+            return [RewardResult(0.0, {}) for _ in items]
         return [self._sum(row, item) for row, item in zip(zip(*columns, strict=True), items, strict=True)]
 
     def _checked(self, term: Term, given: Score, item: RewardItem) -> Score:
@@ -76,7 +78,7 @@ class Reward:
     @property
     def stops(self) -> bool:
         """Whether failures end the run (`reward.on_error=stop`)."""
-        return self._terms[0].policy.stops
+        return bool(self._terms) and self._terms[0].policy.stops
 
     @property
     def last_failures(self) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-FinishReason = Literal["stop", "length", "partial"]
+FinishReason = Literal["stop", "length", "partial", "failed"]
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -29,8 +29,8 @@ class Sample:
     """[T] float32: natural logarithms of probabilities under the distribution that each token was drawn from. Values at
     observations are never read."""
     finish_reason: FinishReason
-    """`stop` for EOS and stop strings, `length` for a full response. `partial`: a later request
-    continues the response."""
+    """`stop` for EOS, stop strings and finished episodes; `length` if tokens or turns ran out. `partial`: a later
+    request continues the response. `failed`: the environment failed; such a sample has no tokens and no reward."""
     versions: Spans
     """Runs (version, end) in order. The policy after `version` steps drew the tokens from the previous run's end to
     `end`. The last run ends with the response."""

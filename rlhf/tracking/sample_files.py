@@ -24,7 +24,8 @@ ShownSample = Mapping[str, Any]
 prompt), `data_source`, `prompt` and `response` (texts), `ground_truth`, `score` (whole reward), `rewards` (per reward
 function), `extra` (the functions' further numbers, texts, lists), `advantage` (mean over the policy's tokens; null in a
 validation), `length` (response tokens), `observations` (spans [start, end) of response tokens that the policy did not
-write), `finish_reason`, `version` (the policy's optimizer steps)."""
+write), `parts` (of an episode: pairs of writer, `policy` or `environment`, and text; else null), `finish_reason`,
+`version` (the policy's optimizer steps)."""
 
 
 class SampleFiles:
@@ -123,6 +124,12 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> 
     return "\n".join([line(columns), "|" + " --- |" * len(columns), *map(line, rows)])
 
 
+def _response(sample: ShownSample) -> list[tuple[str, str]]:
+    """Return the labelled texts of the response: of an episode, each turn and each answer of the environment."""
+    parts = sample.get("parts")
+    return [(f"> {who}", text) for who, text in parts] if parts else [("response", sample["response"])]
+
+
 def as_text(sample: ShownSample) -> str:
     """Format a sample for a terminal, without control characters."""
     numbers = [f"score {sample['score']:.4g}"]
@@ -134,7 +141,7 @@ def as_text(sample: ShownSample) -> str:
     numbers.append(f"{sample.get('length')} tokens ({sample.get('finish_reason')})")
     head = f"{sample.get('split')} {sample.get('uid')}.{sample.get('sample')}: {', '.join(numbers)}"
     truth = sample.get("ground_truth")
-    parts = [("prompt", sample.get("prompt")), ("response", sample["response"]), ("reference answer", truth)]
+    parts = [("prompt", sample.get("prompt")), *_response(sample), ("reference answer", truth)]
     parts += notes.items()
     shown = [f"  {name}: {part}".replace("\n", "\n    ") for name, part in parts if part is not None]
     return printable_lines("\n".join([head, *shown]))

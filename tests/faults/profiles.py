@@ -133,6 +133,15 @@ PROFILES = {
             "checkpoint.journal=true",
         ),
     ),
+    # Episodes of up to three turns, with an environment that is restored from its attributes.
+    "env": Profile(
+        (
+            "env.classes=[tests/support/logged_calls.py:Sums]",
+            "env.max_turns=3",
+            "data.max_response_length=32",
+        ),
+        on_every_rank=("env.answered", "env.recorded", "env.turn"),
+    ),
     # Two vLLM servers, on machines that have vLLM.
     "servers": Profile(
         (

@@ -131,7 +131,8 @@ def test_a_chat_template_is_compared_by_its_content(places):
     (places / "gone.jinja").write_text("{{ messages }}")
     path = publish(places / "run", 2, config=to_yaml(config))
     manifest = replace(
-        read_manifest(path), fingerprints=user_files(config.reward, config.algorithm, config.actor, config.model)
+        read_manifest(path),
+        fingerprints=user_files(config.reward, config.algorithm, config.actor, config.model, config.env),
     )
     (places / "gone.jinja").rename(places / "moved.jinja")
     (places / "other.jinja").write_text("{{ messages }}!")

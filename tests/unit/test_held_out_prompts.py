@@ -3,7 +3,7 @@
 from datetime import date
 
 from rlhf.assemble.inputs import read_held_out_prompts
-from rlhf.config import DataConfig, RewardConfig
+from rlhf.config import DataConfig, EnvConfig, RewardConfig
 from rlhf.errors import UserError
 from tests.support.letters import TEMPLATE, letter_tokenizer
 from tests.support.refusals import says
@@ -19,7 +19,7 @@ def read(rank: int, folder: str, of_ranks: list[list[str]], templates: list[str]
     data, reward = DataConfig(train_files="train.jsonl", val_files=path), RewardConfig(functions=["exact_match"])
     tokenizer, day = letter_tokenizer(templates[rank]), date(2026, 3, 14)
     try:
-        prompts = read_held_out_prompts(data, reward, 1, tokenizer, day, make_coordinator())
+        prompts = read_held_out_prompts(data, reward, EnvConfig(), 1, tokenizer, day, make_coordinator())
     except UserError as error:
         return str(error)
     return f"{0 if prompts is None else len(prompts)} prompts"

@@ -27,7 +27,7 @@ STOREYS = (
     {"assemble", "planning"},
     {"loop"},
     {"experience", "learning", "checkpoint", "tracking"},
-    {"batch", "rollout", "reward", "data", "backends", "models", "algorithms"},
+    {"batch", "rollout", "reward", "environments", "data", "backends", "models", "algorithms"},
     {"storage", "ranks"},
     {"config"},
     {"errors", "events", "numerics", "printable"},

@@ -13,6 +13,7 @@ from rlhf.config.names.other_trainers import other_trainers
 from rlhf.config.rules.algorithm_rules import algorithm_problems, correction_problems, entropy_problems, reward_problems
 from rlhf.config.rules.backend_rules import backend_problems, missing_backend
 from rlhf.config.rules.checkpoint_rules import checkpoint_problems
+from rlhf.config.rules.env_rules import env_problems
 from rlhf.config.rules.learning_rules import kl_problems, loss_problems, optimizer_problems
 from rlhf.config.rules.lora_rules import lora_problems, missing_peft
 from rlhf.config.rules.path_rules import model_problems, overwritten_starts, resume_problems, unresolved_home_paths
@@ -67,6 +68,7 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: b
             entropy_problems,
             reward_problems,
             rollout_problems,
+            env_problems,
             _filter_groups,
             algorithm_problems,
             _data,

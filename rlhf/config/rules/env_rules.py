@@ -1,0 +1,18 @@
+"""Rules of the settings `env`."""
+
+from collections.abc import Iterator
+
+from rlhf.config import Config
+
+
+def env_problems(config: Config) -> Iterator[str]:
+    """Yield one line for each setting that environments do not allow."""
+    if not config.env.classes:
+        return
+    rollout, shown = config.rollout, f"env.classes={config.env.classes}"
+    if rollout.name not in ("embedded", None):
+        yield f"rollout.name={rollout.name}: {shown} needs the built-in engine. Set rollout=embedded."
+    if rollout.stop:
+        yield f"rollout.stop={rollout.stop}: with {shown}, a turn ends with the end-of-turn token. Set rollout.stop=[]."
+    if rollout.ignore_eos:
+        yield f"rollout.ignore_eos=true: with {shown}, no turn would end. Set rollout.ignore_eos=false."

@@ -1,0 +1,45 @@
+"""Section `env`: environments with which the policy talks over several turns."""
+
+from dataclasses import dataclass
+
+from rlhf.config.schema.fields import setting
+
+
+@dataclass
+class EnvConfig:
+    classes: list[str] = setting([])
+    """Environment classes, `path/to/file.py:Class`. With several, the column `environment` names the class of each
+    row. Empty: each response is one turn."""
+    template: str | None = setting(None)
+    """Chat template (Jinja file) for episodes; null: the tokenizer's, or ours for families whose template changes
+    earlier turns."""
+    announce_tools: bool = setting(True)
+    """List the tools in the system message if the chat template has no tools."""
+    max_turns: int = setting(8, ge=1)
+    """Turns of the policy in an episode; then the episode ends and is scored."""
+    max_invalid_calls: int = setting(3, ge=0)
+    """Tool calls of an episode that may be invalid (unknown tool, wrong arguments); one more ends the episode."""
+    timeout_s: float = setting(30.0, gt=0)
+    """Seconds for each call: `reset`, a tool, `get_reward`. Then the environment's process is killed."""
+    retries: int = setting(1, ge=0)
+    """New starts of an episode whose environment raised, hung or died. After that the sample has failed: it is not
+    trained on."""
+    max_failed: float = setting(0.5, ge=0, le=1)
+    """Largest fraction of failed samples in a step; with more, the run stops."""
+    reward_weight: float = setting(1.0)
+    """Weight of the environment's reward, which is added to `reward.functions`."""
+    process: str = setting("pooled", choices=("pooled", "episode"))
+    """`pooled`: the processes hold many environments. `episode`: each episode has a process of its own, for code with
+    global state."""
+    num_workers: int = setting(2, ge=1, resume="harmless")
+    """Processes per rank with `env.process=pooled`."""
+    max_concurrent: int = setting(64, ge=1, resume="harmless")
+    """Calls at the same time per rank; `env.num_workers` if the classes are not thread-safe."""
+    pass_env: list[str] = setting([])
+    """Environment variables to pass to the processes, as `reward.pass_env`."""
+    network: bool = setting(False)
+    """Give the processes access to the network and to this machine's sockets."""
+    writable: list[str] = setting([])
+    """Folders that the processes may write to, besides their own temporary folder (HOME and TMPDIR)."""
+    memory_gb: float | None = setting(8.0, gt=0)
+    """GiB that each process may allocate; null sets no limit."""

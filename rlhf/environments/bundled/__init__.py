@@ -1,0 +1,1 @@
+"""The environments that come with the package: `env=guess` and `env=calculator`."""

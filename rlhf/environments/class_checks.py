@@ -1,0 +1,98 @@
+"""Checks the settings `env` without running any class, and starts the classes once before the training."""
+
+import ast
+import contextlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rlhf.config.schema.env import EnvConfig
+from rlhf.config.user_functions import ENV_CLASSES, find_class, split_spec
+from rlhf.environments.definition import NO_TOOLS
+from rlhf.environments.host_handle import Host
+from rlhf.errors import UserError, did_you_mean, nearest
+
+COLUMN = "environment"
+"""Column of the data that names the class of a row, if `env.classes` has several."""
+
+
+def labels_of(config: EnvConfig) -> list[str]:
+    """Return the name of each class."""
+    return [split_spec(ENV_CLASSES, spec)[1] for spec in config.classes]
+
+
+def check_environments(config: EnvConfig) -> None:
+    """Raise UserError for a missing file or class, a class without `reset`, an untyped tool, or wrong settings."""
+    for spec in config.classes:
+        found = find_class(ENV_CLASSES, spec)
+        # Only the import shows what a class inherits.
+        if found is not None and not any(not isinstance(b, ast.Name) or b.id != "object" for b in found.bases):
+            _check_class(f"{ENV_CLASSES}={spec}", found)
+    labels = labels_of(config)
+    for i, label in enumerate(labels):
+        if label in labels[:i]:
+            raise UserError(f"{ENV_CLASSES}={config.classes}: two classes are called {label}. Rename one.")
+    for name in config.pass_env:
+        if name not in os.environ:
+            raise UserError(f"env.pass_env={config.pass_env}: {name} is not set. Set it, or remove it here.")
+    for folder in config.writable:
+        if not Path(folder).expanduser().is_dir():
+            raise UserError(f"env.writable={config.writable}: {folder} is not a folder. Create it, or remove it here.")
+
+
+def _check_class(shown: str, found: ast.ClassDef) -> None:
+    methods = [node for node in found.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    names = [method.name for method in methods]
+    if found.decorator_list:
+        return  # a decorator may add methods
+    if "reset" not in names:
+        raise UserError(
+            f"{shown}: {found.name} has no method reset.{did_you_mean(nearest('reset', names))} Add "
+            "reset(self, **row), which begins an episode."
+        )
+    for method in methods:
+        if method.name.startswith("_") or method.name in NO_TOOLS or method.decorator_list:
+            continue
+        arguments = method.args
+        untyped = [a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs] if not a.annotation]
+        if (missing := [name for name in untyped if name != "self"]) or not ast.get_docstring(method):
+            what = f"the parameter {missing[0]} has no type" if missing else "it has no docstring"
+            raise UserError(
+                f"{shown}: {method.name}: {what}. A public method is a tool: add a type to each parameter and a "
+                "docstring whose Args describe each parameter; or start its name with _; or mark it with "
+                "rlhf.environments.free_text if it reads the policy's text."
+            )
+
+
+def check_row(config: EnvConfig, record: dict[str, object], where: str) -> None:
+    """Raise UserError if the row names no class of several."""
+    labels = labels_of(config)
+    if len(labels) < 2 or record.get(COLUMN) in labels:
+        return
+    if COLUMN not in record:
+        raise UserError(
+            f"{where}: {ENV_CLASSES} has {len(labels)} classes, but the row has no column {COLUMN}. Add it, with "
+            f"one of {', '.join(labels)}."
+        )
+    near = did_you_mean(nearest(str(record[COLUMN]), labels))
+    raise UserError(
+        f"{where}: {COLUMN}={record[COLUMN]!r} is none of {', '.join(labels)} ({ENV_CLASSES}).{near} Correct the row."
+    )
+
+
+@contextlib.contextmanager
+def preflight_environments(config: EnvConfig | None) -> Iterator[None]:
+    """Import the classes in a confined process, as the training will, while the body runs. Then raise UserError for
+    classes that cannot be imported or are no environments."""
+    if config is None or not config.classes:
+        yield
+        return
+    host = Host(config)
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            started = threads.submit(host.start)
+            yield
+            started.result()
+        finally:
+            host.close()

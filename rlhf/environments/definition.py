@@ -1,0 +1,71 @@
+"""Reads an environment class: its tools as JSON schemas, its free-text method, and whether it rewards episodes."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from rlhf.config.user_functions import ENV_CLASSES
+from rlhf.environments import FREE_TEXT
+from rlhf.errors import UserError
+
+NO_TOOLS = ("reset", "get_reward", "close", "state_dict", "load_state_dict")
+"""Public methods that are no tools."""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """The tools and methods of an environment class."""
+
+    label: str
+    """Name of the class: value of the column `environment`, and label of the reward."""
+    tools: list[dict[str, Any]]
+    """JSON schema of each tool, in OpenAI's form; empty for free text."""
+    step: str | None
+    """Name of the free-text method."""
+    rewards: bool
+    """Whether the class has `get_reward`."""
+
+
+def define(spec: str, made: type) -> Definition:
+    """Return the definition of the class. Raise UserError if `reset` or types are missing."""
+    shown = f"{ENV_CLASSES}={spec}"
+    if not callable(getattr(made, "reset", None)):
+        raise UserError(
+            f"{shown}: {made.__name__} has no method reset. Add reset(self, **row), which begins an episode."
+        )
+    names = [name for name in dir(made) if not name.startswith("_") and name not in NO_TOOLS]
+    methods = {name: method for name in names if inspect.isroutine(method := getattr(made, name))}
+    steps = [name for name, method in methods.items() if getattr(method, FREE_TEXT, False)]
+    if len(steps) > 1:
+        raise UserError(f"{shown}: {' and '.join(steps)} are both marked with free_text. Mark one method.")
+    if steps and len(methods) > 1:
+        tools = ", ".join(name for name in methods if name not in steps)
+        raise UserError(
+            f"{shown}: {made.__name__} reads free text ({steps[0]}), so its other public methods cannot be tools: "
+            f"{tools}. Start their names with _, or remove the mark."
+        )
+    if not methods:
+        raise UserError(
+            f"{shown}: {made.__name__} has no tool and no free-text method. Add a public method with types and a "
+            "docstring, or mark step(self, text) with rlhf.environments.free_text."
+        )
+    tools = [] if steps else [_schema(shown, name, method) for name, method in methods.items()]
+    rewards = callable(getattr(made, "get_reward", None))
+    return Definition(made.__name__, tools, steps[0] if steps else None, rewards)
+
+
+def _schema(shown: str, name: str, method: Callable[..., Any]) -> dict[str, Any]:
+    # Imports no torch, but takes a second; environments of free text do not need it.
+    from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
+
+    # Bound to any object, so that `self` is no parameter, as in TRL.
+    bound = method if inspect.ismethod(method) else MethodType(method, object())
+    try:
+        return get_json_schema(bound)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise UserError(
+            f"{shown}: the tool {name} has no complete types and docstring: {error} Add a type to each parameter, and "
+            "a Google-style docstring whose Args describe each parameter; or start its name with _."
+        ) from error

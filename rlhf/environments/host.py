@@ -1,0 +1,119 @@
+"""Runs as one confined process per rank that imports the environment classes once, and forks processes for them.
+
+`python -m rlhf.environments.host PARENT_PID CONFINEMENT CHANNEL`, where CONFINEMENT is a `Confinement` as JSON and
+CHANNEL the number of an inherited SEQPACKET socket. The first message to the host names the classes. The host answers
+with their definitions or an error. Then each message asks to fork a process, with a socket on which that process
+receives the socket of each environment, or to kill a process.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from socket import recv_fds, socket
+from typing import Any
+
+from rlhf.config.user_functions import ENV_CLASSES, load_function
+from rlhf.environments.definition import Definition, define
+from rlhf.environments.serving import Served, serve
+from rlhf.errors import UserError
+from rlhf.reward.confinement import Confinement, confine
+from rlhf.reward.kernel import PR_SET_PDEATHSIG, prctl
+
+MESSAGE_BYTES = 1 << 17
+_MOST_SOCKETS = 8
+_LONGEST = 20_000
+
+
+def main(parent_pid: int, confinement: Confinement, number: int) -> None:
+    _die_with(parent_pid)
+    confined = confine(confinement)
+    with socket(fileno=number) as channel:
+        if not (first := channel.recv(MESSAGE_BYTES)):
+            return
+        try:
+            specs: list[str] = json.loads(first)["classes"]
+            classes: list[Any] = [load_function(ENV_CLASSES, spec) for spec in specs]
+            definitions = [define(spec, made) for spec, made in zip(specs, classes, strict=True)]
+        # Also SystemExit: a script without a __main__ guard.
+        except BaseException as error:
+            reply = {"error": str(error)[-_LONGEST:], "user": isinstance(error, UserError)}
+            channel.send(json.dumps(reply | dataclasses.asdict(confined)).encode())
+            return
+        found = [dataclasses.asdict(definition) for definition in definitions]
+        channel.send(json.dumps({"definitions": found} | dataclasses.asdict(confined)).encode())
+        _obey(channel, classes, definitions)
+
+
+def _obey(channel: socket, classes: Sequence[type], definitions: Sequence[Definition]) -> None:
+    processes: dict[int, int] = {}
+    while True:
+        message, sockets, _, _ = recv_fds(channel, MESSAGE_BYTES, _MOST_SOCKETS)
+        if not message:
+            return
+        request = json.loads(message)
+        for number, process in list(processes.items()):
+            if os.waitpid(process, os.WNOHANG)[0]:
+                del processes[number]
+        if "fork" in request:
+            if not (process := os.fork()):
+                _serve_all(channel, socket(fileno=sockets[0]), Served, classes, definitions, request["alone"])
+            processes[request["fork"]] = process
+            os.close(sockets[0])
+        else:
+            if (process := processes.pop(request["kill"], 0)) != 0:
+                _kill(process)
+            channel.send(json.dumps({"killed": request["kill"]}).encode())
+
+
+def _kill(process: int) -> None:
+    try:
+        os.killpg(process, signal.SIGKILL)
+    except ProcessLookupError:  # the process has just been forked and leads no group yet
+        os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+
+
+def _serve_all(
+    channel: socket,
+    control: socket,
+    served: type[Served],
+    classes: Sequence[type],
+    definitions: Sequence[Definition],
+    alone: bool,
+) -> None:
+    """Serve each socket that arrives on `control` in a thread, until the trainer closes `control`. Never return."""
+    try:
+        os.setsid()  # a kill reaches all processes that the user's code started
+        if sys.platform == "linux":
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        channel.close()
+        threads = []
+        while True:
+            message, sockets, _, _ = recv_fds(control, MESSAGE_BYTES, _MOST_SOCKETS)
+            if not message:
+                break
+            for number in sockets:
+                one = served(classes, definitions, alone=alone)
+                threads.append(threading.Thread(target=serve, args=(socket(fileno=number), one), daemon=True))
+                threads[-1].start()
+            threads = [thread for thread in threads if thread.is_alive()]
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _die_with(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit("the parent is gone")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Confinement(**json.loads(sys.argv[2])), int(sys.argv[3]))

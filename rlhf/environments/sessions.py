@@ -1,0 +1,212 @@
+"""Makes the calls of episodes, each within a deadline, and restores environments that are gone."""
+
+import contextlib
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rlhf.config.schema.env import EnvConfig
+from rlhf.environments.host_handle import Host, Process
+from rlhf.events import announce
+
+ANNOUNCE_S = 20.0
+"""Seconds after which a slow round of calls is announced."""
+MAX_REPLY_BYTES = 1 << 24
+_TRIES = 3
+"""Processes in which a call is tried, if they end for another reason than the call."""
+
+T = TypeVar("T")
+Call = dict[str, Any]
+"""Operation `op` (reset, tool, step, reward) and its arguments, as JSON values."""
+Reply = dict[str, Any]
+"""`value`, or `rejected`: the text with which a tool rejects a call."""
+
+
+class EnvironmentFailed(Exception):
+    """The environment raised, hung, died, or answered differently when its calls were repeated."""
+
+
+class _ProcessGoneError(Exception):
+    """The process ended for another reason than this session's call."""
+
+
+@dataclass
+class Session:
+    """The environment of one episode. One thread at a time uses it.
+
+    The object exists in a process only while calls need it. If it is gone, because its process was killed or the
+    trainer has restarted, the next call restores it: from `state`, or else by repeating `made`, whose replies must be
+    the same again (promise 20).
+    """
+
+    pool: "EnvironmentPool"
+    kind: int
+    """Index of the class in `env.classes`."""
+    seed: int
+    made: list[tuple[Call, Reply]] = field(default_factory=list)
+    """All calls so far, with their replies."""
+    state: dict[str, Any] | None = None
+    """State after the last of `made`; None if the object cannot save its state."""
+    _channel: socket.socket | None = None
+    _process: Process | None = None
+
+    def record(self, calls: Sequence[Call], replies: Sequence[Reply], state: dict[str, Any] | None) -> None:
+        """Take over calls that an earlier process has made."""
+        self.made += zip(calls, replies, strict=True)
+        self.state = state
+
+    def make(self, calls: Sequence[Call]) -> list[Reply]:
+        """Make the calls in order and return their replies. Raise EnvironmentFailed."""
+        for attempt in range(_TRIES):
+            try:
+                self._restore()
+                replies = [self._exchange(call) for call in calls]
+            except (_ProcessGoneError, OSError) as error:
+                self.drop()
+                if attempt + 1 == _TRIES:
+                    raise EnvironmentFailed(f"its process ended {_TRIES} times: {error}") from error
+            else:
+                self.record(calls, [_without_state(reply) for reply in replies], replies[-1]["state"])
+                return [_without_state(reply) for reply in replies]
+        raise AssertionError
+
+    def _restore(self) -> None:
+        if self._channel is not None:
+            return
+        self._process = self.pool.process()
+        self._channel = self._process.connect()
+        self._exchange({"op": "open", "kind": self.kind, "seed": self.seed, "state": self.state})
+        if self.state is not None:
+            return
+        for call, known in self.made:
+            if _without_state(self._exchange(call)) != known:
+                raise EnvironmentFailed(
+                    f"{call['op']} answered differently when it was repeated, to restore an environment that has no "
+                    "state_dict"
+                )
+
+    def _exchange(self, call: Call) -> Reply:
+        """Send one request and return its reply, both before the deadline."""
+        assert self._channel is not None
+        assert self._process is not None
+        # Random: code that a tool runs could otherwise write the next reply in advance.
+        number = secrets.token_hex(8)
+        try:
+            self._channel.settimeout(self.pool.config.timeout_s)
+            self._channel.sendall(json.dumps(call | {"number": number}, default=str).encode() + b"\n")
+            reply = _read(self._channel, self.pool.config.timeout_s)
+        except TimeoutError:
+            if self._process.gone:
+                raise _ProcessGoneError("another environment of its process hung") from None
+            self.pool.kill(self._process)
+            self.drop()
+            raise EnvironmentFailed(
+                f"{call['op']} took longer than env.timeout_s={self.pool.config.timeout_s:g}"
+            ) from None
+        except (OSError, ValueError) as error:
+            self.pool.kill(self._process)
+            raise _ProcessGoneError(str(error) or type(error).__name__) from error
+        if reply.pop("number", None) != number:
+            self.pool.kill(self._process)
+            raise EnvironmentFailed(f"{call['op']} has no valid reply")
+        if "error" in reply:
+            raise EnvironmentFailed(f"{call['op']} raised an error:\n{reply['error']}")
+        return reply
+
+    def close(self) -> None:
+        """Close the environment and forget it. An environment that fails to close is dropped."""
+        if self._channel is not None:
+            with contextlib.suppress(EnvironmentFailed, _ProcessGoneError, OSError):
+                self._exchange({"op": "close"})
+            self.drop()
+
+    def drop(self) -> None:
+        """Close the socket; the process closes the object."""
+        channel, process, self._channel, self._process = self._channel, self._process, None, None
+        if channel is not None:
+            channel.close()
+        if process is not None:
+            self.pool.leave(process)
+
+
+class EnvironmentPool:
+    """The processes of a rank's environments. Each call has `env.timeout_s`."""
+
+    def __init__(self, config: EnvConfig) -> None:
+        self.config = config
+        self._host = Host(config)
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(config.max_concurrent, thread_name_prefix="environment")
+        self._shared: list[Process] = []
+
+    def start(self) -> "EnvironmentPool":
+        """Start the host, whose `definitions` are known then. Raise UserError for classes that are no environments."""
+        self._host.start()
+        return self
+
+    @property
+    def definitions(self) -> list[Any]:
+        return self._host.definitions
+
+    def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Run the jobs, `env.max_concurrent` at a time, and return their results in order."""
+        futures = [self._threads.submit(job) for job in jobs]
+        # Each call has a deadline, so the loop ends. It may exceed the watchdog's, so announce the wait.
+        while wait(futures, ANNOUNCE_S).not_done:
+            announce("env.wait")
+        return [future.result() for future in futures]
+
+    def process(self) -> Process:
+        """Return a process for one more environment."""
+        if self.config.process == "episode":
+            return self._host.process(alone=True)
+        with self._lock:
+            self._shared = [process for process in self._shared if not process.gone]
+            while len(self._shared) < self.config.num_workers:
+                self._shared.append(self._host.process(alone=False))
+            process = min(self._shared, key=lambda each: each.sessions)
+            process.sessions += 1
+            return process
+
+    def leave(self, process: Process) -> None:
+        """Count one environment less in the process; end a process that served one environment."""
+        if self.config.process == "episode":
+            if not process.gone:
+                self._host.release(process)
+            return
+        with self._lock:
+            process.sessions -= 1
+
+    def kill(self, process: Process) -> None:
+        if not process.gone:
+            self._host.kill(process)
+
+    def close(self) -> None:
+        """End every process, even in the middle of a call."""
+        self._host.close()
+        self._threads.shutdown(cancel_futures=True)
+
+
+def _without_state(reply: Reply) -> Reply:
+    return {name: value for name, value in reply.items() if name != "state"}
+
+
+def _read(channel: socket.socket, timeout_s: float) -> Reply:
+    deadline, found = time.monotonic() + timeout_s, b""
+    while not found.endswith(b"\n"):
+        channel.settimeout(max(1e-3, deadline - time.monotonic()))
+        data = channel.recv(1 << 16)
+        if not data:
+            raise ConnectionError("it died")
+        found += data
+        if len(found) > MAX_REPLY_BYTES:
+            raise ValueError(f"a reply of more than {MAX_REPLY_BYTES} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    return json.loads(found)

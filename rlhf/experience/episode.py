@@ -1,0 +1,256 @@
+"""One episode: the policy's turns and its environment's answers as tokens, without any input or output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from rlhf.data import Prompt
+from rlhf.data.turns.chat_turns import ChatTurns
+from rlhf.data.turns.tool_calls import ToolCall, Turn
+from rlhf.environments.definition import Definition
+from rlhf.environments.sessions import Call, Reply, Session
+from rlhf.errors import UserError
+from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout.sample import FinishReason
+
+
+class Stage(Enum):
+    """Next need of an episode. CALLS: `calls` are to be made."""
+
+    CALLS, POLICY, DONE, FAILED = range(4)
+
+
+@dataclass(frozen=True)
+class EnvironmentClass:
+    """A class of environments with its chat."""
+
+    index: int
+    """Index in `env.classes`."""
+    definition: Definition
+    chat: ChatTurns
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of an episode."""
+
+    turns: int
+    invalid_calls: int
+    retries: int
+    prompt_tokens: int
+
+
+@dataclass(eq=False)
+class Episode:
+    """Response number `sample` to the prompt `uid`.
+
+    The tokens that the policy sampled are kept as they are; an environment's answers are appended as tokens.
+    """
+
+    uid: int
+    sample: int
+    prompt: Prompt
+    params: SamplingParams
+    kind: EnvironmentClass
+    limits: Limits
+    row: dict[str, Any]
+    new_session: Any
+    """Function that returns a new `Session`."""
+    attempt: int = 0
+    failures: list[str] = field(default_factory=list)
+    session: Session = field(init=False)
+    phase: Stage = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self.session = self.new_session()
+        self.phase, self.calls = Stage.CALLS, [{"op": "reset", "row": self.row}]
+        self.turn = self.tool_calls = self.invalid_calls = 0
+        self.prompt_ids: list[int] = []
+        self.response: list[int] = []
+        self.conversation: list[dict[str, Any]] = []
+        self.rewards: list[float] = []
+        self._log_probs: list[np.ndarray] = []
+        self._versions: list[tuple[int, int]] = []
+        self._observations: list[tuple[int, int]] = []
+        self._reason: FinishReason = "stop"
+        self._turn: tuple[Turn, list[int]] | None = None
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """Name of the next turn, or of the next calls, in the journal."""
+        return self.uid, self.sample, self.attempt, self.turn
+
+    @property
+    def operation(self) -> str:
+        """Kind of the next calls: reset, tool, step or reward."""
+        return self.calls[0]["op"]
+
+    def request(self) -> Request:
+        """Return the request for the policy's next turn."""
+        so_far = self._sample("partial") if self.response else None
+        return Request(self.uid, self.prompt_ids, self.params, self.sample, so_far)
+
+    def take_turn(self, made: Sample) -> None:
+        """Append the policy's turn: `made` has the new tokens."""
+        sampled = made.token_ids.tolist()
+        before = len(self.response)
+        self.response += sampled
+        self._log_probs.append(made.log_probs)
+        self._versions += [(version, before + end) for version, end in made.versions]
+        self.turn += 1
+        turn = self.kind.chat.parse(sampled)
+        self.conversation.append(turn.message())
+        self._turn = turn, sampled
+        if made.finish_reason == "length" or not turn.ended:
+            return self._end("length")
+        if (step := self.kind.definition.step) is not None:
+            self._ask([{"op": "step", "text": turn.text}], step)
+        elif not turn.actions:
+            self._end("stop")
+        else:
+            self.invalid_calls += len(turn.invalid)
+            self.tool_calls += len(turn.actions)
+            self._ask([{"op": "tool", "name": c.name, "arguments": c.arguments} for c in turn.calls], "")
+        return None
+
+    def _ask(self, calls: list[Call], step: str) -> None:
+        if self.invalid_calls > self.limits.invalid_calls:
+            self._end("stop")
+        elif calls:
+            self.phase, self.calls = Stage.CALLS, calls
+        else:
+            self._answer_tools([])
+
+    def take_replies(self, replies: Sequence[Reply]) -> None:
+        """Use the replies to `calls`."""
+        operation, self.calls = self.operation, []
+        if operation == "reset":
+            self._start(replies[0]["value"])
+        elif operation == "tool":
+            self._answer_tools(replies)
+        elif operation == "step":
+            text, reward = replies[0]["value"]
+            self.rewards.append(reward)
+            if text is None:
+                self._end("stop")
+            else:
+                self._observe([{"role": "user", "content": text}])
+        else:
+            self.rewards.append(replies[0]["value"])
+            self.phase = Stage.DONE
+
+    def fail(self, why: str) -> None:
+        """Begin again after a failure of the environment, or fail if no retries are left."""
+        self.failures.append(why)
+        self.attempt += 1
+        if self.attempt > self.limits.retries:
+            self.phase, self.calls = Stage.FAILED, []
+        else:
+            self._begin()
+
+    def _start(self, text: str | None) -> None:
+        messages = _with_text(self.prompt.messages, text)
+        self.prompt_ids = self.kind.chat.prompt(messages)
+        if len(self.prompt_ids) > self.limits.prompt_tokens:
+            raise UserError(
+                f"An episode of {self.kind.definition.label} begins with {len(self.prompt_ids)} tokens, more than "
+                f"data.max_prompt_length={self.limits.prompt_tokens}: the row's prompt, the tools, and the text that "
+                "reset returned. Raise data.max_prompt_length, or shorten them."
+            )
+        self.phase = Stage.POLICY
+
+    def _answer_tools(self, replies: Sequence[Reply]) -> None:
+        assert self._turn is not None
+        made, messages = iter(replies), []
+        for action in self._turn[0].actions:
+            if not isinstance(action, ToolCall):
+                messages.append(action.result())
+                continue
+            reply = next(made)
+            self.invalid_calls += "rejected" in reply
+            messages.append(action.result(f"error: {reply['rejected']}" if "rejected" in reply else reply["value"]))
+        if self.invalid_calls > self.limits.invalid_calls:
+            self._end("stop")
+        else:
+            self._observe(messages)
+
+    def _observe(self, messages: list[dict[str, Any]]) -> None:
+        """Append the environment's messages, if the policy has another turn and room for a token."""
+        assert self._turn is not None
+        self.conversation += messages
+        tokens = self.kind.chat.observation(self._turn[1], messages)
+        if self.turn >= self.limits.turns or len(self.response) + len(tokens) >= self.params.max_tokens:
+            return self._end("length")
+        start = len(self.response)
+        self.response += tokens
+        self._observations.append((start, len(self.response)))
+        self._log_probs.append(np.zeros(len(tokens), np.float32))
+        self._versions[-1] = self._versions[-1][0], len(self.response)
+        self.phase = Stage.POLICY
+        return None
+
+    def _end(self, reason: FinishReason) -> None:
+        self._reason = reason
+        self.phase, self.calls = Stage.CALLS, [{"op": "reward"}]
+
+    def finished(self, version: int) -> Sample:
+        """Return the sample of a finished episode; a failed one has no tokens, and is of the policy after `version`
+        steps."""
+        if self.phase is Stage.FAILED:
+            return Sample.of(self.uid, self.sample, [], [], "failed", version)
+        return self._sample(self._reason)
+
+    def _sample(self, reason: FinishReason) -> Sample:
+        ids, log_probs = np.array(self.response, np.int32), np.concatenate(self._log_probs)
+        spans = tuple(self._observations)
+        return Sample(self.uid, self.sample, ids, log_probs, reason, _merged(self._versions), spans)
+
+
+def new_part(sample: Sample, start: int) -> Sample:
+    """Return the sample without its first `start` tokens, which an earlier turn has."""
+    versions = tuple((version, end - start) for version, end in sample.versions if end > start)
+    ids, log_probs = sample.token_ids[start:], sample.log_probs[start:]
+    return Sample(sample.uid, sample.sample, ids, log_probs, sample.finish_reason, versions)
+
+
+def with_head(sample: Sample, head: Sequence[int]) -> Sample:
+    """Return the sample with the tokens `head` before its own, as an observation."""
+    if not head:
+        return sample
+    n = len(head)
+    return replace(
+        sample,
+        token_ids=np.concatenate([np.array(head, np.int32), sample.token_ids]),
+        log_probs=np.concatenate([np.zeros(n, np.float32), sample.log_probs]),
+        versions=tuple((version, end + n) for version, end in sample.versions),
+        observations=((0, n), *((start + n, end + n) for start, end in sample.observations)),
+    )
+
+
+def _merged(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Join successive runs of one version."""
+    merged: list[tuple[int, int]] = []
+    for version, end in runs:
+        if merged and merged[-1][0] == version:
+            merged[-1] = version, end
+        else:
+            merged.append((version, end))
+    return tuple(merged)
+
+
+def _with_text(messages: Sequence[dict[str, str]], text: str | None) -> list[dict[str, str]]:
+    """Return the messages with `text` appended to the last user message, as TRL does."""
+    copied = [dict(message) for message in messages]
+    if text:
+        users = [message for message in copied if message["role"] == "user"]
+        if users:
+            users[-1]["content"] += text
+        else:
+            copied.append({"role": "user", "content": text})
+    return copied

@@ -1,0 +1,104 @@
+"""Makes scored groups of finished episodes: samples with one prompt, rewards of functions and environments, counts."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.errors import UserError
+from rlhf.experience.episode import Episode, Stage, with_head
+from rlhf.experience.metrics import RolloutStats
+from rlhf.experience.responses import texts_of
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.reward import Reward, RewardItem, RewardResult
+from rlhf.rollout import Sample
+
+FAILURE = "environment_failure"
+"""Note of a failed sample: why its environment failed."""
+
+
+def with_one_prompt(episodes: Sequence[Episode], version: int) -> tuple[list[int], list[Sample]]:
+    """Return the prompt of the episodes of one row, and their samples.
+
+    If `reset` returned different texts, the prompt is what the episodes have in common, and the rest of each prompt
+    begins its sample as an observation. Failed episodes have no tokens.
+    """
+    prompts = [episode.prompt_ids for episode in episodes if episode.phase is Stage.DONE]
+    prompt = _common(prompts) if prompts else episodes[0].prompt.token_ids
+    samples = [episode.finished(version) for episode in episodes]
+    heads = [e.prompt_ids[len(prompt) :] if e.phase is Stage.DONE else [] for e in episodes]
+    return prompt, [with_head(sample, head) for sample, head in zip(samples, heads, strict=True)]
+
+
+def _common(prompts: Sequence[list[int]]) -> list[int]:
+    """Return the tokens with which all prompts begin."""
+    first, last = min(prompts), max(prompts)
+    end = next((i for i, token in enumerate(first) if i == len(last) or token != last[i]), len(first))
+    return first[:end]
+
+
+def function_rewards(
+    reward: Reward, tokenizer: PreTrainedTokenizerBase, played: Sequence[Sequence[Episode]]
+) -> list[list[RewardResult]]:
+    """Return the rewards of `reward.functions`, which read the whole conversation. Collective with a reward model.
+
+    Failed episodes have the reward 0, which nobody reads.
+    """
+    scored = [(i, episode) for i, group in enumerate(played) for episode in group if episode.phase is Stage.DONE]
+    samples = [episode.finished(0) for _, episode in scored]
+    items = [
+        RewardItem(
+            e.prompt.data_source,
+            text,
+            e.prompt.ground_truth,
+            e.prompt.extra_info,
+            e.prompt.messages,
+            e.prompt.columns,
+            sample.token_ids,
+            group,
+            e.conversation,
+        )
+        for (group, e), text, sample in zip(scored, texts_of(tokenizer, samples), samples, strict=True)
+    ]
+    results = iter(reward.score(items))
+    return [[next(results) if e.phase is Stage.DONE else RewardResult(0.0, {}) for e in group] for group in played]
+
+
+def with_environment_rewards(
+    results: Sequence[Sequence[RewardResult]], played: Sequence[Sequence[Episode]], weight: float
+) -> list[list[RewardResult]]:
+    """Add the environments' rewards: of all turns and of `get_reward`, summed. Note why failed episodes failed."""
+    return [
+        [_with_environment(result, e, weight) for result, e in zip(of_prompt, group, strict=True)]
+        for of_prompt, group in zip(results, played, strict=True)
+    ]
+
+
+def _with_environment(result: RewardResult, episode: Episode, weight: float) -> RewardResult:
+    if episode.phase is Stage.FAILED:
+        return RewardResult(0.0, {}, notes={FAILURE: episode.failures[-1]})
+    own, label = sum(episode.rewards), episode.kind.definition.label
+    return replace(result, score=result.score + weight * own, terms=result.terms | {label: own})
+
+
+def count(stats: RolloutStats, episodes: Sequence[Episode]) -> None:
+    """Add the counts of the episodes to `stats`."""
+    done = [episode for episode in episodes if episode.phase is Stage.DONE]
+    stats.turns += [episode.turn for episode in done]
+    stats.tool_calls += [episode.tool_calls for episode in done]
+    stats.invalid_calls += [episode.invalid_calls for episode in done]
+    stats.env_failures += [len(episode.failures) for episode in episodes]
+    stats.env_failed += [episode.phase is Stage.FAILED for episode in episodes]
+
+
+def check_failures(episodes: Sequence[Episode], most: float, coordinator: Coordinator) -> None:
+    """Raise UserError if more than `most` of all ranks' episodes failed, or all of them. Collective."""
+    failed = [episode for episode in episodes if episode.phase is Stage.FAILED]
+    own = len(episodes), len(failed), failed[-1].failures[-1] if failed else ""
+    totals, counts, texts = zip(*coordinator.all_gather(own), strict=True)
+    if sum(counts) and (sum(counts) > most * sum(totals) or sum(counts) == sum(totals)):
+        raise UserError(
+            f"The environments of {sum(counts)} of {sum(totals)} samples failed; env.max_failed={most:g} allows fewer. "
+            f"The last failure: {next(filter(None, texts))}\nCorrect the environment, raise env.timeout_s if it "
+            "is slow, or raise env.max_failed."
+        )

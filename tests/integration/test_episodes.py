@@ -1,0 +1,233 @@
+"""Episodes with real environments in their processes, and their exact resume from the journal (promise 20)."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf import events
+from rlhf.config.schema.env import EnvConfig
+from rlhf.data import Prompt
+from rlhf.data.turns.chat_turns import ChatTurns
+from rlhf.environments.sessions import EnvironmentPool
+from rlhf.errors import UserError
+from rlhf.experience.episode import EnvironmentClass, Episode, Stage
+from rlhf.experience.episode_groups import check_failures, with_one_prompt
+from rlhf.experience.episodes import Asked, Episodes
+from rlhf.experience.journal import Journal
+from rlhf.models import tiny
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
+from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout.embedded import EmbeddedEngine
+from tests.support.logged_calls import CALLS
+
+SPEC = str(Path(__file__).parents[1] / "support" / "logged_calls.py")
+CLASSES = ("Sums", "StatefulSums", "UnsavedSums", "ForgetfulSums")
+PARAMS = SamplingParams(max_tokens=60)
+
+
+class Crash(BaseException):
+    """Ends a play as a kill would: nothing that the trainer has in memory is left."""
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("calls")
+    folder.chmod(0o777)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CALLS, str(folder / "calls.txt"))
+        yield folder / "calls.txt"
+
+
+@pytest.fixture(scope="module")
+def pool(calls: Path) -> Iterator[EnvironmentPool]:
+    config = EnvConfig(
+        classes=[f"{SPEC}:{name}" for name in CLASSES],
+        pass_env=[CALLS],
+        writable=[str(calls.parent)],
+        timeout_s=60,
+        retries=1,
+    )
+    made = EnvironmentPool(config).start()
+    yield made
+    made.close()
+
+
+class Sampler:
+    """The embedded engine with the tiny policy; counts the requests of each call."""
+
+    def __init__(self) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(tiny.FOLDER)
+        model = AutoModelForCausalLM.from_pretrained(tiny.FOLDER, dtype=torch.float32)
+        self.engine, self.sizes = EmbeddedEngine(model, self.tokenizer, 64), list[int]()
+
+    def generate(self, requests: list[Request], *, version: int, step: int) -> list[Sample]:
+        self.sizes.append(len(requests))
+        return self.engine.generate(requests, seed=3, step=step)
+
+
+@pytest.fixture(scope="module")
+def sampler() -> Sampler:
+    return Sampler()
+
+
+def player(pool: EnvironmentPool, sampler: Any, name: str, **settings: Any) -> Episodes:
+    tokenizer = sampler.tokenizer
+    kinds = [
+        EnvironmentClass(i, definition, ChatTurns(tokenizer, definition.tools, announce=False))
+        for i, definition in enumerate(pool.definitions)
+    ]
+    config = EnvConfig(**vars(pool.config) | settings)
+    chosen = [kind for kind in kinds if kind.definition.label == name]
+    coordinator = Coordinator(GlooTransport())
+    return Episodes(config, chosen, pool, sampler, coordinator, 5, 64, tokenizer)
+
+
+def prompts(sampler: Any, count: int = 2) -> list[Prompt]:
+    rows = [tiny.QUESTION.format(28 + i, "+", 35) for i in range(count)]
+    ids = tiny.prompt_ids(sampler.tokenizer, rows)
+    return [
+        Prompt(i, [{"role": "user", "content": row}], ids[i], "sums", str(63 + i), {}) for i, row in enumerate(rows)
+    ]
+
+
+def play(episodes: Episodes, sampler: Any, journal: Journal | None = None) -> list[list[Episode]]:
+    asked = [Asked(100 + p.index, p, [PARAMS] * 3) for p in prompts(sampler)]
+    if journal is not None:
+        journal.begin(1, 0, None)
+    return episodes.play(asked, version=0, step=1, journal=journal)
+
+
+def facts(groups: list[list[Episode]]) -> list[Any]:
+    """Everything that an update uses, as bits."""
+    return [(e.prompt_ids, s.token_ids.tobytes(), s.log_probs.tobytes(), s.observations, s.finish_reason, e.rewards)
+            for group in groups for e in group for s in [e.finished(0)]]  # fmt: skip
+
+
+def journal_at(folder: Path) -> Journal:
+    return Journal(folder, "trajectory", "scored", Coordinator(GlooTransport()))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool: EnvironmentPool, sampler: Sampler, calls: Path) -> tuple[list[Any], int]:
+    calls.unlink(missing_ok=True)
+    found = facts(play(player(pool, sampler, "Sums"), sampler))
+    return found, len(calls.read_text().splitlines())
+
+
+def test_a_conversation_is_what_the_engine_saw(pool, sampler):
+    """Prompt and response are the requests' tokens; the mask is True exactly on what the engine returned."""
+    seen: dict[tuple[int, int], list[tuple[list[int], list[int]]]] = {}
+
+    def generate(requests, *, version, step):
+        made = sampler.generate(requests, version=version, step=step)
+        for request, sample in zip(requests, made, strict=True):
+            new = sample.token_ids[request.start :].tolist()
+            seen.setdefault((request.uid, request.sample), []).append((request.context, new))
+        return made
+
+    observing = SimpleNamespace(generate=generate, tokenizer=sampler.tokenizer)
+    for group in play(player(pool, observing, "Sums"), sampler):
+        prompt, samples = with_one_prompt(group, 0)
+        for sample in samples:
+            whole = prompt + sample.token_ids.tolist()
+            turns = seen[sample.uid, sample.sample]
+            for before, drawn in turns:
+                assert whole[: len(before)] == before
+                assert whole[len(before) : len(before) + len(drawn)] == drawn
+            own = sample.token_ids[sample.mask()].tolist()
+            assert own == [token for _, drawn in turns for token in drawn]
+            assert len(turns) > 1
+
+
+@pytest.mark.parametrize("event", ["env.answered", "env.recorded", "env.turn", "journal.append"])
+@pytest.mark.parametrize("name", ["Sums", "StatefulSums"])
+def test_a_crash_anywhere_changes_no_bit_and_repeats_no_journaled_call(
+    name, event, pool, sampler, undisturbed, calls, tmp_path
+):
+    calls.unlink(missing_ok=True)
+    crashes = 0
+    for nth in range(1, 40):
+        count = 0
+
+        def listener(announced, nth=nth):
+            nonlocal count
+            count += announced == event
+            if announced == event and count == nth:
+                raise Crash
+
+        events._listeners.append(listener)
+        try:
+            found = facts(play(player(pool, sampler, name), sampler, journal_at(tmp_path)))
+            break
+        except Crash:
+            crashes += 1
+        finally:
+            events._listeners.remove(listener)
+    assert crashes >= 3
+    assert found == undisturbed[0]
+    counts = Counter(calls.read_text().splitlines())
+    if event in ("env.recorded", "env.turn"):
+        assert set(counts.values()) == {1}
+        assert counts.total() == undisturbed[1]
+
+
+def test_journaled_turns_are_not_generated_again(pool, sampler, undisturbed, tmp_path):
+    play(player(pool, sampler, "Sums"), sampler, journal_at(tmp_path))
+    sampler.sizes.clear()
+    assert facts(play(player(pool, sampler, "Sums"), sampler, journal_at(tmp_path))) == undisturbed[0]
+    assert sampler.sizes == []
+
+
+def crashed_in_turn(nth: int, name: str, pool: EnvironmentPool, sampler: Any, folder: Path) -> list[list[Episode]]:
+    """Play, crash after the `nth` round of generation, and play again from the journal."""
+    count = 0
+
+    def listener(announced):
+        nonlocal count
+        count += announced == "env.turn"
+        if announced == "env.turn" and count == nth:
+            raise Crash
+
+    events._listeners.append(listener)
+    try:
+        with pytest.raises(Crash):
+            play(player(pool, sampler, name), sampler, journal_at(folder))
+    finally:
+        events._listeners.remove(listener)
+    return play(player(pool, sampler, name), sampler, journal_at(folder))
+
+
+def test_without_a_state_the_calls_are_repeated_to_the_same_bits(pool, sampler, undisturbed, tmp_path):
+    assert facts(crashed_in_turn(3, "UnsavedSums", pool, sampler, tmp_path)) == undisturbed[0]
+
+
+def test_other_answers_to_repeated_calls_are_a_failure(pool, sampler, tmp_path):
+    found = crashed_in_turn(3, "ForgetfulSums", pool, sampler, tmp_path)
+    failures = [failure for group in found for episode in group for failure in episode.failures]
+    assert len(failures) == 6
+    assert all("differently" in failure for failure in failures)
+    # A retry begins a new episode, which is whole.
+    assert all(episode.phase is Stage.DONE and episode.attempt == 1 for group in found for episode in group)
+
+
+def test_siblings_draw_different_tokens(undisturbed):
+    tokens = [tokens for _, tokens, *_ in undisturbed[0]]
+    assert len(set(tokens[:3])) > 1
+
+
+def test_too_many_failures_stop_the_run(pool, sampler):
+    groups = play(player(pool, sampler, "Sums"), sampler)
+    episodes = [episode for group in groups for episode in group]
+    check_failures(episodes, 0.0, Coordinator(GlooTransport()))
+    for episode in episodes[:2]:
+        episode.phase, episode.failures = Stage.FAILED, ["it burnt"]
+    check_failures(episodes, 0.34, Coordinator(GlooTransport()))
+    with pytest.raises(UserError, match=r"(?s)env\.max_failed=0\.3.*it burnt"):
+        check_failures(episodes, 0.3, Coordinator(GlooTransport()))
