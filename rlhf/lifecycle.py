@@ -67,6 +67,8 @@ def run_lifecycle(
             if not is_unfixable(error) or not _is_finished_anyway(config, coordinator, error):
                 raise
             return EXIT_DONE
+        if reports:
+            coordinator.everywhere(lambda: _lease_memory(config, locks, finished))
         record = partial(record_event, config.run_dir) if coordinator.is_leader and reports else _unrecorded
         if finished is None:
             record("started", host=socket.gethostname(), release=rlhf.__version__)
@@ -123,6 +125,19 @@ def _open(
     if finished is None:
         coordinator.on_domain_leaders(lambda: replace_durably(run_dir / RESOLVED, to_yaml(config)))
     return finished
+
+
+def _lease_memory(config: Config, locks: ExitStack, finished: int | None) -> None:
+    """Lease this machine's folder for snapshots if the run needs one, and remove the folders of dead runs."""
+    from rlhf.checkpoint.state.run_file import read_run_file
+    from rlhf.storage.memory_folder import lease, memory_folder, remove_abandoned
+
+    memory, folder = config.checkpoint.memory, None
+    if memory.freq and finished is None:
+        folder = memory_folder(memory.dir, config.run_dir, read_run_file(config.run_dir)["run_id"])
+    remove_abandoned(memory.dir, config.run_dir, folder)
+    if folder is not None:
+        locks.enter_context(lease(folder))
 
 
 def _make(config: Config) -> None:

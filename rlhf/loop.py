@@ -10,7 +10,7 @@ It reads like the algorithm. Left out on purpose, because each is the job of the
 - epochs, mini-batches, micro-batches, the optimizer and the guards before each of its steps: in the two `update`s;
 - ranks and devices: every call is collective and returns the same metrics on every rank; a model's tensors are on the
   device inside its `on_device`, and may be in host memory otherwise;
-- crashes: they end the process, and the supervisor restarts all ranks from the newest checkpoint.
+- crashes: they end the process, and the supervisor restarts all ranks from the newest checkpoint or snapshot.
 """
 
 import time
@@ -88,6 +88,7 @@ def _train(c: Components) -> None:
     driver = c.driver
     if c.resumed:
         c.run_log.note(c.checkpointer.loaded)
+        c.run_log.note(c.checkpointer.save_restored(last=driver.finished))
     else:
         before = c.evaluator.before_training()
         c.run_log.step(0, before)

@@ -82,7 +82,7 @@ from rlhf.tracking.phases import Phases
 from rlhf.tracking.run_log import RunLog
 
 log = logging.getLogger(__name__)
-AFTER_THE_STEP = ("evaluation.", "metrics.", "commit.", "end.")
+AFTER_THE_STEP = ("evaluation.", "metrics.", "commit.", "memory.", "end.")
 """Prefixes of events after the driver has counted the step."""
 
 

@@ -15,6 +15,7 @@ from rlhf.checkpoint.commit.removal import clean_leftovers
 from rlhf.checkpoint.load.compatibility import same_bits_problems
 from rlhf.checkpoint.load.restoring import LoadResult
 from rlhf.checkpoint.load.resume import restore
+from rlhf.checkpoint.memory.snapshots import MemorySnapshots
 from rlhf.checkpoint.remote.copies import RemoteCopies
 from rlhf.checkpoint.save.background import SaveInFlight
 from rlhf.checkpoint.save.host_memory import check_memory
@@ -73,25 +74,33 @@ class Checkpointer:
         timeout = timedelta(seconds=settings.timeout_s)
         self._background = coordinator.duplicate(timeout) if settings.async_save else None
         self._stager = Stager()
+        self._memory: MemorySnapshots | None = None
+        if settings.memory.freq:
+            self._memory = MemorySnapshots(run_dir, settings, config.text, identity, coordinator, state)
         self._in_flight: SaveInFlight | None = None
         self._result: SaveResult | None = None
         self.loaded: LoadResult | None = None
         self.not_copied: list[int] = []
         """The steps that `checkpoint.remote` still lacks; valid on the leader after `committing`."""
         self._saved_step: int | None = None
+        self._started = False
         # Step of the reference's last change -> the newest checkpoint that contains the reference after this change.
         self._reference_at: dict[int, Path] = {}
 
     def resume(self) -> bool:
-        """Restore the newest intact checkpoint, or return False if the run has no checkpoint.
+        """Restore the newest intact checkpoint or snapshot, or return False if the run has neither.
 
-        In a process that has already trained, this is a rollback. Raises UserError when the checkpoint and the
-        configuration do not fit, or when no intact checkpoint is left.
+        In a process that has already trained, this is a rollback, which ignores snapshots: the later bits must not
+        depend on the memory that is free. Raises UserError when the checkpoint and the configuration do not fit, or
+        when no intact checkpoint is left.
         """
         self._settle()
         timeout_s = self._settings.timeout_s
         # Remove the leftovers of killed saves. No save is in flight here, so removal is safe.
         self._coordinator.on_domain_leaders(lambda: self._deleter.wait(timeout_s) and clean_leftovers(self._run_dir))
+        rolls_back, self._started = self._started, True
+        if self._memory is not None:
+            self._memory.tidy()
         loaded = restore(
             self._run_dir,
             self._trainer,
@@ -101,33 +110,55 @@ class Checkpointer:
             self._identity,
             self._coordinator,
             resume_source(self._trainer),
+            None if self._memory is None or rolls_back else self._memory.place,
         )
-        fresh = self._saved_step is None
-        if self._background is not None and fresh:  # a rollback finds the copies allocated
-            copied = self._state.copied_bytes(self._settings.contents, self._settings.hf_adapter)
-            check_memory(copied, self._coordinator)
+        if self._memory is not None:
+            self._memory.forget(after=-1 if loaded is None else loaded.manifest.step)
+        if not rolls_back:
+            self._check_memory()
         if self._copies is not None:
             self._copies.start()  # after the resume, which moves damaged checkpoints away
         if loaded is None:
             return False
         self.loaded, manifest = loaded, loaded.manifest
-        updated_at = None if self._state.reference is None else self._state.reference.updated_at
-        self._record_saved(loaded.path, manifest.step, updated_at)
+        if self._memory is None or loaded.path.parent != self._memory.place.folder:
+            updated_at = None if self._state.reference is None else self._state.reference.updated_at
+            self._record_saved(loaded.path, manifest.step, updated_at)
         if self._coordinator.is_leader:
             size, seconds = loaded.total_bytes / 2**20, loaded.seconds
             log.info("Resumed step %d from %s: %.1f MiB in %.2f s.", manifest.step, loaded.path, size, seconds)
             facts = {"seconds": round(seconds, 3), "bytes": loaded.total_bytes}
-            record_event(self._run_dir, "resumed" if fresh else "rolled back", step=manifest.step, **facts)
+            record_event(self._run_dir, "rolled back" if rolls_back else "resumed", step=manifest.step, **facts)
             for difference in same_bits_problems(manifest, self._identity, self._coordinator.world_size):
                 log.warning("%s: the state is exact, the bits of further steps are not promised.", difference)
         return True
+
+    def _check_memory(self) -> None:
+        """Raise UserError on every rank if a machine lacks memory for the copies. A rollback finds them allocated."""
+        if self._background is not None:
+            copied = self._state.copied_bytes(self._settings.contents, self._settings.hf_adapter)
+            check_memory(copied, self._coordinator)
+        if self._memory is not None:
+            self._memory.check_room()
+
+    def save_restored(self, *, last: bool) -> SaveResult | None:
+        """Save the step that `resume` has restored from memory, if its checkpoint is due and the crash prevented it.
+        Call when the metric history is open. Return the same as `save`."""
+        every = self._trainer.save_freq
+        if self.loaded is None or not every or not (last or self.loaded.manifest.step % every == 0):
+            return None
+        return self.save(self.loaded.manifest.step, self.loaded.manifest.metrics, last=last)
 
     def _record_saved(self, path: Path, step: int, reference_at: int | None) -> None:
         self._saved_step = step
         self._reference_at = {} if reference_at is None else {reference_at: path}
 
     def maybe_save(self, step: int, metrics: Mapping[str, float], *, last: bool = False) -> SaveResult | None:
-        """Save every `trainer.save_freq` steps and at the run's `last` step; return the same as `save`."""
+        """Save every `trainer.save_freq` steps and at the run's `last` step; return the same as `save`. Also publish a
+        snapshot in memory every `checkpoint.memory.freq` steps."""
+        # Promise 21.
+        if self._memory is not None:
+            self._memory.take(step, metrics)
         every = self._trainer.save_freq
         if every and (last or step % every == 0):
             return self.save(step, metrics, last=last)
@@ -208,8 +239,9 @@ class Checkpointer:
         return result
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of copies to `checkpoint.remote`; empty without a remote."""
-        return {} if self._copies is None else self._copies.metrics()
+        """Return the metrics of copies to `checkpoint.remote` and of snapshots in memory, where the run has them."""
+        copies = {} if self._copies is None else self._copies.metrics()
+        return copies if self._memory is None else copies | self._memory.metrics()
 
     def leave(self, step: int, metrics: Mapping[str, float]) -> NoReturn:
         """Save `step`, wait for the save, and raise Preempted. Raise Unsaved if the save failed, or UserError if a
@@ -218,6 +250,7 @@ class Checkpointer:
         try:
             self.save(step, metrics, last=True)
             self.finish(log_wait=False)
+            self._drop_snapshots()
         except SaveFailed as error:
             newest = next(iter(scan(self._run_dir)), None)
             then = f"continues from {newest}" if newest else "starts the run again"
@@ -232,6 +265,10 @@ class Checkpointer:
         self._settle(log_wait=log_wait)
         self._deleter.wait(self._settings.timeout_s)
         return self._pop_result()
+
+    def _drop_snapshots(self) -> None:
+        if self._memory is not None:
+            self._memory.drop()
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -253,13 +290,18 @@ class Checkpointer:
                     log.error("%s", error)  # must not hide why the run ends
                 raise
             self.finish()
+            self._drop_snapshots()
             copies_s = self._settings.timeout_s
         except (UserError, Preempted, Unsaved):
             raise
         except BaseException as error:
             copies_s = 0.0
-            if isinstance(error, Exception) and self._in_flight is not None:
-                self._in_flight.wait_for_end(grace_s)
+            if isinstance(error, Exception):
+                end = time.monotonic() + grace_s
+                if self._in_flight is not None:
+                    self._in_flight.wait_for_end(grace_s)
+                if self._memory is not None:
+                    self._memory.wait_for_end(max(0.0, end - time.monotonic()))
             raise
         finally:
             if self._copies is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from rlhf.config.schema.actor import ActorConfig, EntropyCtrlConfig, PolicyLossConfig
 from rlhf.config.schema.algorithm import AlgorithmConfig, FilterGroupsConfig, KlCtrlConfig, RolloutCorrectionConfig
 from rlhf.config.schema.backend import BackendConfig
-from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig, MemoryConfig
 from rlhf.config.schema.critic import CriticConfig
 from rlhf.config.schema.data import DataConfig, ReasoningGymConfig
 from rlhf.config.schema.env import EnvConfig

@@ -70,6 +70,8 @@ MIGRATIONS: dict[str, tuple[Migration, ...]] = {
         Added("trainer.callbacks", []),
         Added("trainer.callback_kwargs", {}),
         Added("trainer.nnodes", 1),
+        Added("checkpoint.memory.freq", 0),
+        Added("checkpoint.memory.dir", "/dev/shm"),
     ),
 }
 """Changes by release, oldest release first. The changes of a release apply in the order of the tuple."""

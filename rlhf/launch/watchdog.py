@@ -16,7 +16,7 @@ FACTOR = 5.0
 SHORTEST_S = 300.0
 # Longest time that counts between two calls. In a longer gap the whole run was paused (Ctrl-Z, a suspended machine).
 LONGEST_LOOK_S = 5.0
-SAVES = ("commit.", "rollback.")
+SAVES = ("commit.", "memory.", "rollback.")
 """Prefixes of the events of saves and loads, whose deadline is `checkpoint.timeout_s`."""
 
 

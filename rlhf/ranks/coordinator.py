@@ -40,6 +40,10 @@ class Coordinator:
         """Return a coordinator of the same ranks for another thread, with its own `timeout`. Collective."""
         return Coordinator(self._transport.duplicate(timeout), self.domains)
 
+    def with_domains(self, domains: Sequence[int]) -> "Coordinator":
+        """Return a coordinator of the same ranks, for the same thread, with other storage domains."""
+        return Coordinator(self._transport, domains)
+
     @property
     def is_leader(self) -> bool:
         """Whether this rank is the leader, global rank 0."""

@@ -66,6 +66,20 @@ def lock_if_free(path: Path, setting: str) -> Iterator[bool]:
 
 
 @contextmanager
+def shared_lock(path: Path, setting: str) -> Iterator[None]:
+    """Share the lock of the file `path` with other processes of this run; wait for a process that has it alone.
+
+    Raise UserError, naming the `setting` that decides `path`, if the file system has no locks.
+    """
+    fd = _lock(path, fcntl.LOCK_SH, setting)
+    assert fd is not None
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
 def run_lock(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> Iterator[None]:
     """Lock the run directory. Raise UserError with `remedy` if another run has the lock."""
     # Promise 12.

@@ -221,6 +221,11 @@ def make_dir_durably(path: Path) -> None:
             break
 
 
+def renew(path: Path) -> None:
+    """Set the modification time of a file to now."""
+    os.utime(path)
+
+
 def make_new_dir(path: Path) -> None:
     """Create a directory, and its parents if missing; raises FileExistsError when the directory exists."""
     path.mkdir(parents=True)

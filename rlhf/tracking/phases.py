@@ -17,6 +17,8 @@ NAMES = {
     "evaluation.before": "evaluation",
     "commit.snapshot": "saving",
     "commit.wait": "saving",
+    "memory.snapshot": "saving",
+    "memory.wait": "saving",
     "rollback.before": "rolling back",
     "end.before": "finishing",
 }

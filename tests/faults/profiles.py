@@ -101,6 +101,18 @@ PROFILES = {
         on_every_rank=("rollback.before", "rollback.after"),
         spare=16,
     ),
+    # A snapshot in memory after each step, and a moving reference, which some snapshots link.
+    "memory": Profile(
+        (
+            "checkpoint.memory.freq=1",
+            "actor.use_kl_loss=true",
+            "actor.entropy_ctrl.type=adaptive",
+            "ref.update_freq=3",
+            "ref.alpha=0.5",
+        ),
+        on_every_rank=("memory.snapshot", "memory.before", "memory.after"),
+        spare=12,
+    ),
     # Adapters beside frozen weights, the reference in the same module, and dropout, which uses the generators.
     "lora": Profile(
         (

@@ -40,7 +40,7 @@ class Killer:
         kill, behind = self.kill, threading.current_thread() is not threading.main_thread()
         if not behind:
             self.loop_events += 1
-            self.loop_waits = event == "commit.wait"
+            self.loop_waits = event in ("commit.wait", "memory.wait")
         if kill is None or event != kill["event"] or self.rank != kill["observer"]:
             return
         newest = next((step_of(path) for path in scan(self.run_dir)), 0)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,8 @@ from rlhf.checkpoint.commit.removal import set_aside
 from rlhf.checkpoint.load.compatibility import check_compatible
 from rlhf.checkpoint.load.locations import FileLocations, locate_files, published, reject_lost
 from rlhf.checkpoint.load.restoring import LoadResult, load_state
+from rlhf.checkpoint.load.snapshots import MemoryPlace, Stale, locate_snapshot
+from rlhf.checkpoint.load.verification import damage_of
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config.compare import NEW_RUN, ResolvedConfig
 from rlhf.config.schema.checkpoint import CheckpointConfig
@@ -20,7 +23,7 @@ from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
-from rlhf.storage.layout import CONFIG, INDEX, SCHEDULE, set_aside_dirs
+from rlhf.storage.layout import CONFIG, INDEX, SCHEDULE, set_aside_dirs, step_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,6 +38,7 @@ def restore(
     identity: Identity,
     coordinator: Coordinator,
     source: Path | None,
+    memory: MemoryPlace | None = None,
 ) -> LoadResult | None:
     """Restore `state` and this rank's generators from the newest intact checkpoint of the run `identity`. Collective.
 
@@ -45,12 +49,15 @@ def restore(
     If nodes have their own disks, a checkpoint is complete when all disks together have every file. Incomplete
     checkpoints are logged with their missing files, and set aside once an older checkpoint is loaded.
 
+    Snapshots in `memory` are tried like checkpoints, in the order of their steps; of equal steps the checkpoint comes
+    first. A snapshot that cannot be used is only logged: no snapshot counts as saved.
+
     Returns None, with nothing changed, only for a run directory that never had a checkpoint. Raises UserError if every
     checkpoint is damaged or incomplete (a run must never silently start again at step 0), or if a checkpoint does not
     fit the configuration. After an error, `state` is undefined.
     """
 
-    def attempt(located: FileLocations) -> LoadResult:
+    def attempt(located: FileLocations, ranks: Coordinator) -> LoadResult:
         begins = source is not None and located.path.parent.resolve() / located.path.name == source
         wanted = _parts_to_load(located.manifest, settings, begins=begins)
         if located.manifest.imported:
@@ -65,16 +72,17 @@ def restore(
             moving_reference=state.reference is not None,
             allow_change=trainer.allow_config_change,
         )
-        changed = coordinator.on_rank(located.source_domain(CONFIG), check)
+        changed = ranks.on_rank(located.source_domain(CONFIG), check)
         left_out = [part for part in ("optimizer", "extra") if part not in wanted]
         if located.manifest.imported and coordinator.is_leader:
             log.warning("%s", _describe_start(located, state, wanted))
         elif left_out and coordinator.is_leader:
             why = "as set by checkpoint.load_contents" if begins else "which were not saved: a crash changes this run"
             log.warning("%s: the run continues without its %s, %s.", located.path, " and ".join(left_out), why)
-        return load_state(located, state, wanted, trainer.seed, coordinator, changed)
+        return load_state(located, state, wanted, trainer.seed, ranks, changed)
 
-    return _with_newest_intact(run_dir, source, coordinator, attempt)
+    snapshots = None if memory is None else _Snapshots(memory, run_dir, state.driver.total_steps)
+    return _with_newest_intact(run_dir, source, coordinator, attempt, snapshots)
 
 
 def _parts_to_load(manifest: Manifest, settings: CheckpointConfig, *, begins: bool) -> list[str]:
@@ -85,21 +93,57 @@ def _parts_to_load(manifest: Manifest, settings: CheckpointConfig, *, begins: bo
     return settings.contents if begins and not manifest.imported else manifest.contents
 
 
+@dataclass(frozen=True)
+class _Snapshots:
+    """The snapshots in memory that a resume tries. A run of `last_step` steps uses no later one."""
+
+    place: MemoryPlace
+    run_dir: Path
+    last_step: int
+
+    def attempt(self, path: Path, attempt: Callable[[FileLocations, Coordinator], T]) -> T | None:
+        """Return the result of `attempt`, or None if the snapshot is damaged or stale. Collective."""
+        ranks = self.place.coordinator
+        try:
+            located = locate_snapshot(path, self.place, self.run_dir, self.last_step)
+            # Promise 4. First read all bytes: if no older state is left, the run begins at step 0, so the attempt must
+            # not have overwritten any state.
+            own = sorted(located.by_domain.get(ranks.domain, ()))
+            if problems := damage_of(located, own, ranks):
+                raise DamagedCheckpoint("; ".join(problems))
+        except (Stale, DamagedCheckpoint) as error:
+            if ranks.is_leader:
+                log.warning("The snapshot in memory of step %s is not used: %s", step_of(path), error)
+            return None
+        return attempt(located, ranks)
+
+
+def _candidates(run_dir: Path, snapshots: _Snapshots | None, coordinator: Coordinator) -> list[Path]:
+    """Return checkpoints and snapshots, newest first, of equal steps the checkpoint first. Collective."""
+    found = published(run_dir, coordinator)
+    if snapshots is not None:
+        found += published(snapshots.place.folder, snapshots.place.coordinator)
+    return sorted(found, key=lambda path: -(step_of(path) or 0))
+
+
 def _with_newest_intact(
-    run_dir: Path, source: Path | None, coordinator: Coordinator, attempt: Callable[[FileLocations], T]
+    run_dir: Path,
+    source: Path | None,
+    coordinator: Coordinator,
+    attempt: Callable[[FileLocations, Coordinator], T],
+    snapshots: _Snapshots | None,
 ) -> T | None:
-    """Return the result of `attempt` for the newest complete checkpoint without a DamagedCheckpoint."""
+    """Return the result of `attempt` for the newest complete checkpoint or snapshot without a DamagedCheckpoint."""
     stuck: list[str] = []
     incomplete: list[FileLocations] = []
-    for path in published(run_dir, coordinator):
+    for path in _candidates(run_dir, snapshots, coordinator):
         try:
-            located = locate_files(path, coordinator)
-            if located.missing and located.may_be_elsewhere:
-                incomplete.append(located)
-                if coordinator.is_leader:
-                    log.error("%s; trying the checkpoint before it.", located.missing_text())
+            if snapshots is not None and path.parent == snapshots.place.folder:
+                result = snapshots.attempt(path, attempt)
+            else:
+                result = _attempt_complete(path, coordinator, attempt, incomplete)
+            if result is None:
                 continue
-            result = attempt(located)
         except OtherFormat as error:
             # Promise 10: another format is not damage. Do not set the checkpoint aside, and load no older checkpoint.
             raise UserError(f"{error}; or {NEW_RUN}.") from None
@@ -112,10 +156,26 @@ def _with_newest_intact(
             coordinator.on_domain_leaders(partial(_set_aside, located.path))
         return result
     if source is not None:
-        return from_source(source, coordinator, attempt)
+        return from_source(source, coordinator, lambda located: attempt(located, coordinator))
     # Promise 5.
     _reject_second_start(run_dir, stuck, incomplete, coordinator)
     return None
+
+
+def _attempt_complete(
+    path: Path,
+    coordinator: Coordinator,
+    attempt: Callable[[FileLocations, Coordinator], T],
+    incomplete: list[FileLocations],
+) -> T | None:
+    """Return the result of `attempt`. If a disk may have missing files, add the checkpoint to `incomplete` instead."""
+    located = locate_files(path, coordinator)
+    if located.missing and located.may_be_elsewhere:
+        incomplete.append(located)
+        if coordinator.is_leader:
+            log.error("%s; trying the checkpoint before it.", located.missing_text())
+        return None
+    return attempt(located, coordinator)
 
 
 def from_source(source: Path, coordinator: Coordinator, attempt: Callable[[FileLocations], T]) -> T:

@@ -17,23 +17,24 @@ class SaveInFlight:
     """Runs the save of `step`.
 
     `reference_at`: the step at which the saved moving reference last changed, or None. `last`: whether no training
-    follows the save.
+    follows the save. `name` is the first part of the names of its events.
     """
 
     step: int
     reference_at: int | None
     timeout_s: float
     last: bool = False
+    name: str = "commit"
     _outcome: Future[SaveResult] = field(default_factory=Future)
     _started: float = field(default_factory=time.monotonic)
 
     def run(self, write: Callable[[], SaveResult]) -> None:
         try:
-            announce("commit.before")
+            announce(f"{self.name}.before")
             try:
                 result = write()
             finally:
-                announce("commit.after")
+                announce(f"{self.name}.after")
         except BaseException as error:
             self._outcome.set_exception(error)
         else:
@@ -41,7 +42,7 @@ class SaveInFlight:
 
     def start(self, write: Callable[[], SaveResult]) -> None:
         # A daemon, so that a crashed process can exit during the save. `Checkpointer.committing` waits for the save.
-        threading.Thread(target=self.run, args=(write,), name="checkpoint-writer", daemon=True).start()
+        threading.Thread(target=self.run, args=(write,), name=f"{self.name}-writer", daemon=True).start()
 
     @property
     def over(self) -> bool:
@@ -60,7 +61,7 @@ class SaveInFlight:
     def wait(self) -> SaveResult:
         """Wait for the result; raises the save's error, or LostPeer `timeout_s` seconds after its start."""
         if not self.over:
-            announce("commit.wait")
+            announce(f"{self.name}.wait")
             concurrent.futures.wait([self._outcome], max(0.0, self._started + self.timeout_s - time.monotonic()))
         if not self.over:
             raise LostPeer(

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -102,7 +103,7 @@ def bytes_freed_by(paths: list[Path]) -> int:
 
 def _free(run_dir: Path) -> int:
     stats = os.statvfs(run_dir)
-    return stats.f_bavail * stats.f_frsize
+    return stats.f_bavail * stats.f_frsize if stats.f_blocks else sys.maxsize  # a tmpfs may have no limit
 
 
 def _disk_full(run_dir: Path, needed: int, removable: list[Path]) -> OSError:

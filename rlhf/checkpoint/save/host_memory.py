@@ -58,7 +58,12 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def check_memory(nbytes: int, coordinator: Coordinator) -> None:
+def check_memory(
+    nbytes: int,
+    coordinator: Coordinator,
+    reason: str = "checkpoint.async_save=true: background saves are written from copies. For the copies",
+    remedy: str = "checkpoint.async_save=false",
+) -> None:
     """Raise UserError on every rank when a machine lacks memory for its ranks' copies, here `nbytes`. Collective."""
     needed: defaultdict[str, list[int]] = defaultdict(list)
     available: dict[str, int] = {}
@@ -69,8 +74,7 @@ def check_memory(nbytes: int, coordinator: Coordinator) -> None:
     for host, sizes in needed.items():
         if host in available and sum(sizes) > available[host]:
             raise UserError(
-                "checkpoint.async_save=true: background saves are written from copies. For the copies, the ranks of "
-                f"{host} ({len(sizes)}) need {sum(sizes) / 2**20:.1f} MiB of memory, and "
+                f"{reason}, the ranks of {host} ({len(sizes)}) need {sum(sizes) / 2**20:.1f} MiB of memory, and "
                 f"{available[host] / 2**20:.1f} MiB are available there (limits of control groups included). Set "
-                "checkpoint.async_save=false, or give the machine more memory."
+                f"{remedy}, or give the machine more memory."
             )

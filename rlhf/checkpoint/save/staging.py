@@ -18,10 +18,11 @@ class Stager:
     """Copies the live tensors of a snapshot into memory that is reused from save to save.
 
     New memory costs several times as much time as the copy, so a save allocates only if it needs more than all before.
-    CUDA tensors go into page-locked memory on a separate stream.
+    CUDA tensors go into page-locked memory on a separate stream. `remedy` is the setting that needs no copies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, remedy: str = "checkpoint.async_save=false") -> None:
+        self._remedy = remedy
         self._memory = {pinned: torch.empty(0, dtype=torch.uint8) for pinned in (False, True)}
         self._block: PageLockedMemory | None = None  # of self._memory[True]
         self._stream: torch.cuda.Stream | None = None
@@ -88,5 +89,5 @@ class Stager:
             raise UserError(
                 "There is no memory for the copy of the state that a background save writes "
                 f"({nbytes / 2**20:.1f} MiB on this rank: {str(error).splitlines()[0]}). Set "
-                "checkpoint.async_save=false, or give the machine more memory."
+                f"{self._remedy}, or give the machine more memory."
             ) from error

@@ -61,6 +61,8 @@ def prepare(
     coordinator.on_domain_leaders(lambda: directory.make(run_dir, trainer, launch))
     roll_forward(run_dir, coordinator)
     coordinator.on_domain_leaders(lambda: directory.tidy(run_dir, trainer, launch))
+    if trainer.resume_mode == "disable":
+        coordinator.on_domain_leaders(lambda: directory.forget_snapshots(run_dir, settings.memory.dir, launch))
     if settings.remote is not None:
         coordinator.on_leader(open_and_lease)
         restore(remote, run_dir, trainer, source, coordinator)

@@ -20,6 +20,7 @@ from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import make_dir_durably, remove_file
 from rlhf.storage.layout import DRIVER_STATE, EVENTS, HF_FOLDER, HISTORY, SAMPLES, scan, step_of
+from rlhf.storage.memory_folder import remove_abandoned
 from rlhf.storage.reading import CheckedFiles
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,12 @@ def reject_earlier(run_dir: Path, trainer: TrainerConfig, launch: Collection[str
             "trainer.overwrite=true to delete them, trainer.experiment_name to something new, or "
             "trainer.resume_mode=auto to continue."
         )
+
+
+def forget_snapshots(run_dir: Path, memory: str, launch: Collection[str]) -> None:
+    """Remove the snapshots in the folder `memory` of an earlier launch: `trainer.resume_mode=disable` starts anew."""
+    if not prepared_by(launch, run_dir):
+        remove_abandoned(memory, run_dir)
 
 
 def prepared_by(launch: Collection[str], run_dir: Path) -> bool:

@@ -34,6 +34,7 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
     yield from _export(config, resumes=resumes)
     yield from _retention(config)
     yield from _remote(config)
+    yield from _memory(config)
     if loaded is None:
         return
     if not {"model", "hf_model"} & set(loaded):
@@ -73,6 +74,14 @@ def _retention(config: Config) -> Iterator[str]:
         )
     if config.data.train_files is not None and config.data.val_files is None:
         yield f"checkpoint.keep_best={c.keep_best}: needs evaluations to rank checkpoints; set data.val_files."
+
+
+def _memory(config: Config) -> Iterator[str]:
+    memory = config.checkpoint.memory
+    if not memory.freq:
+        yield from without_effect(config, ["checkpoint.memory.dir"], "checkpoint.memory.freq=1", 0)
+    elif not memory.dir.startswith("/"):
+        yield f"checkpoint.memory.dir={memory.dir!r}: must be an absolute path, such as /dev/shm."
 
 
 def _remote(config: Config) -> Iterator[str]:

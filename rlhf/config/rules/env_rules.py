@@ -12,6 +12,11 @@ def env_problems(config: Config) -> Iterator[str]:
     rollout, shown = config.rollout, f"env.classes={config.env.classes}"
     if rollout.name not in ("embedded", None):
         yield f"rollout.name={rollout.name}: {shown} needs the built-in engine. Set rollout=embedded."
+    if rollout.async_steps:
+        yield (
+            f"rollout.async_steps={rollout.async_steps}: with {shown}, each step generates its episodes whole. Set "
+            "rollout.async_steps=0."
+        )
     if rollout.stop:
         yield f"rollout.stop={rollout.stop}: with {shown}, a turn ends with the end-of-turn token. Set rollout.stop=[]."
     if rollout.ignore_eos:

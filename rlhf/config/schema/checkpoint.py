@@ -5,8 +5,19 @@ from dataclasses import dataclass
 from rlhf.config.schema.fields import setting
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
+STATE = ("model", "optimizer", "extra")
+"""The parts with which a run continues bit for bit."""
 REMOTES = {"s3": "s3fs", "gs": "gcsfs", "hdfs": "pyarrow", "file": "fsspec"}
 """Schemes of `checkpoint.remote`, each with the package that implements it."""
+
+
+@dataclass
+class MemoryConfig:
+    freq: int = setting(0, ge=0, resume="harmless")
+    """Steps between snapshots of the state in this machine's memory, from which a restart continues after a crash; 0
+    takes none."""
+    dir: str = setting("/dev/shm", resume="harmless")
+    """Folder on a tmpfs for the snapshots."""
 
 
 @dataclass
@@ -41,6 +52,7 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep in `remote`; null keeps all."""
     journal: bool = setting(False, resume="harmless")
     """Write each finished sample of the current step to disk, so that a restart does not generate the sample again."""
+    memory: MemoryConfig = setting(MemoryConfig)
     timeout_s: float = setting(3600.0, gt=0, resume="harmless")
     """Seconds to wait for other ranks during a save or load; after that the attempt fails and restarts."""
     on_save_error: str = setting("stop", choices=("stop", "continue"), resume="harmless")

@@ -1,0 +1,178 @@
+"""Publishes a snapshot of the state in the nodes' memory every `checkpoint.memory.freq` steps.
+
+A snapshot is a checkpoint in a folder on a tmpfs, which outlives the ranks: the same protocol writes it, and a resume
+reads it like a checkpoint. tmpfs ignores syncs. A power cut loses the folder, so no snapshot counts as saved.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+from rlhf.checkpoint.commit.deleter import Deleter
+from rlhf.checkpoint.commit.identity import Identity
+from rlhf.checkpoint.commit.publication import roll_forward
+from rlhf.checkpoint.commit.removal import clean_leftovers
+from rlhf.checkpoint.commit.retention import remove_checkpoints
+from rlhf.checkpoint.load.snapshots import MemoryPlace
+from rlhf.checkpoint.save.background import SaveInFlight
+from rlhf.checkpoint.save.host_memory import check_memory
+from rlhf.checkpoint.save.pending import begin_checkpoint
+from rlhf.checkpoint.save.snapshot import take_snapshot
+from rlhf.checkpoint.save.staging import Stager
+from rlhf.checkpoint.save.writer import SaveResult, write_checkpoint
+from rlhf.checkpoint.start.domains import find_domains
+from rlhf.checkpoint.state.run_state import RunState
+from rlhf.config.schema.checkpoint import STATE, CheckpointConfig
+from rlhf.events import announce
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.transport import LostPeer
+from rlhf.storage.disk_errors import SaveFailed
+from rlhf.storage.layout import scan, step_of
+from rlhf.storage.memory_folder import SNAPSHOTS, check_room, make_folder, memory_folder, renew_lease
+
+log = logging.getLogger(__name__)
+
+
+class MemorySnapshots:
+    """Takes and publishes the snapshots of a run. All methods are collective, except `metrics` and `wait_for_end`.
+
+    A thread publishes a copy of the state over process groups of its own, so that a save on disk may run meanwhile. The
+    next snapshot waits for the thread. A failed snapshot costs only itself: the run logs a warning and trains on.
+
+    Args:
+        settings: section `checkpoint`; its contents and retention do not apply.
+        config_text: the resolved configuration.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: CheckpointConfig,
+        config_text: str,
+        identity: Identity,
+        coordinator: Coordinator,
+        state: RunState,
+    ) -> None:
+        self._run_dir, self._memory = run_dir, settings.memory
+        self._settings = replace(settings, contents=list(STATE), max_to_keep=SNAPSHOTS, keep_every=None, keep_best=0)
+        self._text, self._identity, self._state = config_text, identity, state
+        folder = memory_folder(settings.memory.dir, run_dir, state.driver.run_id)
+        coordinator.everywhere(lambda: make_folder(folder))
+        self.place = MemoryPlace(folder, coordinator.with_domains(find_domains(folder, coordinator)))
+        self._background = self.place.coordinator.duplicate(timedelta(seconds=settings.timeout_s))
+        self._stager, self._deleter = Stager("checkpoint.memory.freq=0"), Deleter()
+        self._in_flight: SaveInFlight | None = None
+        # Step of the reference's last change -> the newest snapshot that contains the reference after this change.
+        self._reference_at: dict[int, Path] = {}
+        self._blocked_s, self._waited_s, self._failures = 0.0, 0.0, 0
+        self._result: SaveResult | None = None
+
+    def check_room(self) -> None:
+        """Raise UserError on every rank if a node lacks memory for the snapshots. Call before the first snapshot."""
+        ranks, size = self.place.coordinator, self._state.copied_bytes(STATE)
+        sizes = ranks.all_gather(size)
+        here = sum(own for own, domain in zip(sizes, ranks.domains, strict=True) if domain == ranks.domain)
+        needed = (SNAPSHOTS + 1) * here
+        ranks.on_domain_leaders(lambda: check_room(self._memory.dir, self._run_dir, needed))
+        existing = sum(1 for _ in scan(self.place.folder))
+        copies = 1 + max(1, SNAPSHOTS + 1 - existing)
+        reason = f"checkpoint.memory.freq={self._memory.freq}: for {SNAPSHOTS} snapshots, the next one and its copy"
+        check_memory(copies * size, ranks, reason, "checkpoint.memory.freq=0")
+
+    def tidy(self) -> None:
+        """Complete an interrupted publication, and remove leftovers of killed snapshots."""
+        self.settle()
+        ranks, folder = self.place.coordinator, self.place.folder
+        ranks.on_domain_leaders(lambda: self._deleter.wait(self._settings.timeout_s))
+        roll_forward(folder, ranks)
+        ranks.on_domain_leaders(lambda: clean_leftovers(folder))
+
+    def forget(self, after: int) -> None:
+        """Remove the snapshots of steps later than `after`, which the run repeats or has rejected."""
+        folder, self._reference_at = self.place.folder, {}
+
+        def remove() -> None:
+            later = [path for path in scan(folder) if (step_of(path) or 0) > after]
+            remove_checkpoints(later, self._deleter)
+
+        self.place.coordinator.on_domain_leaders(remove)
+
+    def drop(self) -> None:
+        """Remove all snapshots: the run is saved."""
+        self.settle()
+        self.forget(after=-1)
+        self.tidy()
+
+    def take(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Publish a snapshot of `step` if one is due. First wait for the last one."""
+        if step % self._memory.freq:
+            return
+        called = time.monotonic()
+        self.settle()
+        announce("memory.snapshot")
+        started = time.monotonic()
+        reference = self._state.reference
+        updated_at = None if reference is None else reference.updated_at
+        unchanged = None if updated_at is None else self._reference_at.get(updated_at)
+        rank = self.place.coordinator.rank
+        snapshot = take_snapshot(step, self._settings.contents, self._state, self._text, rank, unchanged, metrics)
+        try:
+            pending = begin_checkpoint(snapshot, self.place.folder, self.place.coordinator)
+        except SaveFailed as error:
+            self._failed(error)
+            return
+        staged = self._stager.copy(snapshot, pending.linked)
+
+        def write() -> SaveResult:
+            arguments = self.place.folder, self._identity, self._background, self._settings, self._deleter, pending
+            result = write_checkpoint(staged, *arguments)
+            if self._background.leads_domain:
+                renew_lease(self.place.folder)
+            return replace(result, seconds=time.monotonic() - started)
+
+        self._in_flight = SaveInFlight(step, updated_at, self._settings.timeout_s, name="memory")
+        self._in_flight.start(write)
+        self._blocked_s, self._waited_s = time.monotonic() - called, started - called
+
+    def settle(self) -> None:
+        """Wait for the snapshot in flight. Raises LostPeer if a rank is gone; other failures are only logged."""
+        if (save := self._in_flight) is None:
+            return
+        self._in_flight = None
+        try:
+            self._result = save.wait()
+        except SaveFailed as error:
+            self._failed(error)
+            return
+        self._reference_at = {} if save.reference_at is None else {save.reference_at: self._result.path}
+
+    def _failed(self, error: SaveFailed) -> None:
+        if isinstance(error.__cause__, LostPeer):
+            raise error
+        self._failures += 1
+        if self.place.coordinator.is_leader:
+            log.warning("Snapshot in memory: %s The run goes on; a crash now repeats more steps.", error)
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait at most `seconds` until the snapshot in flight has ended, well or not."""
+        if self._in_flight is not None:
+            self._in_flight.wait_for_end(seconds)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the training's wait for the last snapshot, the size and time of the last publication, and failures."""
+        published = (
+            {}
+            if self._result is None
+            else {
+                "perf/memory_seconds": self._result.seconds,
+                "perf/memory_bytes": float(self._result.total_bytes),
+            }
+        )
+        return published | {
+            "timing_s/memory_snapshot": self._blocked_s,
+            "perf/memory_wait_seconds": self._waited_s,
+            "perf/memory_failures": float(self._failures),
+        }
