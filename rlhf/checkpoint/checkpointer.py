@@ -263,6 +263,8 @@ class Checkpointer:
     def finish(self, *, log_wait: bool = True) -> SaveResult | None:
         """Wait for the save in flight and for removals; return and raise the same as `save`."""
         self._settle(log_wait=log_wait)
+        if self._memory is not None:
+            self._memory.finish()
         self._deleter.wait(self._settings.timeout_s)
         return self._pop_result()
 

@@ -12,6 +12,7 @@ from rlhf.planning.memory_plan import Models, Plan, Target, evaluation_share, me
 from rlhf.planning.model_shapes import ModelShapes, shapes_from_files
 from rlhf.planning.plan_text import cache_problem, gib, host_problem
 from rlhf.planning.remedies import remedies
+from rlhf.storage.memory_folder import SNAPSHOTS, check_room
 
 log = logging.getLogger(__name__)
 MAX_REMEDIES = 3
@@ -106,6 +107,20 @@ def engine_share(config: Config, *, trains: bool) -> float:
     return share or config.rollout.vllm_share
 
 
+def check_snapshots(config: Config, plan: Plan) -> None:
+    """Raise UserError if this machine's tmpfs or its whole memory has no room for the snapshots of its ranks."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.ranks))
+    if not (size := plan.checkpoint.snapshot * ranks):
+        return
+    check_room(config.checkpoint.memory.dir, config.run_dir, (SNAPSHOTS + 1) * size)
+    needed, there = (SNAPSHOTS + 2) * size, machine_memory()
+    if needed > there:
+        raise UserError(
+            f"checkpoint.memory.freq={config.checkpoint.memory.freq}: {SNAPSHOTS} snapshots, the next one and its copy "
+            f"need {gib(needed)} on this machine, which has {gib(there)}. Set checkpoint.memory.freq=0."
+        )
+
+
 def check_fits(config: Config) -> None:
     """Raise UserError with the peak and remedies if the plan exceeds a GPU's memory or its part of the host's.
 
@@ -116,6 +131,7 @@ def check_fits(config: Config) -> None:
         return
     models, plan = found
     check_heads(config, models.policy)
+    check_snapshots(config, plan)
     if plan.fits or plan.target.memory is None:
         return
     peak, memory = plan.peak, plan.target.memory

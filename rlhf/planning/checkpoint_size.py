@@ -20,6 +20,8 @@ class CheckpointSize:
     """Bytes of one rank's copy in memory; 0 if the training waits for saves."""
     max_to_keep: int | None
     """Number of complete saves on disk, besides the one being written; None for all."""
+    snapshot: int = 0
+    """Bytes of one rank's part of a snapshot in memory; 0 if the run takes none."""
 
     @property
     def total(self) -> int:
@@ -32,9 +34,10 @@ def checkpoint_size(
     """Return the size of a save of the trained models (without a frozen base) and of a moving reference."""
     contents = set(config.contents)
     parts: dict[str, int] = {}
-    copied = 0
+    copied = snapshot = 0
     for role, model in roles.items():
         shards = 4 * sharded(model.trained if isinstance(model, Adapted) else model.weights, ranks)
+        snapshot += (1 + MOMENTS) * shards
         if "model" in contents:
             parts[f"{role}/model"] = 4 * model.count
         if "optimizer" in contents:
@@ -47,7 +50,10 @@ def checkpoint_size(
                 copied += 4 * math.ceil(written / ranks)
             parts[f"{role}/huggingface"] = WIDTHS[config.hf_dtype or "float32"] * written
         copied += shards if contents & {"model", "hf_model"} else 0
-    if reference is not None and contents & {"model", "hf_model"}:
-        parts["ref"] = 4 * reference.count
-        copied += 4 * sharded(reference.weights, ranks)
-    return CheckpointSize(parts, copied if config.async_save else 0, config.max_to_keep)
+    if reference is not None:
+        snapshot += 4 * sharded(reference.weights, ranks)
+        if contents & {"model", "hf_model"}:
+            parts["ref"] = 4 * reference.count
+            copied += 4 * sharded(reference.weights, ranks)
+    kept = config.max_to_keep
+    return CheckpointSize(parts, copied if config.async_save else 0, kept, snapshot if config.memory.freq else 0)

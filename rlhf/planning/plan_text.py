@@ -13,6 +13,7 @@ from rlhf.planning.remedies import Remedy
 HOST_REMEDIES = {
     "Python and torch": "a smaller trainer.nproc",
     "copy for saves": "checkpoint.async_save=false",
+    "snapshots in memory": "checkpoint.memory.freq=0",
     "offloaded": "param_offload=false or optimizer_offload=false",
     "engine's weights asleep": "rollout.sleep_level=2",
     "rollouts": "a smaller data.train_batch_size",

@@ -24,8 +24,7 @@ SETTING = "checkpoint.memory.dir"
 PREFIX = "rlhf-snapshots-"
 LEASE = "lease.lock"
 LEASE_S = 3600.0
-"""Seconds after the last snapshot in which no other run's start removes a dead run's folder: the run may start again
-meanwhile."""
+"""Seconds after a dead run's last snapshot in which no other run's start removes the folder: the run may return."""
 SNAPSHOTS = 2
 """Snapshots that are kept."""
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -119,11 +118,6 @@ def lease(folder: Path) -> Iterator[None]:
             return
 
 
-def renew_lease(folder: Path) -> None:
-    """Postpone the end of a dead run's lease by `LEASE_S` from now."""
-    renew(folder / LEASE)
-
-
 def remove_abandoned(base: str | Path, run_dir: Path, keep: Path | None = None) -> None:
     """Remove folders whose run is dead: those of `run_dir`, except `keep`, at once, others `LEASE_S` after their last
     snapshot. The caller has the lock of `run_dir`. Never removes a living run's folder."""
@@ -141,6 +135,7 @@ def remove_abandoned(base: str | Path, run_dir: Path, keep: Path | None = None) 
 
 
 def _is_old(folder: Path) -> bool:
+    """Return whether the last start and the last publication, which changes the folder, are `LEASE_S` ago."""
     try:
         times = [path.stat().st_mtime for path in (folder, folder / LEASE) if path.exists()]
     except OSError:

@@ -26,12 +26,13 @@ from rlhf.checkpoint.save.writer import SaveResult, write_checkpoint
 from rlhf.checkpoint.start.domains import find_domains
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config.schema.checkpoint import STATE, CheckpointConfig
+from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import scan, step_of
-from rlhf.storage.memory_folder import SNAPSHOTS, check_room, make_folder, memory_folder, renew_lease
+from rlhf.storage.memory_folder import SNAPSHOTS, check_room, make_folder, memory_folder
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,11 @@ class MemorySnapshots:
 
         self.place.coordinator.on_domain_leaders(remove)
 
+    def finish(self) -> None:
+        """Wait for the snapshot in flight and for removals."""
+        self.settle()
+        self._deleter.wait(self._settings.timeout_s)
+
     def drop(self) -> None:
         """Remove all snapshots: the run is saved."""
         self.settle()
@@ -120,8 +126,10 @@ class MemorySnapshots:
         rank = self.place.coordinator.rank
         snapshot = take_snapshot(step, self._settings.contents, self._state, self._text, rank, unchanged, metrics)
         try:
+            # Again: systemd empties /dev/shm when a user logs out.
+            self.place.coordinator.on_domain_leaders(lambda: make_folder(self.place.folder))
             pending = begin_checkpoint(snapshot, self.place.folder, self.place.coordinator)
-        except SaveFailed as error:
+        except (SaveFailed, UserError) as error:
             self._failed(error)
             return
         staged = self._stager.copy(snapshot, pending.linked)
@@ -129,8 +137,6 @@ class MemorySnapshots:
         def write() -> SaveResult:
             arguments = self.place.folder, self._identity, self._background, self._settings, self._deleter, pending
             result = write_checkpoint(staged, *arguments)
-            if self._background.leads_domain:
-                renew_lease(self.place.folder)
             return replace(result, seconds=time.monotonic() - started)
 
         self._in_flight = SaveInFlight(step, updated_at, self._settings.timeout_s, name="memory")
@@ -149,7 +155,7 @@ class MemorySnapshots:
             return
         self._reference_at = {} if save.reference_at is None else {save.reference_at: self._result.path}
 
-    def _failed(self, error: SaveFailed) -> None:
+    def _failed(self, error: SaveFailed | UserError) -> None:
         if isinstance(error.__cause__, LostPeer):
             raise error
         self._failures += 1

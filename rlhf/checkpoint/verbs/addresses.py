@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from rlhf.checkpoint.verbs.places import checkpoints_at
-from rlhf.checkpoint.verbs.runs import FoundRun, LocalRun, local_runs_below
+from rlhf.checkpoint.verbs.runs import FoundRun, LocalRun, local_runs_below, snapshots_of
 from rlhf.errors import UserError
 
 
@@ -19,8 +19,9 @@ def add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document (docs/checkpoints.md) for scripts")
 
 
-def find_runs(address: str) -> tuple[list[FoundRun], list[str]]:
-    """Return the runs at `address`, and a line per unreadable folder; raise UserError if there is no checkpoint."""
+def find_runs(address: str, *, in_memory: bool = False) -> tuple[list[FoundRun], list[str]]:
+    """Return the runs at `address`, and a line per unreadable folder; raise UserError if there is no checkpoint. With
+    `in_memory`, also return a run directory whose run has only snapshots in this machine's memory."""
     if "://" in address:
         from rlhf.checkpoint.verbs.remote_runs import find_remote_runs  # imports fsspec
 
@@ -30,6 +31,8 @@ def find_runs(address: str) -> tuple[list[FoundRun], list[str]]:
         return [LocalRun(path, checkpoints_at(path))], []
     except UserError:
         found, problems = local_runs_below(path)
+        if not found and in_memory and snapshots_of(path):
+            return [LocalRun(path, [])], problems
         if not found:
             raise
         return list(found), problems

@@ -7,10 +7,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.commit.retention import metric_values, ranking_metric, reasons
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
 from rlhf.checkpoint.verbs.places import REMOVED, Unreadable
-from rlhf.checkpoint.verbs.runs import RULES, FoundRun, read_checkpoint, rules_of_save
+from rlhf.checkpoint.verbs.runs import RULES, FoundCheckpoint, FoundRun, read_checkpoint, rules_of_save
 from rlhf.checkpoint.verbs.shown import facts_of, show_end
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE
@@ -24,7 +25,7 @@ add_arguments = add_address
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Show steps, sizes, contents and reasons to keep, from manifests and settings; other files are not read."""
-    runs, problems = find_runs(arguments.path)
+    runs, problems = find_runs(arguments.path, in_memory=True)
     documents = []
     for found in runs:
         document = _document(found)
@@ -34,7 +35,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
                 console.print(printable(found.name))
             _show(document, console)
     show_end({"runs": documents}, problems, console, in_json=arguments.json)
-    unread = any(row["problem"] is not None for document in documents for row in document["checkpoints"])
+    rows = [row for document in documents for row in (*document["checkpoints"], *document["in_memory"])]
+    unread = any(row["problem"] is not None for row in rows)
     return EXIT_CRASHED if unread or problems else EXIT_DONE
 
 
@@ -42,16 +44,11 @@ def _document(found: FoundRun) -> dict[str, Any]:
     rules = None if found.single_checkpoint else found.rules()
     rows: list[dict[str, Any]] = []
     for checkpoint in found.checkpoints:
-        row: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
-        manifest = read_checkpoint(checkpoint, checkpoint.manifest)
-        if isinstance(manifest, Unreadable):
-            if manifest.state == REMOVED and not found.single_checkpoint:
-                continue
-            row |= {"state": manifest.state, "problem": manifest}
-        else:
-            if rules is None and not found.single_checkpoint:
-                rules = rules_of_save(checkpoint, manifest)
-            row |= {"state": "committed"} | facts_of(manifest)
+        row, manifest = _row(checkpoint)
+        if row["state"] == REMOVED and not found.single_checkpoint:
+            continue
+        if manifest is not None and rules is None and not found.single_checkpoint:
+            rules = rules_of_save(checkpoint, manifest)
         rows.append(row)
     return {
         "path": found.name,
@@ -59,7 +56,17 @@ def _document(found: FoundRun) -> dict[str, Any]:
         "checkpoints": [row | {"kept": kept} for row, kept in zip(rows, _kept(rows, rules), strict=True)],
         "pointer": found.pointer(),
         "set_aside": [{"reason": reason, "name": name} for reason, name in found.set_aside()],
+        "in_memory": [row for each in found.snapshots() if (row := _row(each)[0])["state"] != REMOVED],
     }
+
+
+def _row(checkpoint: FoundCheckpoint) -> tuple[dict[str, Any], Manifest | None]:
+    """Return a row of the document, and the manifest unless it cannot be read."""
+    row: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
+    manifest = read_checkpoint(checkpoint, checkpoint.manifest)
+    if isinstance(manifest, Unreadable):
+        return row | {"state": manifest.state, "problem": manifest}, None
+    return row | {"state": "committed"} | facts_of(manifest), manifest
 
 
 def _kept(rows: list[dict[str, Any]], rules: CheckpointConfig | None) -> list[list[str] | None]:
@@ -106,3 +113,6 @@ def _show(document: dict[str, Any], console: Console) -> None:
         console.print(printable(f"{POINTER}: {document['pointer']}"))
     for aside in document["set_aside"]:
         console.print(f"set aside as {aside['reason']}: {aside['name']}")
+    for row in document["in_memory"]:
+        facts = row["problem"] or f"{row['size']}, committed"
+        console.print(printable(f"in memory, not saved: {row['path']}: {facts}"))

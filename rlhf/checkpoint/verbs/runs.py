@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
+from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.checkpoint.verbs.places import REMOVED, Unreadable, read_or_problem
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.stored import stored_sections
 from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import CONFIG, POINTER, RESOLVED, scan, set_aside_dirs, step_of
+from rlhf.storage.memory_folder import folders_of, memory_folder
 from rlhf.storage.reading import CheckedFiles, read_regular
 
 T = TypeVar("T")
@@ -101,6 +104,10 @@ class FoundRun:
         """Return reason and name of each folder that was set aside."""
         return []
 
+    def snapshots(self) -> Sequence[FoundCheckpoint]:
+        """Return the run's snapshots in this machine's memory, newest first."""
+        return []
+
 
 class LocalRun(FoundRun):
     checkpoints: Sequence[LocalCheckpoint]
@@ -120,6 +127,20 @@ class LocalRun(FoundRun):
 
     def set_aside(self) -> list[tuple[str, str]]:
         return [(reason, path.name) for reason in SET_ASIDE for path in set_aside_dirs(self.path, reason)]
+
+    def snapshots(self) -> Sequence[FoundCheckpoint]:
+        return [] if self.single_checkpoint else snapshots_of(self.path)
+
+
+def snapshots_of(run_dir: Path) -> list[LocalCheckpoint]:
+    """Return the snapshots of the run in `run_dir` in this machine's memory, newest first."""
+    try:
+        stored = stored_sections(read_regular(run_dir / RESOLVED, LARGEST_CONFIG))
+        base, run_id = stored["checkpoint"]["memory"]["dir"], read_run_file(run_dir).get("run_id", "")
+        folder = memory_folder(base, run_dir, run_id)
+    except (OSError, ValueError, TypeError, KeyError, DamagedCheckpoint, UserError):
+        return []  # no start has left a readable configuration
+    return [LocalCheckpoint(path) for path in scan(folder)] if folder in folders_of(base, run_dir) else []
 
 
 def read_checkpoint(checkpoint: FoundCheckpoint, look: Callable[[], T]) -> T | Unreadable:

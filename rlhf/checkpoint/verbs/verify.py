@@ -19,8 +19,8 @@ add_arguments = add_address
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    runs, problems = find_runs(arguments.path)
-    every = (checkpoint for run in runs for checkpoint in run.checkpoints)
+    runs, problems = find_runs(arguments.path, in_memory=True)
+    every = (checkpoint for run in runs for checkpoint in (*run.checkpoints, *run.snapshots()))
     shown = partial(_verified, named=runs[0].single_checkpoint)
     return show_checkpoints(every, shown, problems, console, in_json=arguments.json)
 
