@@ -347,14 +347,23 @@ class DcpAsync(AsyncWay):
 
 
 def make_checkpointer(
-    folder: Path, state: State, coordinator: Coordinator, *, async_save: bool, contents: Sequence[str] = ()
+    folder: Path,
+    state: State,
+    coordinator: Coordinator,
+    *,
+    async_save: bool,
+    contents: Sequence[str] = (),
+    memory: str | None = None,
 ) -> Checkpointer:
-    """Return the checkpointer of a run in `folder` with the role `state`, saving `contents` besides the defaults."""
+    """Return the checkpointer of a run in `folder` with the role `state`, saving `contents` besides the defaults. With
+    the folder `memory` each step has a snapshot there."""
     config = Config()
     config.model.path = "none"
     config.trainer.default_local_dir = str(folder)
     config.checkpoint.async_save = async_save
     config.checkpoint.contents += contents
+    if memory is not None:
+        config.checkpoint.memory.freq, config.checkpoint.memory.dir = 1, memory
     config.run_dir.mkdir(parents=True, exist_ok=True)
     driver = DriverState("benchmark", 10, 1.0, step=1)
     resolved = ResolvedConfig(to_yaml(config), lambda stored, release: ConfigDiff([], []))

@@ -1,14 +1,17 @@
 """Snapshots in memory: which state a start continues from, and what never counts."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from rlhf.checkpoint.commit.manifest import read_manifest
+from rlhf.checkpoint.state.run_file import write_run_file
 from rlhf.config import Config
+from rlhf.config.resolved import to_yaml
 from rlhf.errors import UserError
-from rlhf.storage.layout import HISTORY, POINTER, scan, step_dir, step_of
+from rlhf.storage.layout import HISTORY, POINTER, RESOLVED, scan, step_dir, step_of
 from tests.support.in_memory import MemoryRun, folder_of, in_memory, memory_base, snapshots
 from tests.support.saving_behind import published
 from tests.support.small_disks import small_disk
@@ -54,7 +57,7 @@ def equal(a: dict, b: dict) -> bool:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_crash_after_a_step_repeats_no_step(world, tmp_path, base):
-    """Promise 21: the published snapshot has the exact state; and nothing but the memory knows of it."""
+    """Promise 20: the published snapshot has the exact state; and nothing but the memory knows of it."""
     config = in_memory(tmp_path, base)
     before = run_thread_ranks(world, begin, config, 5, (2,))
     assert snapshots(config) == [5, 4]
@@ -286,3 +289,23 @@ def test_two_nodes_have_their_parts_in_memory_and_share_a_disk(tmp_path, base):
             assert equal(state, expected)
     shutil.rmtree(base / "node_1")
     assert [step for step, _ in run_thread_ranks(2, resume_on_nodes, tmp_path, base, [0, 1])] == [1, 1]
+
+
+def test_list_and_verify_show_snapshots_as_not_saved(tmp_path, base, command):
+    config = in_memory(tmp_path, base)
+    begin(0, config, 3)
+    write_run_file(config.run_dir, {"run_id": "r"})
+    (config.run_dir / RESOLVED).write_text(to_yaml(config))
+    code, output, _ = command("list", str(config.run_dir), "--json")
+    [run] = json.loads(output)["runs"]
+    assert code == 0
+    assert run["checkpoints"] == []
+    assert [(row["step"], row["state"]) for row in run["in_memory"]] == [(3, "committed"), (2, "committed")]
+    assert "not saved" in command("list", str(config.run_dir))[1]
+    assert command("verify", str(config.run_dir))[0] == 0
+    path = step_dir(folder_of(config), 3) / "config.yaml"
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+    code, output, _ = command("verify", str(config.run_dir), "--json")
+    assert code == 1
+    assert [row["state"] for row in json.loads(output)["checkpoints"]] == ["damaged", "intact"]
+    assert command("prune", str(config.run_dir))[0] == 2, "no other verb knows of snapshots"

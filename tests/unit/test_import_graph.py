@@ -36,6 +36,7 @@ STOREYS = (
 
 CHECKPOINT_LAYERS = (
     {"checkpointer", "verbs", "__main__"},
+    {"memory"},
     {"start"},
     {"save"},
     {"load", "remote", "export"},
