@@ -130,7 +130,7 @@ def _open(
 def _lease_memory(config: Config, locks: ExitStack, finished: int | None) -> None:
     """Lease this machine's folder for snapshots if the run needs one, and remove the folders of dead runs."""
     from rlhf.checkpoint.state.run_file import read_run_file
-    from rlhf.storage.memory_folder import lease, memory_folder, remove_abandoned
+    from rlhf.ranks.memory_folder import lease, memory_folder, remove_abandoned
 
     memory, folder = config.checkpoint.memory, None
     if memory.freq and finished is None:

@@ -156,7 +156,7 @@ class Checkpointer:
     def maybe_save(self, step: int, metrics: Mapping[str, float], *, last: bool = False) -> SaveResult | None:
         """Save every `trainer.save_freq` steps and at the run's `last` step; return the same as `save`. Also publish a
         snapshot in memory every `checkpoint.memory.freq` steps."""
-        # Promise 20.
+        # Promise 21.
         if self._memory is not None:
             self._memory.take(step, metrics)
         every = self._trainer.save_freq

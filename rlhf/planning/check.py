@@ -12,7 +12,7 @@ from rlhf.planning.memory_plan import Models, Plan, Target, evaluation_share, me
 from rlhf.planning.model_shapes import ModelShapes, shapes_from_files
 from rlhf.planning.plan_text import cache_problem, gib, host_problem
 from rlhf.planning.remedies import remedies
-from rlhf.storage.memory_folder import SNAPSHOTS, check_room
+from rlhf.ranks.memory_folder import SNAPSHOTS, check_room
 
 log = logging.getLogger(__name__)
 MAX_REMEDIES = 3

@@ -14,7 +14,7 @@ from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.pass_sizes import StepSize, passes
 from rlhf.planning.rollout_memory import EngineMemory, engine_memory, free_share
 from rlhf.planning.training_state import TrainingState, compute_width, frozen_state, trained_state
-from rlhf.storage.memory_folder import SNAPSHOTS
+from rlhf.ranks.memory_folder import SNAPSHOTS
 
 CUDA_BASE, NCCL_BASE = 3 << 29, 3 << 29
 """Estimates for a device: 1.5 GiB for CUDA's context and the libraries' workspaces. With several ranks, NCCL's

@@ -57,7 +57,7 @@ def equal(a: dict, b: dict) -> bool:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_crash_after_a_step_repeats_no_step(world, tmp_path, base):
-    """Promise 20: the published snapshot has the exact state; and nothing but the memory knows of it."""
+    """Promise 21: the published snapshot has the exact state; and nothing but the memory knows of it."""
     config = in_memory(tmp_path, base)
     before = run_thread_ranks(world, begin, config, 5, (2,))
     assert snapshots(config) == [5, 4]

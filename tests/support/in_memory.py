@@ -11,9 +11,9 @@ import pytest
 
 from rlhf.checkpoint.start.domains import find_domains
 from rlhf.config import Config
+from rlhf.ranks.memory_folder import memory_folder
 from rlhf.storage.history_file import HistoryMark
 from rlhf.storage.layout import HISTORY, scan, step_of
-from rlhf.storage.memory_folder import memory_folder
 from tests.support.checkpoints import make_config
 from tests.support.saving_behind import Run
 from tests.support.thread_ranks import make_coordinator

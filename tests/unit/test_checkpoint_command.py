@@ -156,7 +156,9 @@ def retiring_run(run_dir, monkeypatch, request) -> Path:
             flip_bit(step_dir(run_dir, 9) / "manifest.json", 100)
 
     for verb in (list_verb, verify):
-        monkeypatch.setattr(verb, "find_runs", lambda path: (find_runs(path), request.param != "before" or retire())[0])
+        monkeypatch.setattr(
+            verb, "find_runs", lambda path, **_: (find_runs(path), request.param != "before" or retire())[0]
+        )
     if request.param == "before":
         return run_dir
     manifest = LocalCheckpoint.manifest

@@ -9,8 +9,8 @@ import pytest
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
 from rlhf.planning.check import check_snapshots, plan_of
-from rlhf.storage import memory_folder as module
-from rlhf.storage.memory_folder import (
+from rlhf.ranks import memory_folder as module
+from rlhf.ranks.memory_folder import (
     LEASE,
     check_room,
     folders_of,

@@ -12,9 +12,9 @@ from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.commit.removal import set_aside
 from rlhf.checkpoint.load.compatibility import check_compatible
+from rlhf.checkpoint.load.from_memory import MemoryPlace, Stale, locate_snapshot
 from rlhf.checkpoint.load.locations import FileLocations, locate_files, published, reject_lost
 from rlhf.checkpoint.load.restoring import LoadResult, load_state
-from rlhf.checkpoint.load.snapshots import MemoryPlace, Stale, locate_snapshot
 from rlhf.checkpoint.load.verification import damage_of
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config.compare import NEW_RUN, ResolvedConfig

@@ -16,7 +16,7 @@ from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.publication import roll_forward
 from rlhf.checkpoint.commit.removal import clean_leftovers
 from rlhf.checkpoint.commit.retention import remove_checkpoints
-from rlhf.checkpoint.load.snapshots import MemoryPlace
+from rlhf.checkpoint.load.from_memory import MemoryPlace
 from rlhf.checkpoint.save.background import SaveInFlight
 from rlhf.checkpoint.save.host_memory import check_memory
 from rlhf.checkpoint.save.pending import begin_checkpoint
@@ -29,10 +29,10 @@ from rlhf.config.schema.checkpoint import STATE, CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.memory_folder import SNAPSHOTS, check_room, make_folder, memory_folder
 from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import scan, step_of
-from rlhf.storage.memory_folder import SNAPSHOTS, check_room, make_folder, memory_folder
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from rlhf.checkpoint.state.driver_state import parse_driver_state
 from rlhf.checkpoint.state.run_file import AGENTS, STARTED_ON, read_run_file
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
+from rlhf.ranks.memory_folder import remove_abandoned
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import make_dir_durably, remove_file
 from rlhf.storage.layout import DRIVER_STATE, EVENTS, HF_FOLDER, HISTORY, SAMPLES, scan, step_of
-from rlhf.storage.memory_folder import remove_abandoned
 from rlhf.storage.reading import CheckedFiles
 
 log = logging.getLogger(__name__)

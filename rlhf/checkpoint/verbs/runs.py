@@ -12,9 +12,9 @@ from rlhf.checkpoint.verbs.places import REMOVED, Unreadable, read_or_problem
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.stored import stored_sections
 from rlhf.errors import UserError
+from rlhf.ranks.memory_folder import folders_of, memory_folder
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import CONFIG, POINTER, RESOLVED, scan, set_aside_dirs, step_of
-from rlhf.storage.memory_folder import folders_of, memory_folder
 from rlhf.storage.reading import CheckedFiles, read_regular
 
 T = TypeVar("T")
