@@ -156,9 +156,8 @@ def retiring_run(run_dir, monkeypatch, request) -> Path:
             flip_bit(step_dir(run_dir, 9) / "manifest.json", 100)
 
     for verb in (list_verb, verify):
-        monkeypatch.setattr(
-            verb, "find_runs", lambda path, **_: (find_runs(path), request.param != "before" or retire())[0]
-        )
+        hidden = lambda path, **_: (find_runs(path), request.param != "before" or retire())[0]  # noqa: E731
+        monkeypatch.setattr(verb, "find_runs", hidden)
     if request.param == "before":
         return run_dir
     manifest = LocalCheckpoint.manifest
