@@ -20,7 +20,7 @@ from rlhf.config.user_functions import CUSTOM_CLS, file_being_loaded, find_defin
 from rlhf.errors import EXIT_DONE, RunEnded, UserError
 from rlhf.launch.banner import banner
 from rlhf.launch.callbacks import Callback, Callbacks, load_callbacks
-from rlhf.planning.check import check_fits
+from rlhf.planning.check import check_engine, check_fits
 from rlhf.planning.device_defaults import Machine
 from rlhf.planning.devices import count_gpus, lacks_gpu
 from rlhf.printable import printable_output
@@ -171,7 +171,7 @@ def evaluate_policy(config: Config, title: str) -> int:
 def check_inputs(config: Config, *, trains: bool = True) -> None:
     """Raise UserError for mistakes whose checks need slow imports. Call this after all quick checks.
 
-    Without training, the memory plan does not apply.
+    Without training, the memory plan does not apply; only the split of the policy over an engine's GPUs counts.
     """
     from rlhf.models.config_check import check_flash_attention
 
@@ -182,8 +182,7 @@ def check_inputs(config: Config, *, trains: bool = True) -> None:
     if (attention := config.model.attn_implementation) == "flash_attention_2":
         cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and count_gpus() > 0)
         check_flash_attention(attention, cuda, config.backend.autocast)
-    if trains:
-        check_fits(config)
+    (check_fits if trains else check_engine)(config)
     check_files(config)
 
 

@@ -25,7 +25,7 @@ from rlhf.config.file_problems import composition_problem
 from rlhf.config.help_texts import commented_yaml
 from rlhf.config.known_settings import SECTIONS, SETTINGS, setting_of
 from rlhf.config.library import PACKAGE, Library
-from rlhf.config.names.hints import entry_hint, hint, nearest_setting, recipe_hint, syntax_hint
+from rlhf.config.names.hints import entry_hint, hint, nearest_setting, path_override, recipe_hint, syntax_hint
 from rlhf.config.resolved import to_config
 from rlhf.config.rules.algorithm_rules import idle_critic
 from rlhf.config.rules.lora_rules import idle_lora
@@ -203,7 +203,8 @@ def _parse_override(text: str) -> Override:
             if text.endswith((".yaml", ".yml")):
                 raise UserError(f"{text}: is not a setting. {recipe_hint()}") from error
             found = text if setting_of(text) else nearest_setting(text)
-            raise UserError(f"{text}: has no value; write {found or 'KEY'}=VALUE.") from error
+            write = path_override(text) or f"{found or 'KEY'}=VALUE"
+            raise UserError(f"{text}: has no value; write {write}.") from error
         reason = str(error).splitlines()[0]
         raise UserError(
             f"{text}: cannot be read ({reason}). Quote a value with special characters: KEY='\"VALUE\"'."

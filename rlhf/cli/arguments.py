@@ -1,9 +1,10 @@
 """Parses the arguments of python -m rlhf.train, and suggests settings for unknown options."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 from rlhf.config.names.hints import nearest_setting, override_for, remark
@@ -11,6 +12,7 @@ from rlhf.errors import UserError, did_you_mean, nearest
 
 FLAGS = ("--help", "-h", "--version", "--info", "--multirun", "-m")
 WITH_VALUE = ("--config-dir", "--cfg", "--shell-completion", "-sc")
+NO_SYNONYMS: Mapping[str, str] = MappingProxyType({})
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,16 +35,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def check_options(argv: Sequence[str], flags: Sequence[str], with_value: Sequence[str]) -> None:
+def check_options(
+    argv: Sequence[str],
+    flags: Sequence[str],
+    with_value: Sequence[str],
+    synonyms: Mapping[str, str] = NO_SYNONYMS,
+) -> None:
     """Raise one UserError for all options that are neither in `flags` nor in `with_value`.
 
-    If an option has the name of a setting, of this trainer or of another one, the message shows the setting to write.
+    If an option is among the `synonyms` of an option, the message shows this option. If it has the name of a setting,
+    of this trainer or of another one, the message shows the setting to write.
     """
-    if problems := list(_unknown(argv, flags, with_value)):
+    if problems := list(_unknown(argv, flags, with_value, synonyms)):
         raise UserError("\n".join(problems))
 
 
-def _unknown(argv: Sequence[str], flags: Sequence[str], with_value: Sequence[str]) -> Iterator[str]:
+def _unknown(
+    argv: Sequence[str], flags: Sequence[str], with_value: Sequence[str], synonyms: Mapping[str, str]
+) -> Iterator[str]:
     words = iter(zip_longest(argv, argv[1:], fillvalue=""))
     for word, following in words:
         option, equals, value = word.partition("=")
@@ -53,14 +63,18 @@ def _unknown(argv: Sequence[str], flags: Sequence[str], with_value: Sequence[str
                 value = following
                 next(words)
             typed = word if equals or not value else f"{word} {value}"
-            yield _explained(typed, option.lstrip("-"), value, (*flags, *with_value))
+            name = option.lstrip("-")
+            if meant := synonyms.get(name):
+                yield f"{typed}: there is no such option.{did_you_mean(f'{meant} {value}'.rstrip())}"
+            else:
+                yield _explained(typed, name, value, (*flags, *with_value))
 
 
 def _explained(typed: str, name: str, value: str, options: Sequence[str]) -> str:
     key = name.replace("-", "_")
     if text := remark(key):
         return f"{typed}: there is no such option. {text}"
-    if setting := nearest_setting(key):
+    if setting := "recipes" if key == "recipes" else nearest_setting(key):
         override = override_for(setting, value) or f"{setting}={value or 'VALUE'}"
         return f"{typed}: settings are written without dashes. Did you mean {override}?"
     option = nearest(f"--{name}", options)

@@ -25,6 +25,11 @@ from rlhf.printable import printable_output, write_error
 
 FLAGS = ("--json", "--help", "-h")
 WITH_VALUE = ("--ranks", "--device-memory", "--disk-speed", "--config-dir")
+SYNONYMS = {
+    **dict.fromkeys(("devices", "gpus", "n-gpus", "num-devices", "num-gpus", "num-processes", "world-size"), "--ranks"),
+    **dict.fromkeys(("gpu-memory", "memory", "vram"), "--device-memory"),
+}
+"""What users type instead of an option."""
 DISK_SPEED = 1_000_000_000
 """Bytes per second, the default of --disk-speed."""
 DOES_NOT_FIT = 1
@@ -37,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     # argparse does not accept options between overrides, so sort them first.
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     try:
-        check_options(words, FLAGS, WITH_VALUE)
+        check_options(words, FLAGS, WITH_VALUE, SYNONYMS)
         arguments = _parser().parse_args([*(word for word in words if word not in overrides), *overrides])
         library = Library.find(arguments.config_dir)
         config = compose_config(arguments.overrides, library, _machine(arguments))

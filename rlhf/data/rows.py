@@ -2,8 +2,9 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from rlhf.config import DataConfig
@@ -50,7 +51,7 @@ def parse_row(
     return Row(
         index=index,
         where=where,
-        messages=_messages(record[data.prompt_key], where, data.prompt_key),
+        messages=_messages(record[data.prompt_key], where, data),
         data_source=record.get("data_source") or default_source,
         ground_truth=_ground_truth(record, where, data, need_answer),
         extra_info=record.get("extra_info") or {},
@@ -78,8 +79,8 @@ def with_last_turn_as_answer(record: dict[str, Any], where: str, data: DataConfi
     return {**record, data.prompt_key: turns[:-1], data.answer_key: last["content"]}
 
 
-def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
-    column = f"{where}: column {prompt_key!r} (data.prompt_key)"
+def _messages(prompt: Any, where: str, data: DataConfig) -> list[dict[str, str]]:
+    column = f"{where}: column {data.prompt_key!r} (data.prompt_key)"
     if prompt is None:
         raise UserError(f"{column} is null in this row. Fill it in, or delete the row.")
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -97,16 +98,28 @@ def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
     if not any(message["content"].strip() for message in chat):
         raise UserError(f"{column} has an empty prompt in this row. Fill it in, or delete the row.")
     if chat[-1]["role"] in ANSWERING:
-        raise UserError(
-            f"{column} ends with a turn of role {chat[-1]['role']} in this row: the model would see the answer. Remove "
-            "this turn, or set data.last_turn_as_answer=true to use it as the reference answer."
-        )
+        raise UserError(f"{column} {_ends_with_answer(chat, removed=int(data.last_turn_as_answer))}")
     if calling := next((name for name in CALLS for message in chat if message.get(name)), None):
         raise UserError(
             f"{column} has {calling} in this row, which the trainer would leave out: the model would not see the "
             "calls. Write them into content as the model writes them, or delete the row."
         )
     return [{key: value for key, value in message.items() if isinstance(value, str)} for message in chat]
+
+
+def _ends_with_answer(chat: Sequence[Mapping[str, str]], removed: int) -> str:
+    """Return the problem of a chat that ends with turns of the model, of which `removed` are already the answer."""
+    role = chat[-1]["role"]
+    turns = removed + sum(1 for _ in takewhile(lambda turn: turn["role"] in ANSWERING, reversed(chat)))
+    if turns == 1:
+        return (
+            f"ends with a turn of role {role} in this row: the model would see the answer. Remove this turn, or set "
+            "data.last_turn_as_answer=true to use it as the reference answer."
+        )
+    return (
+        f"ends with {turns} turns of role {role} in this row: the model would see an answer. Remove these turns; or "
+        "write only one of them, which data.last_turn_as_answer=true uses as the reference answer."
+    )
 
 
 def _is_sharegpt(chat: Any) -> bool:

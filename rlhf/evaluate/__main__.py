@@ -25,6 +25,8 @@ from rlhf.printable import printable_lines
 
 FLAGS = ("--json", "--help", "-h")
 WITH_VALUE = ("--config-dir",)
+TARGET_KEYS = ("model.path", "target", "targets", "trainer.resume_from_path")
+"""What users type before a target."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +38,9 @@ def _run(words: Sequence[str]) -> int:
     check_options(words, FLAGS, WITH_VALUE)
     # argparse does not accept options between overrides, so sort them first.
     overrides = [word for word in words if "=" in word and not word.startswith("-") and not os.path.exists(word)]  # noqa: PTH110
-    arguments = _parser().parse_args([word for word in words if word not in overrides])
+    others = [word for word in words if word not in overrides]
+    _check_for_target(others, overrides)
+    arguments = _parser().parse_args(others)
     targets = [find_target(name) for name in dict.fromkeys(arguments.targets)]
     if is_rank() and len(targets) > 1:
         raise UserError(
@@ -59,6 +63,15 @@ def _run(words: Sequence[str]) -> int:
     if _leads():
         _show(results, as_json=arguments.json)
     return EXIT_DONE
+
+
+def _check_for_target(others: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raise UserError if the command has no target, but a setting that names one, as other commands have."""
+    for key, _, value in (text.partition("=") for text in overrides):
+        if not others and key in TARGET_KEYS and value:
+            raise UserError(
+                f"{key}={value}: a target is written without {key}=. Write python -m rlhf.evaluate {value}."
+            )
 
 
 def _leads() -> bool:

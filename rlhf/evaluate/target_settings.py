@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf.compose import Composition, composition
 from rlhf.config import Config, LoraConfig, RolloutConfig
+from rlhf.config.known_settings import SETTINGS
 from rlhf.config.library import Library
 from rlhf.config.overrides import hydra_value
 from rlhf.config.rules.validate import validate
@@ -64,6 +65,12 @@ def _planned(
             f"{key}={hydra_value(typed[key])}: targets name the models and checkpoints of an evaluation. Remove the "
             "setting, and give its value as a target."
         )
+    if lines := [
+        f"{key}={hydra_value(value)}: has no effect on an evaluation; set {of_evaluation}={hydra_value(value)}."
+        for key, value in composed.typed
+        if (of_evaluation := key.replace("rollout.", "rollout.val_kwargs.", 1)) in SETTINGS and key != of_evaluation
+    ]:
+        raise UserError("\n".join(lines))
     again = bool(typed.get("trainer.overwrite"))  # not as stored: that one was about the run
     data, trainer = tree.data, tree.trainer
     if data.val_files is None and (OmegaConf.is_missing(data, "train_files") or data.train_files is not None):

@@ -96,5 +96,6 @@ def find_target(name: str) -> EvaluationTarget:
     if (path / POINTER).is_file():
         raise UserError(f"{name} has no checkpoint (global_step_N). Name a run that has saved one.")
     if lines := list(model_folder_problems("target", name, True)):
-        raise UserError(f"{lines[0]} A target is a model in Hugging Face format, a run directory, or a checkpoint.")
+        line = lines[0].removeprefix("target=")
+        raise UserError(f"{line} A target is a model in Hugging Face format, a run directory, or a checkpoint.")
     return EvaluationTarget(name)

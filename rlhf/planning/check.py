@@ -2,21 +2,20 @@
 
 import logging
 import os
+import shlex
 
 from rlhf.config import Config
 from rlhf.config.derived import needs_critic, needs_reward_model
 from rlhf.config.rules.validate import number_of_ranks
 from rlhf.errors import UserError
+from rlhf.planning.combination import combination
 from rlhf.planning.devices import count_gpus, gpu_memory, machine_memory
 from rlhf.planning.memory_plan import Models, Plan, Target, evaluation_share, memory_plan
 from rlhf.planning.model_shapes import ModelShapes, shapes_from_files
-from rlhf.planning.plan_text import cache_problem, gib, host_problem
-from rlhf.planning.remedies import remedies
+from rlhf.planning.plan_text import cache_problem, devices_needed, gib, host_problem, nothing_fits, plan_peak
 from rlhf.ranks.memory_folder import SNAPSHOTS, check_room
 
 log = logging.getLogger(__name__)
-MAX_REMEDIES = 3
-"""Number of remedies in a message."""
 
 
 def target_of(config: Config, device_memory: int | None = None, ranks: int | None = None) -> Target:
@@ -94,6 +93,13 @@ def check_heads(config: Config, policy: ModelShapes) -> None:
         )
 
 
+def check_engine(config: Config) -> None:
+    """Raise UserError if vLLM cannot split the policy over the GPUs of an engine, as far as the model's files show."""
+    policy = shapes_from_files(config.model.path, config.model.revision)
+    if policy is not None:
+        check_heads(config, policy)
+
+
 def engine_share(config: Config, *, trains: bool) -> float:
     """Return the fraction of a GPU's memory for vLLM in the ranks: the setting, or what the training leaves.
 
@@ -147,15 +153,23 @@ def check_fits(config: Config) -> None:
             if plan.engine_starts
             else f"the engine would not start: {cache_problem(config.rollout, plan)}"
         )
-    changes = [f"{remedy} ({gib(remedy.saved)} less)" for remedy in remedies(config, models, plan)[:MAX_REMEDIES]]
-    if changes:
-        problem += f" Set {', '.join(changes)}."
     if not plan.target.cuda:
         if os.environ.get("RANK", "0") != "0":
             return
-        log.warning("The memory may be too small for the run: %s", problem)
+        log.warning("The memory may be too small for the run: %s%s", problem, _remedy(config, models, plan))
     elif config.trainer.check_memory:
         raise UserError(
-            f"The run does not fit: {problem} `python -m rlhf.plan` with the same settings shows the whole "
-            "plan. To start anyway, set trainer.check_memory=false."
+            f"The run does not fit: {problem}{_remedy(config, models, plan)} `python -m rlhf.plan` with the same "
+            "settings shows the whole plan. To start anyway, set trainer.check_memory=false."
         )
+
+
+def _remedy(config: Config, models: Models, plan: Plan) -> str:
+    """Return the changes that together make the run fit, or the devices that the run needs."""
+    together = combination(config, models, plan)
+    if together.plan.fits:
+        return (
+            f" Together these settings make the run fit ({plan_peak(together.plan)}); add them to the command: "
+            f"{shlex.join(together.overrides)}."
+        )
+    return f" {nothing_fits(together)} {devices_needed(together)}"

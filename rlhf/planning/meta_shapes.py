@@ -38,6 +38,7 @@ def meta_model(setting: str, path: str, revision: str | None = None, *, classifi
             model: PreTrainedModel = kind.from_config(AutoConfig.from_pretrained(folder))
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{setting}={path}: {str(error).splitlines()[0]} Set a model that this version of transformers supports."
+            f"{setting}={path}: {str(error).splitlines()[0]} Correct its config.json, or set a model that "
+            "this version of transformers supports."
         ) from error
     return model

@@ -166,8 +166,7 @@ def _together(found: FittingChanges, typed: Sequence[str]) -> Iterator[str]:
         yield f"With these settings together the run fits ({plan_peak(found.plan)}):"
         yield from _shell_lines(["python", "-m", "rlhf.train", *kept, *found.overrides])
         return
-    changes = f"with {' '.join(found.overrides)}" if found.changes else "whatever the settings"
-    yield f"No settings make the run fit: {changes}, {plan_peak(found.plan)}."
+    yield nothing_fits(found)
     yield f"  {devices_needed(found)}"
 
 
@@ -182,6 +181,12 @@ def _shell_lines(words: Iterable[str]) -> Iterator[str]:
     yield line
 
 
+def nothing_fits(found: FittingChanges) -> str:
+    """Return a sentence about a run that no settings make fit, with the settings that come nearest."""
+    changes = f"with {' '.join(found.overrides)}" if found.changes else "whatever the settings"
+    return f"No settings make the run fit: {changes}, {plan_peak(found.plan)}."
+
+
 def plan_peak(plan: Plan) -> str:
     memory = plan.target.memory or 0
     return f"{plan.peak.name} needs {gib(plan.peak.total)} of {gib(memory)}"
@@ -193,7 +198,8 @@ def devices_needed(found: FittingChanges) -> str:
     ways = [] if found.memory is None else [f"at least {gib(found.memory)} for each {kind}"]
     ways += [] if found.ranks is None else [f"{found.ranks:,} {kind}s"]
     if not ways:
-        return host_problem(found.plan) if not found.plan.fits_host else "It needs a smaller model."
+        problem = host_problem(found.plan)
+        return problem[0].upper() + problem[1:] if not found.plan.fits_host else "It needs a smaller model."
     return f"With these settings it needs {', or '.join(ways)}."
 
 

@@ -13,9 +13,11 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rlhf.config.user_functions import load_function
@@ -45,16 +47,17 @@ Scoring = Callable[[Sequence[RewardItem]], list[dict[str, Any]]]
 def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: float) -> None:
     _die_with(parent_pid)
     confined = confine(confinement)
+    failure = partial(_failure, network=confinement.network)
     requests, replies = _reserve_pipes()
     if not (first := requests.readline()):
         return
     try:
         kwargs = json.loads(first)
-        score, request_format = _load(verifier, kwargs, timeout_s)
+        score, request_format = _load(verifier, kwargs, timeout_s, failure)
         _send(replies, dataclasses.asdict(confined) | {"request_format": dataclasses.asdict(request_format)})
     # Also SystemExit: a script without a __main__ guard must not look like a process that died.
     except BaseException as error:
-        _send(replies, dataclasses.asdict(confined) | _failure(error))
+        _send(replies, dataclasses.asdict(confined) | failure(error))
         return
     cpu_time = CpuTime(timeout_s)
     for line in requests:
@@ -64,7 +67,7 @@ def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: fl
         try:
             reply: dict[str, Any] = {"scores": score(items)}
         except BaseException as error:
-            reply = _failure(error)
+            reply = failure(error)
         _send(replies, reply | {NUMBER: number})
 
 
@@ -93,8 +96,8 @@ def _send(replies: int, reply: dict[str, Any]) -> None:
         data = data[os.write(replies, data) :]
 
 
-def _failure(error: BaseException) -> dict[str, Any]:
-    hint = f"\n{_CONFINED}" if _caused_by_confinement(error) else ""
+def _failure(error: BaseException, network: bool) -> dict[str, Any]:
+    hint = f"\n{_CONFINED}" if _caused_by_confinement(error, network) else ""
     return {
         "error": str(error)[-_LONGEST:] + hint,
         "user": isinstance(error, UserError),
@@ -111,9 +114,14 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__)).rstrip()
 
 
-def _caused_by_confinement(error: BaseException | None) -> bool:
-    """Return whether the cause is a missing right or environment variable, also in a chain of errors."""
+def _caused_by_confinement(error: BaseException | None, network: bool) -> bool:
+    """Return whether the cause is a missing right or environment variable, also in a chain of errors.
+
+    Without the right to the `network`, no name of a host can be resolved.
+    """
     while error is not None:
+        if isinstance(error, socket.gaierror) and not network:
+            return True
         if isinstance(error, OSError) and error.errno in _DENIED:
             return True
         if isinstance(error, KeyError) and error.__traceback__ is not None:
@@ -124,7 +132,9 @@ def _caused_by_confinement(error: BaseException | None) -> bool:
     return False
 
 
-def _load(verifier: str, kwargs: dict[str, Any], timeout_s: float) -> tuple[Scoring, RequestFormat]:
+def _load(
+    verifier: str, kwargs: dict[str, Any], timeout_s: float, failure: Callable[[BaseException], dict[str, Any]]
+) -> tuple[Scoring, RequestFormat]:
     if verifier == "math_verify":
         # Hide math_verify's warning that its own timeouts are off: the pool's deadline replaces them.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -135,7 +145,7 @@ def _load(verifier: str, kwargs: dict[str, Any], timeout_s: float) -> tuple[Scor
 
         return _each(verifiers.reasoning_gym), RequestFormat()
     setting = f"{SETTING}={verifier}"
-    call = FunctionCall(setting, load_function(SETTING, verifier, may_be_async=True), kwargs, timeout_s, _failure)
+    call = FunctionCall(setting, load_function(SETTING, verifier, may_be_async=True), kwargs, timeout_s, failure)
     return call, RequestFormat.for_function(call.signature)
 
 

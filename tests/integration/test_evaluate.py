@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.api import check_inputs
 from rlhf.compose import composition
 from rlhf.config.library import Library
 from rlhf.config.resolved import stored_tree, to_yaml
-from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.evaluate.__main__ import main
 from tests.support.compare_runs import history
 from tests.support.forked_start import train_forked
@@ -129,11 +130,29 @@ def test_pairs_of_preferences_are_rejected_before_ranks_start(tmp_path):
         ([str(TINY_POLICY), "recipes=offline", "model.path=x"], ["model.path=x", "target"]),
         ([str(TINY_POLICY), "trainer.val_only=true"], ["val_only", "python -m rlhf.evaluate"]),
         ([str(TINY_POLICY), "--jsn"], ["--jsn", "--json"]),
+        ([f"model.path={TINY_POLICY}"], [f"Write python -m rlhf.evaluate {TINY_POLICY}."]),
+        ([f"target={TINY_POLICY}"], [f"Write python -m rlhf.evaluate {TINY_POLICY}."]),
+        ([str(TINY_POLICY), "recipes=offline", "rollout.n=4"], ["rollout.n=4", "set rollout.val_kwargs.n=4."]),
+        (
+            [str(TINY_POLICY), "recipes=offline", "rollout.temperature=0.5"],
+            ["rollout.temperature=0.5", "set rollout.val_kwargs.temperature=0.5."],
+        ),
     ],
 )
 def test_mistakes(arguments, expected, capsys):
     assert main(arguments) == EXIT_USER_ERROR
-    says(capsys.readouterr().err, *expected)
+    error = capsys.readouterr().err
+    says(error, *expected)
+    assert "error: target=" not in error or "target=" in arguments[0]
+
+
+def test_heads_that_vllm_cannot_split_are_an_error_before_the_start():
+    """As for training: the bundled policy has fewer heads than GPUs here."""
+    config = composition(["recipes=offline"], Library.find(None)).resolved()
+    config.rollout.name, config.rollout.tensor_model_parallel_size = "vllm", 77
+    with pytest.raises(UserError) as raised:
+        check_inputs(config, trains=False)
+    says(str(raised.value), "rollout.tensor_model_parallel_size=77", "attention heads", str(config.model.path))
 
 
 def test_an_adapter_alone_is_no_target(tmp_path, capsys):

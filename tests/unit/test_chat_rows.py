@@ -42,6 +42,14 @@ def test_a_prompt_with_the_answer_as_last_turn(tmp_path, role):
     rejected(data, "t.jsonl line 1", "messages", role, "data.last_turn_as_answer=true")
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_a_chat_that_ends_with_two_turns_of_the_model(tmp_path, last):
+    """The remedy is not data.last_turn_as_answer=true alone: it leaves a turn, and may be set already."""
+    row = {"messages": [ASKED, ANSWERED, ANSWERED | {"content": "two"}], "answer": "2"}
+    data = data_of(tmp_path, row, prompt_key="messages", last_turn_as_answer=last)
+    rejected(data, "t.jsonl line 1", "messages", "2 turns of role assistant", "Remove these turns", "only one of them")
+
+
 def test_the_last_turn_becomes_the_answer(tmp_path):
     (tmp_path / "rewards.py").write_text("def f(completions, prompts, answer, **kwargs): ...")
     rewards = RewardConfig(functions=[f"{tmp_path}/rewards.py:f"])

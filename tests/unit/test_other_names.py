@@ -124,7 +124,7 @@ def test_the_clip_of_both_sides_is_never_the_dual_clip(typed):
     [
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor.ppo_max_token_len_per_gpu"),
         ("critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu"),
-        ("per_device_train_batch_size", "actor.ppo_max_token_len_per_gpu"),
+        ("micro_train_batch_size", "actor.ppo_max_token_len_per_gpu"),
     ],
 )
 def test_a_number_of_samples_is_not_taken_for_one_of_tokens(typed, ours):
@@ -144,7 +144,7 @@ def test_a_data_type_of_the_whole_model_is_told_apart(typed):
     [
         ("actor_rollout_ref.rollout.mode", "rollout=vllm_server"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "no sample is split over ranks"),
-        ("reward.reward_model.enable", "Add reward_model to reward.functions"),
+        ("reward.reward_model.enable", "add reward_model to reward.functions"),
         ("dtype", "backend.autocast=bfloat16"),
         ("ds_tensor_parallel_size", "backend.zero_stage=3"),
         ("load_checkpoint", "The same command again resumes the run"),
@@ -205,11 +205,88 @@ def test_a_value_that_verl_or_openrlhf_takes(typed, message):
         ("loss_type", ["actor.loss_agg_mode=token-mean", "algorithm=dr_grpo"]),
         ("advantage_estimator", ["algorithm=grpo", "algorithm=ppo"]),
         ("actor.num_generations", ["rollout.n"]),
+        ("fsdp_config.fsdp_sharding_strategy", ["backend.reshard_after_forward", "backend.dp_replicate"]),
+        ("fsdp_config.fsdp_offload_params", ["actor.fsdp_config.param_offload"]),
+        ("fsdp_config.fsdp_auto_wrap_policy", ["Leave it out", "each layer"]),
+        ("fsdp_config.fsdp_version", ["backend=fsdp2"]),
+        ("fsdp_config.fsdp_activation_checkpointing", ["model.enable_gradient_checkpointing"]),
+        ("fsdp_config.fsdp_state_dict_type", ["Leave it out", "any number of ranks"]),
+        ("fsdp_config.fsdp_backward_prefetch", ["Leave it out"]),
+        ("fsdp_config.fsdp_cpu_ram_efficient_loading", ["model.loading", "broadcast"]),
+        ("fsdp_config.fsdp_sync_module_states", ["model.loading", "broadcast"]),
+        ("fsdp_config.fsdp_use_orig_params", ["Leave it out"]),
+        ("deepspeed_config.zero_stage", ["backend.zero_stage"]),
+        ("deepspeed_config.offload_optimizer_device", ["backend.offload_optimizer"]),
+        ("deepspeed_config.gradient_accumulation_steps", ["actor.ppo_mini_batch_size"]),
+        ("deepspeed_config.zero3_init_flag", ["backend=deepspeed"]),
+        ("zero_optimization.stage", ["backend.zero_stage"]),
+        ("zero_optimization.offload_optimizer.device", ["backend.offload_optimizer"]),
+        ("zero_optimization.offload_param.device", ["actor.fsdp_config.param_offload"]),
+        ("zero_optimization.overlap_comm", ["backend=deepspeed"]),
+        ("gradient_clipping", ["actor.grad_clip"]),
+        ("train_micro_batch_size_per_gpu", ["actor.ppo_max_token_len_per_gpu"]),
+        ("bf16.enabled", ["backend.autocast=bfloat16"]),
+        ("fp16.enabled", ["float16 is not available"]),
+        ("fp16", ["float16 is not available"]),
+        ("distributed_type", ["backend=deepspeed"]),
+        ("use_vllm", ["rollout=vllm", "rollout=vllm_server"]),
+        ("vllm_server_host", ["rollout.servers.urls"]),
+        ("per_device_train_batch_size", ["data.train_batch_size", "num_generations"]),
+        ("num_ppo_epochs", ["actor.ppo_epochs"]),
+        ("num_mini_batches", ["actor.ppo_mini_batch_size"]),
+        ("total_episodes", ["trainer.total_epochs", "trainer.total_training_steps"]),
+        ("vf_coef", ["critic.optim.lr"]),
+        ("missing_eos_penalty", ["algorithm.mask_truncated_responses=true"]),
+        ("stop_token", ["rollout.stop"]),
+        ("exp_name", ["trainer.experiment_name"]),
+        ("overwrite_output_dir", ["trainer.overwrite"]),
+        ("use_liger_loss", ["backend.use_liger"]),
+        ("wandb_mode", ["tracking.wandb.mode"]),
+        ("ray_init.num_cpus", ["without Ray", "trainer.nproc"]),
+        ("trainer.ray_wait_register_center_timeout", ["without Ray"]),
+        ("actor_rollout_ref.hybrid_engine", ["Leave it out"]),
+        ("actor_rollout_ref.model.external_lib", ["model.trust_remote_code"]),
+        ("actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params", ["Leave it out"]),
+        ("data.tokenizer", ["model.path", "model.chat_template"]),
+        ("data.max_length", ["data.max_response_length"]),
         ("rollout.nn", ["rollout.n?"]),
     ],
 )
 def test_names_that_had_no_answer(typed, facts):
     says(hint(typed), *facts)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["actor.profiler.enable", "transfer_queue.enable", "amp.enabled", "scheduler.type", "reward_manager.name"],
+)
+def test_a_general_word_is_not_taken_for_the_same_word_of_another_section(typed):
+    assert hint(typed) == ""
+
+
+def test_a_general_word_of_a_similar_section_is():
+    says(hint("reward_model.overlong_buffer.enable"), "reward.overlong_buffer.enable")
+
+
+@pytest.mark.parametrize(("suffix", "ours"), [("", "model.path="), (".jsonl", "data.train_files=")])
+def test_a_folder_or_a_file_without_its_setting(tmp_path, suffix, ours):
+    path = tmp_path / f"mine{suffix}"
+    if suffix:
+        path.write_text("")
+    else:
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+    with pytest.raises(UserError) as raised:
+        compose_config([str(path)], Library.find(None))
+    says(str(raised.value), f"write {ours}{path}.")
+
+
+def test_a_folder_as_the_option_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError) as raised:
+        parse(["--model", "mine"])
+    says(str(raised.value), "Did you mean model.path=mine?")
 
 
 @pytest.mark.parametrize(
@@ -251,6 +328,7 @@ def test_a_value_that_is_only_spelled_alike_is_not_offered():
             ["--num-generations=8"],
             "--num-generations=8: settings are written without dashes. Did you mean rollout.n=8?",
         ),
+        (["--recipes", "minimal"], "--recipes minimal: settings are written without dashes. Did you mean recipes=min"),
         (["--model", "a/b"], "--model a/b: settings are written without dashes. Did you mean model.path=a/b?"),
         (["--eps_clip", "0.2"], "--eps_clip 0.2: there is no such option. It clips on both sides;"),
         (

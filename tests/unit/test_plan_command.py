@@ -21,6 +21,7 @@ from rlhf.planning import devices
 from rlhf.planning.check import check_fits, engine_share, models_of, plan_of
 from rlhf.planning.devices import gpu_memory, smallest_gpu
 from rlhf.planning.memory_plan import Models, Plan, Target, evaluation_share, memory_plan
+from rlhf.planning.meta_shapes import meta_model
 from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.plan_text import gib, plan_page
 from rlhf.planning.remedies import remedies
@@ -68,6 +69,19 @@ def driver(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     (tmp_path / "gpus").write_text(GPUS)
     return tmp_path / "gpus"
+
+
+def write_meta_weights(folder: str) -> None:
+    """Write a safetensors file with the shapes of the model in `config.json`, and a hole in place of its weights."""
+    model = meta_model("model.path", folder)
+    header, end = {}, 0
+    for name, tensor in model.named_parameters():
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + 4 * tensor.numel()]}
+        end += 4 * tensor.numel()
+    text = json.dumps(header).encode()
+    with (Path(folder) / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def document(capsys, *arguments: str, code: int = EXIT_DONE) -> dict:
@@ -519,6 +533,53 @@ def test_a_switch_overrides_the_refusal(driver, tmp_path):
     driver.write_text(GPUS)
     gpu_memory.cache_clear()
     check_fits(config)
+
+
+def test_the_error_of_the_check_names_the_settings_that_together_fit(driver, seven_b, monkeypatch):
+    """The remedy works: with these settings added to the command, the check passes."""
+    driver.write_text("0, GPU-a, 24576\n")
+    monkeypatch.setattr("rlhf.planning.check.machine_memory", lambda: 128 << 30)
+    write_meta_weights(seven_b)
+    command = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", "rollout=embedded"]
+    command += ["trainer.device=cuda", "trainer.nproc=1"]
+    with pytest.raises(UserError, match="does not fit") as raised:
+        check_fits(compose_config(command, Library.find(None)))
+    found = re.search(r"add them to the command: (.*?)\. `python", str(raised.value))
+    assert found is not None, str(raised.value)
+    added = shlex.split(found[1])
+    assert len(added) > 1
+    check_fits(compose_config([*command, *added], Library.find(None)))
+
+
+def test_the_error_of_the_check_names_the_gpu_that_a_run_needs(driver, seven_b, monkeypatch):
+    driver.write_text("0, GPU-a, 6000\n")
+    monkeypatch.setattr("rlhf.planning.check.machine_memory", lambda: 128 << 30)
+    write_meta_weights(seven_b)
+    command = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", "trainer.device=cuda"]
+    with pytest.raises(UserError) as raised:
+        check_fits(compose_config([*command, "trainer.nproc=1"], Library.find(None)))
+    says(str(raised.value), "No settings make the run fit", "at least", "for each GPU")
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        (("--devices", "8"), "--ranks 8"),
+        (("--gpus=8",), "--ranks 8"),
+        (("--world-size", "8"), "--ranks 8"),
+        (("--memory", "80GB"), "--device-memory 80GB"),
+        (("--nproc", "8"), "trainer.nproc=8"),
+    ],
+)
+def test_words_for_options_that_other_commands_have(option, meant, capsys):
+    assert main(["recipes=null", *option]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, option[0], f"Did you mean {meant}?")
+
+
+def test_a_damaged_config_file_is_to_be_corrected(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"')
+    assert main(["recipes=null", "data.train_files=x.jsonl", f"model.path={tmp_path}"]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, str(tmp_path), "not a valid JSON file", "Correct its config.json")
 
 
 def test_a_machine_without_gpu_is_warned_of(tmp_path, monkeypatch, caplog):

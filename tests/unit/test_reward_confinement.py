@@ -219,6 +219,7 @@ def test_what_functions_do_still_works(shared, tmp_path):
         ("os.environ['MY_API_KEY']", True),
         ("open('/of_a_function', 'w')", True),
         ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')", True),
+        ("import urllib.request; urllib.request.urlopen('http://judge.example.com')", True),
         ("{}['MY_API_KEY']", False),
         ("open('/of/nobody')", False),
     ],

@@ -2,12 +2,17 @@
 
 import difflib
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 from rlhf.config.known_settings import SECTIONS, SETTINGS, Setting, setting_of
 from rlhf.config.migrations import migrated_name, release_hint
 from rlhf.config.names.other_trainers import other_trainers
 from rlhf.errors import did_you_mean, nearest
+
+DATA_ENDINGS = (".csv", ".json", ".jsonl", ".parquet")
+GENERAL = frozenset({"device", "enable", "enabled", "mode", "name", "path", "type"})
+"""Last words of settings that mean nothing without the word before."""
 
 
 def recipe_hint() -> str:
@@ -45,7 +50,7 @@ def nearest_setting(key: str) -> str | None:
     if setting_of(own) or own in SECTIONS:
         return own
     section, _, name = own.rpartition(".")
-    if same := [k for k in SETTINGS if k.rpartition(".")[2] == name]:
+    if same := [k for k in SETTINGS if k.rpartition(".")[2] == name and (name not in GENERAL or _near_words(own, k))]:
         return max(same, key=lambda k: difflib.SequenceMatcher(None, own, k).ratio())
     if elsewhere := theirs.get(name, ""):  # another trainer's name in one of our sections
         for candidate in (f"{section}.{elsewhere.rpartition('.')[2]}", elsewhere):
@@ -55,6 +60,12 @@ def nearest_setting(key: str) -> str | None:
         found = nearest(name, [k.rpartition(".")[2] for k in SETTINGS if k.rpartition(".")[0] == section])
         return f"{section}.{found}" if found else elsewhere or None
     return nearest(own, [*SETTINGS, *SECTIONS])
+
+
+def _near_words(key: str, other: str) -> bool:
+    """Return whether the words before the last one are the same or similar."""
+    word, another = ((text.split(".")[-2:-1] or [""])[0] for text in (key, other))
+    return not word or nearest(word, [another]) is not None
 
 
 def _without_prefix(key: str) -> str:
@@ -110,10 +121,17 @@ def entry_hint(group: str, value: str, known: Collection[str]) -> str:
 
 def override_for(group: str, value: str) -> str | None:
     """Return the override to write if `value` is a model's folder, a data file or a function, not a group's entry."""
-    if group == "model" and "/" in value:
+    if group == "model" and ("/" in value or Path(value).is_dir()):
         return f"model.path={value}"
     if group == "data" and ("/" in value or "." in value):
         return f"data.train_files={value}"
     if group == "reward" and ":" in value:
         return f"'reward.functions=[{value}]'"
     return None
+
+
+def path_override(text: str) -> str | None:
+    """Return the override to write for a folder or data file that was typed without its setting; None for others."""
+    if Path(text).is_file() and text.endswith(DATA_ENDINGS):
+        return f"data.train_files={text}"
+    return f"model.path={text}" if (Path(text) / "config.json").is_file() else None

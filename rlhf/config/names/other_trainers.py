@@ -14,7 +14,8 @@ class OtherTrainers:
     `names` maps each trainer's names to our setting or group, `settings` the names of all trainers, and `values` their
     values to ours. In some settings, verl's -1 means none or all; `minus_one` maps each such setting to our value.
     `remarks` has a sentence per name without a single equivalent, and `value_remarks` one per pair of setting (or
-    group) and value. `prefixes` are verl's outer sections; their inner sections have our names.
+    group) and value. `prefixes` are outer sections of their files; names are looked up
+    without them.
     """
 
     prefixes: tuple[str, ...]
