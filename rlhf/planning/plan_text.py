@@ -198,8 +198,10 @@ def devices_needed(found: FittingChanges) -> str:
     ways = [] if found.memory is None else [f"at least {gib(found.memory)} for each {kind}"]
     ways += [] if found.ranks is None else [f"{found.ranks:,} {kind}s"]
     if not ways:
+        if found.plan.fits_host:
+            return "It needs a smaller model."
         problem = host_problem(found.plan)
-        return problem[0].upper() + problem[1:] if not found.plan.fits_host else "It needs a smaller model."
+        return problem[0].upper() + problem[1:]
     return f"With these settings it needs {', or '.join(ways)}."
 
 

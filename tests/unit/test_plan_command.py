@@ -395,7 +395,7 @@ def test_a_run_that_cannot_fit_ends_before_it_starts(driver, tmp_path, capsys):
     assert train(arguments) == EXIT_USER_ERROR
     output = capsys.readouterr().err
     assert re.search(r"actor update needs 1\.\d GiB on each rank, and a rank has 1,000 MiB", output)
-    assert re.search(r" Set \w+\.\S+=\S+ \(\d+ MiB less\)", output)
+    says(output, "No settings make the run fit", "at least", "for each GPU")
     assert "trainer.check_memory=false" in output
     assert not (tmp_path / "rlhf").exists()
 
