@@ -51,6 +51,12 @@ def test_runs_side_by_side_with_the_settings_that_differ(runs, capsys):
     assert "experiment_name" not in text
 
 
+def test_a_checkpoint_instead_of_its_run(runs, capsys):
+    (runs[0] / "global_step_2").mkdir()
+    assert main([str(runs[0] / "global_step_2")]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, "global_step_2 is not a run directory", f"in the run directory {runs[0]}.")
+
+
 def test_json_has_the_reports(runs, capsys):
     assert main([*map(str, runs), "--json"]) == EXIT_DONE
     first, second = json.loads(capsys.readouterr().out)["runs"]
