@@ -33,7 +33,8 @@ class Batch:
     numbers: Tensor
     """[N] int64: number of each sample among the samples of its prompt."""
     staleness: Tensor | None = None
-    """[N] int64: steps from the sampling policy to the policy before this update; None if all are 0 on all ranks."""
+    """[N, R] int32: steps from the policy that drew each token to the policy before this update, 0 on padding; None if
+    all are 0 on all ranks. The tokens of one response may differ (partial rollouts)."""
 
     @property
     def counted(self) -> Tensor:
@@ -102,7 +103,7 @@ class RolloutBatch(Batch):
     @property
     def has_score(self) -> Tensor:
         """[N] bool: whether each response has a score."""
-        return torch.ones_like(self.truncated) if self.failed is None else ~self.failed
+        return torch.ones_like(self.scores, dtype=torch.bool) if self.failed is None else ~self.failed
 
 
 @dataclass(kw_only=True)

@@ -48,6 +48,23 @@ def rollout_is_weights(
     return masked(weights, mask), masked(outside.to(ratios.dtype), mask)
 
 
+def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
+    """Return the number of tokens in the mask, and the sum and sum of squares of their weights, [3] float64."""
+    inside = masked(weights, mask).double()
+    return torch.stack([mask.double().sum(), inside.sum(), inside.square().sum()])
+
+
+def effective_sample_size(sums: Tensor) -> float:
+    """Return (sum w)^2 / (n * sum w^2) of `weight_sums` added over all tokens; 0 if all weights are 0.
+
+    1 means equal weights, 1 / n that a single token has all the weight.
+
+    Source: Kong, "A Note on Importance Sampling using Standardized Weights" (1992), divided by n as in verl.
+    """
+    tokens, total, squares = sums.tolist()
+    return total**2 / (tokens * squares) if squares else 0.0
+
+
 @torch.no_grad()
 def accepted(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, kind: str, threshold: float, lower: float | None

@@ -14,8 +14,8 @@ from rlhf.experience.groups import Group
 def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.device) -> RolloutBatch:
     """Return the samples of `groups` as a batch, in the order of the groups. No groups give a batch without rows.
 
-    The scores include the over-long penalty. `version` is the number of training steps so far; a sample's staleness
-    is `version` minus the sample's own version. `pad_id` is the token id of the padding.
+    The scores include the over-long penalty. `version` is the number of training steps so far; a token's staleness
+    is `version` minus the version of the policy that drew the token. `pad_id` is the token id of the padding.
     """
     rows = [(group, sample) for group in groups for sample in group.samples]
     prompts = [len(group.prompt_ids) for group, _ in rows]
@@ -24,12 +24,17 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
     input_ids = np.full((len(rows), longest), pad_id, np.int32)
     log_probs = np.zeros((len(rows), max(responses, default=0)), np.float32)
     mask = np.zeros(log_probs.shape, np.bool_)
+    staleness = np.zeros(log_probs.shape, np.int32)
     for row, (group, sample) in enumerate(rows):
         start, length = prompts[row], responses[row]
         input_ids[row, :start] = group.prompt_ids
         input_ids[row, start : start + length] = sample.token_ids
         log_probs[row, :length] = sample.log_probs
         mask[row, :length] = sample.mask()
+        first = 0
+        for drawn_by, end in sample.versions:
+            staleness[row, first:end] = version - drawn_by
+            first = end
 
     def tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -48,5 +53,5 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
         truncated=tensor([sample.finish_reason == "length" for _, sample in rows], torch.bool),
         uids=tensor([group.uid for group, _ in rows], torch.int64),
         numbers=tensor([sample.sample for _, sample in rows], torch.int64),
-        staleness=tensor([version - sample.version for _, sample in rows], torch.int64),
+        staleness=torch.from_numpy(staleness).to(device),
     )

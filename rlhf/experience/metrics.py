@@ -135,7 +135,8 @@ def step_metrics(
         # A group of one sample cannot have a signal.
         "no_signal": Summary.of(not group.has_signal("seq_reward") for group in groups if len(group.samples) > 1),
     }
-    numbers = [result.extra | result.terms for group in groups for result in group.results]
+    results = [result for group in groups for result in group.results]
+    numbers = [result.extra | result.terms for result, counts in zip(results, counted, strict=True) if counts]
     for name in {name for of_sample in numbers for name in of_sample}:
         own[f"reward/{name}"] = Summary.of(of_sample[name] for of_sample in numbers if name in of_sample)
     merged = merge(own, coordinator)

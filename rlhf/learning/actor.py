@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhf.algorithms.aggregation import loss_sum
-from rlhf.algorithms.correction import accepted, rollout_is_weights
+from rlhf.algorithms.correction import accepted, effective_sample_size, rollout_is_weights, weight_sums
 from rlhf.algorithms.kl import corrected_kl, kl_estimate, kl_metric
 from rlhf.algorithms.lookup import load_policy_loss
 from rlhf.algorithms.statistics import masked
@@ -67,13 +67,18 @@ class Actor(Policy):
         rejection, old = self._correction.rollout_rs, batch.old_log_probs
         if guards.allows("actor", rollout_log_probs=sampled) and rejection is not None and old is not None:
             batch, rejected = self._reject(batch, old, rejection)
-        before, after, loss = partial(self._with_chosen, guards.step), self._adapt_bonus, self._micro_batch_loss
+        weights: list[Tensor] = []
+        before, after = partial(self._with_chosen, guards.step), self._adapt_bonus
+        loss = partial(self._micro_batch_loss, weights)
         metrics = rejected | update(
             self.backend, batch, balance, self._passes, loss, guards, "actor", shuffle, before, after
         )
+        if weights:  # on all ranks or on none, because all have equally many micro-batches
+            metrics["rollout/is_eff_sample_size"] = effective_sample_size(all_sum(torch.stack(weights).sum(dim=0)))
         return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
 
-    def _micro_batch_loss(self, micro: ActorBatch, counts: Counts) -> MicroBatchLoss:
+    def _micro_batch_loss(self, seen: list[Tensor], micro: ActorBatch, counts: Counts) -> MicroBatchLoss:
+        """Return the loss of a micro-batch, and append the sums of its importance weights, if any, to `seen`."""
         config, mask, counted = self._config, micro.response_mask.float(), micro.counted.float()
 
         def aggregate(values: Tensor) -> Tensor:
@@ -90,6 +95,7 @@ class Actor(Policy):
         if (weighing := self._importance_weights(micro, old)) is not None:
             weights, truncated = weighing
             losses = losses * weights
+            seen.append(weight_sums(weights, mask))
             metrics = metrics | {"rollout/is_mean": weights, "rollout/is_truncated": truncated}
         pg_loss = aggregate(losses)
         loss, terms = pg_loss, {"pg_loss": pg_loss}
@@ -168,7 +174,8 @@ class Actor(Policy):
 
         The weights correct from the sampling policy to the policy before the update. The loss clips around the latter:
         the decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298). Without
-        `rollout_is` only stale samples are weighted.
+        `rollout_is` only stale tokens are weighted: a token that the current policy drew has the weight 1, also in a
+        response that an older policy began.
         """
         mask, correction, level = micro.response_mask.float(), self._correction, self._correction.rollout_is
         bounds = correction.rollout_is_threshold, correction.rollout_is_threshold_lower
@@ -177,5 +184,5 @@ class Actor(Policy):
         if micro.staleness is None:
             return None
         weights, truncated = rollout_is_weights(old, micro.rollout_log_probs, mask, "token", *bounds)
-        older = (micro.staleness > 0)[:, None]
+        older = micro.staleness > 0
         return torch.where(older, weights, mask), truncated * older

@@ -39,7 +39,7 @@ def batch_with(empty: int, others: int) -> EveryBatch:
     for tensor in (batch.rollout_log_probs, batch.advantages, batch.returns):
         assert tensor is not None
         tensor[:empty] = math.nan  # outside the mask, so it must not be read
-    return replace(batch, staleness=torch.ones(len(batch), dtype=torch.int64)).select(slice(None))
+    return replace(batch, staleness=torch.ones_like(batch.response_mask, dtype=torch.int32)).select(slice(None))
 
 
 def guards() -> Guards:

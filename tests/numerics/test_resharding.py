@@ -16,7 +16,7 @@ from tests.support.numeric_ranks import run_ranks, single_rank
 from tests.support.tiny_updates import EveryBatch, random_batch, with_observations
 
 RANKS, GROUPS, GROUP, MINI_BATCHES = 4, 10, 3, 2
-PER_TOKEN = ("response_mask", "rollout_log_probs", "advantages", "values")
+PER_TOKEN = ("response_mask", "staleness", "rollout_log_probs", "advantages", "values")
 
 
 @functools.cache
@@ -25,8 +25,9 @@ def whole_batch() -> EveryBatch:
     batch = with_observations(random_batch(seed=3, samples=GROUPS * GROUP, prompt=(1, 30), response=(0, 40)))
     values = batch.rollout_log_probs.clone()
     values[::2] *= 1e-42
+    ages = (torch.arange(values.numel()).view_as(values) % 3).int() * batch.response_mask
     values[1, :3] = torch.tensor([-0.0, torch.nan, torch.inf])
-    return replace(batch, values=values, staleness=torch.arange(GROUPS * GROUP), returns=None)
+    return replace(batch, values=values, numbers=torch.arange(GROUPS * GROUP), staleness=ages, returns=None)
 
 
 def rollout_ranks(case: str) -> list[int]:
@@ -65,7 +66,7 @@ def on_a_rank() -> dict[str, Any]:
         rollout, training, rows = resharded(case, coordinator)
         # Values move from the training batch to the rollout batch and back.
         columns = torch.arange(training.batch.response_mask.shape[1])
-        figures = (1000.0 * training.batch.staleness[:, None] + columns) * training.batch.response_mask
+        figures = (1000.0 * training.batch.numbers[:, None] + columns) * training.batch.response_mask
         found[case] = {
             "training": {name: getattr(with_figures(training, rollout), name) for name in FIELDS},
             "lengths": training.balance.lengths,
@@ -75,7 +76,7 @@ def on_a_rank() -> dict[str, Any]:
     return found
 
 
-FIELDS = ("input_ids", "prompt_lengths", "response_lengths", "staleness", *PER_TOKEN)
+FIELDS = ("input_ids", "prompt_lengths", "response_lengths", "numbers", *PER_TOKEN)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def test_every_sample_arrives_on_one_training_rank_unchanged(ranks, case):
     whole, seen = whole_batch(), []
     for number, rank in enumerate(ranks):
         training, lengths = rank[case]["training"], rank[case]["lengths"]
-        rows = training["staleness"].tolist()  # the sample's row in the whole batch
+        rows = training["numbers"].tolist()  # the sample's row in the whole batch
         half = GROUPS * GROUP // MINI_BATCHES
         first = [row for row in rows if row < half]
         assert rows == sorted(first) + sorted(row for row in rows if row >= half)
@@ -107,7 +108,7 @@ def test_every_sample_arrives_on_one_training_rank_unchanged(ranks, case):
 @pytest.mark.parametrize("case", CASES)
 def test_values_of_the_training_ranks_return_to_the_rollout_ranks(ranks, case):
     whole = whole_batch()
-    figures = (1000.0 * whole.staleness[:, None] + torch.arange(whole.response_mask.shape[1])) * whole.response_mask
+    figures = (1000.0 * whole.numbers[:, None] + torch.arange(whole.response_mask.shape[1])) * whole.response_mask
     for rank in ranks:
         rows = torch.tensor(rank[case]["rows"], dtype=torch.int64)
         width = max(whole.response_lengths[rows].tolist(), default=0)
@@ -140,15 +141,15 @@ def test_every_epoch_step_and_seed_has_another_shuffle():
         drawn = [present, *(first.shuffle.moved(present, epoch) for epoch in (1, 2))]
         others = [training(2, 1).batch, training(1, 2).batch]
         again = training(1, 1)
-        assert torch.equal(again.batch.staleness, first.batch.staleness)
+        assert torch.equal(again.batch.numbers, first.batch.numbers)
         for epoch, batch in enumerate(drawn):
-            # `staleness` is the sample's row in the whole batch.
-            expected = whole_batch().select(batch.staleness)
+            # `numbers` is the sample's row in the whole batch.
+            expected = whole_batch().select(batch.numbers)
             for name in FIELDS:
                 assert bits(getattr(batch, name)) == bits(getattr(expected, name)), name
             lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
             assert first.shuffle.deal(epoch)[1].lengths == [[lengths[:15]], [lengths[15:]]]
-        halves = {frozenset(batch.staleness[:15].tolist()) for batch in [*drawn, *others]}
+        halves = {frozenset(batch.numbers[:15].tolist()) for batch in [*drawn, *others]}
         assert len(halves) == 5, "every draw has other mini-batches"
         assert all(len({row // GROUP for row in half}) > 15 // GROUP for half in halves), "samples, not whole groups"
 

@@ -219,7 +219,7 @@ def actor_tokens(
             loss = token_loss(log_prob, old[s][t], sequence, float(batch.advantages[s, t]), actor, (s, t) in chosen)
             tokens.add(chosen=float((s, t) in chosen))
             if weighs:
-                counts = correction.rollout_is is not None or bool(batch.staleness[s])
+                counts = correction.rollout_is is not None or bool(batch.staleness[s, t])
                 weight, truncated = engine_weight(engine, t, correction) if counts else (1.0, False)
                 tokens.add(weight=weight, truncated=float(truncated))
                 loss = loss * weight

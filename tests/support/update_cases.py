@@ -177,7 +177,7 @@ ENTROPY_CASES: dict[str, tuple[int, Config]] = {
         ),
     ),
 }
-# Without a correction of all samples, only samples older than the policy are weighted.
+# Without a correction of all samples, only tokens of an older policy are weighted.
 OLDER_CASES: dict[str, tuple[int, Config]] = {
     "older_samples": (2, actor_case(ppo_epochs=2, clip_ratio_high=0.28)),
     "older_samples_one_look": (1, actor_case(loss_agg_mode="seq-mean-token-mean")),
@@ -237,10 +237,14 @@ def whole_batch(dtype: torch.dtype) -> EveryBatch:
 
 
 def batch_of(case: str) -> EveryBatch:
-    """Return the batch of a case. Some cases have samples that are one step old (every third) or observations."""
+    """Return the batch of a case. Some cases have tokens that are one step old, or observations."""
     batch = whole_batch(torch.get_default_dtype())
     batch = with_observations(batch) if case in OBSERVING_CASES else batch
-    return replace(batch, staleness=(torch.arange(len(batch)) % 3 == 0).long()) if case in OLDER_CASES else batch
+    if case not in OLDER_CASES:
+        return batch
+    rows, columns = torch.meshgrid(*map(torch.arange, batch.response_mask.shape), indexing="ij")
+    # Every third sample is old as a whole, the next one up to its third token.
+    return replace(batch, staleness=((rows % 3 == 0) | (rows % 3 == 1) & (columns < 3)).int())
 
 
 def start_policies(case: str) -> tuple[Any, Any]:
@@ -291,6 +295,7 @@ def padded(batch: EveryBatch, columns: int) -> EveryBatch:
         rollout_log_probs=pad(batch.rollout_log_probs, -5.0),
         advantages=pad(batch.advantages, 7.0),
         returns=pad(batch.returns, 7.0),
+        staleness=None if batch.staleness is None else pad(batch.staleness, 1),
     )
 
 

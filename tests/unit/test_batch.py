@@ -1,7 +1,7 @@
 """Batches and micro-batches of samples: every sample once, nothing but padding trimmed."""
 
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -45,7 +45,10 @@ def random_groups(seed: int, prompts: int = 5, n: int = 3, *, baseline: bool = T
             tokens = [next(ids) for _ in range(rng.randint(1, 6))]
             log_probs = [-token / 100 for token in tokens]
             spans = ((0, 1), (2, len(tokens))) if len(tokens) > 3 else ()
-            samples.append(Sample.of(uid, number, tokens, log_probs, "length", VERSION - place, spans))
+            sample = Sample.of(uid, number, tokens, log_probs, "length", VERSION - place, spans)
+            if place and len(tokens) > 1:  # the policy of the next step continued the response
+                sample = replace(sample, versions=((VERSION - place, 1), (VERSION - place + 1, len(tokens))))
+            samples.append(sample)
         scores = [float(place * n + number) for number in range(n)]
         groups.append(group_of(uid, prompt, samples, scores, place / 4 if baseline else None))
     return groups
@@ -82,7 +85,9 @@ def check_row(batch: EveryBatch, row: int, number: int, groups: list[Group]) -> 
         assert torch.equal(getattr(batch, name)[row, :count], expected + 1000 * place)
     assert (batch.scores[row], batch.baselines[row]) == (number, group.baseline)
     assert batch.staleness is not None
-    assert int(batch.staleness[row]) == VERSION - sample.version
+    ends = [0, *(end for _, end in sample.versions)]
+    ages = [VERSION - v for (v, end), first in zip(sample.versions, ends, strict=False) for _ in range(first, end)]
+    assert batch.staleness[row].tolist() == ages + [0] * (batch.staleness.shape[1] - count)
 
 
 def check_trimmed(batch: EveryBatch) -> None:

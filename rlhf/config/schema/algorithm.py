@@ -46,7 +46,7 @@ class FilterGroupsConfig:
 class RolloutCorrectionConfig:
     rollout_is: str | None = setting(None, choices=("token", "sequence"))
     """Truncated importance sampling between the rollout engine's log-probs and the trainer's, by `token` or `sequence`.
-    With null, only samples of an older policy get weights, by `token`."""
+    With null, only tokens of an older policy get weights, by `token`."""
     rollout_is_threshold: float = setting(2.0, gt=0)
     """Largest importance weight."""
     rollout_is_threshold_lower: float | None = setting(None, gt=0)
