@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -99,7 +99,7 @@ def composition(
     for key in ConfigFolder.required_by_files - ConfigFolder.set_by_files if stored is None else ():
         if key.partition(".")[0] not in chosen:  # model=tiny sets the model that the recipe leaves open
             OmegaConf.update(composed, key, "???")
-    problems = list(_replaced_entries(chosen, composed, library))
+    problems = list(_replaced_entries(chosen, composed, library, {key for key, _ in values}))
     problems += [problem for key, value in values if (problem := _set(composed, key, value))]
     if problems:
         raise UserError("\n".join(problems))
@@ -130,14 +130,19 @@ def _sorted_overrides(overrides: list[str], library: Library) -> tuple[list[str]
     return choices, values
 
 
-def _replaced_entries(chosen: dict[str, str], composed: DictConfig, library: Library) -> Iterator[str]:
-    """Yield a message for each chosen entry whose only setting is overridden by a recipe, so that it has no effect."""
+def _replaced_entries(
+    chosen: dict[str, str], composed: DictConfig, library: Library, typed: Set[str]
+) -> Iterator[str]:
+    """Yield a message for each chosen entry whose only setting is overridden by a recipe, so that it has no effect.
+
+    A setting that is also `typed` on the command line is what the user wants.
+    """
     values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False))
     for group in sorted(chosen.keys() & set(library.groups)):
         entry = yaml.safe_load(library.entries(group)[chosen[group]].read_bytes()) or {}
         for leaf, value in entry.items() if len(entry) == 1 else ():
             key, now = f"{group}.{leaf}", values[group].get(leaf)
-            if setting_of(key) and value not in ("???", now):
+            if setting_of(key) and key not in typed and value not in ("???", now):
                 better = shlex.quote(f"{key}={'null' if value is None else value}".replace("'", ""))
                 what = f"{group}={chosen[group]}: has no effect, because the recipe sets {key}={now}."
                 yield f"{what} Remove {key} from the recipe, or write {better}."
