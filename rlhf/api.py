@@ -189,6 +189,7 @@ def check_inputs(config: Config, *, trains: bool = True) -> None:
 def check_files(config: Config) -> None:
     """Raise UserError for mistakes in models, data, rewards and trackers. The checks do not depend on the devices."""
     from rlhf.data import check_sources
+    from rlhf.data.turns.chat_turns import env_template
     from rlhf.environments.class_checks import check_environments, preflight_environments
     from rlhf.launch.preflight_import import preflight_import
     from rlhf.models.template_check import check_rendering
@@ -199,6 +200,8 @@ def check_files(config: Config) -> None:
     check_trackers(config.trainer.logger, config.tracking.wandb)
     check_reward(config.reward, config.reward_model, without_functions=bool(config.env.classes))
     check_environments(config.env)
+    if config.env.classes and config.env.template is not None:
+        env_template(config.env.template)
     # Under torchrun, only one rank of each node imports the files.
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     with (

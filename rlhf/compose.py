@@ -28,6 +28,7 @@ from rlhf.config.library import PACKAGE, Library
 from rlhf.config.names.hints import entry_hint, hint, nearest_setting, path_override, recipe_hint, syntax_hint
 from rlhf.config.resolved import to_config
 from rlhf.config.rules.algorithm_rules import idle_critic
+from rlhf.config.rules.env_rules import idle_env
 from rlhf.config.rules.lora_rules import idle_lora
 from rlhf.errors import UserError
 from rlhf.planning.device_defaults import Machine, device_defaults
@@ -57,7 +58,8 @@ class Composition:
             if self.missing:
                 raise UserError(self.missing)
             config = to_config(self.tree)
-        if problems := [*idle_critic(config, self.typed), *idle_lora(config, self.typed)]:
+        idle = (idle_critic, idle_lora, idle_env)
+        if problems := [problem for check in idle for problem in check(config, self.typed)]:
             raise UserError("\n".join(problems))
         return config
 

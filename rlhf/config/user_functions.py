@@ -24,7 +24,7 @@ def split_spec(setting: str, spec: str) -> tuple[Path, str]:
     if not path.endswith(".py") or not name.isidentifier():
         raise UserError(
             f"{setting}={spec} is not of the form path/to/file.py:name.{did_you_mean(likely_spec(spec))} Write the "
-            "file, a colon and the function."
+            f"file, a colon and the {'class' if setting in (CUSTOM_CLS, ENV_CLASSES) else 'function'}."
         )
     return Path(path).expanduser().absolute(), name
 

@@ -16,6 +16,9 @@ from rlhf.errors import UserError
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.sample import FinishReason
 
+LONGEST_TOKEN = 1024
+"""More characters than a token stands for."""
+
 
 class Stage(Enum):
     """Next need of an episode. CALLS: `calls` are to be made."""
@@ -156,10 +159,12 @@ class Episode:
 
     def _start(self, text: str | None) -> None:
         messages = _with_text(self.prompt.messages, text)
-        self.prompt_ids = self.kind.chat.prompt(messages)
-        if len(self.prompt_ids) > self.limits.prompt_tokens:
+        too_long = _too_long(messages, self.limits.prompt_tokens)
+        self.prompt_ids = [] if too_long else self.kind.chat.prompt(messages)
+        if too_long or len(self.prompt_ids) > self.limits.prompt_tokens:
+            size = f"{_characters(messages)} characters" if too_long else f"{len(self.prompt_ids)} tokens"
             raise UserError(
-                f"An episode of {self.kind.definition.label} begins with {len(self.prompt_ids)} tokens, more than "
+                f"An episode of {self.kind.definition.label} begins with {size}, more than "
                 f"data.max_prompt_length={self.limits.prompt_tokens}: the row's prompt, the tools, and the text that "
                 "reset returned. Raise data.max_prompt_length, or shorten them."
             )
@@ -184,8 +189,11 @@ class Episode:
         """Append the environment's messages, if the policy has another turn and room for a token."""
         assert self._turn is not None
         self.conversation += messages
+        room = self.params.max_tokens - len(self.response)
+        if self.turn >= self.limits.turns or _too_long(messages, room):
+            return self._end("length")
         tokens = self.kind.chat.observation(self._turn[1], messages)
-        if self.turn >= self.limits.turns or len(self.response) + len(tokens) >= self.params.max_tokens:
+        if len(tokens) >= room:
             return self._end("length")
         start = len(self.response)
         self.response += tokens
@@ -242,6 +250,15 @@ def _merged(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         else:
             merged.append((version, end))
     return tuple(merged)
+
+
+def _characters(messages: Sequence[dict[str, Any]]) -> int:
+    return sum(len(content) for message in messages if isinstance(content := message["content"], str))
+
+
+def _too_long(messages: Sequence[dict[str, Any]], tokens: int) -> bool:
+    """Return whether the messages exceed `tokens` by far, so that it takes minutes to tokenize them for nothing."""
+    return _characters(messages) > tokens * LONGEST_TOKEN
 
 
 def _with_text(messages: Sequence[dict[str, str]], text: str | None) -> list[dict[str, str]]:

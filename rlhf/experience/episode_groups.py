@@ -96,9 +96,10 @@ def check_failures(episodes: Sequence[Episode], most: float, coordinator: Coordi
     failed = [episode for episode in episodes if episode.phase is Stage.FAILED]
     own = len(episodes), len(failed), failed[-1].failures[-1] if failed else ""
     totals, counts, texts = zip(*coordinator.all_gather(own), strict=True)
-    if sum(counts) and (sum(counts) > most * sum(totals) or sum(counts) == sum(totals)):
+    all_failed = sum(counts) == sum(totals)
+    if sum(counts) and (sum(counts) > most * sum(totals) or all_failed):
         raise UserError(
             f"The environments of {sum(counts)} of {sum(totals)} samples failed; env.max_failed={most:g} allows fewer. "
-            f"The last failure: {next(filter(None, texts))}\nCorrect the environment, raise env.timeout_s if it "
-            "is slow, or raise env.max_failed."
+            f"The last failure: {next(filter(None, texts))}\nCorrect the environment, or raise env.timeout_s if it is "
+            f"slow{'' if all_failed else ', or env.max_failed'}."
         )

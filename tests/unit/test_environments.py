@@ -2,19 +2,30 @@
 
 import os
 import random
+import re
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from rlhf.api import check_inputs
+from rlhf.compose import compose_config
+from rlhf.config import Config
+from rlhf.config.library import Library
+from rlhf.config.rules.env_rules import idle_env
+from rlhf.config.rules.validate import validate
 from rlhf.config.schema.env import EnvConfig
+from rlhf.data import Prompt
+from rlhf.data.turns.tool_calls import Turn
 from rlhf.environments import free_text
 from rlhf.environments.class_checks import check_environments, check_row
-from rlhf.environments.definition import define
+from rlhf.environments.definition import Definition, define
 from rlhf.environments.saved_state import restore, saved
 from rlhf.environments.sessions import EnvironmentFailed, EnvironmentPool, Session
 from rlhf.errors import UserError
+from rlhf.experience.episode import EnvironmentClass, Episode, Limits
+from rlhf.rollout import Sample, SamplingParams
 
 TOOL = '    def look(self, at: int) -> str:\n        """Look.\n\n        Args:\n            at: where.\n        """\n'
 WRONG = {
@@ -24,6 +35,90 @@ WRONG = {
     "def E(): pass\n": ("E", "class"),
     "class F: pass\n": ("E",),
 }
+
+
+class CountingChat:
+    """A chat of one token per character that counts what it tokenizes."""
+
+    def __init__(self):
+        self.characters = 0
+
+    def prompt(self, messages):
+        return self.observation([], messages)
+
+    def observation(self, sampled, messages):
+        tokens = [1] * sum(len(message["content"]) for message in messages)
+        self.characters += len(tokens)
+        return tokens
+
+    def parse(self, tokens):
+        return Turn("", "", (), ended=True)
+
+
+def episode(chat: CountingChat) -> Episode:
+    kind = EnvironmentClass(0, Definition("Talk", [], "step", False), chat)
+    prompt = Prompt(0, [{"role": "user", "content": "Go."}], [], "", None, {})
+    limits = Limits(turns=4, invalid_calls=0, retries=0, prompt_tokens=16)
+    return Episode(0, 0, prompt, SamplingParams(max_tokens=16), kind, limits, {}, lambda: None)
+
+
+def test_texts_of_megabytes_are_not_tokenized():
+    chat = CountingChat()
+    with pytest.raises(UserError, match=r"Talk .*10000003 characters(?s:.)*data.max_prompt_length=16"):
+        episode(chat).take_replies([{"value": "x" * 10_000_000}])
+    played = episode(chat)
+    played.take_replies([{"value": None}])
+    played.take_turn(Sample.of(0, 0, [5, 6], [-1.0, -1.0], "stop", 0))
+    played.take_replies([{"value": ["x" * 10_000_000, 1.0]}])
+    assert played.operation == "reward"
+    assert chat.characters == len("Go.")
+    played.take_replies([{"value": 0.0}])
+    assert played.finished(0).finish_reason == "length"
+
+
+def test_a_spec_without_a_class_asks_for_one():
+    with pytest.raises(UserError, match=r"env.classes=shop.py .*the file, a colon and the class"):
+        check_environments(EnvConfig(classes=["shop.py"]))
+
+
+AGENT = ["recipes=env_guess", "data=files"]
+
+
+def test_an_entry_of_a_group_and_its_setting_may_be_given_together():
+    config = compose_config([*AGENT, "data.train_files=rows.jsonl"], Library.find(None))
+    assert config.data.train_files == "rows.jsonl"
+    with pytest.raises(UserError, match="data=files: has no effect"):
+        compose_config(AGENT, Library.find(None))
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [("rollout=vllm", "Set rollout=embedded."), ("rollout.async_steps=2", "Set rollout.async_steps=0.")],
+)
+def test_an_engine_that_plays_no_episodes_gets_one_message(setting, remedy):
+    config = compose_config(["recipes=env_guess", setting], Library.find(None))
+    with pytest.raises(UserError) as raised:
+        validate(config, {})
+    (line,) = str(raised.value).splitlines()
+    assert line.startswith("rollout.")
+    assert line.endswith(remedy)
+
+
+def test_a_wrong_template_is_named_before_the_model_is_loaded(tmp_path):
+    (tmp_path / "chat.jinja").write_text("{% for")
+    for name in ("none.jinja", "chat.jinja"):
+        template = f"env.template={tmp_path / name}"
+        with pytest.raises(UserError, match=re.escape(template)):
+            check_inputs(compose_config(["recipes=env_guess", template], Library.find(None)))
+
+
+def test_settings_without_an_environment_are_a_mistake():
+    config = Config()
+    assert list(idle_env(config, [("env.max_turns", 4)])) == [
+        "env.max_turns=4: has no effect without an environment. Set env.classes=[FILE.py:CLASS], or remove it."
+    ]
+    config.env.classes = ["shop.py:Shop"]
+    assert list(idle_env(config, [("env.max_turns", 4)])) == []
 
 
 @pytest.mark.parametrize("text", WRONG)

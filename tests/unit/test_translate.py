@@ -214,6 +214,13 @@ def test_a_wrong_value_is_listed_and_not_written() -> None:
     assert any(line.startswith("rollout.top_p=7") for line in recipe.lost)
 
 
+def test_a_python_script_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "theirs.py"
+    path.write_text("args = GRPOConfig(num_generations=8)\n")
+    assert main([str(path)]) == 2
+    assert f"{path}: is a Python script" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

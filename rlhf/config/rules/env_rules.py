@@ -1,6 +1,7 @@
 """Rules of the settings `env`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from rlhf.config import Config
 
@@ -21,3 +22,12 @@ def env_problems(config: Config) -> Iterator[str]:
         yield f"rollout.stop={rollout.stop}: with {shown}, a turn ends with the end-of-turn token. Set rollout.stop=[]."
     if rollout.ignore_eos:
         yield f"rollout.ignore_eos=true: with {shown}, no turn would end. Set rollout.ignore_eos=false."
+
+
+def idle_env(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Yield one line per setting `env` on the command line (`given`, not a recipe) if the run has no environment."""
+    if config.env.classes:
+        return
+    for key, value in given:
+        if key.startswith("env.") and key != "env.classes":
+            yield f"{key}={value}: has no effect without an environment. Set env.classes=[FILE.py:CLASS], or remove it."

@@ -101,6 +101,8 @@ def rollout_problems(config: Config) -> Iterator[str]:
 
 def missing_engine(config: Config) -> Iterator[str]:
     r = config.rollout
+    if config.env.classes:
+        return  # `env_problems` asks for another engine
     own = r.name == "vllm" or (r.name == "vllm_server" and not r.servers.urls)
     if own and (problem := installation_problem()):
         yield f"rollout={r.name}: {problem}"
@@ -116,7 +118,7 @@ def _asynchronous(config: Config) -> Iterator[str]:
         )
     if name == "vllm_server" and steps > 1:
         yield f"{ahead}: rollout=vllm_server generates at most one step ahead; set rollout.async_steps=1."
-    if correction.rollout_is is None:
+    if correction.rollout_is is None and not config.env.classes:
         yield (
             f"algorithm.rollout_correction.rollout_is=null: with {ahead} samples come from an older policy than the "
             "one in training; set algorithm.rollout_correction.rollout_is=token."

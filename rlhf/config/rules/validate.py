@@ -216,7 +216,8 @@ def _data(config: Config) -> Iterator[str]:
         if names is not None and not (
             isinstance(names, list) and names and all(isinstance(n, str) and n for n in names)
         ):
-            yield f"data.{key}={files!r}: set a file, a glob or a Hub name, or a list of these."
+            none = "; null for none" if key == "val_files" else ""
+            yield f"data.{key}={files!r}: set a file, a glob or a Hub name, or a list of these{none}."
     for key in TEMPLATE_ARGUMENTS & config.data.apply_chat_template_kwargs.keys():
         yield f"data.apply_chat_template_kwargs.{key} cannot be set: the trainer sets it. Remove it."
     custom = config.data.custom_cls

@@ -42,6 +42,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: there is no such file.{nearby(path, Path.is_file)}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: is not a text file ({error}). Give a YAML, JSON or shell file.") from error
+    if path.suffix == ".py":
+        raise UserError(f"{path}: is a Python script. Write its arguments into a YAML file: one line NAME: VALUE each.")
     if path.suffix in (".yaml", ".yml", ".json"):
         found = _of_yaml(path, text)
     else:
