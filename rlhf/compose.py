@@ -132,9 +132,7 @@ def _sorted_overrides(overrides: list[str], library: Library) -> tuple[list[str]
     return choices, values
 
 
-def _replaced_entries(
-    chosen: dict[str, str], composed: DictConfig, library: Library, typed: Set[str]
-) -> Iterator[str]:
+def _replaced_entries(chosen: dict[str, str], composed: DictConfig, library: Library, typed: Set[str]) -> Iterator[str]:
     """Yield a message for each chosen entry whose only setting is overridden by a recipe, so that it has no effect.
 
     A setting that is also `typed` on the command line is what the user wants.

@@ -62,7 +62,10 @@ def check_run_dir(run_dir: Path) -> None:
     if not (run_dir / RESOLVED).is_file():
         if not run_dir.is_dir():
             raise UserError(f"{run_dir}: there is no such folder. Correct the path.")
-        remedy = f" Its runs are {run_dir}/*/." if any(run_dir.glob(f"*/{RESOLVED}")) else ""
+        remedy = " Give the folder of a run, PROJECT/EXPERIMENT below trainer.default_local_dir."
+        for runs in ("*", "*/*"):
+            if any(run_dir.glob(f"{runs}/{RESOLVED}")):
+                remedy = f" Its runs are {run_dir}/{runs}/."
         if (run_dir.absolute().parent / RESOLVED).is_file():  # a checkpoint of the run
             remedy = f" It is in the run directory {run_dir.parent}."
         raise UserError(f"{run_dir} is not a run directory: it has no {RESOLVED}.{remedy}")

@@ -11,7 +11,8 @@ from rlhf.config.library import Library
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
 from rlhf.tracking import History, write_report
-from tests.support.refusals import says
+from rlhf.tracking.live_state import check_run_dir
+from tests.support.refusals import says, user_error
 
 LIBRARY = Library.find(None)
 
@@ -140,3 +141,11 @@ def test_settings_that_results_depend_on_though_a_resume_may_change_them(runs, c
     assert main([*map(str, runs), "--json"]) == EXIT_DONE
     _, second = json.loads(capsys.readouterr().out)["runs"]
     assert str(second["settings"][key]) == value
+
+
+def test_a_folder_of_projects_names_its_runs(tmp_path):
+    (tmp_path / "rlhf" / "a").mkdir(parents=True)
+    says(user_error(check_run_dir, tmp_path), f"{tmp_path} is not a run directory", "PROJECT/EXPERIMENT")
+    (tmp_path / "rlhf" / "a" / "resolved.yaml").touch()
+    says(user_error(check_run_dir, tmp_path), f"Its runs are {tmp_path}/*/*/.")
+    says(user_error(check_run_dir, tmp_path / "rlhf"), f"Its runs are {tmp_path}/rlhf/*/.")
