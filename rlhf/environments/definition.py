@@ -65,7 +65,8 @@ def _schema(shown: str, name: str, method: Callable[..., Any]) -> dict[str, Any]
     try:
         return get_json_schema(bound)
     except (DocstringParsingException, TypeHintParsingException) as error:
+        why = str(error).rstrip(".")
         raise UserError(
-            f"{shown}: the tool {name} has no complete types and docstring: {str(error).rstrip('.')}. Add a type to each parameter, and "
+            f"{shown}: the tool {name} has no complete types and docstring: {why}. Add a type to each parameter, and "
             "a Google-style docstring whose Args describe each parameter; or start its name with _."
         ) from error
