@@ -38,6 +38,8 @@ class Process:
 
     number: int
     control: socket.socket
+    single: bool
+    """Whether the process serves one environment and then ends."""
     gone: bool = False
     """Whether the process was killed or has ended."""
     sessions: int = 0
@@ -72,12 +74,13 @@ class Host:
             if self._popen is None:
                 self._start()
 
-    def process(self, *, alone: bool) -> Process:
-        """Return a new process, forked from the host. `alone`: it serves one environment."""
+    def process(self, *, single: bool, alone: bool) -> Process:
+        """Return a new process, forked from the host. `single`: it serves one environment. `alone`: by
+        `env.process=episode`, so that the process' global state belongs to this environment."""
         with self._lock:
             self.start()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            process = Process(next(self._numbers), ours)
+            process = Process(next(self._numbers), ours, single)
             with theirs:
                 try:
                     request = json.dumps({"fork": process.number, "alone": alone}).encode()

@@ -18,8 +18,10 @@ class _NotPlainError(Exception):
     pass
 
 
-def saved(environment: Any) -> dict[str, Any] | None:
+def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None:
     """Return the object's state as JSON values, or None if it cannot be saved without loss.
+
+    `attributes`: without `state_dict`, the attributes are the whole state.
 
     Raises:
         TypeError: `state_dict` returns values that JSON lacks.
@@ -30,7 +32,7 @@ def saved(environment: Any) -> dict[str, Any] | None:
             raise TypeError("state_dict must return values that JSON keeps: no tuples, and keys of type str")
         return {"own": state}
     kinds = [kind for kind in type(environment).__mro__ if kind is not object]
-    if any("__slots__" in vars(kind) or not kind.__flags__ & _HEAP_TYPE for kind in kinds):
+    if not attributes or any("__slots__" in vars(kind) or not kind.__flags__ & _HEAP_TYPE for kind in kinds):
         return None
     try:
         return {"attributes": _encoded(vars(environment), set())}

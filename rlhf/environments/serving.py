@@ -33,13 +33,17 @@ class Served:
         try:
             value = getattr(self, f"_{request['op']}")(request)
             # Before `reset`, an object may not have the attributes that its `state_dict` reads.
-            return {"value": value, "state": None if request["op"] == "open" else saved(self._environment)}
+            return {"value": value, "state": None if request["op"] == "open" else self._state()}
         except ValueError as error:
             if request["op"] != "tool":
                 return _failure(error)
-            return {"rejected": str(error)[-_LONGEST:] or "invalid call", "state": saved(self._environment)}
+            return {"rejected": str(error)[-_LONGEST:] or "invalid call", "state": self._state()}
         except BaseException as error:
             return _failure(error)
+
+    def _state(self) -> dict[str, Any] | None:
+        # With `env.process=episode` the attributes are not all: global generators and modules have state, too.
+        return saved(self._environment, attributes=not self._alone)
 
     def close(self) -> None:
         environment, self._environment = self._environment, None

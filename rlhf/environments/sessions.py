@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import secrets
 import socket
 import threading
@@ -65,7 +66,8 @@ class Session:
         """Make the calls in order and return their replies. Raise EnvironmentFailed."""
         for attempt in range(_TRIES):
             try:
-                self._restore()
+                # The last time in a process of its own: the others may end because of other environments' calls.
+                self._restore(single=attempt + 1 == _TRIES)
                 replies = [self._exchange(call) for call in calls]
             except (_ProcessGoneError, OSError) as error:
                 self.drop()
@@ -76,10 +78,10 @@ class Session:
                 return [_without_state(reply) for reply in replies]
         raise AssertionError
 
-    def _restore(self) -> None:
+    def _restore(self, *, single: bool) -> None:
         if self._channel is not None:
             return
-        self._process = self.pool.process()
+        self._process = self.pool.process(single=single)
         self._channel = self._process.connect()
         self._exchange({"op": "open", "kind": self.kind, "seed": self.seed, "state": self.state})
         if self.state is not None:
@@ -109,12 +111,14 @@ class Session:
             raise EnvironmentFailed(
                 f"{call['op']} took longer than env.timeout_s={self.pool.config.timeout_s:g}"
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self.pool.kill(self._process)
             raise _ProcessGoneError(str(error) or type(error).__name__) from error
-        if reply.pop("number", None) != number:
+        # Code that a tool runs may know the number, and reply anything.
+        if not isinstance(reply, dict) or reply.pop("number", None) != number or not _is_valid(call["op"], reply):
             self.pool.kill(self._process)
             raise EnvironmentFailed(f"{call['op']} has no valid reply")
+        reply = {name: _encodable(value) for name, value in reply.items()}
         if "error" in reply:
             raise EnvironmentFailed(f"{call['op']} raised an error:\n{reply['error']}")
         return reply
@@ -162,21 +166,21 @@ class EnvironmentPool:
             announce("env.wait")
         return [future.result() for future in futures]
 
-    def process(self) -> Process:
-        """Return a process for one more environment."""
-        if self.config.process == "episode":
-            return self._host.process(alone=True)
+    def process(self, *, single: bool) -> Process:
+        """Return a process for one more environment; `single`: for no other."""
+        if single or self.config.process == "episode":
+            return self._host.process(single=True, alone=self.config.process == "episode")
         with self._lock:
             self._shared = [process for process in self._shared if not process.gone]
             while len(self._shared) < self.config.num_workers:
-                self._shared.append(self._host.process(alone=False))
+                self._shared.append(self._host.process(single=False, alone=False))
             process = min(self._shared, key=lambda each: each.sessions)
             process.sessions += 1
             return process
 
     def leave(self, process: Process) -> None:
         """Count one environment less in the process; end a process that served one environment."""
-        if self.config.process == "episode":
+        if process.single:
             if not process.gone:
                 self._host.release(process)
             return
@@ -195,6 +199,34 @@ class EnvironmentPool:
 
 def _without_state(reply: Reply) -> Reply:
     return {name: value for name, value in reply.items() if name != "state"}
+
+
+def _is_valid(operation: str, reply: Reply) -> bool:
+    """Return whether the reply has the values that the operation promises."""
+    if (told := reply.get("error", reply.get("rejected"))) is not None:
+        return isinstance(told, str) and ("error" in reply or (operation == "tool" and _has_state(reply)))
+    value, promised = reply.get("value"), "value" in reply and _has_state(reply)
+    if operation == "step":
+        pair = isinstance(value, list) and len(value) == 2
+        return promised and pair and isinstance(value[0], str | None) and _is_number(value[1])
+    if operation in ("tool", "reward"):
+        return promised and (isinstance(value, str) if operation == "tool" else _is_number(value))
+    return promised and isinstance(value, str | None)
+
+
+def _has_state(reply: Reply) -> bool:
+    return "state" in reply and isinstance(reply["state"], dict | None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def _encodable(value: Any) -> Any:
+    """Return the value with a question mark for each half of a surrogate pair, which no tokenizer accepts."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    return [_encodable(each) for each in value] if isinstance(value, list) else value
 
 
 def _read(channel: socket.socket, timeout_s: float) -> Reply:

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from rlhf.data import Prompt
 from rlhf.data.turns.chat_turns import ChatTurns
@@ -94,6 +95,12 @@ class Episode:
         """Kind of the next calls: reset, tool, step or reward."""
         return self.calls[0]["op"]
 
+    @property
+    def asked(self) -> str:
+        """Name of the next calls in the journal. Replies to calls after other tokens have another name: on another
+        number of ranks, the tokens of a turn may differ from the journal's."""
+        return f"{self.operation} {xxhash.xxh3_64_hexdigest(np.array(self.response, np.int32).tobytes())}"
+
     def request(self) -> Request:
         """Return the request for the policy's next turn."""
         so_far = self._sample("partial") if self.response else None
@@ -158,7 +165,7 @@ class Episode:
             self._begin()
 
     def _start(self, text: str | None) -> None:
-        messages = _with_text(self.prompt.messages, text)
+        messages = _with_text(self.prompt.messages, self.kind.chat.harmless(text or ""))
         too_long = _too_long(messages, self.limits.prompt_tokens)
         self.prompt_ids = [] if too_long else self.kind.chat.prompt(messages)
         if too_long or len(self.prompt_ids) > self.limits.prompt_tokens:
@@ -261,7 +268,7 @@ def _too_long(messages: Sequence[dict[str, Any]], tokens: int) -> bool:
     return _characters(messages) > tokens * LONGEST_TOKEN
 
 
-def _with_text(messages: Sequence[dict[str, str]], text: str | None) -> list[dict[str, str]]:
+def _with_text(messages: Sequence[dict[str, str]], text: str) -> list[dict[str, str]]:
     """Return the messages with `text` appended to the last user message, as TRL does."""
     copied = [dict(message) for message in messages]
     if text:

@@ -37,6 +37,17 @@ def _common(prompts: Sequence[list[int]]) -> list[int]:
     return first[:end]
 
 
+def fail_without_baseline(played: Sequence[Sequence[Episode]], n: int) -> None:
+    """Mark all episodes of a prompt as failed if episode `n`, the greedy baseline, has failed: without the baseline,
+    none of them has an advantage."""
+    for episodes in played:
+        if episodes[n].phase is Stage.FAILED:
+            for episode in episodes:
+                if episode.phase is not Stage.FAILED:
+                    episode.phase = Stage.FAILED
+                    episode.failures.append(f"of the greedy baseline: {episodes[n].failures[-1]}")
+
+
 def function_rewards(
     reward: Reward, tokenizer: PreTrainedTokenizerBase, played: Sequence[Sequence[Episode]]
 ) -> list[list[RewardResult]]:

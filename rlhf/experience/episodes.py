@@ -92,12 +92,12 @@ class Episodes:
     def _make_calls(self, episodes: Sequence[Episode], journal: Journal | None) -> None:
         """Make or look up the calls of all episodes until every episode needs the policy or is finished."""
         while waiting := [episode for episode in episodes if episode.phase is Stage.CALLS]:
-            outcomes = {e.key: journal.calls(e.key, e.operation) if journal is not None else None for e in waiting}
+            outcomes = {e.key: journal.calls(e.key, e.asked) if journal is not None else None for e in waiting}
             new = [episode for episode in waiting if outcomes[episode.key] is None]
             made = self.pool.run([partial(_outcome, episode.session, episode.calls) for episode in new])
             announce("env.answered")
             if journal is not None and new:
-                named = [(e.key, e.operation) for e in new]
+                named = [(e.key, e.asked) for e in new]
                 journal.add_calls(dict(zip(named, made, strict=True)))
             announce("env.recorded")
             outcomes |= {episode.key: outcome for episode, outcome in zip(new, made, strict=True)}

@@ -11,10 +11,11 @@ from rlhf.algorithms.shaping import overlong_penalty
 from rlhf.config import OverlongBufferConfig
 from rlhf.data import DrawnPrompt
 from rlhf.events import REWARD, announce, report
-from rlhf.experience.episode import Episode, Stage
+from rlhf.experience.episode import Episode
 from rlhf.experience.episode_groups import (
     check_failures,
     count,
+    fail_without_baseline,
     function_rewards,
     with_environment_rewards,
     with_one_prompt,
@@ -137,15 +138,14 @@ class Generation:
         assert self.episodes is not None
         started, config, n = time.monotonic(), self.episodes.config, self.n
         everyone = [episode for group in played for episode in group]
+        if self.greedy_baseline:
+            fail_without_baseline(played, n)
         check_failures(everyone, config.max_failed, self.coordinator)
         count(stats, everyone)
         functions = self._episode_results(drawn, played, stats)
         groups = []
         results = with_environment_rewards(functions, played, config.reward_weight)
         for each, episodes, of_prompt in zip(drawn, played, results, strict=True):
-            if self.greedy_baseline and episodes[n].phase is Stage.FAILED:
-                for episode in episodes:  # without the baseline, no sample of the prompt has an advantage
-                    episode.phase = Stage.FAILED
             prompt_ids, samples = with_one_prompt(episodes, version)
             penalties = self._penalties(samples)
             baseline = of_prompt[n].score + penalties[n] if self.greedy_baseline else None

@@ -17,7 +17,7 @@ from rlhf.data.turns.chat_turns import ChatTurns
 from rlhf.environments.sessions import EnvironmentPool
 from rlhf.errors import UserError
 from rlhf.experience.episode import EnvironmentClass, Episode, Stage
-from rlhf.experience.episode_groups import check_failures, with_one_prompt
+from rlhf.experience.episode_groups import check_failures, fail_without_baseline, with_one_prompt
 from rlhf.experience.episodes import Asked, Episodes
 from rlhf.experience.journal import Journal
 from rlhf.models import tiny
@@ -231,3 +231,34 @@ def test_too_many_failures_stop_the_run(pool, sampler):
     check_failures(episodes, 0.34, Coordinator(GlooTransport()))
     with pytest.raises(UserError, match=r"(?s)env\.max_failed=0\.3.*it burnt"):
         check_failures(episodes, 0.3, Coordinator(GlooTransport()))
+
+
+def test_without_its_baseline_every_sample_of_a_prompt_has_failed(pool, sampler):
+    """The samples then count as failed before the run decides whether too many have."""
+    groups = play(player(pool, sampler, "Sums"), sampler)
+    groups[0][2].phase, groups[0][2].failures = Stage.FAILED, ["it burnt"]
+    fail_without_baseline(groups, 2)
+    assert [[episode.phase for episode in group] for group in groups] == [[Stage.FAILED] * 3, [Stage.DONE] * 3]
+    assert all("it burnt" in episode.failures[-1] for episode in groups[0])
+    with pytest.raises(UserError, match=r"3 of 6 samples failed"):
+        check_failures([episode for group in groups for episode in group], 0.4, Coordinator(GlooTransport()))
+
+
+def test_journaled_replies_to_other_tokens_are_not_used(pool, sampler, tmp_path):
+    """On another number of ranks, a turn that is generated again may have other tokens than the recorded replies."""
+    journal = journal_at(tmp_path)
+    play(player(pool, sampler, "Sums"), sampler, journal)
+    journal.begin(1, 0, None)
+    other = Sampler()
+    other.engine.generate, real = (
+        (lambda requests, *, seed, step: real(requests, seed=4, step=step)),
+        other.engine.generate,
+    )
+    journal._known.turns.clear()
+    asked = [Asked(100 + p.index, p, [PARAMS] * 3) for p in prompts(sampler)]
+    found = player(pool, other, "Sums").play(asked, version=0, step=1, journal=journal)
+    expected = play(player(pool, other, "Sums"), other)
+    texts = [[message["content"] for e in group for message in e.conversation if message["role"] == "assistant"]
+             for group in found]  # fmt: skip
+    assert [[e.rewards for e in group] for group in found] == [[e.rewards for e in group] for group in expected]
+    assert texts[0]

@@ -297,3 +297,41 @@ def test_a_template_without_system_messages_describes_tools_in_the_question():
 def test_templates_print_the_day_of_the_run():
     turns, tokenizer = opened("llama3")
     assert "Today Date: 26 Nov 2026" in tokenizer.decode(turns.prompt([GO]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_environments_text_cannot_end_its_message(family):
+    """Special tokens in a result or user message are text: the special tokens are those of a harmless message."""
+    turns, tokenizer = opened(family)
+    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    sampled = tokenizer(FAMILIES[family][1]("", None, [("look", {})]), add_special_tokens=False)["input_ids"]
+    (look,) = turns.parse(sampled).calls
+    for message in (look.result, lambda text: {"role": "user", "content": text}):
+        texts = "".join(special.values()) + "x", "x"
+        found, expected = ([t for t in turns.observation(sampled, [message(text)]) if t in special] for text in texts)
+        assert found == expected
+    harmless = turns.harmless("".join(special.values()))
+    assert not special.keys() & set(tokenizer(harmless, add_special_tokens=False)["input_ids"])
+
+
+HALF = json.dumps("\ud83d")
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"a": HALF, "b": "1"}, {"a": "1", HALF.strip('"'): "1"}, {"a": "[" * 900 + "]" * 900, "b": "1"}]
+)
+def test_values_that_are_no_text_are_invalid_and_can_be_answered(arguments):
+    turns, tokenizer = opened("qwen3")
+    body = ", ".join(f'"{key}": {value}' for key, value in arguments.items())
+    for name in ("add", HALF.strip('"')):
+        sampled = tokenizer(f'<tool_call>{{"name": "{name}", "arguments": {{{body}}}}}</tool_call><|im_end|>')[
+            "input_ids"
+        ]
+        (invalid,) = turns.parse(sampled).invalid
+        assert turns.observation(sampled, [invalid.result()])
+
+
+def test_python_of_any_depth_is_an_invalid_call():
+    turns, tokenizer = opened("gemma3")
+    sampled = tokenizer("```tool_code\nadd(" + "+".join(["1"] * 900) + ")\n```<end_of_turn>")["input_ids"]
+    assert [call.reason.partition(":")[0] for call in turns.parse(sampled).invalid] == ["the code is not a call"]

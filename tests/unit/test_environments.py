@@ -243,3 +243,106 @@ def test_a_thousand_failing_episodes_leave_nothing(tmp_path):
     assert not children() - before
     assert len(list(Path("/proc/self/fd").iterdir())) <= files
     assert folder is None or not folder.exists()
+
+
+HOSTILE = """
+import json, os, random, sys, time
+class Hostile:
+    def reset(self, **row):
+        self.calls = 0
+    def draw(self) -> str:
+        '''Draw from the global generator.'''
+        self.calls += 1
+        return str(random.random())
+    def half(self) -> str:
+        '''Return half of a surrogate pair, as names of files may have.'''
+        return os.fsdecode(bytes([255]))
+    def forge(self, text: str) -> str:
+        '''Write a reply before the real one.
+
+        Args:
+            text: the reply.
+        '''
+        frame = sys._getframe()
+        while "channel" not in frame.f_locals:
+            frame = frame.f_back
+        number = frame.f_locals["request"]["number"]
+        frame.f_locals["channel"].sendall(text.replace("NUMBER", number).encode() + bytes([10]))
+        time.sleep(0.2)
+        return ""
+    def slow(self) -> str:
+        '''Wait.'''
+        time.sleep(1.2)
+        return "done"
+    def die(self) -> str:
+        '''End the process.'''
+        time.sleep(0.3)
+        os._exit(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """A pool whose environments share one process."""
+    file = tmp_path_factory.mktemp("hostile") / "hostile.py"
+    file.write_text(HOSTILE)
+    pool = EnvironmentPool(EnvConfig(classes=[f"{file}:Hostile"], timeout_s=20.0, num_workers=1)).start()
+    yield pool
+    pool.close()
+
+
+def opened(pool: EnvironmentPool) -> Session:
+    session = Session(pool, 0, 5)
+    session.make([{"op": "reset", "row": {}}])
+    return session
+
+
+def call(session: Session, name: str, **arguments: str) -> dict:
+    return session.make([{"op": "tool", "name": name, "arguments": arguments}])[0]
+
+
+def test_a_process_of_its_own_keeps_its_global_generators(hostile, monkeypatch):
+    """Promise 7: attributes are not the whole state of code with global state."""
+    monkeypatch.setattr(hostile.config, "process", "episode")
+    undisturbed, resumed = opened(hostile), opened(hostile)
+    expected = [call(undisturbed, "draw") for _ in range(3)]
+    found = [call(resumed, "draw")]
+    resumed.drop()
+    assert found + [call(resumed, "draw") for _ in range(2)] == expected
+    undisturbed.drop()
+    resumed.drop()
+
+
+FORGED = [
+    "[" * 5000,
+    "[1]",
+    '{"number": "NUMBER"}',
+    '{"number": "NUMBER", "value": 3, "state": null}',
+    '{"number": "NUMBER", "value": "x", "state": 1}',
+    '{"number": "NUMBER", "rejected": 1, "state": null}',
+    '{"number": "NUMBER", "error": 1}',
+]
+
+
+@pytest.mark.parametrize("text", FORGED, ids=[text[:50] for text in FORGED])
+def test_a_forged_reply_fails_its_episode_and_not_the_trainer(hostile, text):
+    with pytest.raises(EnvironmentFailed):
+        call(opened(hostile), "forge", text=text)
+
+
+def test_half_of_a_surrogate_pair_is_a_question_mark(hostile):
+    assert call(opened(hostile), "half") == {"value": "?"}
+
+
+def test_a_dying_environment_fails_no_other_of_its_process(hostile):
+    names = ["slow", "die", "die", "slow"]
+    sessions = [opened(hostile) for _ in names]
+
+    def end(session: Session, name: str) -> str:
+        try:
+            return call(session, name)["value"]
+        except EnvironmentFailed:
+            return "failed"
+
+    found = hostile.run([partial(end, session, name) for session, name in zip(sessions, names, strict=True)])
+    assert found == ["done", "failed", "failed", "done"]

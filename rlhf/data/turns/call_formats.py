@@ -124,11 +124,11 @@ def _python_calls(code: str, tools: ToolSchemas) -> list[Written]:
     """Read `name(3, key="x")`, also in `print(...)` or a list, from its syntax tree."""
     try:
         body = ast.parse(code).body
+        nodes = [node.value if isinstance(node, ast.Expr | ast.Assign) else node for node in body]
+        items = [item for node in nodes for item in (node.elts if isinstance(node, ast.List) else [node])]
+        calls = [_python_call(_printed(item), tools) for item in items]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [Written(code, problem=f"the code is not a call: {error}")]
-    nodes = [node.value if isinstance(node, ast.Expr | ast.Assign) else node for node in body]
-    items = [item for node in nodes for item in (node.elts if isinstance(node, ast.List) else [node])]
-    calls = [_python_call(_printed(item), tools) for item in items]
     return calls or [Written(code, problem="the code block has no call")]
 
 

@@ -86,7 +86,8 @@ class ChatTurns:
             system = self._template.prints(MARK, [{"role": "system", "content": MARK}, ASKED])
             self._text_tools = TextTools(self._schemas, self.format_name == "gemma", announce, system)
         self._special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_texts = [tokenizer.added_tokens_decoder[number].content for number in self._special]
+        texts = {tokenizer.added_tokens_decoder[number].content for number in self._special}
+        self._special_texts = sorted(texts, key=lambda text: (-len(text), text))
         try:
             self.generation_prompt = self._template.generation_prompt()
             self._closing = self._end_of([ASKED, answer(), ASKED])
@@ -126,7 +127,11 @@ class ChatTurns:
         Raises:
             UserError: the template rejects the messages.
         """
-        fitted = self._text_tools.fitted(messages) if self._text_tools else list(messages)
+        messages = [
+            {key: self.harmless(value) if isinstance(value, str) else value for key, value in message.items()}
+            for message in messages
+        ]
+        fitted = self._text_tools.fitted(messages) if self._text_tools else messages
         dummy = answer(results=[message for message in fitted if message["role"] == "tool"])
         try:
             if self._training:
@@ -140,6 +145,15 @@ class ChatTurns:
             ) from error
         closed = bool(sampled) and sampled[-1] in self.stop_token_ids
         return self._after_turn(text) if closed else [self._closing, *self._after_turn(text)]
+
+    def harmless(self, text: str) -> str:
+        """Return an environment's text with a space in the names of special tokens.
+
+        Otherwise the text, such as a web page, could end its message and speak as the user, the system or the policy.
+        """
+        for special in self._special_texts:
+            text = text.replace(special, f"{special[0]} {special[1:]}")
+        return text
 
     def parse(self, sampled: Sequence[int]) -> Turn:
         """Return text, thoughts and calls of a turn. A call that no tool can receive becomes an `InvalidCall`."""

@@ -133,7 +133,11 @@ class ToolSchemas:
 
     def action(self, written: Written, position: int) -> ToolCall | InvalidCall:
         """Return the call, or why it is invalid. `position` is the place of the call in its turn."""
-        number = written.id or _made_id(written.text, position)
+        number = _made_id(written.text, position)
+        if not _is_text([written.name, written.arguments, written.id]):
+            why = "the call has half of a surrogate pair, which is no character, or is nested too deeply"
+            return InvalidCall(written.text, why, NO_NAME, number)
+        number = written.id or number
         reason = written.problem or self._problem(written)
         if reason is not None or written.name is None:
             return InvalidCall(written.text, str(reason), written.name or NO_NAME, number)
@@ -170,6 +174,15 @@ def _wrong_type(value: Any, schema: Mapping[str, Any]) -> str | None:
         for name in names
     )
     return None if fits or not names else " or ".join(names)
+
+
+def _is_text(values: Any) -> bool:
+    """Return whether a tokenizer and the process of an environment accept the values."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
 
 
 def _made_id(text: str, position: int) -> str:
