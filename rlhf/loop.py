@@ -88,7 +88,7 @@ def _train(c: Components) -> None:
     driver = c.driver
     if c.resumed:
         c.run_log.note(c.checkpointer.loaded)
-        c.run_log.note(c.checkpointer.save_restored(last=driver.finished))
+        c.run_log.note(c.checkpointer.save_restored(last=driver.finished, rolls_back=c.guards.rolls_back))
     else:
         before = c.evaluator.before_training()
         c.run_log.step(0, before)

@@ -141,11 +141,15 @@ class Checkpointer:
         if self._memory is not None:
             self._memory.check_room()
 
-    def save_restored(self, *, last: bool) -> SaveResult | None:
-        """Save the step that `resume` has restored from memory, if its checkpoint is due and the crash prevented it.
-        Call when the metric history is open. Return the same as `save`."""
+    def save_restored(self, *, last: bool, rolls_back: bool = False) -> SaveResult | None:
+        """Save the step that `resume` has restored from memory, if its checkpoint is due and the crash prevented it, or
+        if the run may roll back and has no checkpoint. Call when the metric history is open. Return the same as
+        `save`."""
         every = self._trainer.save_freq
-        if self.loaded is None or not every or not (last or self.loaded.manifest.step % every == 0):
+        if self.loaded is None:
+            return None
+        lacks = rolls_back and not any(self._coordinator.on_domain_leaders(lambda: bool(scan(self._run_dir))))
+        if not lacks and not (every and (last or self.loaded.manifest.step % every == 0)):
             return None
         return self.save(self.loaded.manifest.step, self.loaded.manifest.metrics, last=last)
 

@@ -194,6 +194,20 @@ def test_a_due_checkpoint_is_saved_after_a_resume_from_memory(tmp_path, base):
     again.crash()
 
 
+def test_a_run_that_may_roll_back_has_a_checkpoint_after_a_resume_from_memory(tmp_path, base):
+    """The crash may have prevented the checkpoint of step 0, without which a rollback ends the run."""
+    config = in_memory(tmp_path, base)
+    begin(0, config, 3)
+    run = MemoryRun(0, config)
+    run.checkpointer.resume()
+    assert run.checkpointer.save_restored(last=False) is None
+    assert run.checkpointer.save_restored(last=False, rolls_back=True) is not None
+    assert published(config) == [3]
+    assert run.checkpointer.resume()
+    assert run.driver.step == 3
+    run.crash()
+
+
 def test_a_saved_end_drops_the_snapshots_and_a_crash_keeps_them(tmp_path, base):
     config = in_memory(tmp_path, base)
 
