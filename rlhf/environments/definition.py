@@ -41,10 +41,10 @@ def define(spec: str, made: type) -> Definition:
     if len(steps) > 1:
         raise UserError(f"{shown}: {' and '.join(steps)} are both marked with free_text. Mark one method.")
     if steps and len(methods) > 1:
-        tools = ", ".join(name for name in methods if name not in steps)
+        others = ", ".join(name for name in methods if name not in steps)
         raise UserError(
             f"{shown}: {made.__name__} reads free text ({steps[0]}), so its other public methods cannot be tools: "
-            f"{tools}. Start their names with _, or remove the mark."
+            f"{others}. Start their names with _, or remove the mark."
         )
     if not methods:
         raise UserError(

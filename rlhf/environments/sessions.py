@@ -203,12 +203,13 @@ def _without_state(reply: Reply) -> Reply:
 
 def _is_valid(operation: str, reply: Reply) -> bool:
     """Return whether the reply has the values that the operation promises."""
-    if (told := reply.get("error", reply.get("rejected"))) is not None:
-        return isinstance(told, str) and ("error" in reply or (operation == "tool" and _has_state(reply)))
+    if (text := reply.get("error", reply.get("rejected"))) is not None:
+        return isinstance(text, str) and ("error" in reply or (operation == "tool" and _has_state(reply)))
     value, promised = reply.get("value"), "value" in reply and _has_state(reply)
     if operation == "step":
-        pair = isinstance(value, list) and len(value) == 2
-        return promised and pair and isinstance(value[0], str | None) and _is_number(value[1])
+        if not isinstance(value, list) or len(value) != 2:
+            return False
+        return promised and isinstance(value[0], str | None) and _is_number(value[1])
     if operation in ("tool", "reward"):
         return promised and (isinstance(value, str) if operation == "tool" else _is_number(value))
     return promised and isinstance(value, str | None)

@@ -73,7 +73,8 @@ class Episode:
 
     def _begin(self) -> None:
         self.session = self.new_session()
-        self.phase, self.calls = Stage.CALLS, [{"op": "reset", "row": self.row}]
+        self.phase = Stage.CALLS
+        self.calls: list[Call] = [{"op": "reset", "row": self.row}]
         self.turn = self.tool_calls = self.invalid_calls = 0
         self.prompt_ids: list[int] = []
         self.response: list[int] = []
@@ -93,7 +94,7 @@ class Episode:
     @property
     def operation(self) -> str:
         """Kind of the next calls: reset, tool, step or reward."""
-        return self.calls[0]["op"]
+        return str(self.calls[0]["op"])
 
     @property
     def asked(self) -> str:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, cycle, pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -117,11 +117,10 @@ def _shown(
 
 def _parts_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
     """Return the response as successive texts, each with its writer: the policy, or its environment."""
-    ids, parts, at = sample.token_ids.tolist(), [], 0
-    for start, end in sample.observations:
-        parts += [["policy", tokenizer.decode(ids[at:start])], ["environment", tokenizer.decode(ids[start:end])]]
-        at = end
-    return [part for part in [*parts, ["policy", tokenizer.decode(ids[at:])]] if part[1]]
+    bounds = [0, *(bound for span in sample.observations for bound in span), len(sample)]
+    texts = [str(tokenizer.decode(sample.token_ids[start:end])) for start, end in pairwise(bounds)]
+    writers = cycle(("policy", "environment"))
+    return [[writer, text] for writer, text in zip(writers, texts, strict=False) if text]
 
 
 def _plain(value: Any) -> Any:

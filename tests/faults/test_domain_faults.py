@@ -182,7 +182,7 @@ def fail_on_one(rank: int, tmp_path: Path, where: str) -> tuple[str, bool, list[
     run.step()
     with ExitStack() as broken:
         if rank == 1 and where == "room":
-            full = type("Full", (), {"f_bavail": 0, "f_frsize": 4096})()
+            full = type("Full", (), {"f_bavail": 0, "f_frsize": 4096, "f_blocks": 1})()
             broken.enter_context(replaced(os, "statvfs", lambda path: full))
         elif rank == 1 and where == "sync":
             named = step_dir(config.run_dir, 2)

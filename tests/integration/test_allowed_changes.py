@@ -304,6 +304,7 @@ CASES: dict[str, Case] = {
 }
 ENGINE = "builds vLLM, of which a checkpoint holds nothing: tests/integration/test_vllm_engine.py"
 SANDBOX = "walls of reward processes, of which a checkpoint holds nothing: tests of the sandbox"
+EPISODES = "of episodes, of which a checkpoint holds nothing: tests/integration/test_episodes.py"
 ELSEWHERE: dict[str, str] = {
     "trainer.deterministic": "set in the process before there is anything to restore: rlhf/ranks/collectives.py",
     "trainer.tf32": "set there likewise, and of no effect on a CPU",
@@ -316,6 +317,25 @@ ELSEWHERE: dict[str, str] = {
     "rollout.async_steps": ENGINE,
     "rollout.engine_kwargs.vllm": ENGINE,
     "rollout.lora": ENGINE,
+    **dict.fromkeys(
+        (
+            "env.classes",
+            "env.template",
+            "env.announce_tools",
+            "env.max_turns",
+            "env.max_invalid_calls",
+            "env.timeout_s",
+            "env.retries",
+            "env.max_failed",
+            "env.reward_weight",
+            "env.process",
+        ),
+        EPISODES,
+    ),
+    "env.pass_env": SANDBOX,
+    "env.network": SANDBOX,
+    "env.writable": SANDBOX,
+    "env.memory_gb": SANDBOX,
     "reward.network": SANDBOX,
     "reward.writable": SANDBOX,
     "reward.memory_gb": SANDBOX,
