@@ -29,6 +29,7 @@ AFFECTING = (
     "model.",
     "data.",
     "rollout.",
+    "env.",
     "reward.",
     "reward_model.",
 )

@@ -77,3 +77,12 @@ def test_another_precision():
     evaluated("reward=exact_match", "backend.autocast=none")
     error = user_error(stored_result, planned("reward=exact_match", "backend.autocast=bfloat16"))
     says(error, "backend.autocast", "none", "bfloat16")
+
+
+def test_other_settings_of_episodes(folder):
+    (folder / "game.py").write_text("class Game:\n    def step(self, action):\n        return None\n")
+    settings = ("reward=exact_match", "env.classes=[game.py:Game]")
+    evaluated(*settings, "env.max_turns=1")
+    error = user_error(stored_result, planned(*settings, "env.max_turns=8"))
+    says(error, "env.max_turns", "1 before", "8 now")
+    assert stored_result(planned(*settings, "env.max_turns=1", "env.num_workers=2")) is not None, "the same answers"
