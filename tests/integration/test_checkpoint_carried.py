@@ -106,7 +106,12 @@ def test_a_run_that_carries_nothing_says_what_it_drops(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("section", "setting", "kept"),
-    [("rollout", "temperature", False), ("reward", "failed_score", False), ("actor", "entropy_coeff", True)],
+    [
+        ("rollout", "temperature", False),
+        ("env", "reward_weight", False),
+        ("reward", "failed_score", False),
+        ("actor", "entropy_coeff", True),
+    ],
 )
 def test_samples_of_other_settings_are_dropped_when_a_change_is_allowed(tmp_path, caplog, section, setting, kept):
     config = make_config(tmp_path)

@@ -31,7 +31,7 @@ from rlhf.storage.shards import Shards, TensorReader
 
 log = logging.getLogger(__name__)
 REST = "other"
-SAMPLE_SETTINGS = ("trainer.seed", "model.", "data.", "rollout.", "reward.", "reward_model.", "algorithm.")
+SAMPLE_SETTINGS = ("trainer.seed", "model.", "data.", "rollout.", "env.", "reward.", "reward_model.", "algorithm.")
 """Prefixes of the settings on which samples and their rewards depend."""
 
 
