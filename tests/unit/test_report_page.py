@@ -9,6 +9,7 @@ import pytest
 from rlhf.cli.report import main
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
 from rlhf.ranks.run_events import RunEvent, read_events, record_event
+from rlhf.storage.layout import HISTORY
 from rlhf.tracking import write_report
 from rlhf.tracking.page.curves import COLUMNS, Curve
 from rlhf.tracking.page.page import page_of, run_names
@@ -133,6 +134,26 @@ def test_a_downsampled_curve_keeps_every_extreme():
     assert (54_321, 7.0) in points
     assert (12_345, -7.0) in points
     assert [step for step, _ in points] == sorted({step for step, _ in points})
+
+
+def test_the_running_mean_of_a_long_run_is_of_all_its_steps(tmp_path):
+    run = run_folder(tmp_path / "a", 0)
+    records = ({"step": step, "reward/mean": float(step % 10 == 0)} for step in range(1, 20_001))
+    (run / HISTORY).write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    page = page_of([run])
+    low, high, bottom, top = map(float, re.findall(r'data-scales="\S+ \S+ (\S+) (\S+) \S+ \S+ (\S+) (\S+)"', page)[0])
+    drawn = re.findall(r'data-label="mean of the last 10" d="M([^"]+)"', page)[0]
+    ends = [float(place.split()[1]) for place in drawn.split("L")[10:]]
+    means = [low + (y - bottom) / (top - bottom) * (high - low) for y in ends]
+    assert means == pytest.approx([0.1] * len(means), abs=0.01), "one step in ten has the reward 1"
+
+
+def test_a_page_has_names_that_utf_8_lacks(tmp_path, capsys):
+    run = run_folder(tmp_path / "a", 0)
+    values = {"step": 1, "val/accuracy": 0.5, "val-core/sums\ud800/acc/mean@1": 0.5, "val-core/b/acc/mean@1": 0.5}
+    (run / HISTORY).write_text(json.dumps(values) + "\n")
+    assert main([str(run)]) == EXIT_DONE
+    assert "sums" in (run / "report" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3.2, 870.0), (1e-9, 3e-9), (5.0, 5.0), (-1e12, 1e12)])

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf.tracking.history import Record
@@ -99,6 +99,14 @@ class Curve:
             start = end
         return found
 
+    def smoothed(self, over: int) -> "Curve":
+        """Return the running mean of the last `over` values."""
+        found = Curve()
+        for end in range(1, len(self.values) + 1):
+            window = self.values[max(0, end - over) : end]
+            found.add(self.steps[end - 1], sum(window) / len(window))
+        return found
+
 
 class Curves:
     """Collects all curves of PANELS, and the results of each data source, record by record."""
@@ -126,16 +134,6 @@ class Curves:
                 if metric.startswith("mean@"):
                     found.setdefault(f"{source} {metric}", Curve()).add(record["step"], value)
         return found if len(found) > 2 or "all prompts" not in found else {"all prompts": found["all prompts"]}
-
-
-def smoothed(points: Iterable[tuple[float, float]], over: int) -> Points:
-    """Return the running mean of the last `over` points."""
-    window: list[float] = []
-    found: Points = []
-    for step, value in points:
-        window = [*window[1 - over :], value] if over > 1 else [value]
-        found.append((step, sum(window) / len(window)))
-    return found
 
 
 def sample_rows(steps: Sequence[float], most: int) -> list[int]:

@@ -21,7 +21,7 @@ from rlhf.errors import UserError
 from rlhf.storage.files import make_dir_durably, replace_durably
 from rlhf.tracking.headline import headline_of
 from rlhf.tracking.page import timeline
-from rlhf.tracking.page.curves import ACCURACY, PANELS, Curve, Panel, sample_rows, smoothed
+from rlhf.tracking.page.curves import ACCURACY, PANELS, Curve, Panel, sample_rows
 from rlhf.tracking.page.run_facts import Deadline, RunFacts, read_facts
 from rlhf.tracking.page.svg import Line, legend, number, plot
 from rlhf.tracking.progress import duration
@@ -49,7 +49,7 @@ def write_page(path: Path, run_dirs: Sequence[Path], deadline_s: float = LONGEST
     """Write the page of runs into the file `path`. Raises as `page_of`, and OSError."""
     text = page_of(run_dirs, deadline_s)
     make_dir_durably(path.parent)
-    replace_durably(path, text.encode())
+    replace_durably(path, text.encode(errors="replace"))  # users' names may have lone surrogates
 
 
 def page_of(run_dirs: Sequence[Path], deadline_s: float = LONGEST_S, *, live: bool = False) -> str:
@@ -152,7 +152,7 @@ def _curves_of(panel: Panel, run: RunFacts) -> list[tuple[str, Curve]]:
 def _plotted(panel: Panel, lines: Sequence[tuple[Line, Curve]], *, few: bool) -> Plotted:
     drawn = [line for line, _ in lines]
     if panel.title == PANELS[0].title:
-        drawn = [each for line in drawn for each in _with_mean(line, few=few)]
+        drawn = [each for line, curve in lines for each in _with_mean(line, curve, few=few)]
     heads = ["step", *(line.label for line, _ in lines)]
     of_step = [dict(zip(curve.steps, curve.values, strict=True)) for _, curve in lines]
     steps = sorted({step for values in of_step for step in values})
@@ -164,13 +164,13 @@ def _plotted(panel: Panel, lines: Sequence[tuple[Line, Curve]], *, few: bool) ->
     return Plotted(panel.title, panel.unit, plot(drawn, name, share=panel.share), legend(drawn), heads, rows)
 
 
-def _with_mean(line: Line, *, few: bool) -> list[Line]:
+def _with_mean(line: Line, curve: Curve, *, few: bool) -> list[Line]:
     """Return a reward as a faint curve, and its running mean; of several runs the mean only."""
     if len(line.points) <= SMOOTHING_STEPS:
         return [line]
-    mean = Line(
-        f"{line.label} of the last {SMOOTHING_STEPS}", smoothed(line.points, SMOOTHING_STEPS), line.colour, line.dash
-    )
+    # Of all steps: `line` has only the extremes of a long run, whose mean is another.
+    points = curve.smoothed(SMOOTHING_STEPS).points()
+    mean = Line(f"{line.label} of the last {SMOOTHING_STEPS}", points, line.colour, line.dash)
     return [Line(f"{line.label} of a step", line.points, line.colour, line.dash, faint=True), mean] if few else [mean]
 
 

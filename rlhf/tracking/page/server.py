@@ -44,7 +44,7 @@ class PageServer(ThreadingHTTPServer):
         with self._lock:
             if time.monotonic() - self._made_at >= FRESH_S:
                 try:
-                    self._page = page_of(self._runs, live=True).encode()
+                    self._page = page_of(self._runs, live=True).encode(errors="replace")
                 except (UserError, OSError) as error:  # TimeoutError is an OSError
                     self._page = f"<!doctype html><title>rlhf</title><pre>{html.escape(str(error))}</pre>".encode()
                 self._made_at = time.monotonic()
