@@ -94,6 +94,7 @@ def test_each_task_of_a_sweep_is_the_run_that_the_sweep_would_make(capsys, tmp_p
         (["--array=1-3"], ["--array=1-3", "-m"]),
         (["--partition", "gpu"], ["--partition=gpu"]),
         (["-p", "gpu"], ["-p", "--NAME=VALUE"]),
+        (["--cpus-per-task=4-8"], ["--cpus-per-task=4-8", "a whole number"]),
         (["--trainer.nnodes=2"], ["--trainer.nnodes=2", "KEY=VALUE"]),
         (["-m", "trainer.nproc=1,2"], ["trainer.nproc", "same machines"]),
         (["trainer.nnodes=2", "trainer.callbacks=[{folder}/mine.py:follow]"], ["trainer.callbacks", "supervisor"]),

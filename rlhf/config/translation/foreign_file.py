@@ -119,7 +119,7 @@ def _number(text: str) -> Any:
 def _of_yaml(path: Path, text: str) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path}: not valid YAML: {str(error).splitlines()[0]}.") from error
     if tree is None:
         return {}

@@ -27,7 +27,7 @@ def convert(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def _algorithm(theirs: Theirs, recipe: Recipe) -> None:
-    name = theirs.take("advantage_estimator", "algo.advantage.estimator")
+    name = theirs.text("advantage_estimator", "algo.advantage.estimator")
     if name not in ALGORITHM:
         recipe.lose("algo.advantage.estimator", name, f"choose an algorithm: {', '.join(ALGORITHMS)}.")
     entry = ALGORITHM.get(name, "grpo")
@@ -80,10 +80,10 @@ def _kl(theirs: Theirs, recipe: Recipe) -> None:
 
 def _batches(theirs: Theirs, recipe: Recipe) -> None:
     """Prompts per update: samples per update / samples per prompt. Budgets: samples * (prompt + response) tokens."""
-    n = int(theirs.number("n_samples_per_prompt", "rollout.n_samples_per_prompt"))
-    prompts = int(theirs.number("rollout_batch_size", "rollout.batch_size"))
-    samples = int(theirs.number("train_batch_size", "train.batch_size"))
-    response = int(theirs.number("generate_max_len", "rollout.max_new_tokens"))
+    n = int(theirs.number("n_samples_per_prompt", "rollout.n_samples_per_prompt", least=1))
+    prompts = int(theirs.number("rollout_batch_size", "rollout.batch_size", least=1))
+    samples = int(theirs.number("train_batch_size", "train.batch_size", least=1))
+    response = int(theirs.number("generate_max_len", "rollout.max_new_tokens", least=1))
     prompt, total = theirs.number("prompt_max_len"), theirs.number("max_len", "data.max_len")
     prompt = prompt or (max(1, total - response) if total else 1024)
     recipe.set("rollout.n", n, "rollout.n_samples_per_prompt")

@@ -19,6 +19,9 @@ from rlhf.errors import UserError
 _ORDER = [section.name for section in fields(Config)]
 
 
+_REPLACE = "Replace it in the file, and translate again."
+
+
 class Theirs:
     """Settings of another trainer, by name, that no conversion has used yet."""
 
@@ -30,12 +33,29 @@ class Theirs:
         found = [self.left.pop(name) for name in names if name in self.left]
         return next((value for value in found if value is not None), None)
 
-    def number(self, *names: str) -> Any:
-        """Return `take(*names)`. Raise UserError if the value is neither None nor a number."""
+    def number(self, *names: str, least: float | None = None) -> Any:
+        """Return `take(*names)`. Raise UserError if the value is neither None nor a number of at least `least`."""
         value = self.take(*names)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise UserError(f"{names[0]}={value}: must be a number. Replace it in the file, and translate again.")
+            raise UserError(f"{names[0]}={value}: must be a number. {_REPLACE}")
+        if value is not None and least is not None and value < least:
+            raise UserError(f"{names[0]}={value}: must be at least {least:g}. {_REPLACE}")
         return value
+
+    def text(self, *names: str) -> Any:
+        """Return `take(*names)`. Raise UserError if the value is a list, a mapping or a number."""
+        value = self.take(*names)
+        if value is not None and not isinstance(value, str | bool):
+            raise UserError(f"{names[0]}={value}: must be a text. {_REPLACE}")
+        return value
+
+    def texts(self, *names: str) -> list[str]:
+        """Return `take(*names)` as a list of texts. Raise UserError if the value is none, and no single text."""
+        value = self.take(*names)
+        found = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise UserError(f"{names[0]}={value}: must be a list of texts. {_REPLACE}")
+        return found
 
     def take_section(self, prefix: str) -> list[str]:
         """Remove all settings whose names begin with `prefix` and return their names."""

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf.errors import UserError
+
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -15,6 +17,7 @@ _OPERATORS = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_LONGEST = 100_000
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
@@ -52,6 +55,8 @@ def _split(text: str) -> list[str]:
 def _replaced(text: str, values: Mapping[str, str]) -> str:
     """Replace the variables and sums in `text`, from the inside out."""
     for _ in range(20):
+        if len(text) > _LONGEST:
+            raise UserError(f"a line has over {_LONGEST} characters after its variables are replaced. Shorten it.")
         new = _SUM.sub(lambda match: _total(match[1], values), text)
         new = _VARIABLE.sub(lambda match: _value(match, values), new)
         if new == text:

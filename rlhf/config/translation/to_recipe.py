@@ -28,7 +28,10 @@ def translate(trainer: str, settings: Mapping[str, Any]) -> Recipe:
     named = {_without(prefixes, name): value for name, value in settings.items()}
     off = [name.rpartition(".")[0] for name, value in named.items() if _switches_off(name, value)]
     named = {name: value for name, value in named.items() if not any(name.startswith(f"{s}.") for s in off)}
-    theirs, recipe = Theirs(defaults_of(trainer) | named), Recipe()
+    defaults = defaults_of(trainer)
+    # null means the trainer's default.
+    given = {name: value for name, value in named.items() if value is not None or name not in defaults}
+    theirs, recipe = Theirs(defaults | given), Recipe()
     CONVERSIONS[trainer](theirs, recipe)
     # The file first: it may use another name than the table of defaults for the same setting.
     for name in sorted(theirs.left, key=lambda name: name not in named):

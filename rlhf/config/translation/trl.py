@@ -30,7 +30,7 @@ def convert(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def _loss(theirs: Theirs, recipe: Recipe) -> None:
-    kind, level = theirs.take("loss_type"), theirs.take("importance_sampling_level")
+    kind, level = theirs.text("loss_type"), theirs.text("importance_sampling_level")
     if level == "sequence":
         recipe.groups["algorithm"] = "gspo"
         if kind not in ("grpo", "dapo"):
@@ -63,13 +63,14 @@ def _kl(theirs: Theirs, recipe: Recipe) -> None:
 
 def _batches(theirs: Theirs, recipe: Recipe) -> None:
     """Prompts of a step: samples per device * accumulation * devices / samples per prompt."""
-    samples, of_prompt = theirs.number("per_device_train_batch_size"), theirs.number("num_generations")
-    accumulated = theirs.number("gradient_accumulation_steps")
-    given = theirs.number("num_processes")
+    samples = theirs.number("per_device_train_batch_size", least=1)
+    of_prompt = theirs.number("num_generations", least=1)
+    accumulated = theirs.number("gradient_accumulation_steps", least=1)
+    given = theirs.number("num_processes", least=1)
     devices = given or 1
     per_update = samples * accumulated * devices
-    generated = theirs.number("generation_batch_size")
-    steps = theirs.number("steps_per_generation")
+    generated = theirs.number("generation_batch_size", least=1)
+    steps = theirs.number("steps_per_generation", least=1)
     per_step = generated or samples * devices * (steps or accumulated)
     name = "per_device_train_batch_size"
     if per_step % of_prompt or per_update % of_prompt:
@@ -89,9 +90,8 @@ def _batches(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def _rewards(theirs: Theirs, recipe: Recipe) -> None:
-    functions = theirs.take("reward_funcs")
-    model = theirs.take("reward_model_name_or_path")
-    names = [functions] if isinstance(functions, str) else list(functions or [])
+    model = theirs.text("reward_model_name_or_path")
+    names = theirs.texts("reward_funcs")
     ours = []
     for name in names:
         if name in REWARDS:
@@ -109,7 +109,7 @@ def _rewards(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def _engine(theirs: Theirs, recipe: Recipe) -> None:
-    uses, mode = theirs.take("use_vllm"), theirs.take("vllm_mode")
+    uses, mode = theirs.take("use_vllm"), theirs.text("vllm_mode")
     if not uses:
         recipe.groups["rollout"] = "embedded"
         theirs.take_section("vllm_")
@@ -128,7 +128,7 @@ def _engine(theirs: Theirs, recipe: Recipe) -> None:
 def _correction(theirs: Theirs, recipe: Recipe) -> None:
     section = "algorithm.rollout_correction."
     corrects = theirs.take("vllm_importance_sampling_correction")
-    mode = theirs.take("vllm_importance_sampling_mode") or "sequence_mask"
+    mode = theirs.text("vllm_importance_sampling_mode") or "sequence_mask"
     cap = theirs.take("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
     if corrects is False:
         return
@@ -149,16 +149,16 @@ def _reference(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def _trainer(theirs: Theirs, recipe: Recipe) -> None:
-    set_loggers(theirs.take("report_to"), "report_to", recipe)
+    set_loggers(theirs.texts("report_to"), "report_to", recipe)
     steps = theirs.number("max_steps")
     if steps is not None and steps > 0:
         recipe.set("trainer.total_training_steps", steps, "max_steps")
-    if (strategy := theirs.take("eval_strategy")) in (None, "no"):
+    if (strategy := theirs.text("eval_strategy")) in (None, "no"):
         theirs.take("eval_steps")
         recipe.set("trainer.test_freq", 0, "eval_strategy")
     elif strategy == "epoch":
         recipe.lose("eval_strategy", strategy, "trainer.test_freq counts steps.")
-    saves = theirs.take("save_strategy")
+    saves = theirs.text("save_strategy")
     if saves == "no":
         theirs.take("save_steps")
         recipe.set("trainer.save_freq", 0, "save_strategy")
@@ -171,8 +171,8 @@ def _trainer(theirs: Theirs, recipe: Recipe) -> None:
         theirs.take_section("lora_")
     elif any(name.startswith("lora_") for name in theirs.left):
         recipe.set("model.lora.enabled", True, "use_peft")
-    name, split = theirs.take("dataset_name"), theirs.take("dataset_train_split")
-    subset = theirs.take("dataset_config")
+    name, split = theirs.text("dataset_name"), theirs.text("dataset_train_split")
+    subset = theirs.text("dataset_config")
     if name is not None:
         recipe.set("data.train_files", name + (f":{subset}" if subset else "") + f"@{split or 'train'}", "dataset_name")
 

@@ -1,5 +1,6 @@
 """Converts verl's settings whose values mean something else here (verl 0.9.1)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS
@@ -32,7 +33,7 @@ def convert(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def _algorithm(theirs: Theirs, recipe: Recipe) -> None:
-    name = theirs.take("algorithm.adv_estimator")
+    name = theirs.text("algorithm.adv_estimator")
     entry = other_trainers().values.get(name, name)
     if entry not in ALGORITHMS:
         recipe.lose("algorithm.adv_estimator", name, f"choose an algorithm: {', '.join(ALGORITHMS)}.")
@@ -40,7 +41,7 @@ def _algorithm(theirs: Theirs, recipe: Recipe) -> None:
     recipe.groups["algorithm"] = entry
     if not ESTIMATORS[ALGORITHMS[entry].adv_estimator].critic:
         recipe.needless += theirs.take_section("critic.")
-    metric = theirs.take("algorithm.filter_groups.metric")
+    metric = theirs.text("algorithm.filter_groups.metric")
     if metric is not None:
         ours = {"seq_final_reward": "seq_reward", "reward": "seq_reward", "score": "seq_reward"}
         recipe.set("algorithm.filter_groups.metric", ours.get(metric, metric), "algorithm.filter_groups.metric")
@@ -63,7 +64,8 @@ def _clip(theirs: Theirs, recipe: Recipe) -> None:
 def _micro_batches(theirs: Theirs, recipe: Recipe) -> None:
     """Replace micro-batches of N samples by budgets of N * (prompt + response) tokens."""
     lengths: list[Any] = [theirs.left.get(f"data.max_{part}_length") for part in ("prompt", "response")]
-    ranks = theirs.left.get("trainer.n_gpus_per_node") or 8
+    ranks = theirs.left.get("trainer.n_gpus_per_node")
+    ranks = ranks if isinstance(ranks, int) and ranks > 0 else 8
     for name, (budget, switch) in BUDGETS.items():
         of_rank, of_all = theirs.number(f"{name}_per_gpu"), theirs.number(name)
         dynamic = theirs.take(switch)
@@ -115,7 +117,7 @@ def _rewards(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def _engine(theirs: Theirs, recipe: Recipe) -> None:
-    name = theirs.take("rollout.name")
+    name = theirs.text("rollout.name")
     if name in ("vllm", None):
         recipe.groups["rollout"] = "vllm"
     elif name == "hf":
@@ -166,12 +168,11 @@ def _machines(theirs: Theirs, recipe: Recipe) -> None:
                 theirs.take(name)
         if theirs.left.get(f"{role}.ulysses_sequence_parallel_size") == 1:
             theirs.take(f"{role}.ulysses_sequence_parallel_size")
-    set_loggers(theirs.take("trainer.logger"), "trainer.logger", recipe)
+    set_loggers(theirs.texts("trainer.logger"), "trainer.logger", recipe)
 
 
-def set_loggers(given: Any, name: str, recipe: Recipe) -> None:
-    """Set `trainer.logger` to the trackers in `given` that exist here; the terminal needs none."""
-    wanted = [given] if isinstance(given, str) else given or []
+def set_loggers(wanted: Sequence[str], name: str, recipe: Recipe) -> None:
+    """Set `trainer.logger` to the trackers in `wanted` that exist here; the terminal needs none."""
     known = [logger for logger in wanted if logger in LOGGERS and logger != "console"]
     if known:
         recipe.set("trainer.logger", known, name)

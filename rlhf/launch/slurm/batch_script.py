@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
+from rlhf.launch.slurm.sbatch_options import cpus_of_rank
 from rlhf.ranks.parent import LAUNCH
 from rlhf.storage.layout import POINTER
 
@@ -66,7 +67,7 @@ def _options(
     trainer: TrainerConfig, sbatch: Mapping[str, str | None], array: str | None, gpus_per_node: int | None
 ) -> list[str]:
     """Return all options of sbatch. The user's own replace the defaults."""
-    of_rank = int(sbatch.get("cpus-per-task") or 1)
+    of_rank = cpus_of_rank(sbatch)
     one = trainer.nnodes == 1
     found: dict[str, str | None] = {
         "job-name": "rlhf",

@@ -1,7 +1,7 @@
 """Sorts the options of the command line: those of this command, those that it sets, and those for sbatch."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf.errors import UserError
@@ -66,6 +66,14 @@ def gpus_of(sbatch: dict[str, str | None]) -> int | None:
         if (value := sbatch.get(name)) is not None and (match := re.fullmatch(pattern, value)):
             return int(match[1])
     return None
+
+
+def cpus_of_rank(sbatch: Mapping[str, str | None]) -> int:
+    """Return the CPUs of each rank, by default 1. Raise UserError if `--cpus-per-task` is no whole number."""
+    text = sbatch.get("cpus-per-task") or "1"
+    if re.fullmatch("[1-9][0-9]{0,5}", text) is None:
+        raise UserError(f"--cpus-per-task={text}: must be a whole number, the CPUs of each rank.")
+    return int(text)
 
 
 def asks_for_gpus(sbatch: dict[str, str | None]) -> bool:
