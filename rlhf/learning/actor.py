@@ -74,7 +74,9 @@ class Actor(Policy):
             self.backend, batch, balance, self._passes, loss, guards, "actor", shuffle, before, after
         )
         if weights:  # on all ranks or on none, because all have equally many micro-batches
-            metrics["rollout/is_eff_sample_size"] = effective_sample_size(all_sum(torch.stack(weights).sum(dim=0)))
+            sums = all_sum(torch.stack(weights).sum(dim=0))
+            if sums[0] > 0:  # tokens
+                metrics["rollout/is_eff_sample_size"] = effective_sample_size(sums)
         return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
 
     def _micro_batch_loss(self, seen: list[Tensor], micro: ActorBatch, counts: Counts) -> MicroBatchLoss:

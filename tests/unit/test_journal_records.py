@@ -59,7 +59,7 @@ def test_samples_are_exact():
         Sample.of(7, 0, [9, 9], [-0.0, -1 / 3], "stop"),
         Sample.of(7, 1, [4, 5, 6, 7, 8], [-0.1, 0.0, 0.0, -0.2, 0.0], "length", 0, ((1, 3), (4, 5))),
     ]
-    document, tail = from_payload(samples_payload(7, samples))
+    document, tail = from_payload(samples_payload(0, 7, samples))
     assert samples_of(document, tail) == samples
 
 
@@ -68,7 +68,7 @@ def test_rewards_are_exact():
         RewardResult(1 / 3, {"b": 0.1, "a": 2.0}, {"words": 1e-300}, 1, 2, {"read": "\ud800\n", "list": [None, 1]}),
         RewardResult(-0.0, {"b": float("nan"), "a": float("inf")}),
     ]
-    document, tail = from_payload(results_payload(7, "functions", results))
+    document, tail = from_payload(results_payload(0, 7, "functions", results))
     assert tail == b""
     assert (document["uid"], document["scored_by"]) == (7, "functions")
     # As text: -0.0 equals 0.0, and NaN nothing.

@@ -21,6 +21,7 @@ def test_events_and_errors_come_back(tmp_path):
     assert sorted(json.loads((tmp_path / "status/rank_1.json").read_text())) == [
         "error",
         "event",
+        "phase",
         "save",
         "step",
         "thread",

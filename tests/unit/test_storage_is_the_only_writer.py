@@ -33,6 +33,8 @@ OF_A_MODULE = {
 ALLOWED = {
     ("models/tiny.py", "save_pretrained"): "makes the bundled policy, offline, in a folder that it is told",
     ("models/tiny.py", "write_text"): "its model card",
+    ("models/tiny_agent.py", "save_pretrained"): "makes the bundled agent's policy, in a folder that it is told",
+    ("models/tiny_agent.py", "write_text"): "its chat template and model card",
     ("models/loading.py", "save_pretrained"): "into a temporary folder, only to read the bytes back",
     ("checkpoint/remote/remote_store.py", "open"): "an object of the remote, over fsspec",
     ("convert/torch_file.py", "torch.save"): "into memory, all but the tensors",
