@@ -22,7 +22,7 @@ LONGEST_TOKEN = 1024
 
 
 class Stage(Enum):
-    """Next need of an episode. CALLS: `calls` are to be made."""
+    """Stage of an episode, named by its next need: calls to its environment, or a turn of the policy."""
 
     CALLS, POLICY, DONE, FAILED = range(4)
 

@@ -83,7 +83,7 @@ class TemplateRenderer:
 
 
 class ContinuationRenderer:
-    """Renders what follows the first generation prompt of a conversation, with a training template of ours.
+    """Renders what follows the first generation prompt of a conversation, with one of our training templates.
 
     Args:
         template: Jinja text; it reads `messages`, `generation_prompt` and `settings`.
