@@ -135,7 +135,8 @@ def test_each_change_is_written_once_and_linked_from_then_on(config, processes, 
             assert not set(inodes(config, step).values()) & set(inodes(config, step - 2).values())
     # What the manifests say they wrote is what lies on the disk.
     manifests = [step_dir(config.run_dir, step) / "manifest.json" for step in range(2, 15, 2)]
-    rest = sum(path.stat().st_size for path in [*manifests, config.run_dir / "latest_checkpointed_iteration.txt"])
+    others = [config.run_dir / name for name in ("latest_checkpointed_iteration.txt", "events.jsonl")]
+    rest = sum(path.stat().st_size for path in [*manifests, *others])
     assert bytes_on_disk(config) == rest + sum(read_manifest(path.parent).total_bytes for path in manifests)
 
 

@@ -75,6 +75,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
         "algorithm.reward_clip_range=[-5,5]",
         f"reward.functions=[exact_match,{function}:judged]",
         "checkpoint.journal=true",
+        "checkpoint.memory.freq=1",
         "algorithm.mask_truncated_responses=true",
         f"checkpoint.remote=file://{folder / 'remote'}",
     )

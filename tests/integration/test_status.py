@@ -30,6 +30,7 @@ QUICK = (
     "actor.ppo_mini_batch_size=2",
     "trainer.total_training_steps=3",
     "trainer.save_freq=1",
+    "checkpoint.async_save=false",  # or a kill in step 2 may come before the checkpoint of step 1
     "trainer.restart_backoff_s=0",
     "actor.optim.lr_warmup_steps=0",
 )

@@ -301,10 +301,11 @@ def compared(root: Path, book: Book) -> None:
     run = begin(book, start)
     run.train(1)
     run.finish()
-    book.note("whole", ("runs.html", is_page))
+    write_file(start.config.run_dir, RESOLVED, [to_yaml(start.config).encode()])
+    book.note("whole", ("pages/runs.html", is_page))
     for _ in range(2):
-        write_page(root / "runs.html", [start.config.run_dir])
-        book.note("there", "runs.html")
+        write_page(root / "pages/runs.html", [start.config.run_dir])
+        book.note("there", "pages/runs.html")
 
 
 def exported(root: Path, book: Book) -> None:
