@@ -55,11 +55,15 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
+    def __post_init__(self) -> None:
+        # User code may change the working directory later: a run then wrote into the directory of another run.
+        self._working_dir = Path.cwd()
+
     @property
     def run_dir(self) -> Path:
         """Return the run directory, which depends only on settings: the same command finds its checkpoints."""
         t = self.trainer
-        return Path(t.default_local_dir).expanduser().absolute() / t.project_name / t.experiment_name
+        return self._working_dir / Path(t.default_local_dir).expanduser() / t.project_name / t.experiment_name
 
     @property
     def token_budgets(self) -> TokenBudgets:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 REDACTED = "REDACTED"
 SECRET_NAME = re.compile(
     r"(.*[_-])?(api|access|auth|private|secret)?"
-    r"(token|secrets?|passwords?|passwd|passphrase|keys?|credentials?|auth|authorization|cookie)",
+    r"(token|secrets?|passwords?|passwd|pwd|bearer|passphrase|keys?|credentials?|auth|authorization|cookie)",
     re.IGNORECASE,
 )
 """Name of a variable or an option whose value is a secret."""

@@ -133,6 +133,20 @@ def hash_of_files(functions: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(xxhash.xxh3_128_digest(path.read_bytes()) for path in paths))
 
 
+def check_unchanged(setting: str, functions: Sequence[str], before: str) -> None:
+    """Raise UserError unless the files of the user functions still have the hash `before` of `hash_of_files`."""
+    try:
+        same = hash_of_files(functions) == before
+    except OSError:
+        same = False
+    if not same:
+        raise UserError(
+            f"{setting}={','.join(functions)}: the file has changed since the run started, and a new process would run "
+            "the new code. Restore the file and continue by the same command, or accept the new file with "
+            "trainer.allow_config_change=true."
+        )
+
+
 def load_function(setting: str, spec: str, *, may_be_async: bool = False) -> Callable[..., Any]:
     """Run the file, once per process, and return the function.
 

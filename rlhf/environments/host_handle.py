@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlhf.config.schema.env import EnvConfig
-from rlhf.config.user_functions import ENV_CLASSES
+from rlhf.config.user_functions import ENV_CLASSES, check_unchanged, hash_of_files
 from rlhf.environments.definition import Definition
 from rlhf.environments.host import MESSAGE_BYTES
 from rlhf.errors import UserError
@@ -64,6 +64,7 @@ class Host:
         self._config = config
         self._popen: subprocess.Popen[bytes] | None = None
         self._lock = threading.RLock()
+        self._hash = hash_of_files(config.classes)
         self._numbers = count()
         self._processes: dict[int, Process] = {}
         self.definitions: list[Definition] = []
@@ -86,6 +87,7 @@ class Host:
                     request = json.dumps({"fork": process.number, "alone": alone}).encode()
                     socket.send_fds(self._channel, [request], [theirs.fileno()])
                 except OSError:
+                    log.warning("The process that starts environments died; starting it again.")
                     ours.close()
                     self.close()
                     raise
@@ -161,6 +163,12 @@ class Host:
         except OSError as error:
             reply = {"error": f"the process of environments was not ready ({error})", "user": False}
         self._folder = reply.get("folder", "")
+        try:
+            # Promise 13: a host that starts again must not run a file that was edited meanwhile.
+            check_unchanged(ENV_CLASSES, config.classes, self._hash)
+        except UserError:
+            self.close()
+            raise
         if "definitions" not in reply:
             self.close()
             found = reply.get("error", "the process of environments died while it started")

@@ -18,7 +18,7 @@ from rlhf.cli.arguments import check_options
 from rlhf.cli.command_parser import CommandParser
 from rlhf.config.library import Library
 from rlhf.errors import EXIT_DONE, UserError
-from rlhf.evaluate.results import files_of, store_result, stored_result, table
+from rlhf.evaluate.results import check_same, files_of, of_all_targets, store_result, stored_result, table
 from rlhf.evaluate.target_settings import plan
 from rlhf.evaluate.targets import find_target
 from rlhf.printable import printable_lines
@@ -51,13 +51,17 @@ def _run(words: Sequence[str]) -> int:
     # Before the first evaluation, to report changed settings now. Under torchrun, another node may lack the result.
     stored = [None if is_rank() else stored_result(each) for each in planned]
     results: list[dict[str, Any]] = []
+    shared: dict[str, str] = {}
     for number, (each, earlier) in enumerate(zip(planned, stored, strict=True), 1):
+        files = files_of(each)
+        check_same(each, shared, files)
+        shared = shared or of_all_targets(files)
         if earlier is None:
             title = f"Evaluation {number} of {len(planned)}: {each.target.name}"
-            files = files_of(each)
             code = evaluate_policy(each.config, f"{title}, in {each.config.run_dir}")
             if code != EXIT_DONE or not _leads():
                 return code
+            check_same(each, files, files_of(each))
             earlier = store_result(each, files)
         results.append(earlier)
     if _leads():

@@ -113,6 +113,8 @@ def _own_settings(target: EvaluationTarget) -> dict[str, Any]:
         "trainer.allow_config_change": True,
         "trainer.total_training_steps": target.step + STEPS_LEFT,
         "trainer.logger": [],
+        "trainer.callbacks": [],
+        "trainer.callback_kwargs": {},
         "checkpoint.remote": None,
     }
     if target.model is not None:

@@ -1,6 +1,7 @@
 """Calls the user's functions in the supervisor's process, with the metrics of each new step."""
 
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,9 +30,10 @@ def _loaded(spec: str, kwargs: Mapping[str, Any]) -> Callback:
     own = {name: value for name, value in kwargs.items() if takes_all or name in names}
 
     def callback(step: int, metrics: Mapping[str, float]) -> None:
+        directory = os.open(".", os.O_RDONLY)
         try:
             function(step, metrics, **own)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # Drop this frame, so that the traceback begins with the user's.
             theirs = error.__traceback__ and error.__traceback__.tb_next
             lines = "".join(traceback.format_exception(type(error), error, theirs)).rstrip()
@@ -39,6 +41,9 @@ def _loaded(spec: str, kwargs: Mapping[str, Any]) -> Callback:
                 f"trainer.callbacks={spec} raised an error at step {step}, so the run saved and ended. The same "
                 f"command continues it.\n{lines}"
             ) from error
+        finally:
+            os.fchdir(directory)  # relative paths in settings, which a restarted rank reads
+            os.close(directory)
 
     return callback
 

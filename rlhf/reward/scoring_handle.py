@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.schema.reward import RewardConfig
+from rlhf.config.user_functions import check_unchanged, hash_of_files
 from rlhf.errors import UserError
 from rlhf.printable import printable_output
 from rlhf.reward.confinement import Confinement
 from rlhf.reward.environment import reward_environment
 from rlhf.reward.request_format import RequestFormat
 from rlhf.reward.scores import NUMBER, RewardError, RewardItem
+from rlhf.reward.settings import SETTING
 from rlhf.storage.files import remove_dir
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class ScoringProcess:
         self._config = config
         self._captured = captured
         self._popen: subprocess.Popen[bytes] | None = None
+        self._hash = hash_of_files([verifier])
         self._unread = b""
         self._output_left = MAX_OUTPUT_BYTES
         self._folder: str | None = None
@@ -123,6 +126,8 @@ class ScoringProcess:
             self._folder = ready.get("folder")
             if wrong := failure(ready):
                 raise wrong
+            # Promise 13: a process that starts again must not score with a file that was edited meanwhile.
+            check_unchanged(SETTING, [self._verifier], self._hash)
         except ProcessDiedError as error:
             # No sample caused this death, so `reward.on_error` does not apply.
             raise RewardError(f"The reward process for {self._verifier} died while it started ({error}).") from error

@@ -12,6 +12,7 @@ from rlhf.config import Config
 from rlhf.config.schema.checkpoint import CONTENTS
 from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import (
+    IDENTITY,
     PlainCarried,
     PlainRole,
     equal_bits,
@@ -121,4 +122,40 @@ def test_samples_of_other_settings_are_dropped_when_a_change_is_allowed(tmp_path
     carried = PlainCarried()
     assert resume(config, PlainRole(), carried=carried) == 2
     assert bool(carried.held) == kept
-    assert ("samples for later steps from other settings; they are dropped" in caplog.text) == (not kept)
+    assert ("samples of other settings or files for later steps; they are dropped" in caplog.text) == (not kept)
+
+
+@pytest.mark.parametrize(("setting", "kept"), [("reward.functions", False), ("env.classes", False), (None, True)])
+def test_samples_of_other_files_are_dropped_when_a_change_is_allowed(tmp_path, setting, kept):
+    config = make_config(tmp_path)
+    files = IDENTITY.fingerprints | {"reward.functions": "a" * 32, "env.classes": "a" * 32}
+    make_checkpointer(config, PlainRole(), 2, fingerprints=files, carried=PlainCarried(some(0))).save(2)
+    config.trainer.allow_config_change = True
+    carried = PlainCarried()
+    others = files if setting is None else files | {setting: "b" * 32}
+    assert resume(config, PlainRole(), None, others, carried=carried) == 2
+    assert bool(carried.held) == kept
+
+
+class Prompts:
+    """The state of a stream of prompts, of which only the hashes matter here."""
+
+    def __init__(self, rows: str, tokens: str):
+        self.state = {"consumed": 0, "fingerprint": rows, "tokens_fingerprint": tokens}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(("rows", "tokens", "kept"), [("a", "a", True), ("b", "a", False), ("a", "b", False)])
+def test_samples_of_other_prompts_are_dropped(tmp_path, rows, tokens, kept):
+    """The path of the file of prompts is the same; its content was edited."""
+    config = make_config(tmp_path)
+    before = {"data": Prompts("a", "a")}
+    make_checkpointer(config, PlainRole(), 2, parts=before, carried=PlainCarried(some(0))).save(2)
+    carried = PlainCarried()
+    assert resume(config, PlainRole(), parts={"data": Prompts(rows, tokens)}, carried=carried) == 2
+    assert bool(carried.held) == kept

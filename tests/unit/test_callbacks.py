@@ -13,6 +13,7 @@ from rlhf.launch.callbacks import load_callbacks
 from tests.support.refusals import says, user_error
 
 FILE = """
+import os
 from pathlib import Path
 def note(*words):
     with Path(__file__).with_suffix(".txt").open("a") as file: print(*words, file=file)
@@ -21,6 +22,8 @@ def more(step, metrics, prefix="", *, last): note(prefix, step, last)
 def everything(step, metrics, **rest): note(rest)
 def one(step): pass
 def breaks(step, metrics): raise ValueError("enough")
+def leaves(step, metrics): raise SystemExit
+def moves(step, metrics): os.chdir("/")
 class Whole: pass
 """
 
@@ -66,6 +69,27 @@ def test_each_callback_gets_the_arguments_that_it_accepts(file):
 def test_an_error_names_the_callback_and_its_line(file):
     (function,) = load_callbacks(config_of(f"{file}:breaks").trainer)
     says(user_error(function, 7, {}), f"trainer.callbacks={file}:breaks", "step 7", "watch.py", "ValueError: enough")
+
+
+def test_a_callback_that_calls_exit_is_an_error_and_not_the_end_of_the_command(file):
+    (function,) = load_callbacks(config_of(f"{file}:leaves").trainer)
+    says(user_error(function, 7, {}), f"trainer.callbacks={file}:leaves", "step 7", "SystemExit")
+
+
+def test_a_callback_changes_no_working_directory(file):
+    config = config_of(f"{file}:moves")
+    (function,) = load_callbacks(config.trainer)
+    before = Path.cwd(), config.run_dir
+    function(7, {})
+    assert (Path.cwd(), config.run_dir) == before
+
+
+def test_the_run_directory_does_not_follow_the_working_directory(tmp_path, monkeypatch):
+    config = config_of()
+    before = config.run_dir
+    monkeypatch.chdir(tmp_path)
+    assert config.run_dir == before
+    assert config_of().run_dir != before
 
 
 def test_a_resume_may_have_other_callbacks(file):

@@ -1,5 +1,6 @@
 """Environment classes: what is checked before a run, their saved states, and sessions that leave nothing behind."""
 
+import contextlib
 import os
 import random
 import re
@@ -26,6 +27,7 @@ from rlhf.environments.sessions import EnvironmentFailed, EnvironmentPool, Sessi
 from rlhf.errors import UserError
 from rlhf.experience.episode import EnvironmentClass, Episode, Limits
 from rlhf.rollout import Sample, SamplingParams
+from tests.support.refusals import says, user_error
 
 TOOL = '    def look(self, at: int) -> str:\n        """Look.\n\n        Args:\n            at: where.\n        """\n'
 WRONG = {
@@ -349,3 +351,16 @@ def test_a_dying_environment_fails_no_other_of_its_process(hostile):
 
     found = hostile.run([partial(end, session, name) for session, name in zip(sessions, names, strict=True)])
     assert found == ["done", "failed", "failed", "done"]
+
+
+def test_a_host_that_starts_again_does_not_run_an_edited_file(tmp_path, caplog):
+    file = tmp_path / "edited.py"
+    file.write_text(HOSTILE)
+    config = EnvConfig(classes=[f"{file}:Hostile"], timeout_s=20.0, process="episode")
+    with contextlib.closing(EnvironmentPool(config).start()) as pool:
+        assert call(opened(pool), "half") == {"value": "?"}
+        pool._host._popen.kill()
+        pool._host._popen.wait()
+        file.write_text(HOSTILE + "#")
+        says(user_error(opened, pool), f"env.classes={file}:Hostile: the file has changed")
+    assert "died; starting it again" in caplog.text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.config.library import Library
-from rlhf.evaluate.results import files_of, store_result, stored_result
+from rlhf.evaluate.results import check_same, files_of, of_all_targets, store_result, stored_result
 from rlhf.evaluate.target_settings import PlannedEvaluation, plan
 from rlhf.evaluate.targets import find_target
 from rlhf.tracking import History
@@ -86,3 +86,16 @@ def test_other_settings_of_episodes(folder):
     error = user_error(stored_result, planned(*settings, "env.max_turns=8"))
     says(error, "env.max_turns", "1 before", "8 now")
     assert stored_result(planned(*settings, "env.max_turns=1", "env.num_workers=2")) is not None, "the same answers"
+
+
+def test_a_file_that_changes_during_a_command_gives_no_result(folder):
+    each = planned()
+    before = files_of(each)
+    check_same(each, before, files_of(each))
+    (folder / "val.jsonl").write_text(json.dumps({"prompt": "1 + 2", "answer": "3"}))
+    for known in (before, of_all_targets(before)):
+        says(user_error(check_same, each, known, files_of(each)), "data.val_files", "changed during the command")
+
+
+def test_an_evaluation_calls_no_callback_of_its_run(folder):
+    assert planned("trainer.callbacks=[gone.py:f]", "trainer.callback_kwargs.a=1").config.trainer.callbacks == []

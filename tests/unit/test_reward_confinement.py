@@ -240,6 +240,19 @@ def test_a_file_that_needs_a_variable_is_told_how_to_get_it(tmp_path):
         reward.score([item("")])
 
 
+def test_a_file_that_was_edited_is_not_run_by_a_process_that_starts_again(tmp_path):
+    file = tmp_path / "edited.py"
+    file.write_text("import time\ndef score(solution_str, **_): time.sleep(float(solution_str)); return 1.0\n")
+    settings = {"num_workers": 1, "timeout_s": 1.0, "on_error": "score"}
+    reward = build_reward(RewardConfig(functions=[f"{file}:score"], **settings))
+    with contextlib.closing(reward):
+        assert reward.score([RewardItem("src", "0", "gold", {}, [])])[0].score == 1.0
+        file.write_text(file.read_text().replace("1.0", "7.0"))
+        assert reward.score([RewardItem("src", "30", "gold", {}, [])])[0].score == 0.0, "the deadline ends the process"
+        with pytest.raises(UserError, match=r"reward\.functions=.*edited\.py:score: the file has changed"):
+            reward.score([RewardItem("src", "0", "gold", {}, [])])
+
+
 def test_what_leaves_its_session_ends_with_the_sample(probe_of):
     if not namespaces_allowed():
         pytest.skip("this machine has no namespaces for its user")

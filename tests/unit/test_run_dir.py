@@ -437,3 +437,14 @@ def test_what_precedes_the_ranks_imports_no_torch():
     assert (
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
     )
+
+
+@pytest.mark.parametrize("name", [HISTORY, "events.jsonl"])
+def test_a_file_that_another_folder_shares_is_not_appended_to(config, name):
+    prepare(config)
+    (config.run_dir / name).write_text("")
+    prepare(config)
+    os.link(config.run_dir / name, config.run_dir.parent / "copy")
+    with pytest.raises(UserError) as raised:
+        prepare(config)
+    says(raised.value, name, "hard link", "cp -a")

@@ -26,8 +26,9 @@ def check_compatible(
 ) -> frozenset[str]:
     """Raise UserError unless the run `identity` with `config` may continue from this checkpoint; log differences.
 
-    Return the settings that change the run. `moving_reference`: the run's reference policy moves. `allow_change`:
-    `trainer.allow_config_change`. Of an imported checkpoint only the contents are checked: it belongs to no run.
+    Return the settings whose values or files change the run. `moving_reference`: the run's reference policy moves.
+    `allow_change`: `trainer.allow_config_change`. Of an imported checkpoint only the contents are checked: it belongs
+    to no run.
     """
     if not {"model", "hf_model"} & set(load_contents):
         raise UserError(
@@ -52,28 +53,32 @@ def check_compatible(
             f"has none ({REFERENCE}): it was saved by a run whose reference was frozen. Set ref.update_freq=null to "
             "continue that run, or start anew with trainer.overwrite=true or another trainer.experiment_name."
         )
-    if others := _other_files(path, manifest, config, identity.fingerprints):
-        text = "; ".join(others)
+    others = _other_files(path, manifest, config, identity.fingerprints)
+    if others:
+        text = "; ".join(others.values())
         if not allow_change:
             raise UserError(
                 f"{text}. Restore the files, or set trainer.allow_config_change=true to accept that the run changes."
             )
         log.warning("%s; continuing because trainer.allow_config_change=true.", text)
     log_changes(changes)
-    return frozenset(change.key for change in changes.trajectory)
+    return frozenset(change.key for change in changes.trajectory) | others.keys()
 
 
-def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerprints: Mapping[str, str]) -> list[str]:
-    lines = []
+def _other_files(
+    path: Path, manifest: Manifest, config: ResolvedConfig, fingerprints: Mapping[str, str]
+) -> dict[str, str]:
+    """Return a line for each setting whose files are not those of the checkpoint."""
+    lines = {}
     for setting in sorted(manifest.fingerprints.keys() | fingerprints.keys()):
         stored, present = manifest.fingerprints.get(setting), fingerprints.get(setting)
         if setting == CODE and stored is None:
             continue  # older checkpoints have no hash of the code
         if present is None:
-            lines.append(f"{setting} was in use when {path} was saved, and is not in use now")
+            lines[setting] = f"{setting} was in use when {path} was saved, and is not in use now"
         elif stored != present:
             difference = "was not in use" if stored is None else "holds other files than"
-            lines.append(f"{setting}={config.setting(setting)} {difference} when {path} was saved")
+            lines[setting] = f"{setting}={config.setting(setting)} {difference} when {path} was saved"
     return lines
 
 

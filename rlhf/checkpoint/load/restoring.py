@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 REST = "other"
 SAMPLE_SETTINGS = ("trainer.seed", "model.", "data.", "rollout.", "env.", "reward.", "reward_model.", "algorithm.")
 """Prefixes of the settings on which samples and their rewards depend."""
+PROMPT_HASHES = ("fingerprint", "tokens_fingerprint")
+"""Entries in the state of the stream of prompts."""
 
 
 @dataclass(frozen=True)
@@ -190,17 +192,17 @@ class _Loading:
             for name, role in state.roles.items():
                 if self._reads(f"{name}/{SCHEDULE}"):
                     role.load_extra_state(self._documents[f"{name}/{SCHEDULE}"])
-        if state.carried is not None and any(key.startswith(SAMPLE_SETTINGS) for key in self._changed):
+        saved = self._documents[DRIVER_STATE]
+        if state.carried is not None and self._samples_are_obsolete(saved):
             state.carried.load_tensors([])
             if self._manifest.in_folder(CARRIED) and self._rank == 0:
-                log.warning("%s has samples for later steps from other settings; they are dropped.", self._path)
+                log.warning("%s has samples of other settings or files for later steps; they are dropped.", self._path)
         elif state.carried is not None:
             state.carried.load_tensors([self._documents[name] for name in self._carried()])
         elif self._manifest.in_folder(CARRIED) and self._rank == 0:
             log.warning(
                 "%s has samples carried over to later steps; this run carries none, so they are dropped.", self._path
             )
-        saved = self._documents[DRIVER_STATE]
         state.driver.load_state_dict(saved)
         for name, stateful in state.stateful.items():
             if name not in saved and self._rank == 0 and not self._manifest.imported:
@@ -209,6 +211,14 @@ class _Loading:
         # Last: nothing loaded afterwards may advance the generators.
         if "extra" in self._contents:
             self._set_rng(seed)
+
+    def _samples_are_obsolete(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether carried samples come from other settings, files or prompts than this run's."""
+        if any(key.startswith(SAMPLE_SETTINGS) for key in self._changed):
+            return True
+        prompts = json.loads(self._state.initial.get("data", "{}"))
+        before = saved.get("data", {})
+        return any(before.get(key, prompts[key]) != prompts[key] for key in PROMPT_HASHES if key in prompts)
 
     def _tensors(self) -> Iterator[tuple[str, str, Shards, str, str]]:
         """Yield each folder of tensors to read: part of the throughput, name, target shards, description and

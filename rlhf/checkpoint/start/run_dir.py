@@ -55,7 +55,18 @@ def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
     except OSError as error:
         log.error("An interrupted export in %s could not be removed (%s); the next start tries again.", run_dir, error)
     reject_earlier(run_dir, trainer, launch)
+    reject_shared(run_dir)
     remove_upload_links(run_dir)
+
+
+def reject_shared(run_dir: Path) -> None:
+    """Raise UserError if a file to which the run appends has a second name: the run would change another folder."""
+    for path in (run_dir / HISTORY, run_dir / EVENTS):
+        if path.exists() and path.stat().st_nlink > 1:
+            raise UserError(
+                f"{path} is a hard link to a file of another folder (a copy by cp -al or cp -l?), and this run would "
+                "change the file there. Copy the folder by cp -a instead."
+            )
 
 
 def reject_earlier(run_dir: Path, trainer: TrainerConfig, launch: Collection[str] = ()) -> None:
