@@ -48,7 +48,7 @@ def trajectory_hash(
 def user_files(
     reward: RewardConfig, algorithm: AlgorithmConfig, actor: ActorConfig, model: ModelConfig, env: EnvConfig
 ) -> dict[str, str]:
-    """Return hashes of the user's functions, environments and chat templates, by setting and path.
+    """Return the hash of each file with users' functions, environments or chat templates, by setting and path.
 
     The files change the run just as settings do. Files that the functions import are not hashed.
     """

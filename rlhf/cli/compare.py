@@ -17,9 +17,9 @@ from rlhf.tracking.run_table import RunResult, run_table
 from rlhf.tracking.stored_values import stored_values
 
 MOST_SETTINGS = 4
-"""Most settings in a row of the table."""
+"""A row of the table shows at most this many settings."""
 OTHERS = (*MODEL_NAMES, "model.lora.path", *OF_EVALUATIONS)
-"""Prefixes of settings that results depend on, though a resume may change them, or compares the files they name."""
+"""Prefixes of settings that change results although a resume may change them, or compares only the files they name."""
 COMPARED = [key for key, each in SETTINGS.items() if each.metadata["resume"] == "trajectory" or key.startswith(OTHERS)]
 
 
@@ -62,7 +62,7 @@ def _compare(runs: Sequence[Path], *, as_json: bool) -> None:
         ]
         sys.stdout.write(json.dumps({"runs": document}, indent=1) + "\n")
     else:
-        # Names without the folder that all runs are in.
+        # Leave out the folder that contains all runs.
         folder = os.path.commonpath([run.absolute().parent for run in runs]) if len(runs) > 1 else None
         named = [
             RunResult(f"{run.absolute().relative_to(folder) if folder else run} {_shown(different, of_run)}", *rest)

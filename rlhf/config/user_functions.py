@@ -159,7 +159,7 @@ def load_function(setting: str, spec: str, *, may_be_async: bool = False) -> Cal
     path, name = split_spec(setting, spec)
     try:
         function = getattr(_module(path), name)
-    # Also SystemExit: a script without a __main__ guard.
+    # Catch SystemExit, too, which a script without a __main__ guard may raise.
     except (Exception, SystemExit) as error:
         raise UserError(
             f"{setting}={spec} cannot be imported: {type(error).__name__}: {error}. Correct the file."
@@ -177,7 +177,7 @@ def _is_class(shown: str, name: str) -> str:
 
 @functools.cache
 def _module(path: Path) -> ModuleType:
-    # At the end of sys.path, so that a user's file cannot replace a module of the trainer.
+    # Append the folder to the end of sys.path, so that a user's file cannot replace a module of the trainer.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     # The folder becomes a package, for `from .utils import ...`.

@@ -1,9 +1,10 @@
-"""Environments: the user's classes with which the policy talks over several turns. Importing this package is cheap.
+"""Environments: users' classes that answer the policy over several turns. Importing this package is fast.
 
 An environment is a class. `reset(**row)` begins an episode; a string that it returns is appended to the last user
 message. Each public method with types and a docstring is a tool. `get_reward()`, sync or async, scores the episode, and
-`close()` ends it. `state_dict()` and `load_state_dict()` let a resume go on inside an episode. An environment whose
-method `step(text)` has the decorator `free_text` reads the policy's text instead of tool calls.
+`close()` ends the episode. With `state_dict()` and `load_state_dict()`, a resumed run continues an episode in the
+middle. A class may instead mark one method, `step(text)`, with `free_text`: this method reads the policy's text, and
+the class has no tools.
 """
 
 from collections.abc import Callable

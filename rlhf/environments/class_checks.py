@@ -1,4 +1,4 @@
-"""Checks the settings `env` without running any class, and starts the classes once before the training."""
+"""Checks the section `env` without running users' code, and imports the classes once before the training."""
 
 import ast
 import contextlib
@@ -26,7 +26,7 @@ def check_environments(config: EnvConfig) -> None:
     """Raise UserError for a missing file or class, a class without `reset`, an untyped tool, or wrong settings."""
     for spec in config.classes:
         found = find_class(ENV_CLASSES, spec)
-        # Only the import shows what a class inherits.
+        # Skip a class with a base class: only an import shows the methods that it inherits.
         if found is not None and not any(not isinstance(b, ast.Name) or b.id != "object" for b in found.bases):
             _check_class(f"{ENV_CLASSES}={spec}", found)
     labels = labels_of(config)
@@ -66,7 +66,7 @@ def _check_class(shown: str, found: ast.ClassDef) -> None:
 
 
 def check_row(config: EnvConfig, record: dict[str, object], where: str) -> None:
-    """Raise UserError if the row names no class of several."""
+    """Raise UserError if there are several classes and the row does not name one of them."""
     labels = labels_of(config)
     if len(labels) < 2 or record.get(COLUMN) in labels:
         return
@@ -83,8 +83,8 @@ def check_row(config: EnvConfig, record: dict[str, object], where: str) -> None:
 
 @contextlib.contextmanager
 def preflight_environments(config: EnvConfig | None) -> Iterator[None]:
-    """Import the classes in a confined process, as the training will, while the body runs. Then raise UserError for
-    classes that cannot be imported or are no environments."""
+    """Import the classes in a confined process, as the training will, while the `with` body runs. Then raise UserError
+    for a class that cannot be imported or is not an environment."""
     if config is None or not config.classes:
         yield
         return

@@ -11,7 +11,7 @@ from rlhf.environments import FREE_TEXT
 from rlhf.errors import UserError
 
 NO_TOOLS = ("reset", "get_reward", "close", "state_dict", "load_state_dict")
-"""Public methods that are no tools."""
+"""Public methods that are not tools."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Definition:
     """The tools and methods of an environment class."""
 
     label: str
-    """Name of the class: value of the column `environment`, and label of the reward."""
+    """Name of the class. A row's column `environment` has this name, and metrics show the reward under this name."""
     tools: list[dict[str, Any]]
     """JSON schema of each tool, in OpenAI's form; empty for free text."""
     step: str | None
@@ -29,7 +29,7 @@ class Definition:
 
 
 def define(spec: str, made: type) -> Definition:
-    """Return the definition of the class. Raise UserError if `reset` or types are missing."""
+    """Return the definition of the class. Raise UserError if the class has no `reset`, or a tool has no types."""
     shown = f"{ENV_CLASSES}={spec}"
     if not callable(getattr(made, "reset", None)):
         raise UserError(
@@ -57,10 +57,10 @@ def define(spec: str, made: type) -> Definition:
 
 
 def _schema(shown: str, name: str, method: Callable[..., Any]) -> dict[str, Any]:
-    # Imports no torch, but takes a second; environments of free text do not need it.
+    # This import takes a second, and environments of free text do not need the module.
     from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
-    # Bound to any object, so that `self` is no parameter, as in TRL.
+    # Bind the method to any object, as TRL does, so that `self` is not in the schema.
     bound = method if inspect.ismethod(method) else MethodType(method, object())
     try:
         return get_json_schema(bound)

@@ -38,7 +38,7 @@ def main(parent_pid: int, confinement: Confinement, number: int) -> None:
             specs: list[str] = json.loads(first)["classes"]
             classes: list[Any] = [load_function(ENV_CLASSES, spec) for spec in specs]
             definitions = [define(spec, made) for spec, made in zip(specs, classes, strict=True)]
-        # Also SystemExit: a script without a __main__ guard.
+        # Also catch SystemExit, which a script without a __main__ guard may raise.
         except BaseException as error:
             reply = {"error": str(error)[-_LONGEST:], "user": isinstance(error, UserError)}
             channel.send(json.dumps(reply | dataclasses.asdict(confined)).encode())

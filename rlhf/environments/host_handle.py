@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
 MAX_OUTPUT_BYTES = 1 << 22
-"""Bytes of output of all environments of a rank that are shown."""
+"""A rank shows at most this many bytes of its environments' output."""
 
 
 @dataclass(eq=False)
@@ -76,8 +76,8 @@ class Host:
                 self._start()
 
     def process(self, *, single: bool, alone: bool) -> Process:
-        """Return a new process, forked from the host. `single`: it serves one environment. `alone`: by
-        `env.process=episode`, so that the process' global state belongs to this environment."""
+        """Return a new process, forked from the host. `single`: the process serves one environment. `alone`: the
+        setting is `env.process=episode`, so the process' global state belongs to this environment."""
         with self._lock:
             self.start()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -142,7 +142,7 @@ class Host:
         self._channel, self._folder = ours, ""
         arguments = [str(os.getpid()), confinement, str(theirs.fileno())]
         with theirs:
-            # -P: the working directory comes last in PYTHONPATH. A session of its own: the trainer handles Ctrl-C.
+            # -P: do not import from the working directory first. New session: only the trainer receives Ctrl-C.
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rlhf.environments.host", *arguments],
                 stdin=subprocess.DEVNULL,

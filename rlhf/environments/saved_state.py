@@ -1,8 +1,8 @@
 """Saves and restores an environment object: with its own `state_dict`, or with its attributes if they are plain values.
 
 Plain values are None, bool, int, float, str, lists, tuples and dicts of these with keys of type str, and
-`random.Random`. The state is JSON, so that loading it executes no code. An object that has other attributes, or two
-attributes with one list, has no state here.
+`random.Random`. The state is JSON, so that loading it executes no code. An object with other attributes cannot be
+saved, nor an object with one list in two attributes.
 """
 
 import json
@@ -21,7 +21,7 @@ class _NotPlainError(Exception):
 def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None:
     """Return the object's state as JSON values, or None if it cannot be saved without loss.
 
-    `attributes`: without `state_dict`, the attributes are the whole state.
+    `attributes`: save the attributes of an object that has no `state_dict`.
 
     Raises:
         TypeError: `state_dict` returns values that JSON lacks.

@@ -32,7 +32,7 @@ class Served:
         """Make one call and return `value` and `state`, `rejected` if a tool raised ValueError, or `error`."""
         try:
             value = getattr(self, f"_{request['op']}")(request)
-            # Before `reset`, an object may not have the attributes that its `state_dict` reads.
+            # Before `reset`, an object may lack the attributes that its `state_dict` reads.
             return {"value": value, "state": None if request["op"] == "open" else self._state()}
         except ValueError as error:
             if request["op"] != "tool":
@@ -42,7 +42,7 @@ class Served:
             return _failure(error)
 
     def _state(self) -> dict[str, Any] | None:
-        # With `env.process=episode` the attributes are not all: global generators and modules have state, too.
+        # With `env.process=episode`, global generators and modules have state besides the object's attributes.
         return saved(self._environment, attributes=not self._alone)
 
     def close(self) -> None:

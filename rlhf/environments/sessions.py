@@ -20,7 +20,7 @@ ANNOUNCE_S = 20.0
 """Seconds after which a slow round of calls is announced."""
 MAX_REPLY_BYTES = 1 << 24
 _TRIES = 3
-"""Processes in which a call is tried, if they end for another reason than the call."""
+"""Attempts of a call, each in a new process, if the process ends for a reason other than the call."""
 
 T = TypeVar("T")
 Call = dict[str, Any]
@@ -34,7 +34,7 @@ class EnvironmentFailed(Exception):
 
 
 class _ProcessGoneError(Exception):
-    """The process ended for another reason than this session's call."""
+    """The process ended for a reason other than this session's call."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Session:
     _process: Process | None = None
 
     def record(self, calls: Sequence[Call], replies: Sequence[Reply], state: dict[str, Any] | None) -> None:
-        """Take over calls that an earlier process has made."""
+        """Append calls and their replies, which may come from the journal. `state` is the state after these calls."""
         self.made += zip(calls, replies, strict=True)
         self.state = state
 
@@ -66,7 +66,7 @@ class Session:
         """Make the calls in order and return their replies. Raise EnvironmentFailed."""
         for attempt in range(_TRIES):
             try:
-                # The last time in a process of its own: the others may end because of other environments' calls.
+                # The last attempt has a process of its own, because other environments' calls can end a shared one.
                 self._restore(single=attempt + 1 == _TRIES)
                 replies = [self._exchange(call) for call in calls]
             except (_ProcessGoneError, OSError) as error:
@@ -97,7 +97,7 @@ class Session:
         """Send one request and return its reply, both before the deadline."""
         assert self._channel is not None
         assert self._process is not None
-        # Random: code that a tool runs could otherwise write the next reply in advance.
+        # The number is random, so that code that a tool runs cannot write the next reply in advance.
         number = secrets.token_hex(8)
         try:
             self._channel.settimeout(self.pool.config.timeout_s)
@@ -114,10 +114,10 @@ class Session:
         except (OSError, ValueError, RecursionError) as error:
             self.pool.kill(self._process)
             raise _ProcessGoneError(str(error) or type(error).__name__) from error
-        # Code that a tool runs may know the number, and reply anything.
+        # Code that a tool runs may have read the number, so check the whole reply.
         if not isinstance(reply, dict) or reply.pop("number", None) != number or not _is_valid(call["op"], reply):
             self.pool.kill(self._process)
-            raise EnvironmentFailed(f"{call['op']} has no valid reply")
+            raise EnvironmentFailed(f"{call['op']} gave no valid reply")
         reply = {name: _encodable(value) for name, value in reply.items()}
         if "error" in reply:
             raise EnvironmentFailed(f"{call['op']} raised an error:\n{reply['error']}")
@@ -150,7 +150,7 @@ class EnvironmentPool:
         self._shared: list[Process] = []
 
     def start(self) -> "EnvironmentPool":
-        """Start the host, whose `definitions` are known then. Raise UserError for classes that are no environments."""
+        """Start the host; then `definitions` can be read. Raise UserError for a class that is not an environment."""
         self._host.start()
         return self
 
@@ -161,13 +161,13 @@ class EnvironmentPool:
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run the jobs, `env.max_concurrent` at a time, and return their results in order."""
         futures = [self._threads.submit(job) for job in jobs]
-        # Each call has a deadline, so the loop ends. It may exceed the watchdog's, so announce the wait.
+        # Each call has a deadline, so the loop ends. The loop may exceed the watchdog's deadline, so announce it.
         while wait(futures, ANNOUNCE_S).not_done:
             announce("env.wait")
         return [future.result() for future in futures]
 
     def process(self, *, single: bool) -> Process:
-        """Return a process for one more environment; `single`: for no other."""
+        """Return a process for one more environment. `single`: the process serves no other environment."""
         if single or self.config.process == "episode":
             return self._host.process(single=True, alone=self.config.process == "episode")
         with self._lock:

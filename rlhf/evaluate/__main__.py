@@ -48,7 +48,8 @@ def _run(words: Sequence[str]) -> int:
             "its own; python -m rlhf.evaluate with all targets then shows one table."
         )
     planned = plan(targets, overrides, Library.find(arguments.config_dir))
-    # Before the first evaluation, to report changed settings now. Under torchrun, another node may lack the result.
+    # Compare stored results before the first evaluation, to report changed settings at once. Under torchrun, other
+    # nodes may lack the files, so do not compare there.
     stored = [None if is_rank() else stored_result(each) for each in planned]
     results: list[dict[str, Any]] = []
     shared: dict[str, str] = {}
@@ -70,7 +71,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _check_for_target(others: Sequence[str], overrides: Sequence[str]) -> None:
-    """Raise UserError if the command has no target, but a setting that names one, as other commands have."""
+    """Raise UserError if the command names the target by a setting, such as model.path, as other commands do."""
     for key, _, value in (text.partition("=") for text in overrides):
         if not others and key in TARGET_KEYS and value:
             raise UserError(

@@ -34,7 +34,7 @@ AFFECTING = (
     "reward_model.",
 )
 HARMLESS = ("data.train_", "data.shuffle", "data.gen_batch_size", "model.path", "model.enable_gradient_checkpointing")
-"""Prefixes of the settings on which results depend, and of exceptions. The target's fingerprint covers the model."""
+"""Results depend on settings with a prefix in AFFECTING and none in HARMLESS; a hash covers the model's files."""
 
 
 def files_of(planned: PlannedEvaluation) -> dict[str, str]:
@@ -84,7 +84,7 @@ def _hash_of_code(name: str) -> str:
 
 
 def stored_result(planned: PlannedEvaluation) -> dict[str, Any] | None:
-    """Return the stored result of this evaluation, or None without one.
+    """Return the stored result of this evaluation, or None if there is none.
 
     Raises:
         UserError: the stored result has other settings or files.

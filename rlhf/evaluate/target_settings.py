@@ -19,7 +19,7 @@ from rlhf.evaluate.targets import EvaluationTarget
 EVALUATIONS = "evaluations"
 DEFAULT_NAME = "default"
 STEPS_LEFT = 1_000_000
-"""Training steps after the target, of which none is done. Enough for any warm-up of the stored settings."""
+"""Total training steps of an evaluation's configuration, which runs none: so many that any stored warm-up fits."""
 NAMED_BY_TARGETS = {"model.path", "trainer.resume_mode", "trainer.resume_from_path"}
 RECIPE = "recipes=minimal"
 """Recipe for a model, if the command names neither a run nor a recipe."""
@@ -71,7 +71,7 @@ def _planned(
         if (of_evaluation := key.replace("rollout.", "rollout.val_kwargs.", 1)) in SETTINGS and key != of_evaluation
     ]:
         raise UserError("\n".join(lines))
-    again = bool(typed.get("trainer.overwrite"))  # not as stored: that one was about the run
+    again = bool(typed.get("trainer.overwrite"))  # ignore the stored value, which was about the training run
     data, trainer = tree.data, tree.trainer
     if data.val_files is None and (OmegaConf.is_missing(data, "train_files") or data.train_files is not None):
         raise UserError("data.val_files is not set: an evaluation needs held-out prompts. Add data.val_files=FILE.")

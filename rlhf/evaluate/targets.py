@@ -20,7 +20,7 @@ from rlhf.storage.layout import CONFIG, HF_FOLDER, MANIFEST, POINTER, scan, step
 from rlhf.storage.reading import CheckedFiles
 
 UNUSED = ("tracking", "checkpoint", "guards")
-"""Sections of a run that an evaluation does not use. They may name secrets and folders that are gone."""
+"""Sections of a run's settings that an evaluation ignores, because they may name secrets and folders that are gone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +37,13 @@ class EvaluationTarget:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of checkpoint or model; None for a Hub name."""
+        """The folder of the checkpoint or model; None for a Hub name."""
         path = self.checkpoint or Path(self.name).expanduser()
         return path.absolute() if path.is_dir() else None
 
     @property
     def slug(self) -> str:
-        """A folder's name for the results, different for each policy."""
+        """Name of the folder for the results, different for each policy."""
         if self.folder is None:
             return re.sub(r"[^\w.-]", "_", self.name)
         names = (self.folder.parent.name, self.folder.name) if self.checkpoint else (self.folder.name,)
@@ -51,7 +51,7 @@ class EvaluationTarget:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the policy's files; of a Hub model only the name."""
+        """A hash of the policy's files, or the name of a Hub model."""
         if self.checkpoint is not None:
             return fingerprint_file(self.checkpoint / MANIFEST)
         return self.name if self.folder is None else fingerprint(self.folder)

@@ -106,7 +106,7 @@ class Collector:
         longest = generation.params.max_tokens
         batch_metrics, tokens = step_metrics(batch, groups, longest, self.coordinator, self.windows)
         own_seconds = sampler.seconds - generated_before
-        if not needs_reward_model(self.reward):  # a reward model's seconds include waiting for other ranks
+        if not needs_reward_model(self.reward):  # with a reward model, the seconds include waits for other ranks
             own_seconds += stats.reward_seconds
         is_stale = any(group.version < step - 1 for group in groups)
         gathered = self.coordinator.all_gather((own_seconds, is_stale, memory_use(self.device)))

@@ -97,7 +97,7 @@ class DynamicSampling:
             if fresh is None:
                 fresh = self.source.groups(drawn, stats, step)
             kept = kept + [group for group in fresh if group.has_signal(metric)]
-            # Keep the newest `wanted` groups without signal: on_limit=fill cannot need more.
+            # Keep only the newest `wanted` groups without signal, because on_limit=fill needs no more.
             dropped = (dropped + [group for group in fresh if not group.has_signal(metric)])[-wanted:]
             uids, fresh = uids_everywhere(kept, self.coordinator), None
         chosen = set(uids[:wanted])

@@ -11,7 +11,7 @@ from rlhf.rollout import Request, Sample, SamplingParams
 PROMPT, RESPONSE = 8, 8
 """Tokens."""
 BOUND = 0.25
-"""Largest mean difference of log-probs. Rounding to bfloat16 stays below; lost tensors cost whole nats."""
+"""Largest mean difference of log-probs. Rounding to bfloat16 stays below; lost tensors change it by whole nats."""
 
 
 def probe_request() -> Request:
@@ -37,6 +37,6 @@ def check_probe(actor: PolicyWeights, sample: Sample) -> None:
     if apart > BOUND:
         raise UserError(
             f"rollout.sleep_level=2: after its first sleep, vLLM's log-probs differ from the trainer's by {apart:.3g} "
-            f"in the mean (limit {BOUND}). vLLM seems to lose tensors of this model in a sleep that keeps no copy; set "
-            "rollout.sleep_level=1."
+            f"in the mean (limit {BOUND}). vLLM seems to lose tensors of this model when it sleeps without a copy of "
+            "the weights. Set rollout.sleep_level=1."
         )

@@ -18,11 +18,11 @@ from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.sample import FinishReason
 
 LONGEST_TOKEN = 1024
-"""More characters than a token stands for."""
+"""No token stands for more characters than this."""
 
 
 class Stage(Enum):
-    """Stage of an episode, named by its next need: calls to its environment, or a turn of the policy."""
+    """What an episode needs next: calls to its environment, or a turn of the policy."""
 
     CALLS, POLICY, DONE, FAILED = range(4)
 
@@ -98,8 +98,8 @@ class Episode:
 
     @property
     def asked(self) -> str:
-        """Name of the next calls in the journal. Replies to calls after other tokens have another name: on another
-        number of ranks, the tokens of a turn may differ from the journal's."""
+        """Name of the next calls in the journal. The name depends on the tokens so far, because on another number of
+        ranks the tokens of a turn may differ from the journal's, and then the journal's replies do not fit."""
         return f"{self.operation} {xxhash.xxh3_64_hexdigest(np.array(self.response, np.int32).tobytes())}"
 
     def request(self) -> Request:
@@ -108,7 +108,7 @@ class Episode:
         return Request(self.uid, self.prompt_ids, self.params, self.sample, so_far)
 
     def take_turn(self, made: Sample) -> None:
-        """Append the policy's turn: `made` has the new tokens."""
+        """Append the policy's turn, whose new tokens are in `made`."""
         sampled = made.token_ids.tolist()
         before = len(self.response)
         self.response += sampled
@@ -216,8 +216,8 @@ class Episode:
         self.phase, self.calls = Stage.CALLS, [{"op": "reward"}]
 
     def finished(self, version: int) -> Sample:
-        """Return the sample of a finished episode; a failed one has no tokens, and is of the policy after `version`
-        steps."""
+        """Return the sample of a finished episode. The sample of a failed episode has no tokens, and its policy is the
+        one after `version` steps."""
         if self.phase is Stage.FAILED:
             return Sample.of(self.uid, self.sample, [], [], "failed", version)
         return self._sample(self._reason)
@@ -229,14 +229,14 @@ class Episode:
 
 
 def new_part(sample: Sample, start: int) -> Sample:
-    """Return the sample without its first `start` tokens, which an earlier turn has."""
+    """Return the sample without its first `start` tokens, which belong to earlier turns."""
     versions = tuple((version, end - start) for version, end in sample.versions if end > start)
     ids, log_probs = sample.token_ids[start:], sample.log_probs[start:]
     return Sample(sample.uid, sample.sample, ids, log_probs, sample.finish_reason, versions)
 
 
 def with_head(sample: Sample, head: Sequence[int]) -> Sample:
-    """Return the sample with the tokens `head` before its own, as an observation."""
+    """Return the sample with the tokens `head` in front, as an observation."""
     if not head:
         return sample
     n = len(head)
@@ -265,7 +265,7 @@ def _characters(messages: Sequence[dict[str, Any]]) -> int:
 
 
 def _too_long(messages: Sequence[dict[str, Any]], tokens: int) -> bool:
-    """Return whether the messages exceed `tokens` by far, so that it takes minutes to tokenize them for nothing."""
+    """Return whether the messages exceed `tokens` so far that to tokenize them would waste minutes."""
     return _characters(messages) > tokens * LONGEST_TOKEN
 
 

@@ -1,4 +1,4 @@
-"""Makes scored groups of finished episodes: samples with one prompt, rewards of functions and environments, counts."""
+"""Turns finished episodes into samples with one prompt per group, rewards of functions and environments, and counts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,14 +14,14 @@ from rlhf.reward import Reward, RewardItem, RewardResult
 from rlhf.rollout import Sample
 
 FAILURE = "environment_failure"
-"""Note of a failed sample: why its environment failed."""
+"""Key of the note that says why a sample's environment failed."""
 
 
 def with_one_prompt(episodes: Sequence[Episode], version: int) -> tuple[list[int], list[Sample]]:
     """Return the prompt of the episodes of one row, and their samples.
 
-    If `reset` returned different texts, the prompt is what the episodes have in common, and the rest of each prompt
-    begins its sample as an observation. Failed episodes have no tokens.
+    If `reset` returned different texts, the prompt is the tokens with which all episodes begin. The other tokens of an
+    episode's prompt become an observation at the start of its sample. Failed episodes have no tokens.
     """
     prompts = [episode.prompt_ids for episode in episodes if episode.phase is Stage.DONE]
     prompt = _common(prompts) if prompts else episodes[0].prompt.token_ids
@@ -38,8 +38,8 @@ def _common(prompts: Sequence[list[int]]) -> list[int]:
 
 
 def fail_without_baseline(played: Sequence[Sequence[Episode]], n: int) -> None:
-    """Mark all episodes of a prompt as failed if episode `n`, the greedy baseline, has failed: without the baseline,
-    none of them has an advantage."""
+    """Mark all episodes of a prompt as failed if episode `n`, the greedy baseline, has failed. Without the baseline, no
+    episode has an advantage."""
     for episodes in played:
         if episodes[n].phase is Stage.FAILED:
             for episode in episodes:
@@ -53,7 +53,7 @@ def function_rewards(
 ) -> list[list[RewardResult]]:
     """Return the rewards of `reward.functions`, which read the whole conversation. Collective with a reward model.
 
-    Failed episodes have the reward 0, which nobody reads.
+    Failed episodes have the reward 0, which nothing reads.
     """
     scored = [(i, episode) for i, group in enumerate(played) for episode in group if episode.phase is Stage.DONE]
     samples = [episode.finished(0) for _, episode in scored]
@@ -78,7 +78,7 @@ def function_rewards(
 def with_environment_rewards(
     results: Sequence[Sequence[RewardResult]], played: Sequence[Sequence[Episode]], weight: float
 ) -> list[list[RewardResult]]:
-    """Add the environments' rewards: of all turns and of `get_reward`, summed. Note why failed episodes failed."""
+    """Add each environment's reward: the sum over its turns and `get_reward`. Note why failed episodes failed."""
     return [
         [_with_environment(result, e, weight) for result, e in zip(of_prompt, group, strict=True)]
         for of_prompt, group in zip(results, played, strict=True)

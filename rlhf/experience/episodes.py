@@ -1,8 +1,8 @@
 """Plays episodes in rounds: all live episodes generate a turn in one engine call, then all their calls are made.
 
-A round's batch does not depend on the time that calls take. The journal stores the turns of a round before their calls
-are made, and the replies of a round, with one sync, before any is used. After a crash the rounds are played again:
-journaled turns are not generated again, and journaled calls are not made again (promise 20).
+A round's batch does not depend on the time that calls take. The journal stores the turns of a round before it makes
+their calls, and all replies of a round, with one sync, before an episode uses one. A restart after a crash repeats the
+rounds with the turns and replies in the journal, and generates or calls only what is missing there (promise 20).
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout import SamplingParams
 
 Outcome = dict[str, Any]
-"""Replies to the calls of an episode in a round: `replies` and `state` of the environment, or `failure`."""
+"""Outcome of an episode's calls in a round: the environment's `replies` and `state`, or its `failure`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Episodes:
                 if not any(busy for busy, _ in states):
                     return groups
                 if any(lacks for _, lacks in states):
-                    # All of a rank's live episodes or none: the bits of log-probs depend on the batch.
+                    # Generate all of a rank's live episodes or none: the bits of log-probs depend on the batch.
                     wanted = live if lacks else []
                     requests = [episode.request() for episode in wanted]
                     whole = self.sampler.generate(requests, version=version, step=step)
@@ -111,7 +111,7 @@ class Episodes:
             kind = next(each for each in self.classes if each.definition.label == prompt.columns[COLUMN])
         config = self.config
         limits = Limits(config.max_turns, config.max_invalid_calls, config.retries, self.max_prompt_length)
-        # The same for all samples of a prompt, which are compared with each other.
+        # All samples of a prompt have the same seed, because their rewards are compared with each other.
         seed = int.from_bytes(hashlib.blake2b(f"{self.seed} {prompt.index}".encode(), digest_size=4).digest()) >> 1
         row = _row(prompt, seed)
         session = partial(Session, self.pool, kind.index, seed)
@@ -131,7 +131,7 @@ def _row(prompt: Prompt, seed: int) -> dict[str, Any]:
 
 
 def _outcome(session: Session, calls: Sequence[Call]) -> Outcome:
-    """Make the calls, and close the environment after the last of an episode or after a failure."""
+    """Make the calls. Close the environment after an episode's last call or after a failure."""
     try:
         replies: list[Reply] = session.make(calls)
     except EnvironmentFailed as error:

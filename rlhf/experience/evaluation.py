@@ -47,7 +47,7 @@ class Evaluator:
     show: Callable[[list[ShownSample]], None]
     """Called on every rank: the leader passes all samples of an evaluation, other ranks an empty list."""
     episodes: Episodes | None = None
-    """Plays the samples as episodes with environments; None: each response is one turn."""
+    """Plays the samples as episodes with environments. Without environments, None: each response is one turn."""
 
     def before_training(self) -> dict[str, float]:
         """Return the starting policy's metrics if `trainer.val_before_train` is set, otherwise no metrics."""
@@ -120,7 +120,7 @@ class Evaluator:
         The answer is the `pred` that a reward function returned (verl's name). Without `pred`, the verifier parses the
         answer from the text.
         """
-        if len(samples) == 1:  # a vote of one
+        if len(samples) == 1:  # one response needs no majority vote
             return [None]
         if all("pred" in result.notes or "pred" in result.extra for result in results):
             return [str((result.extra | result.notes)["pred"]) for result in results]

@@ -51,7 +51,7 @@ class Generation:
     """Prompts of a step, over all ranks."""
     journal: Journal | None = None
     episodes: Episodes | None = None
-    """Plays the samples as episodes with environments; None: each response is one turn."""
+    """Plays the samples as episodes with environments. Without environments, None: each response is one turn."""
 
     def groups(self, drawn: Sequence[DrawnPrompt], stats: RolloutStats, *, version: int, step: int) -> list[Group]:
         """Return the scored group of each of this rank's prompts, by the policy after `version` steps. Collective."""
@@ -133,7 +133,7 @@ class Generation:
         """Score finished episodes and return the group of each prompt. Collective.
 
         Raises:
-            UserError: more than `env.max_failed` of the samples failed; or as `scored`.
+            UserError: more than `env.max_failed` of the samples failed, or an error of `scored`.
         """
         assert self.episodes is not None
         started, config, n = time.monotonic(), self.episodes.config, self.n
@@ -211,7 +211,7 @@ class Generation:
     ) -> list[list[Sample]]:
         """Return the samples of each prompt, from the journal if it has all of them, otherwise from `make`. Collective.
 
-        `make` receives whether this rank needs no samples, and is called on every rank or on none.
+        `make` is called on every rank or on none. Its argument is True if this rank's samples are in the journal.
         """
         known = None
         if self.journal is not None:

@@ -23,7 +23,7 @@ from rlhf.storage.layout import scan, step_of
 log = logging.getLogger(__name__)
 FOLDER = "journal"
 FORMAT = 5
-_Key = tuple[int, int]  # number of the generation in the step, and uid
+_Key = tuple[int, int]  # index of the generation within the step, and uid of the prompt
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)")
 
 
@@ -37,9 +37,9 @@ class _Stored:
 
     samples: dict[_Key, list[Sample]] = field(default_factory=dict)
     results: dict[int, list[RewardResult]] = field(default_factory=dict)
-    """By uid, of the newest samples of the prompt."""
+    """The rewards of each prompt's newest samples, by uid."""
     newest: dict[int, int] = field(default_factory=dict)
-    """By uid, the number of the generation that added the newest samples. Prompts with episodes have none."""
+    """Index of the generation that added each prompt's newest samples, by uid. Prompts with episodes are not here."""
     turns: dict[EpisodeKey, Sample] = field(default_factory=dict)
     calls: dict[tuple[EpisodeKey, str], dict[str, Any]] = field(default_factory=dict)
 
@@ -61,9 +61,10 @@ class Journal:
 
     Each step and rank has an append-only file of records, `journal/step_N.rank_RRRRR`. The first record contains what
     the samples depend on: the trajectory hash, the policy's steps, and a hash of the last batch that was trained on. If
-    any of the three differs, the journal drops the file and the files of later steps. So samples of other weights are
-    never reused after a rollback or a change of rewards. The first step after a resume accepts any hash of a batch,
-    because the checkpoint determines the weights. Rewards are reused only if the reward functions' files are unchanged.
+    any of the three differs, the journal drops the file and the files of later steps. So the journal never returns
+    samples of other weights after a rollback or a change of rewards. The first step after a resume accepts any hash of
+    a batch, because the checkpoint determines the weights. The journal returns rewards only if the reward functions'
+    files are unchanged.
 
     Rank r of n owns the files of the ranks r, r + n, r + 2n and so on, since an earlier start may have had more ranks.
     A rank whose files lack samples also reads other ranks' files. A journal makes no collective calls. If a write
@@ -115,7 +116,7 @@ class Journal:
             )
 
     def next_generation(self) -> None:
-        """Begin another generation of the step. A prompt whose samples were partial may have samples in it, too."""
+        """Begin another generation of the step, in which prompts with partial samples may get further samples."""
         self._generation += 1
 
     def samples(self, uids: Sequence[int]) -> list[list[Sample]] | None:
@@ -153,8 +154,8 @@ class Journal:
             self._known.newest |= dict.fromkeys(samples, self._generation)
 
     def add_results(self, results: Mapping[int, Sequence[RewardResult]]) -> None:
-        """Append the rewards of prompts, by uid, durably. The journal has the samples or turns already, or an earlier
-        step's journal has them."""
+        """Append the rewards of prompts, by uid, durably. Call this after the samples or turns were added, in this step
+        or an earlier one."""
         if results:
             newest = self._known.newest
             self._append(
@@ -186,7 +187,7 @@ class Journal:
         return all((self._generation, uid) in self._known.samples for uid in uids)
 
     def _read_next(self) -> None:
-        """Read one more file of another rank. Its records replace none that are known."""
+        """Read one more file of another rank. Its records do not replace records that were read before."""
         file = self._unread.pop()
         try:
             found = self._read(file)
@@ -213,7 +214,7 @@ class Journal:
         if None in payloads or whole < len(content):
             log.warning("%s has a damaged or torn record. The samples in it are generated again.", file.path)
         if self._owns(file) and whole < len(content):
-            truncate(file.path, whole)  # records after a torn one cannot be read
+            truncate(file.path, whole)  # remove the torn record, because records after it could not be read
         first = payloads[0] if payloads else None
         if first is None:
             self._drop([file])
@@ -233,7 +234,7 @@ class Journal:
         known = _Stored()
         for document, tail in (records.from_payload(payload) for payload in payloads[1:] if payload is not None):
             self._add_record(known, document, tail)
-        if None in payloads:  # a call that the reward of an episode depends on may be made again
+        if None in payloads:  # a lost call of an episode is made again, and its reward may then differ
             known.results = {uid: found for uid, found in known.results.items() if uid in known.newest}
         return known
 

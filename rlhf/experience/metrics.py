@@ -88,7 +88,7 @@ class RolloutStats:
     rollout_seconds: float = 0.0
     reward_seconds: float = 0.0
     turns: list[int] = field(default_factory=list)
-    """Turns of the policy in each episode; like the next two, without failed episodes."""
+    """Turns of the policy in each episode. This and the next two fields leave out failed episodes."""
     tool_calls: list[int] = field(default_factory=list)
     invalid_calls: list[int] = field(default_factory=list)
     env_failures: list[int] = field(default_factory=list)
@@ -170,7 +170,7 @@ def generation_metrics(
         groups, stats: this rank's batch and the statistics of its generations.
         version: training steps of the run so far.
         journal_bytes: bytes that this rank wrote; None on all ranks without a journal.
-        overlong, staleness, generated: whether to return these metrics as well; the same on every rank.
+        overlong, staleness, generated: whether to return these metrics, too. All ranks pass the same values.
     """
     sums: dict[str, list[float]] = {"reward/timeouts": [stats.timeouts], "reward/failures": [stats.failures]}
     sums["perf/journal_bytes"] = [] if journal_bytes is None else [journal_bytes]

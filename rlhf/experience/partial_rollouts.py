@@ -23,7 +23,7 @@ PREFIX, AHEAD = "begun.", "ahead."
 
 @dataclass(frozen=True)
 class Begun:
-    """A prompt in flight: its samples so far, some complete, some partial, perhaps without a token."""
+    """A prompt in flight with its samples so far: complete, partial, or without a token."""
 
     drawn: DrawnPrompt
     samples: list[Sample]
@@ -41,10 +41,11 @@ class Begun:
 class PartialRollouts:
     """Generates until this rank's share of a batch is complete, and continues the other responses in later steps.
 
-    Each rank keeps `steps` + 1 shares of prompts in flight. A step tops them up, decodes under its weights until a
-    share of them is complete, and removes that share: oldest weights first, then by uid. No token gets older than
-    `steps` steps: the engine waits for the groups that would otherwise miss their last step. Where they end up more
-    than a share (after a change of the number of ranks, or of the batch size), the surplus is dropped and counted.
+    A share is the number of a rank's prompts in a batch. Each rank keeps `steps` + 1 shares of prompts in flight. A
+    step draws new prompts up to this number, decodes with its weights until one share is complete, and removes this
+    share: oldest weights first, then by uid. No token gets older than `steps` steps, because the engine waits for
+    groups that are due in this step. If more than a share is due (after a change of the number of ranks or of the batch
+    size), the surplus is dropped and counted.
 
     All of this follows from tokens and settings, never from the clock, so a resumed run repeats it bit for bit.
     """
@@ -53,7 +54,7 @@ class PartialRollouts:
     generation: Generation
     steps: int
     expired: int = field(default=0, init=False)
-    """Prompts of this rank that were dropped because of their age, since the last `pop_expired`."""
+    """Number of this rank's prompts that were dropped because of their age, since the last `pop_expired`."""
     begun: list[Begun] = field(default_factory=list, init=False)
     """This rank's prompts in flight, sorted by uid."""
 
@@ -94,7 +95,7 @@ class PartialRollouts:
         self._top_up(share)
         coordinator = self.generation.coordinator
         while any(coordinator.all_gather(self._missing(share, version) != [])):
-            # A journal of another number of ranks may end a generation before the quotas are reached.
+            # With the journal of another number of ranks, a generation may end before the quotas are reached.
             unfinished = [each for each in self.begun if not each.complete]
             quotas = self._missing(share, version)
             made = self.generation.advance(
@@ -146,7 +147,7 @@ class PartialRollouts:
         """Draw prompts until `steps` + 1 shares are in flight. Collective."""
         ranks = self.prompts.ranks
         needs = self.generation.coordinator.all_gather((ranks.rank, max(0, (self.steps + 1) * share - len(self.begun))))
-        of_ranks = dict(needs)  # ranks of one data-parallel rank need the same
+        of_ranks = dict(needs)  # the processes of one data-parallel rank need the same prompts
         counts = [of_ranks[rank] for rank in range(ranks.size)]
         first = sum(counts[: ranks.rank])
         drawn = self.prompts.stream.next(sum(counts))[first : first + counts[ranks.rank]]
@@ -155,14 +156,15 @@ class PartialRollouts:
     def _missing(self, share: int, version: int) -> list[Quota]:
         """Return the quotas of unfinished groups that this batch still needs.
 
-        A group whose oldest token is by version v must be in a batch of at most v + `steps`. Each later batch takes a
-        share, so of the groups that are due within d batches, all but d - 1 shares must be complete now.
+        A group whose oldest token is of version v must be in the batch of version v + `steps` or an earlier one. Each
+        batch removes one share. So of the groups that are due within d batches, all but d - 1 shares must be complete
+        now.
         """
         ages = {each.drawn.uid: version - each.oldest(version) for each in self.begun}
         quotas = []
         for age in range(self.steps, -1, -1):
             due = [each for each in self.begun if ages[each.drawn.uid] >= age]
-            # The groups of this age have `steps` - age further batches after this one; the youngest fill the share.
+            # `steps` - age later batches can still remove groups of this age. The youngest groups fill the share.
             needed = min(share, len(due) - (self.steps - age) * share) if age else share
             missing = needed - sum(each.complete for each in due)
             if missing > 0:

@@ -28,7 +28,7 @@ class PolicySampler:
     _version: int | None = field(default=None, init=False)
     _runs: bool = field(default=False, init=False)
     _probed: bool = field(default=False, init=False)
-    # Samples of `begin`, if `generate` was called before `finish`.
+    # Samples that `begin` started, if `generate` was called before `finish`.
     _finished: list[Sample] | None = field(default=None, init=False)
 
     def generate_until(

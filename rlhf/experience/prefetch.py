@@ -23,7 +23,7 @@ COUNTS = f"{PREFIX}counts"
 class Prefetch:
     """Generates for at most one later step. Scores the samples at the next save or at their step, whichever is first.
 
-    All ranks are in the same state.
+    Either all ranks generate ahead or none does.
     """
 
     prompts: PromptShare

@@ -25,7 +25,7 @@ class PromptShare:
         return drawn[low:high]
 
     def share(self, size: int | None = None) -> int:
-        """Return the number of this rank's prompts of the next `size` (None: `batch_size`)."""
+        """Return how many of the next `size` prompts (None: `batch_size`) are this rank's."""
         size, rank, ranks = self.batch_size if size is None else size, self.ranks.rank, self.ranks.size
         return size * (rank + 1) // ranks - size * rank // ranks
 

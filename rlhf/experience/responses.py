@@ -1,4 +1,4 @@
-"""Scores responses: decodes samples, sends the texts with their prompts to the reward, and logs time-outs."""
+"""Scores responses: decodes samples, passes the texts with their prompts to the reward, and logs time-outs."""
 
 import logging
 from collections.abc import Iterable, Sequence

@@ -27,7 +27,7 @@ class RolloutViewer:
     """Rollouts per step over all ranks; -1 for all."""
     coordinator: Coordinator
     own_prompts: bool = True
-    """Whether groups have the prompts of the data; with environments, tools and the text of `reset` are added."""
+    """Whether groups have the data's prompts. With environments, tools and the text of `reset` are added to prompts."""
 
     def shown(self, groups: Sequence[Group], advantages: Sequence[float]) -> list[ShownSample]:
         """Return the picked rollouts of all ranks on the leader, and an empty list on other ranks. Collective.
@@ -77,7 +77,7 @@ def shown_answers(
 
 
 def _parts(sizes: Sequence[int], count: int) -> list[int]:
-    """Split `count` as evenly as possible over ranks with `sizes` samples each; fewer if there are fewer samples."""
+    """Split `count` over ranks as evenly as possible. A rank gets at most its number of samples in `sizes`."""
     parts = [0] * len(sizes)
     for _ in range(min(count, sum(sizes))):
         parts[min((part, rank) for rank, part in enumerate(parts) if part < sizes[rank])[1]] += 1

@@ -11,7 +11,7 @@ from rlhf.launch.hangs import HangDetector
 from rlhf.launch.interface import RankExit, Ranks
 from rlhf.launch.stop_request import StopRequest
 
-# Enough for the peers of a dead rank to notice and to write their errors. Peers in an NCCL collective never notice.
+# In this time, the peers of a dead rank notice its death and write their errors. Peers in an NCCL collective never do.
 PEER_GRACE_S = 5.0
 # A process that survives SIGKILL is stuck in the kernel (a wedged GPU or disk). The attempt then ends without it.
 _KILL_TIMEOUT_S = 10.0

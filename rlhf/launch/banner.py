@@ -18,7 +18,7 @@ _COUNTED_BYTES = 32 << 20
 
 
 def banner(config: Config, recipes: Sequence[str]) -> str:
-    """Return the banner. Numbers that only the ranks can count, such as prompts of a Hub data set, they log later."""
+    """Return the banner, without numbers that only the ranks can count and log later, such as a Hub data set's prompts."""
     t = config.trainer
     rows = [
         ("model", _model(config)),
@@ -121,7 +121,7 @@ def _memory(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _adapters(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield a row about the adapters. It suggests a learning rate if the rate is the default for whole models."""
+    """Yield a row about the adapters. The row suggests a learning rate if `lr` is the default for whole models."""
     lora = config.model.lora
     if not lora.enabled:
         return
@@ -148,7 +148,7 @@ def _relative(path: str | Path) -> str:
 
 
 def _beginning(config: Config) -> str:
-    """Return how the run begins, from the names of checkpoints alone. The ranks verify the checkpoint later."""
+    """Return how the run begins, judged by the names of checkpoints. The ranks verify the checkpoint later."""
     t, found = config.trainer, next(iter(scan(config.run_dir)), None)
     if t.overwrite:
         return "new" if found is None else "new: the present content is deleted"

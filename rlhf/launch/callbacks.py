@@ -34,7 +34,7 @@ def _loaded(spec: str, kwargs: Mapping[str, Any]) -> Callback:
         try:
             function(step, metrics, **own)
         except (Exception, SystemExit) as error:
-            # Drop this frame, so that the traceback begins with the user's.
+            # Drop this frame, so that the traceback begins with the user's frame.
             theirs = error.__traceback__ and error.__traceback__.tb_next
             lines = "".join(traceback.format_exception(type(error), error, theirs)).rstrip()
             raise UserError(
@@ -71,6 +71,6 @@ class Callbacks:
                 for function in self._functions:
                     with stop.interrupting():
                         function(record["step"], metrics)
-        except BaseException as error:  # also SystemExit: the ranks must save before this process ends
+        except BaseException as error:  # catch SystemExit, too: the ranks must save before this process ends
             self.error = error
             stop.request(f"{type(error).__name__} in a callback")

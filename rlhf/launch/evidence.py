@@ -31,7 +31,7 @@ class AttemptResult:
     """End of each rank of an attempt."""
 
     exits: dict[int, RankExit]
-    """By rank, in the order of their ends. A rank that survived SIGKILL is missing."""
+    """The exit of each rank, in the order in which the ranks ended. A rank that survived SIGKILL is missing."""
     first: tuple[int, ...]
     """Ranks that failed within 0.1 s of the first failure."""
     killed: frozenset[int]

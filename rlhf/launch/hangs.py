@@ -12,7 +12,7 @@ from rlhf.launch.watchdog import Overdue, Watchdog
 from rlhf.ranks.status import RankStatus
 
 LOOK_EVERY_S = 0.5
-# Number of logged frames: of the rank that hangs, and of each rank that waits for it.
+# Most frames to log: for the rank that hangs, and for each rank that waits for it.
 _FRAMES, _FRAMES_OF_OTHERS = 12, 6
 
 
@@ -20,7 +20,7 @@ class OtherRanks(Protocol):
     """The hang detectors of the other nodes. Each detector sees the ranks of its node only."""
 
     def report(self, *, save: bool) -> None:
-        """Report to the other nodes that the loop of a rank here, or with `save` its background save, is in time."""
+        """Report to the other nodes that a rank of this node is in time: its loop, or with `save` its background save."""
 
     def are_silent(self, *, save: bool) -> bool:
         """Return whether no other node has called `report` with this `save` recently, or a node has found a hang."""
@@ -63,7 +63,7 @@ class HangDetector:
 
 def _investigate(overdue: list[Overdue], stacks: Stacks, statuses: Mapping[int, RankStatus]) -> Hang:
     frames = {late.rank: _frames(late, stacks, statuses.get(late.rank)) for late in overdue}
-    # Blame a stopped process first, then a rank that works outside a collective, then the first rank to fall behind.
+    # Blame a stopped process, or else a rank that works outside a collective, or else the first rank to fall behind.
     culprit = min(overdue, key=lambda late: (frames[late.rank] != [], waits_for_peers(frames[late.rank])))
     where = {
         rank: shown(found, _FRAMES if rank == culprit.rank else _FRAMES_OF_OTHERS) or [stacks.silent[rank]]

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 REPORT_EVERY_S = 2.0
 SILENCE_S = 10.0
-"""Seconds without a report after which all ranks of another node count as overdue. Also the longest wait for the other
-nodes to log their evidence of a hang."""
+"""Seconds without a report after which all ranks of another node count as overdue. After a hang, a node waits at most
+as long for the other nodes to log their evidence."""
 STORE_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 class OtherNodes:
     """Exchanges counters with the other nodes through the store of the process group.
 
-    A node raises its counter while a rank of the node is within its deadline. Otherwise it reads the other nodes'
+    A node raises its counter while a rank of the node is within its deadline. Otherwise the node reads the other nodes'
     counters. A store that does not answer counts as silence, because the rank that serves the store may hang.
 
     `attempt` identifies this start of the ranks, because torchrun keeps the store when it restarts the ranks.

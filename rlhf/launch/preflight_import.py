@@ -26,7 +26,7 @@ _JOIN_TIMEOUT_S = 2.0
 
 @contextlib.contextmanager
 def preflight_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
-    """Import `functions`, pairs of a setting and its value `FILE.py:NAME`, in another process while the body runs.
+    """Import `functions`, pairs of a setting and its value `FILE.py:NAME`, in another process during the `with` body.
 
     Raises:
         UserError: after the body, if a file cannot be imported or its import ends the process.
@@ -67,7 +67,7 @@ def preflight_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
 class _PipeReader:
     """Reads a pipe in a thread and stores the last 64 reads.
 
-    Waits for no end of the pipe: a process that the imported file started may keep the pipe open forever.
+    Does not wait for the end of the pipe: a process that the imported file started may keep the pipe open forever.
     """
 
     def __init__(self, pipe: IO[bytes]) -> None:

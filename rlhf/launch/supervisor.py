@@ -50,11 +50,12 @@ def supervise(
     """Train to the end of the run, or only evaluate its policy. Return an exit code of `rlhf.errors`.
 
     Args:
-        check: raises UserError for mistakes in the configuration. Meanwhile the launcher imports the ranks' modules.
+        check: raises UserError for mistakes in the configuration. While `check` runs, the launcher imports the ranks'
+            modules.
 
     Raises:
-        UserError: `check` raised, or the run directory is in use, not writable or another run's, or there are too few
-            devices. No rank has started then.
+        UserError: before any rank has started: `check` raised, there are too few devices, or the run directory is in
+            use, not writable or another run's.
     """
     with RunOutput(config.tracking.progress, Redaction(os.environ)) as output:
         configure_logging(handler=OutputHandler(output))

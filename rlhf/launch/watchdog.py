@@ -14,7 +14,7 @@ from rlhf.ranks.status import STARTING
 LEARN_AFTER = 3
 FACTOR = 5.0
 SHORTEST_S = 300.0
-# Longest time that counts between two calls. In a longer gap the whole run was paused (Ctrl-Z, a suspended machine).
+# Longest time to count between two calls. In a longer gap, the whole run was paused (Ctrl-Z, a suspended machine).
 LONGEST_LOOK_S = 5.0
 SAVES = ("commit.", "memory.", "rollback.")
 """Prefixes of the events of saves and loads, whose deadline is `checkpoint.timeout_s`."""
@@ -86,8 +86,8 @@ class Watchdog:
     def overdue(self, now: float, alive: Collection[int], *, save: bool) -> tuple[list[Overdue], bool]:
         """Return the overdue phases of the background saves or of the loops, and whether any rank is in time.
 
-        The phase that was entered first comes first. There is a hang only if no rank is within its deadline: until then
-        an overdue rank may wait for a peer whose phase may take longer.
+        The oldest phase comes first. While any rank is within its deadline there is no hang, because an overdue rank
+        may wait for a peer whose phase may take longer.
         """
         self._advance(now)
         here = {rank: place for rank, place in (self._saves if save else self._loops).items() if rank in alive}

@@ -1,7 +1,7 @@
 """Names, leases and measures the folder in memory (tmpfs) where a node stores a run's snapshots. Imports no torch.
 
-A folder belongs to one run directory and run id. The lease is a lock on a file in the folder, which the living run has
-on each of its nodes. A folder without a snapshot is removed at the end of the lease.
+A folder belongs to one run directory and run id. The lease is a file lock in the folder; a living run holds the lock on
+each of its nodes. When the lease ends, a folder without a snapshot is removed.
 """
 
 import logging
@@ -24,7 +24,7 @@ SETTING = "checkpoint.memory.dir"
 PREFIX = "rlhf-snapshots-"
 LEASE = "lease.lock"
 LEASE_S = 3600.0
-"""Seconds after a dead run's last snapshot in which no other run's start removes the folder: the run may return."""
+"""For this many seconds after a dead run's last snapshot, other runs do not remove its folder: the run may resume."""
 SNAPSHOTS = 2
 """Snapshots that are kept."""
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -50,7 +50,7 @@ def folders_of(base: str | Path, run_dir: Path) -> list[Path]:
 
 
 def _folders(base: Path) -> list[Path]:
-    """Return this user's folders. /dev/shm is open to all users, so a name alone proves nothing."""
+    """Return this user's folders. All users can write to /dev/shm, so check the owner besides the name."""
     try:
         return [path for path in sorted(base.glob(f"{PREFIX}{os.geteuid()}-*")) if _is_private(path)]
     except OSError:
@@ -72,7 +72,7 @@ def make_folder(folder: Path) -> None:
         raise UserError(f"{SETTING}={base} does not exist. Set it to a folder on a tmpfs of this machine.")
     if (kind := _file_system_of(base)) not in IN_MEMORY:
         raise UserError(
-            f"{SETTING}={base} is on a disk ({kind}), and snapshots belong into memory. Set it to a folder on a tmpfs, "
+            f"{SETTING}={base} is on a disk ({kind}), but snapshots must be in memory. Set it to a folder on a tmpfs, "
             "or set checkpoint.memory.freq=0."
         )
     try:
@@ -103,7 +103,7 @@ def _file_system_of(folder: Path) -> str:
 
 @contextmanager
 def lease(folder: Path) -> Iterator[None]:
-    """Create the folder and mark it as a living run's. At the end, remove the folder unless it has a snapshot."""
+    """Create and lock the folder while the `with` body runs. At the end, remove the folder unless it has a snapshot."""
     while True:
         make_folder(folder)
         with shared_lock(folder / LEASE, SETTING):
@@ -119,8 +119,8 @@ def lease(folder: Path) -> Iterator[None]:
 
 
 def remove_abandoned(base: str | Path, run_dir: Path, keep: Path | None = None) -> None:
-    """Remove folders whose run is dead: those of `run_dir`, except `keep`, at once, others `LEASE_S` after their last
-    snapshot. The caller has the lock of `run_dir`. Never removes a living run's folder."""
+    """Remove the folders of dead runs, never a living run's. Remove folders of `run_dir`, except `keep`, at once, and
+    other folders `LEASE_S` seconds after their last snapshot. The caller holds the lock of `run_dir`."""
     own = folders_of(base, run_dir)
     for folder in _folders(Path(base)):
         if folder == keep or (folder not in own and not _is_old(folder)):
@@ -129,13 +129,13 @@ def remove_abandoned(base: str | Path, run_dir: Path, keep: Path | None = None) 
             with lock_if_free(folder / LEASE, SETTING) as is_free:
                 if is_free:
                     remove_dir(folder)
-                    log.info("Removed %s, the snapshots in memory of a run that has ended.", folder)
+                    log.info("Removed %s, a dead run's snapshots in memory.", folder)
         except OSError as error:
-            log.warning("%s, the snapshots of a run that has ended, cannot be removed: %s", folder, error)
+            log.warning("%s, a dead run's snapshots in memory, cannot be removed: %s", folder, error)
 
 
 def _is_old(folder: Path) -> bool:
-    """Return whether the last start and the last publication, which changes the folder, are `LEASE_S` ago."""
+    """Return whether the run's last start and last publication are at least `LEASE_S` seconds ago."""
     try:
         times = [path.stat().st_mtime for path in (folder, folder / LEASE) if path.exists()]
     except OSError:
@@ -166,7 +166,7 @@ def free_bytes(base: str | Path) -> int | None:
 
 
 def check_room(base: str, run_dir: Path, needed: int) -> None:
-    """Raise UserError if the tmpfs of `base` has less than `needed` bytes free, besides those of this run."""
+    """Raise UserError if the tmpfs of `base` has less than `needed` bytes, counting this run's own files as free."""
     free = free_bytes(base)
     if free is not None and (room := free + bytes_used(folders_of(base, run_dir))) < needed:
         raise UserError(

@@ -28,8 +28,8 @@ SAMPLE, START, BIRTH, KEY, TOKEN = range(5)
 class Decoding:
     """State of one `generate` call over requests with equal `params`. Siblings share the prefill of their prompt.
 
-    The host keeps a copy of the state that its decisions need, and reads each row's newest token: one synchronization
-    with the device per token, or two with top-k.
+    The host keeps a copy of the state that it decides by, and reads each row's newest token. So host and device
+    synchronize once per token, or twice with top-k.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Decoding:
                 self._emit(self.cache.span.rows, self._admit(free))
             else:
                 self._emit(0, self._decode())
-        samples, _, birth = self.host[:, : self.cache.span.rows]  # not finished
+        samples, _, birth = self.host[:, : self.cache.span.rows]  # the rows that are not finished
         self.counts[samples] = self.time - birth + 1
         longest = int(self.counts.max())
         log_probs = self.log_probs[:, :longest].cpu().numpy()

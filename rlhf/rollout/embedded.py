@@ -38,7 +38,7 @@ class EmbeddedEngine(PartialEngine):
         max_num_seqs: number of samples decoded together; further samples wait.
 
     Raises:
-        UserError: the architecture caches other state than keys and values.
+        UserError: the architecture caches state other than keys and values.
     """
 
     def __init__(self, model: Any, tokenizer: Any, max_num_seqs: int) -> None:
@@ -110,7 +110,7 @@ class EmbeddedEngine(PartialEngine):
             raise ValueError("a prompt has no tokens")
         samples: dict[int, Sample] = {}
         completion = Completion(requests, quotas)
-        # The parameters of most requests last: only after the others (greedy baselines) are answered, groups complete.
+        # Decode the parameters with most requests last: no group completes before its greedy baseline is answered.
         by_params = sorted(indices_by_params(requests).items(), key=lambda item: len(item[1]))
         for params, indices in by_params:
             group = [requests[i] for i in indices]

@@ -82,7 +82,7 @@ class Request:
         finish_reason: FinishReason,
         version: int,
     ) -> Sample:
-        """Return the sample: the response so far and the new tokens, by the policy after `version` steps."""
+        """Return the sample: the response so far, and the new tokens of the policy after `version` steps."""
         so_far = Sample.of(self.uid, self.sample, [], [], "partial") if self.response is None else self.response
         return so_far.extended(token_ids, log_probs, finish_reason, version)
 
@@ -100,16 +100,16 @@ def siblings(requests: Sequence[Request]) -> list[range]:
 
 @dataclass(frozen=True)
 class Quota:
-    """Asks a generation for `groups` complete groups out of those of the prompts `uids`."""
+    """Asks a generation for `groups` complete groups among the groups of the prompts `uids`."""
 
     uids: frozenset[int]
     groups: int
 
 
 class Completion:
-    """Counts the groups of a generation that are complete: all requests of their uid are answered.
+    """Counts the complete groups of a generation. A group is complete once all requests of its uid are answered.
 
-    `reached` becomes true once every quota is reached; never without quotas.
+    `reached` becomes true once every quota is reached, and stays false without quotas.
     """
 
     def __init__(self, requests: Iterable[Request], quotas: Sequence[Quota]) -> None:
@@ -170,8 +170,8 @@ class BackgroundEngine(RolloutEngine, Protocol):
         """Start to generate with the current weights. Only `finish` may be called next."""
 
     def finish(self, version: int) -> list[Sample]:
-        """Wait for the generation of `begin`, and return the sample of each request. Requests that failed because an
-        engine died are generated now, by the current policy, after `version` steps."""
+        """Wait for the generation of `begin`, and return the sample of each request. If requests failed because an
+        engine died, generate them now by the current policy, which has made `version` steps."""
 
 
 class PartialEngine(RolloutEngine, Protocol):

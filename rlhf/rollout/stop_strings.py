@@ -14,14 +14,14 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, stop
-        # A token is at least one byte of text: a stop string that ends in the newest token has at most so many tokens.
+        # A token has at least one byte, so a stop string that ends in the newest token spans at most this many tokens.
         self.window = max((len(s.encode()) for s in stop), default=0) + 1
 
     def end_in(self, token_ids: np.ndarray) -> bool:
-        """Return whether a stop string is in the text of `token_ids`, whose tokens but the last contain none."""
+        """Return whether the last of `token_ids` completes a stop string. The tokens before it contain none."""
         if not self._found_in(token_ids[-self.window :]):
             return False
-        # A tail may decode differently from the whole (a cut character, a dropped space), so check the whole, too.
+        # The last tokens alone may decode differently (a cut character, a dropped space), so check all tokens, too.
         return len(token_ids) <= self.window or self._found_in(token_ids)
 
     def _found_in(self, token_ids: np.ndarray) -> bool:
@@ -30,9 +30,9 @@ class StopStrings:
 
 
 def cut_at_seam(sample: Sample, request: Request, tokenizer: Any) -> Sample:
-    """Return the sample up to a stop string that begins in the response so far, and ends in the new tokens.
+    """Cut the sample after a stop string that begins in the response so far and ends in the new tokens.
 
-    vLLM looks for stop strings in the new tokens only.
+    vLLM looks for stop strings only in the new tokens.
     """
     if not request.start or not request.params.stop:
         return sample

@@ -1,4 +1,4 @@
-"""Finds what a run did not do, from its metric history alone: a resumed run has the same findings."""
+"""Finds signs that a run learned nothing, from its metric history alone, so a resumed run has the same findings."""
 
 from collections.abc import Callable
 

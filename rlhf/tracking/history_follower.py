@@ -10,15 +10,16 @@ import xxhash
 from rlhf.tracking.history import Record
 
 REMEMBERED = 10_000
-"""Newest lines that are compared with the file to find a cut. A resume usually cuts a few dozen lines."""
+"""Number of newest lines to compare with the file. A resume usually cuts a few dozen lines."""
 TAIL_BYTES = 1 << 20
 
 
 class HistoryFollower:
     """Returns each record that is appended after the follower's creation.
 
-    A resume or a rollback cuts the file and repeats steps; the follower returns repeated steps again. The follower
-    compares the position and hash of lines read, since the file may outgrow its old end between two calls.
+    A resume or a rollback cuts the file and repeats steps; the follower returns repeated steps again. A cut does not
+    always shorten the file, which may grow again between two calls. So the follower compares the position and hash of
+    the lines that it has read.
     """
 
     def __init__(self, path: Path) -> None:

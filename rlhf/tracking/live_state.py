@@ -25,7 +25,7 @@ from rlhf.tracking.stored_values import stored_values
 State = Literal["not started", "running", "hung", "crashed", "stopped", "finished"]
 TAIL_BYTES = 1 << 20
 WINDOW = 20
-"""Steps over which the remaining time averages."""
+"""Number of newest steps whose mean time predicts the remaining time."""
 FACTOR, SHORTEST_S = 5.0, 300.0
 """A rank hangs after FACTOR times the longest recent step, at least SHORTEST_S, like the watchdog."""
 _TIMES = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
@@ -42,7 +42,7 @@ class LiveState:
     """The newest value of each metric; `step` is the last finished step. Empty before the first record."""
     total_steps: int | None
     phase: str
-    """The phase of a running run, with counts over the ranks of this machine; or empty."""
+    """The phase of a running run, with counts over the ranks of this machine. Empty if the run is not running."""
     remaining_s: float | None
     checkpoint: tuple[int, float] | None
     """Step and age in seconds of the newest checkpoint."""
@@ -123,7 +123,7 @@ def _read_state(run_dir: Path) -> LiveState:
 
 
 def ended_state(run_dir: Path) -> tuple[State, str]:
-    """Return the state and its reason, without the history. Raise UserError for a damaged configuration."""
+    """Return the state and its reason without reading the history. Raise UserError for a damaged configuration."""
     return _state(run_dir, read_events(run_dir), read_statuses(run_dir), stored_values(run_dir), [])
 
 

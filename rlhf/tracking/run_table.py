@@ -19,7 +19,7 @@ class RunResult:
     name: str
     status: str
     report: Mapping[str, Any]
-    """The content of `report/report.json`, as of now; empty for a run without a directory."""
+    """The present content of `report/report.json`; empty for a run without a directory."""
 
     @classmethod
     def read(cls, name: str, run_dir: Path, status: str | None = None) -> "RunResult":

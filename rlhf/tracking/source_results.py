@@ -12,9 +12,9 @@ SourceMetric = tuple[str, str]
 
 
 def source_results(evaluations: Sequence[Mapping[str, float]]) -> list[dict[SourceMetric, float]]:
-    """Return the shown metrics of each evaluation, all in one order.
+    """Return the metrics to show of each evaluation, in the same order for all evaluations.
 
-    They measure `acc` of a source if all evaluations of the source have it, otherwise `reward`.
+    The metrics of a source measure `acc` if all evaluations of the source have `acc`, otherwise `reward`.
     """
     # A reward function called `reward` has metrics SOURCE/reward/reward/..., which look like those of another source.
     sources = {match[1] for metrics in evaluations for name in metrics if (match := _SOURCE.fullmatch(name))}

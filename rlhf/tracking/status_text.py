@@ -16,7 +16,7 @@ FIGURES = (
     ("response_length/mean", "length", ",.1f"),
     ("perf/tokens_per_second", "tokens/s", ",.0f"),
 )
-"""Metrics with their labels and formats. Of the two held-out results, the first that the run has is shown."""
+"""Metrics with their labels and formats. The status shows only the first held-out result that the run has."""
 LONGEST_BAR, SHORTEST_BAR = 40, 10
 _INDENT = "  "
 
@@ -70,7 +70,7 @@ def _reasons(state: LiveState, width: int) -> Iterator[str]:
 
 
 def _packed(parts: Sequence[str], width: int, indent: str = _INDENT) -> list[str]:
-    """Return the parts in as few lines as fit, two spaces between parts; a part that is too long loses its middle."""
+    """Return the parts on as few lines as possible, two spaces apart. Shorten too long parts in the middle."""
     lines: list[str] = []
     for part in parts:
         short = wrapped(part.replace(" ", "\N{NO-BREAK SPACE}"), max(8, width - len(indent)))[0]

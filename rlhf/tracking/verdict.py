@@ -10,11 +10,11 @@ from rlhf.tracking.headline import ACCURACY, headline_of
 
 FEWEST_STEPS = 10
 CLEAR = 2.5
-"""A change of the mean reward counts if it exceeds CLEAR standard errors of the two means."""
+"""A change of the mean reward counts if it exceeds this many standard errors of the difference of the means."""
 CLEAR_GAIN = {"accuracy": 0.02, "val_reward": 0.0}
 """Smallest change of a held-out result that counts."""
 REJECTED_SHARE = 0.05
-"""Share of rejected batches from which a run is unstable."""
+"""A run is unstable if the guards rejected at least this share of its batches."""
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class MemorySnapshots:
         self.tidy()
 
     def take(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Publish a snapshot of `step` if one is due. First wait for the last one."""
+        """Publish a snapshot of `step` if one is due. First wait for the previous snapshot."""
         if step % self._memory.freq:
             return
         called = time.monotonic()
@@ -126,7 +126,7 @@ class MemorySnapshots:
         rank = self.place.coordinator.rank
         snapshot = take_snapshot(step, self._settings.contents, self._state, self._text, rank, unchanged, metrics)
         try:
-            # Again: systemd empties /dev/shm when a user logs out.
+            # Create the folder again if it is gone: systemd empties /dev/shm when a user logs out.
             self.place.coordinator.on_domain_leaders(lambda: make_folder(self.place.folder))
             pending = begin_checkpoint(snapshot, self.place.folder, self.place.coordinator)
         except (SaveFailed, UserError) as error:

@@ -27,7 +27,7 @@ _SIGNS = {
     ),
     "trl": ("num_generations", "max_completion_length", "per_device_train_batch_size", "reward_funcs", "loss_type"),
 }
-"""Names (or beginnings of names, with a dot) that only this trainer's configurations have."""
+"""Maps each trainer to names, or first parts of names, that only its configurations have."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:

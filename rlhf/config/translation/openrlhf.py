@@ -1,4 +1,4 @@
-"""Converts OpenRLHF's arguments whose values mean something else here (0.11.2, and the flat names of earlier ones)."""
+"""Converts OpenRLHF's arguments whose values mean something else here (0.11.2, and flat names of earlier releases)."""
 
 from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS
 from rlhf.config.translation.recipe import Recipe, Theirs

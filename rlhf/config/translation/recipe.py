@@ -1,4 +1,4 @@
-"""The recipe that a translation builds, and the names of the other trainer that are not translated yet."""
+"""Builds the recipe of a translation, and keeps the other trainer's settings that are not translated yet."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ _REPLACE = "Replace it in the file, and translate again."
 
 
 class Theirs:
-    """Settings of another trainer, by name, that no conversion has used yet."""
+    """The settings of another trainer that no conversion has used yet, by name."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.left = dict(values)
@@ -50,7 +50,7 @@ class Theirs:
         return value
 
     def texts(self, *names: str) -> list[str]:
-        """Return `take(*names)` as a list of texts. Raise UserError if the value is none, and no single text."""
+        """Return `take(*names)` as a list of texts. Raise UserError if the value is neither a list of texts nor a text."""
         value = self.take(*names)
         found = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
@@ -67,7 +67,7 @@ class Theirs:
 
 @dataclass
 class Recipe:
-    """Entries of groups and settings, with what was not translated."""
+    """A recipe: entries of groups and settings, and comments about what was not translated."""
 
     groups: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -79,9 +79,9 @@ class Recipe:
     """Names that need no setting here."""
 
     def set(self, key: str, value: Any, name: str) -> None:
-        """Set `key` to `value` of their setting `name`. A wrong value, or a second one, becomes a lost line.
+        """Set `key` to `value` of their setting `name`. A wrong value, or a second value, becomes a line in `lost`.
 
-        None is no value if `key` cannot be null: other trainers write it for their default.
+        Ignore None if `key` cannot be null, because other trainers write null for their default.
         """
         setting = setting_of(key)
         assert setting is not None, key
@@ -128,7 +128,7 @@ class Recipe:
 
 
 def _ours(key: str, value: Any) -> Any:
-    """Return our value for their `value` of a setting: verl's -1, or another word."""
+    """Return our value for their `value` of a setting, for example instead of verl's -1."""
     setting, tables = setting_of(key), other_trainers()
     assert setting is not None
     if value == -1 and not isinstance(value, bool) and (meaning := tables.minus_one.get(key)):

@@ -48,7 +48,7 @@ def words_of(script: str) -> list[str]:
 def _split(text: str) -> list[str]:
     try:
         return shlex.split(text, comments=True)
-    except ValueError:  # an open quote: a text of several lines, which no argument needs
+    except ValueError:  # an open quote begins a text of several lines, which no argument needs
         return text.split()
 
 

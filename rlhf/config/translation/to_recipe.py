@@ -1,4 +1,4 @@
-"""Translates the settings of another trainer: first its own conversions, then the tables of names."""
+"""Translates the settings of another trainer: first by conversions of values, then by the tables of names."""
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ CONVERSIONS: dict[str, Callable[[Theirs, Recipe], None]] = {
 def translate(trainer: str, settings: Mapping[str, Any]) -> Recipe:
     """Return the recipe for the `settings` of `trainer`, a name in `CONVERSIONS`.
 
-    The trainer's own defaults count as settings, where the defaults here differ.
+    Where defaults differ, the other trainer's default counts as a setting of the user.
     """
     prefixes = other_trainers().prefixes
     named = {_without(prefixes, name): value for name, value in settings.items()}
@@ -72,8 +72,8 @@ def _switches_off(name: str, value: Any) -> bool:
 
 
 def _key(trainer: str, name: str) -> str:
-    """Return our name for a setting of `trainer`: by its table, by another trainer's, or the only one with its last
-    part. Return the unchanged name if there is none."""
+    """Return our name for a setting of `trainer`: from its table of names, or from another trainer's table, or else our
+    only name with the same last part. Return the unchanged name if no rule finds a name."""
     tables = other_trainers()
     found = tables.names[trainer].get(name) or tables.settings.get(name)
     if found is None and "." not in name:

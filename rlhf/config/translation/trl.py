@@ -10,11 +10,11 @@ AGGREGATIONS = {
     "dapo": "token-mean",
     "bnpo": "token-mean",
 }
-"""TRL's loss types that are an aggregation of token losses here."""
+"""Maps TRL's loss types that differ in the aggregation of token losses to our aggregations."""
 ENTRIES = ("dr_grpo", "cispo", "sapo")
-"""TRL's loss types that are algorithms here."""
+"""Maps TRL's loss types to our algorithms."""
 REWARDS = {"accuracy_reward": "math_verify"}
-"""TRL's own reward functions, and ours."""
+"""Maps TRL's own reward functions to ours."""
 
 
 def convert(theirs: Theirs, recipe: Recipe) -> None:

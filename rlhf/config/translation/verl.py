@@ -15,7 +15,7 @@ BUDGETS = {
     "rollout.log_prob_micro_batch_size": ("rollout.log_prob_max_token_len_per_gpu", "rollout.log_prob_use_dynamic_bsz"),
     "ref.log_prob_micro_batch_size": ("ref.log_prob_max_token_len_per_gpu", "ref.log_prob_use_dynamic_bsz"),
 }
-"""verl's micro-batches in samples, with our token budget and verl's switch to token budgets."""
+"""verl's micro-batch sizes in samples, each with our token budget and with verl's switch to token budgets."""
 
 
 def convert(theirs: Theirs, recipe: Recipe) -> None:

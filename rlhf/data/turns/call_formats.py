@@ -100,7 +100,7 @@ def _named_call(part: str, named: re.Match[str]) -> Written:
 
 
 def gemma(text: str, tools: ToolSchemas) -> tuple[str, list[Written]]:
-    """Read fenced tool_code or JSON, or an answer that is JSON; tool_code may also have Python calls of literals."""
+    """Read fenced tool_code or JSON, or an answer that is JSON. tool_code may also be Python calls with literals."""
     if bare := _GEMMA.match(text):
         return "", _json_or_python(bare[1].strip(), tools)
     calls = []
@@ -121,7 +121,7 @@ def _json_or_python(code: str, tools: ToolSchemas) -> list[Written]:
 
 
 def _python_calls(code: str, tools: ToolSchemas) -> list[Written]:
-    """Read `name(3, key="x")`, also in `print(...)` or a list, from its syntax tree."""
+    """Read calls such as `name(3, key="x")`, also inside `print(...)` or a list, from the code's syntax tree."""
     try:
         body = ast.parse(code).body
         nodes = [node.value if isinstance(node, ast.Expr | ast.Assign) else node for node in body]

@@ -33,12 +33,12 @@ _FORMAT_MARKS = {
     "mistral": "[TOOL_CALLS]",
     "llama3": "<|start_header_id|>",
 }
-"""The call format of a chat template with tools, by a text in the template."""
+"""Maps a text that occurs in a chat template with tools to the call format of the template."""
 _MORE_STOPS = {"llama3": ("<|eom_id|>",), HARMONY: ("<|return|>", "<|call|>")}
 
 
 def env_template(path: str) -> str:
-    """Return the chat template in the file `env.template`. Raise UserError if there is none, or its syntax is wrong."""
+    """Return the chat template in the file `env.template`. Raise UserError for a missing file or a wrong syntax."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"env.template={path} is not a file. Correct the path.")
@@ -94,7 +94,7 @@ class ChatTurns:
         except raised_by_templates() as error:
             raise UserError(
                 f"{self._where}: the chat template rejects a question, an answer and a question: {error}. Set "
-                "env.template to a template that does not."
+                "env.template to a template that accepts them."
             ) from error
         self.template_name = "env.template" if template is not None else "the tokenizer's"
         self._training: ContinuationRenderer | None = None
@@ -121,7 +121,7 @@ class ChatTurns:
         """Return the tokens to append to a turn: the rest of its end, new messages, the next generation prompt.
 
         Args:
-            sampled: the tokens of the turn; those of a turn that was cut do not end with one of `stop_token_ids`.
+            sampled: the tokens of the turn. If the turn was cut, they do not end with one of `stop_token_ids`.
             messages: results of all its calls, or user messages, or both.
 
         Raises:
@@ -141,7 +141,7 @@ class ChatTurns:
         except raised_by_templates() as error:
             raise UserError(
                 f"The chat template ({self._where}) rejects the messages after a turn (roles: "
-                f"{', '.join(message['role'] for message in messages)}): {error}. Set env.template to another."
+                f"{', '.join(message['role'] for message in messages)}): {error}. Set env.template to another template."
             ) from error
         closed = bool(sampled) and sampled[-1] in self.stop_token_ids
         return self._after_turn(text) if closed else [self._closing, *self._after_turn(text)]

@@ -10,7 +10,7 @@ _SAID = "An answer."
 
 
 def rewriting(template: TemplateRenderer, tools: Messages) -> str | None:
-    """Return how the template rewrites earlier turns, as the end of a sentence that it begins; None if it does not.
+    """Return how the template rewrites earlier turns, such as "leaves out a part of a turn", or None if it does not.
 
     Args:
         tools: schemas of tools, if the template prints calls and results.
@@ -47,7 +47,7 @@ def _conversations(template: TemplateRenderer, tools: Messages) -> Iterator[tupl
 
 
 def _rewriting(template: TemplateRenderer, conversation: Messages, tools: Messages) -> str | None:
-    """Return a sentence with {} for the conversation, or None."""
+    """Return how the template rewrites a turn, with {} in place of the conversation, or None."""
     whole = template.text(conversation, tools)
     for i, message in enumerate(conversation):
         if message["role"] != "assistant":

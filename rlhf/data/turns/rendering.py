@@ -9,11 +9,11 @@ from rlhf.data.template_date import uses_date, with_date
 Messages = Sequence[Mapping[str, Any]]
 ASKED: Mapping[str, Any] = {"role": "user", "content": "Question."}
 MARK = "rlhf-marks-this-answer"
-"""The text of a dummy answer; what follows it in a rendering is the end of the turn, and the next messages."""
+"""Text of a dummy answer. In a rendering, the end of the turn and the next messages follow this text."""
 
 
 def answer(text: str = MARK, thoughts: str = "", results: Messages = ()) -> dict[str, Any]:
-    """Return an assistant message, or a message with one call per result, where `text` is in the last call."""
+    """Return an assistant message with `text`. With results, the message has one call per result, the last with `text`."""
     message: dict[str, Any] = {"role": "assistant", "content": "" if results else text}
     if thoughts:
         message["reasoning_content"] = thoughts
@@ -47,7 +47,7 @@ class TemplateRenderer:
         self.knows_thoughts = self.prints("x7thoughts", [ASKED, answer("x", "x7thoughts")], False)
 
     def text(self, messages: Messages, tools: Messages = (), generation_prompt: bool = True) -> str:
-        """Return the rendered text. Templates raise errors of `raised_by_templates`."""
+        """Return the rendered text. If the template rejects the messages, raise one of `raised_by_templates()`."""
         return self._tokenizer.apply_chat_template(
             [self._fitted(message) for message in messages],
             tools=[dict(tool) for tool in tools] or None,
@@ -75,7 +75,7 @@ class TemplateRenderer:
         """Return the message with its thoughts where the template reads them."""
         fitted = dict(message)
         if thoughts := fitted.pop("reasoning_content", None):
-            # Without `__init__`'s answer, assume that the template knows thoughts: this is its question.
+            # `__init__` renders thoughts to find out whether the template knows them. During this test, assume so.
             if getattr(self, "knows_thoughts", True):
                 return fitted | {"reasoning_content": thoughts, "thinking": thoughts}
             fitted["content"] = f"<think>\n{thoughts}\n</think>\n\n{fitted.get('content') or ''}"

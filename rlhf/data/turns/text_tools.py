@@ -14,9 +14,9 @@ class TextTools:
     """Rewrites messages for a template that prints neither tools nor results.
 
     Args:
-        fenced: write Gemma's fenced blocks instead of `<name(arguments)>`.
-        announced: describe the tools in the prompt.
-        system: the template prints system messages.
+        fenced: whether to write Gemma's fenced blocks instead of `<name(arguments)>`.
+        announced: whether to describe the tools in the prompt.
+        system: whether the template prints system messages.
     """
 
     def __init__(self, tools: ToolSchemas, fenced: bool, announced: bool, system: bool):

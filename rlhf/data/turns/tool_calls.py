@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 BROKEN_JSON = (ValueError, RecursionError)
-"""Errors of `json.loads`: invalid JSON, a number that is too long, endlessly nested lists."""
+"""Errors of `json.loads`: invalid JSON, a number that is too long, lists that are nested too deeply."""
 NO_NAME = "unknown"
 """The name in the result of an invalid call that names no tool."""
 ID_LENGTH = 9
@@ -132,7 +132,7 @@ class ToolSchemas:
         return self.functions.get(name, {}).get("parameters", {}).get("properties", {})
 
     def action(self, written: Written, position: int) -> ToolCall | InvalidCall:
-        """Return the call, or why it is invalid. `position` is the place of the call in its turn."""
+        """Return the checked call, or an `InvalidCall` with the reason. `position` is the call's index in its turn."""
         number = _made_id(written.text, position)
         if not _is_text([written.name, written.arguments, written.id]):
             why = "the call has half of a surrogate pair, which is no character, or is nested too deeply"

@@ -27,13 +27,14 @@ NEXT: Mapping[str, Any] = {"role": "user", "content": " Next\n"}
 
 @dataclass(frozen=True)
 class Family:
-    """A training template, texts that all chat templates of its models contain, and its variants."""
+    """A training template: texts (`marks`) by which to recognise its models' chat templates, and boolean variables
+    (`switches`) that select its variant."""
 
     name: str
     marks: tuple[str, ...]
     switches: tuple[str, ...] = ()
     calls: str = ""
-    """The switch that the calls in the chat template decide, and how its calls begin."""
+    """Variable that is true if the chat template writes calls as `<function=`; empty if all its models write alike."""
 
     def variants(self, source: str) -> Iterator[dict[str, bool]]:
         """Yield the settings of the training template that may fit the chat template `source`."""
@@ -73,7 +74,7 @@ def training_template(
 def _agree(
     template: TemplateRenderer, ours: ContinuationRenderer, tools: Messages, after_turn: Callable[[str], list[int]]
 ) -> bool:
-    """Return whether both renderers print the same after a turn. The tools are left out: some templates move them."""
+    """Return whether both renderers print the same after a turn. Renders no tools, because some templates move them."""
     for messages in _continuations(tools):
         dummy = answer(MARK, results=[each for each in messages if each["role"] == "tool"])
         try:

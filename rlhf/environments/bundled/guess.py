@@ -4,7 +4,7 @@ from rlhf.environments import free_text
 
 
 class GuessNumber:
-    """The policy finds `secret`. The row's prompt tells the range; `env.max_turns` limits the guesses."""
+    """The policy guesses `secret`. The row's prompt names the range; `env.max_turns` limits the guesses."""
 
     def reset(self, secret: int, **row: object) -> None:
         self.secret = secret

@@ -16,7 +16,7 @@ from rlhf.ranks.parent import STOPPED, exit_code_of, state_of
 
 # An exiting interpreter closes its connections some milliseconds before its process ends.
 _EXIT_WAIT_S = 2.0
-# Number of looks at a dead rank, 0.1 s each, after which the launcher is too late to report the rank's end.
+# After this many looks at a dead rank, 0.1 s each, do not wait any longer for the launcher to report the rank's end.
 _LATE_LOOKS = 20
 
 Message = Forked | Devices | RankEnded
@@ -76,7 +76,8 @@ class LauncherProcess:
 class ForkedRanks(RankProcesses):
     """`Ranks` that a launcher forked. If the launcher dies, the kernel kills the ranks.
 
-    If the launcher does not report the end of a rank, as when it is stopped, the kernel's table of processes does.
+    If the launcher does not report the end of a rank, for example because a debugger stopped it, `ended` finds the end
+    in `/proc`.
     """
 
     def __init__(self, launcher: LauncherProcess, nproc: int, pids: Mapping[int, int], run_dir: Path) -> None:
@@ -101,7 +102,7 @@ class ForkedRanks(RankProcesses):
         return exits
 
     def _unreported(self, ranks: Collection[int]) -> dict[int, RankExit]:
-        """Return the ends of those of `ranks` that have been dead for `_LATE_LOOKS` calls."""
+        """Return the exits of the ranks that have been dead for `_LATE_LOOKS` calls without the launcher's report."""
         codes = {rank: code for rank in ranks if (code := exit_code_of(self._pids.get(rank, -1))) is not None}
         self._looks_at_dead.update(codes.keys())
         return {rank: RankExit(code) for rank, code in codes.items() if self._looks_at_dead[rank] >= _LATE_LOOKS}

@@ -28,7 +28,7 @@ def start_process(
     `output` receives what the process and its children print. If `output` is None, they print to this process's stdout
     and stderr.
     """
-    # In a session of its own, so that only the supervisor receives the terminal's Ctrl-C.
+    # Give the process a session of its own, so that only the supervisor receives the terminal's Ctrl-C.
     return subprocess.Popen(
         [sys.executable, *command],
         env=os.environ | variables | (output.variables if output else {}) | {PARENT_PID: str(os.getpid())},

@@ -13,7 +13,7 @@ from rlhf.tracking.run_output import RunOutput
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 16
 _STOP = b"stop"
-# More reads than full pipes need. The bound ends the loop if orphans of dead ranks keep printing.
+# Full pipes need fewer reads. The bound ends the loop if orphans of dead ranks keep printing.
 _DRAIN_READS = 64
 
 
@@ -96,7 +96,7 @@ class RankOutput:
                 if len(rest) > _LONGEST_LINE:
                     self._show(fd, rest)
                     rest = b""
-                # A download bar rewrites its line in place: keep the newest state only.
+                # A download bar rewrites its line in place, so keep only its newest state.
                 states = rest.split(b"\r")[-2:]
                 if len(states) == 2:
                     self._output.note(_text(states[1] or states[0]))

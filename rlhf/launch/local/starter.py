@@ -27,7 +27,7 @@ from rlhf.ranks.parent import SUPERVISOR_PID
 from rlhf.ranks.status import clear_statuses
 
 _LOOK_S = 0.1
-# Number of looks after which a stopped launcher is left. All processes of a run may be stopped for a moment.
+# After this many looks, give up a stopped launcher. Wait so long because all processes of a run may pause together.
 _STOPPED_LOOKS = 30
 # With the default handler of SIGINT, Ctrl-C leaves no traceback of this process on the terminal.
 _COUNT_GPUS = """
@@ -134,7 +134,7 @@ class LocalStarter:
             ranks = self._fork(self._launcher, command, stop)
             if ranks is not None or stop.signal_name is not None:
                 return ranks
-            wait_for_ranks(self._run_dir)  # a launcher that was stopped while it forked has left some
+            wait_for_ranks(self._run_dir)  # the launcher may have forked some ranks before it was stopped
         log.info("The ranks start as new processes, without a launcher: %s.", self._no_fork_reason)
         return PlainRanks(command, self._trainer.ranks, self._variables, self._run_dir, self._output)
 
@@ -178,7 +178,7 @@ class LocalStarter:
         count = self._device_count()
         if count == 0 and t.device == "auto" and not count_gpus():
             return
-        if count == 0:  # also with auto: the driver sees GPUs, so the settings may have GPU defaults
+        if count == 0:  # fail with device=auto, too: the driver sees GPUs, so settings may have their GPU defaults
             raise UserError(
                 f"trainer.device={t.device}, but no CUDA device is visible. Set trainer.device=cpu, or check "
                 "`nvidia-smi`."

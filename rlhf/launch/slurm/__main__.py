@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     words = sort_words(argv)
     arguments = _parser().parse_args(words.own)
-    # The nodes may have GPUs where this machine has none.
+    # Use the GPUs that the user asks for, because the nodes may have GPUs although this machine has none.
     machine = Machine(gpus_of(words.sbatch) or count_gpus() or 1, installation_problem())
     runs = checked_runs(words.overrides, arguments.config_dir, machine, multirun=arguments.multirun)
     config = runs[0].config
@@ -44,7 +44,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _submit(script: str) -> str:
-    """Give the script to sbatch. Return the line for the user. Raise UserError if sbatch rejects the script."""
+    """Submit the script with sbatch. Return the line for the user. Raise UserError if sbatch rejects the script."""
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True)
     except FileNotFoundError:

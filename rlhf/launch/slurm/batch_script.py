@@ -13,8 +13,8 @@ from rlhf.ranks.parent import LAUNCH
 from rlhf.storage.layout import POINTER
 
 SPARE_S = 60
-"""Seconds between the end of `trainer.preempt_grace_s` and the time limit, for the end of the script. SLURM's clock may
-be this much early or late."""
+"""Seconds between the end of `trainer.preempt_grace_s` and the time limit, in which the script ends. SLURM's signal may
+come this much early or late."""
 _PEERS_S = 120
 """Seconds after the end of one rank until srun kills the ranks that wait for it."""
 
@@ -42,9 +42,9 @@ def batch_script(
     """Return the script.
 
     Args:
-        jobs: one run, or with `array` the runs of a sweep by task id.
-        trainer: the machines of each run, and when it gives up.
-        sbatch: more options of sbatch.
+        jobs: one run, or with `array` the runs of a sweep, where the index is the task id.
+        trainer: settings of the machines of each run, and of when the job gives up.
+        sbatch: the user's options for sbatch.
         gpus_per_node: None if `sbatch` asks for GPUs, or the run needs none.
     """
     jobs_text = _array_case(jobs) if array is not None else _assignments(jobs[0], "")

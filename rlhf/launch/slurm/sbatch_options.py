@@ -1,4 +1,4 @@
-"""Sorts the options of the command line: those of this command, those that it sets, and those for sbatch."""
+"""Sorts the words of the command line: options of this command, options for sbatch, and overrides of settings."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ OWN = ("--dry-run", "--multirun", "-m", "--help", "-h")
 OWN_WITH_VALUE = ("--config-dir", "--array-parallelism")
 SET_HERE = {
     "nodes": "Set trainer.nnodes.",
-    "ntasks": "Set trainer.nproc, the ranks of each machine.",
+    "ntasks": "Set trainer.nproc, the number of ranks on each machine.",
     "ntasks-per-node": "Set trainer.nproc.",
     "gpus-per-task": "Write --gpus-per-node: each rank chooses its GPU among those of its machine.",
     "array": "Write -m for a sweep, and --array-parallelism=N for N jobs at a time.",
@@ -69,7 +69,7 @@ def gpus_of(sbatch: dict[str, str | None]) -> int | None:
 
 
 def cpus_of_rank(sbatch: Mapping[str, str | None]) -> int:
-    """Return the CPUs of each rank, by default 1. Raise UserError if `--cpus-per-task` is no whole number."""
+    """Return the CPUs of each rank, by default 1. Raise UserError if `--cpus-per-task` is not a whole number."""
     text = sbatch.get("cpus-per-task") or "1"
     if re.fullmatch("[1-9][0-9]{0,5}", text) is None:
         raise UserError(f"--cpus-per-task={text}: must be a whole number, the CPUs of each rank.")
@@ -77,12 +77,12 @@ def cpus_of_rank(sbatch: Mapping[str, str | None]) -> int:
 
 
 def asks_for_gpus(sbatch: dict[str, str | None]) -> bool:
-    """Return whether the user has written how many GPUs the job gets, in any way that sbatch understands."""
+    """Return whether any of the user's options sets the number of GPUs."""
     return any(name in sbatch for name in ("gpus", "gpus-per-node", "gres"))
 
 
 def check_time(sbatch: dict[str, str | None], warning_s: int) -> None:
-    """Raise UserError if the stop signal comes `warning_s` seconds before the limit of `--time`, thus at the start."""
+    """Raise UserError if `--time` is at most `warning_s` seconds: the stop signal would come at the job's start."""
     text = sbatch.get("time")
     seconds = None if text is None else seconds_of(text)
     if seconds is not None and 0 < seconds <= warning_s:

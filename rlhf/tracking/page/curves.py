@@ -1,4 +1,4 @@
-"""Collects the curves of a run from its metric history, in memory of 16 bytes per value."""
+"""Collects the curves of a run from its metric history, in 16 bytes of memory per value."""
 
 import math
 from array import array
@@ -9,12 +9,12 @@ from rlhf.tracking.history import Record
 from rlhf.tracking.source_results import source_results
 
 COLUMNS = 560
-"""Pixel columns of a plot. Each keeps its lowest and its highest value."""
+"""Pixel columns of a plot. A plot shows the lowest and the highest value of each column."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot: its title, and its curves as pairs of a label and a metric. `share`: the values are in [0, 1]."""
+    """One plot: its title, and its curves as pairs of a label and a metric. `share`: whether values are in [0, 1]."""
 
     title: str
     curves: tuple[tuple[str, str], ...]
@@ -126,7 +126,7 @@ class Curves:
             self._evaluations.append({key: value for key, value in record.items() if key.startswith(("val-", "step"))})
 
     def accuracies(self) -> dict[str, Curve]:
-        """Return the curve of the whole held-out accuracy, and of each data source if there are several."""
+        """Return the curve of the accuracy on all held-out prompts, and of each data source if there are several."""
         found = {"all prompts": self.of["val/accuracy"]} if self.of["val/accuracy"] else {}
         results = source_results([{k: v for k, v in each.items() if k != "step"} for each in self._evaluations])
         for record, of_sources in zip(self._evaluations, results, strict=True):

@@ -1,7 +1,7 @@
 """Composes the report of runs as one HTML page without any request to the network.
 
 jinja2 escapes every text. A Content-Security-Policy allows only the page's own style and script, by their hashes, so
-that no text of a user can run. The plots are static SVG: readable without the script, by print and by screen readers.
+that no text of a user can run. The plots are static SVG, so they can be printed and read without the script.
 """
 
 import base64
@@ -35,7 +35,7 @@ RELOAD_S = 10
 
 @dataclass(frozen=True)
 class Plotted:
-    """A plot with its legend, and a table of some of its values: the heads of its columns, and its rows."""
+    """A plot with its legend, and a table (`head`, `rows`) of some of its values."""
 
     title: str
     unit: str
@@ -72,7 +72,7 @@ def page_of(run_dirs: Sequence[Path], deadline_s: float = LONGEST_S, *, live: bo
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a distinct name for each run: its folder's, with as many parents as tell it from the other runs.
+    """Return a distinct name for each run: its folder's name, after as many parent folders as make it unique.
 
     Raises:
         UserError: two of the paths are the same directory.
@@ -90,7 +90,7 @@ def run_names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def _rendered(runs: list[RunFacts], reload_s: int) -> str:
-    # Slow, and only needed here.
+    # Import jinja2 here, because the import is slow and only this function needs it.
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(loader=PackageLoader("rlhf.tracking.page", "."), autoescape=True, trim_blocks=True)
@@ -165,10 +165,10 @@ def _plotted(panel: Panel, lines: Sequence[tuple[Line, Curve]], *, few: bool) ->
 
 
 def _with_mean(line: Line, curve: Curve, *, few: bool) -> list[Line]:
-    """Return a reward as a faint curve, and its running mean; of several runs the mean only."""
+    """Return a reward as a faint curve and its running mean, or with several runs only the mean."""
     if len(line.points) <= SMOOTHING_STEPS:
         return [line]
-    # Of all steps: `line` has only the extremes of a long run, whose mean is another.
+    # Compute the mean from `curve`, which has all steps; `line` has only the extremes of a long run.
     points = curve.smoothed(SMOOTHING_STEPS).points()
     mean = Line(f"{line.label} of the last {SMOOTHING_STEPS}", points, line.colour, line.dash)
     return [Line(f"{line.label} of a step", line.points, line.colour, line.dash, faint=True), mean] if few else [mean]
@@ -196,7 +196,8 @@ def _tiles(run: RunFacts) -> list[tuple[str, str, str]]:
 
 
 def _settings(runs: Sequence[RunFacts]) -> list[tuple[str, list[str], str, bool]]:
-    """Return the settings that differ from the defaults in a run: name, value of each run, default, runs differ."""
+    """Return rows about settings that differ from the default in a run: name, each run's value, default, and whether
+    the runs differ."""
     rows = []
     for key, setting in SETTINGS.items():
         values, default = [run.settings[key] for run in runs], _plain(setting.default)

@@ -1,4 +1,4 @@
-"""Collects what the report shows about one run from its files, at any time of the run and also after a crash."""
+"""Collects what the report shows about one run from its files, while the run trains or after its end."""
 
 import math
 import time
@@ -34,7 +34,7 @@ PHASES = {
     "testing": "evaluation",
     "save_checkpoint": "waiting for a save",
 }
-"""Metrics `timing_s/NAME` in words. All but the last two are parts of `timing_s/step`."""
+"""Names that users see for the metrics `timing_s/NAME`. All but the last two are parts of `timing_s/step`."""
 _OUTSIDE = ("testing", "save_checkpoint")
 _CHECK_EVERY = 500
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, SampleFiles, ShownSample
 
 MOST_READ = 2000
-"""Most samples of a step that are read."""
+"""The report reads at most this many samples of a step."""
 PROMPTS, GROUPS, OF_GROUP = 8, 4, 8
 LONGEST = 1500
-"""Characters of a text."""
+"""The report shows at most this many characters of a text."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _read(files: SampleFiles, step: int, split: str) -> list[ShownSample]:
 
 
 def _pairs(before: Iterable[ShownSample], after: Iterable[ShownSample]) -> list[Pair]:
-    """Return prompts by kind of change in turn: higher, lower, equal scores."""
+    """Return prompts with a higher, a lower and an equal score, one of each kind in turn."""
     earlier = {(sample.get("uid"), sample.get("sample")): sample for sample in before}
     kinds: dict[str, list[Pair]] = {"better": [], "worse": [], "same": []}
     for sample in after:

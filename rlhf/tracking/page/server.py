@@ -16,7 +16,7 @@ from rlhf.tracking.page.page import page_of
 
 HOST = "127.0.0.1"
 FRESH_S = 2.0
-"""Seconds for which a page is sent again instead of composed anew."""
+"""For this many seconds, the server sends a page again instead of composing a new one."""
 _HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Cache-Control": "no-store",
@@ -27,7 +27,7 @@ _HEADERS = {
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page of `runs` at `address`, which has the key, and answers every other request with 404."""
+    """Serves the page of `runs` at `address`, which contains the key, and answers every other request with 404."""
 
     daemon_threads = True
 
@@ -40,7 +40,7 @@ class PageServer(ThreadingHTTPServer):
         self.address = f"http://{self.host}/{self.key}/"
 
     def page(self) -> bytes:
-        """Return the page, at most FRESH_S seconds old. Damaged files make a page that says so."""
+        """Return the page, at most FRESH_S seconds old. If files are damaged, return a page with the error."""
         with self._lock:
             if time.monotonic() - self._made_at >= FRESH_S:
                 try:
@@ -53,11 +53,11 @@ class PageServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
-    timeout = 30  # of a connection that sends nothing
+    timeout = 30  # seconds until a connection that sends nothing is closed
 
     def do_GET(self) -> None:
         """Send the page if the address has the key."""
-        # A page of another site could reach this server under a name that it resolves to 127.0.0.1.
+        # Check the key: another website can point a name of its own to 127.0.0.1 and so reach this server.
         known = hmac.compare_digest(self.path.encode(), f"/{self.server.key}/".encode())
         if not known or self.headers.get("Host") != self.server.host:
             self.send_error(HTTPStatus.NOT_FOUND)

@@ -14,12 +14,12 @@ COLOURS = 8
 """Colours of the style sheet, --c0 to --c7."""
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
 _MARKERS = 60
-"""Most points of a curve that are drawn as dots."""
+"""A curve with at most this many points shows them as dots."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: its label, its points, the numbers of its colour and of its dashes, and whether it is in the back."""
+    """A curve: its label, its points, the numbers of its colour and dashes, and whether it is drawn faintly."""
 
     label: str
     points: Points

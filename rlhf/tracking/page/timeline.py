@@ -1,4 +1,4 @@
-"""Tells the life of a run from its events: a drawing of the steps over time, and a table."""
+"""Shows the events of a run: a drawing of the steps over time, and a table."""
 
 import statistics
 import time
@@ -32,7 +32,7 @@ class TimelineRow:
 
 
 def with_kills(events: Sequence[RunEvent]) -> list[RunEvent]:
-    """Return the events with a KILLED before each start that follows no end: nothing recorded how the command ended."""
+    """Insert a KILLED event before each start without an end before it, as when a kill or a power cut ended the run."""
     found: list[RunEvent] = []
     for event in events:
         if event.kind == "started" and found and found[-1].kind not in ENDS:
