@@ -18,7 +18,7 @@ _COUNTED_BYTES = 32 << 20
 
 
 def banner(config: Config, recipes: Sequence[str]) -> str:
-    """Return the banner, without numbers that only the ranks can count and log later, such as a Hub data set's prompts."""
+    """Return the banner. The ranks log the numbers that only they can count, such as the prompts of a Hub data set."""
     t = config.trainer
     rows = [
         ("model", _model(config)),

@@ -50,7 +50,7 @@ class Theirs:
         return value
 
     def texts(self, *names: str) -> list[str]:
-        """Return `take(*names)` as a list of texts. Raise UserError if the value is neither a list of texts nor a text."""
+        """Return `take(*names)` as a list of texts. Raise UserError for a value that is neither a text nor such a list."""
         value = self.take(*names)
         found = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(found, list) or not all(isinstance(each, str) for each in found):

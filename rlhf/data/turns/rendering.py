@@ -13,7 +13,7 @@ MARK = "rlhf-marks-this-answer"
 
 
 def answer(text: str = MARK, thoughts: str = "", results: Messages = ()) -> dict[str, Any]:
-    """Return an assistant message with `text`. With results, the message has one call per result, the last with `text`."""
+    """Return an assistant message with `text`, or a message with one call per result, the last call with `text`."""
     message: dict[str, Any] = {"role": "assistant", "content": "" if results else text}
     if thoughts:
         message["reasoning_content"] = thoughts
