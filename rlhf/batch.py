@@ -52,8 +52,8 @@ class Batch:
     def sizes(self) -> np.ndarray:
         """[3, N] int64, per sample: tokens of the prompt, of the response, and in `response_mask`.
 
-        On the host, where shapes are decided: one wait for the device per batch, and none for its micro-batches.
-        Nothing may change the lengths or the mask of a batch; `replace` makes another batch.
+        The sizes are on the host, which decides the shapes: so a batch waits for the device once, and its micro-batches
+        never. Nothing may change the lengths or the mask of a batch; `replace` makes another batch.
         """
         return torch.stack([self.prompt_lengths, self.response_lengths, self.response_mask.sum(dim=1)]).cpu().numpy()
 
@@ -63,7 +63,7 @@ class Batch:
         `rows` is on the host.
         """
         sizes = self.sizes[:, rows if isinstance(rows, slice) else rows.numpy()]
-        # A transfer that blocks waits for all earlier work of the device.
+        # Do not block, because a blocking transfer waits for all earlier work of the device.
         here = rows if isinstance(rows, slice) else rows.to(self.input_ids.device, non_blocking=True)
         picked = {name: value[here] for name, value in self.present().items()}
         length, response = (int(each.max(initial=0)) for each in (sizes[0] + sizes[1], sizes[1]))
@@ -98,7 +98,7 @@ class RolloutBatch(Batch):
     baselines: Tensor | None = None
     """[N] float32: total reward of the greedy response to the same prompt; None if the estimator needs none."""
     failed: Tensor | None = None
-    """[N] bool: whether the environment of the response failed, so that it has no tokens and no score; None if none."""
+    """[N] bool: whether a response has no tokens and no score because its environment failed; None if none failed."""
 
     @property
     def has_score(self) -> Tensor:
@@ -147,5 +147,5 @@ class TokenCounts:
     squares: int
     """Sum of the squared lengths of the samples, to which the cost of attention is proportional."""
     beyond: Mapping[int, int] = field(default_factory=dict)
-    """By sliding window: the sum of the squared numbers of tokens by which samples exceed the window. Attention within
-    the window costs that much less."""
+    """For each sliding window: the sum, over samples, of the squared number of tokens beyond the window. Attention
+    within the window costs less by this sum."""

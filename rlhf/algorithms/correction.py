@@ -69,7 +69,7 @@ def effective_sample_size(sums: Tensor) -> float:
 def accepted(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, kind: str, threshold: float, lower: float | None
 ) -> Tensor:
-    """Select the tokens for training by rejection sampling: those where policy and rollout policy are close enough.
+    """Select the tokens for training by rejection sampling: the tokens on which both policies nearly agree.
 
     With d = old - rollout, clamped to +-20, the divergence of a token is `k1`: d; `k2`: d^2 / 2; `k3`: exp(d) - 1 - d.
 
@@ -90,7 +90,7 @@ def accepted(
     d = torch.clamp(masked(old_log_probs - rollout_log_probs, mask), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     values = {"k1": d, "k2": d.square() / 2, "k3": torch.expm1(d) - d}[divergence]
     if level == "seq_max":
-        # Zeros outside the mask do not raise the maximum of k2 and k3, which are never negative.
+        # k2 and k3 are never negative, so zeros outside the mask do not raise their maximum.
         values = values.amax(dim=1, keepdim=True) if values.shape[1] else values
     elif level != "token":
         values = values.sum(dim=1, keepdim=True)

@@ -83,7 +83,7 @@ from rlhf.tracking.run_log import RunLog
 
 log = logging.getLogger(__name__)
 AFTER_THE_STEP = ("evaluation.", "metrics.", "commit.", "memory.", "end.")
-"""Prefixes of events after the driver has counted the step."""
+"""Prefixes of the events that come after the driver has counted the step."""
 
 
 def build(
@@ -250,7 +250,7 @@ def _learners(setup: Setup, models: ModelSources, policy: PendingModel, total_st
         seed=config.trainer.seed,
     )
     if reference is not None and not lora.enabled and is_packed(actor.backend.module):
-        pack(model.module)  # the probe of the actor is valid for the reference: both have the same architecture
+        pack(model.module)  # the actor's probe is valid for the reference, which has the same architecture
     critic = None
     if models.critic is not None:
         start = models.critic.load(loading.load_value_model, coordinator, device)

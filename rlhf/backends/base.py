@@ -23,14 +23,14 @@ class Model(Protocol):
     """The module to call inside `on_device`. Collective: every rank makes the same number of calls."""
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Return a context for calls of the module. Outside it, weights with `param_offload` are in host memory."""
+        """Return a context for calls of the module. Outside the context, `param_offload` keeps weights on the host."""
 
     def model_shards(self) -> Shards:
         """Return live views of this rank's weights and persistent buffers, valid until `on_device` begins or ends."""
 
 
 class PolicyWeights(Model, Protocol):
-    """The sharded weights of a policy, perhaps a frozen base with adapters, from which rollout engines are synced.
+    """The sharded weights of a policy, perhaps a frozen base with adapters. Weight syncs send them to rollout engines.
 
     Methods with a body are the same for all engines: they use only the shards.
     """
@@ -42,7 +42,7 @@ class PolicyWeights(Model, Protocol):
     _conversions: FileConversions
 
     def base_shards(self) -> Shards:
-        """Return live views of this rank's part of the frozen base weights, by their names in the model's files.
+        """Return live views of this rank's part of the frozen base weights, by the names in the model's files.
 
         Empty without adapters. With adapters, `model_shards` and `optimizer_shards` contain only the adapters.
         """

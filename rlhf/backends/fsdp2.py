@@ -27,7 +27,7 @@ from rlhf.ranks import dims
 from rlhf.storage.boxes import Box
 from rlhf.storage.shards import Shard, Shards
 
-# The warning is about in-place changes of outputs, which this trainer does not make. A head with a bias returns a view.
+# A head with a bias returns a view. The warning is about in-place changes of outputs, which this trainer never makes.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class Fsdp2Model:
     """Shards a model's weights over all ranks, or with `backend.dp_replicate` over the ranks of each replica.
 
-    `moves`: weights without gradients change, as in a moving reference.
+    `moves`: whether weights without gradients change, as in a moving reference.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Fsdp2Model:
     def reshard(self) -> None:
         """Replace gathered weights by their shards.
 
-        With `reshard_after_forward=false` a forward pass without a backward pass leaves gathered weights in the module.
-        FSDP2 would discard writes to gathered weights, and reads would not return shards.
+        With `reshard_after_forward=false`, a forward pass without a backward pass leaves gathered weights in the
+        module. FSDP2 would discard writes to these, and reads would not return shards.
         """
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
@@ -159,7 +159,7 @@ class Fsdp2Backend(Fsdp2Policy, Scheduled, TrainingBackend):
         found = nn.utils.clip_grad_norm_(self.module.parameters(), self._grad_clip)
         norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
         lr = self.scheduler.get_last_lr()[0]
-        # After a norm that is not finite, clipping has made every gradient NaN. A step would write NaN to all weights.
+        # If the norm is not finite, clipping has made every gradient NaN, and a step would write NaN to all weights.
         if math.isfinite(norm):
             with self._moments.on_device():
                 self.optimizer.step()
@@ -242,8 +242,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
     """Return this rank's part of each tensor.
 
-    Rank 0 saves an unsharded tensor, one replica a replicated tensor. All replicas save about the same number of
-    elements.
+    Rank 0 saves an unsharded tensor. One replica saves a replicated tensor, and the replicas share this work about
+    equally.
     """
     shards: dict[str, Shard] = {}
     saved: dict[int, list[int]] = {}

@@ -56,7 +56,7 @@ def gather_tensors(
         return shard.local.detach().to(device).to(cast_type(shard.local, dtype))
 
     def gathered(bucket: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        # Copy bucket by bucket: copies of all tensors at once would be a second model.
+        # Copy bucket by bucket, because copies of all tensors at once would need the memory of a second model.
         own = [(named[i][0], named[i][1].shape, as_sent(named[i][1]).reshape(-1)) for i in bucket]
         if bucket and parts[bucket[0]].equal:
             return _gathered_equal(own, ranks)
@@ -140,8 +140,8 @@ def _padded(box: Box, width: int) -> list[int]:
 def _gathered_equal(
     bucket: Sequence[tuple[str, tuple[int, ...], Tensor]], ranks: dims.RankGroup
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a bucket of equal parts, unsharded. A tensor costs one copy on any number of ranks. A large
-    tensor is a bucket by itself and costs no copy."""
+    """Yield each tensor of a bucket of equal parts, unsharded. A tensor is copied once, on any number of ranks. A large
+    tensor is a bucket by itself and is not copied."""
     content = [part.view(torch.uint8) for _, _, part in bucket]
     received = gather_from(ranks, content[0] if len(content) == 1 else torch.cat(content))
     widths = [part.numel() for part in content]

@@ -29,7 +29,7 @@ SYNONYMS = {
     **dict.fromkeys(("devices", "gpus", "n-gpus", "num-devices", "num-gpus", "num-processes", "world-size"), "--ranks"),
     **dict.fromkeys(("gpu-memory", "memory", "vram"), "--device-memory"),
 }
-"""What users type instead of an option."""
+"""Maps names that users may type by mistake to the option that they mean."""
 DISK_SPEED = 1_000_000_000
 """Bytes per second, the default of --disk-speed."""
 DOES_NOT_FIT = 1

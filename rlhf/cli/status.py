@@ -1,4 +1,4 @@
-"""python -m rlhf.status RUN ...: shows what runs do now, from their directories, without touching the runs."""
+"""python -m rlhf.status RUN ...: shows what runs do now, and changes nothing in their directories."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ from rlhf.tracking.status_text import status_lines
 
 EVERY_S = 1.0
 PLAIN_EVERY_S = 10.0
-"""Seconds between two looks with --watch, on a terminal and elsewhere."""
+"""Seconds between two updates with --watch: on a terminal, and elsewhere."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def _text(names: Sequence[str], states: Sequence[LiveState], width: int) -> str:
 
 
 def _watch(names: Sequence[str], runs: Sequence[Path]) -> None:
-    """Show the states again and again. A crashed or stopped run may start again, so only finished runs end this."""
+    """Show the states until all runs are finished. A crashed or stopped run may start again, so wait for it, too."""
     console = Console()
     states = _states(runs)
     if not console.is_terminal:
@@ -92,7 +92,7 @@ def _watch(names: Sequence[str], runs: Sequence[Path]) -> None:
             states = _states(runs)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            # The last column stays free: some terminals wrap when it is written.
+            # Leave the last column free, because some terminals wrap a line that fills it.
             live.update(Text(_text(names, states, console.width - 1)), refresh=True)
             if _all_finished(states):
                 return

@@ -41,7 +41,7 @@ POLICY_LOSSES: dict[str, Literal["at random", "largest", "none"]] = {
     "clip_cov": "at random",
     "kl_cov": "largest",
 }
-"""Policy losses, functions of the same name in `rlhf.algorithms.losses`, with their choice of tokens: how the loss
+"""Maps each policy loss, a function of the same name in `rlhf.algorithms.losses`, to its choice of tokens: how the loss
 selects tokens of a mini-batch by the covariance of their log-probs and advantages."""
 
 SETTINGS_OF_ONE_FUNCTION = {

@@ -101,9 +101,9 @@ def compare_text(stored: str, present: Config, release: str | None = None) -> Co
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The whole configuration as text, for code that stores or compares the text without reading sections.
+    """The whole configuration as text, for code that stores or compares it without reading its sections.
 
-    `compare` takes a stored text and the release that wrote the text.
+    `compare` receives a stored text and the release that wrote it.
     """
 
     text: str

@@ -27,7 +27,7 @@ NAMES = (
     "trainer.nnodes",
     "trainer.test_freq",
 )
-"""Settings that do not affect the numbers of a resumed run, but that a new run needs to reproduce it."""
+"""Settings that do not affect the numbers of a resumed run, but that a new run needs to compute the same numbers."""
 TINY = PACKAGE / "models/tiny_policy"
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:@-]*")
 
@@ -47,7 +47,7 @@ def command_of(settings: Mapping[str, Any]) -> list[str]:
     The values are `publishable`.
     """
     base, arguments = _without_recipe(), ["recipes=null"]
-    # Without a critic, a recipe's critic settings have no effect, and the command line does not allow them.
+    # Without a critic, critic settings have no effect: a recipe may have them, but the command line rejects them.
     enable = settings.get("critic.enable")
     critic = trains_critic(settings.get("algorithm.adv_estimator", base["algorithm.adv_estimator"]), enable)
     if settings.get("model.path") == str(TINY):

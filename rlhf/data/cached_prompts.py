@@ -26,10 +26,10 @@ from rlhf.storage.files import make_dir, write_small
 
 CHUNK = 4 << 20
 SETTLED_NS = 2_000_000_000
-"""Age of a file's last change after which another change is certain to change the timestamp."""
+"""Once a file's last change is this old, another change certainly gives the file another timestamp."""
 FORMAT = 3
 LARGE = 1 << 20
-"""Bytes of data files from which a set is cached: tokenizing smaller files takes less time than importing Arrow."""
+"""Cache the prompts of at least this many bytes of files. Smaller files tokenize in less time than Arrow imports."""
 READERS = ("transformers", "tokenizers", "jinja2", "pyarrow")
 
 
@@ -38,9 +38,10 @@ def is_large(sources: Sequence[Source]) -> bool:
 
 
 def tokenizer_identity(tokenizer: Any, day: date) -> list[Any] | None:
-    """Return all inputs of a chat's tokens; None for a tokenizer in Python, which has no complete description.
+    """Return everything that the tokens of a chat depend on. Return None for a tokenizer in Python, whose code cannot
+    be described.
 
-    `day` is the day that templates print; it counts only for a template that prints a date.
+    `day` is the day that templates print. The result contains the day only if the template prints a date.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

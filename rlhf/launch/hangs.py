@@ -20,7 +20,7 @@ class OtherRanks(Protocol):
     """The hang detectors of the other nodes. Each detector sees the ranks of its node only."""
 
     def report(self, *, save: bool) -> None:
-        """Report to the other nodes that a rank of this node is in time. `save`: in its background save, not its loop."""
+        """Report to the other nodes that a rank of this node is in time, in its loop or (`save`) background save."""
 
     def are_silent(self, *, save: bool) -> bool:
         """Return whether no other node has called `report` with this `save` recently, or a node has found a hang."""

@@ -6,8 +6,8 @@ from typing import Any
 PREFIX = "base_model.model."  # prefix of tensor names in peft's files; the name in our checkpoints follows
 FAN_IN_FAN_OUT = ("gpt2", "openai-gpt")  # values of `model_type` whose linear layers store their weights as [in, out]
 KEEPS_BASE = (True, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the base unchanged. With any other value peft changes the base before
-training, and no file has the changed base."""
+"""Values of `init_lora_weights` that leave the base unchanged. With any other value, peft changes the base before
+training, and does not save the changed base."""
 VARIANTS = (
     "alora_invocation_tokens",
     "arrow_config",

@@ -25,8 +25,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 def fill_from_seed(shards: Shards, seed: int) -> None:
     """Fill this rank's slices of the adapters as peft does: A uniform (Kaiming, a = sqrt(5)), B zero.
 
-    The model's outputs stay those of the base, once the caller has set DoRA's magnitudes, which are zero here. Values
-    depend only on `seed` and the tensor's name, not on the number of ranks or the engine.
+    With B zero, the model's outputs equal the base model's. DoRA's magnitudes are zero here; the caller sets them.
+    Values depend only on `seed` and the tensor's name, not on the number of ranks or the engine.
     """
     for name, shard in shards.items():
         if name.endswith(A):

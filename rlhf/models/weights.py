@@ -20,7 +20,7 @@ from rlhf.storage.boxes import bounds, layout_of, overlaps, range_box
 from rlhf.storage.file_parts import FileParts, parts_of
 from rlhf.storage.shards import DTYPES, Shards, strided_view
 
-BUCKET_BYTES = 1 << 26  # bytes per read and per broadcast; a row of a tensor is never split
+BUCKET_BYTES = 1 << 26  # bytes per read and per broadcast, or more for a longer row, because rows are not split
 
 NEEDS_TRANSFORMERS = ("quantization_config", "transformers_weights", "extra_files")
 """Settings in config.json with which transformers reads other files or changes the tensors."""
@@ -30,13 +30,13 @@ Load = Callable[[Mapping[str, Tensor] | None], PreTrainedModel]
 
 
 class ReaderFailed(Exception):
-    """The rank that reads for all ranks failed, and raises the cause itself."""
+    """The rank that reads the files for all ranks failed. That rank raises the cause."""
 
 
 class PendingModel:
     """A model whose weights `fill` loads, after an engine has sharded it.
 
-    Until then the parameters of `model` are on the meta device, and its buffers in memory. If only transformers can
+    Before `fill`, the parameters of `model` are on the meta device, and its buffers in memory. If only transformers can
     read the files, `model` already has its weights, and `fill` loads nothing.
     """
 

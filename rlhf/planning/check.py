@@ -23,7 +23,7 @@ def target_of(config: Config, device_memory: int | None = None, ranks: int | Non
 
     Args:
         device_memory: bytes of each GPU of another machine; None for this machine's devices.
-        ranks: over all machines; None for the number that starts here, or that torchrun has started.
+        ranks: number on all machines; None for the number that this command starts, or that torchrun has started.
     """
     here, _ = number_of_ranks(config)
     ranks, local = ranks or here, int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.ranks))
@@ -101,9 +101,8 @@ def check_engine(config: Config) -> None:
 
 
 def engine_share(config: Config, *, trains: bool) -> float:
-    """Return the fraction of a GPU's memory for vLLM in the ranks: the setting, or what the training leaves.
-
-    Without training, what an evaluation leaves.
+    """Return the fraction of a GPU's memory for vLLM in the ranks: the setting, or else what the training (`trains`) or
+    the evaluation leaves.
     """
     models = models_of(config, from_config=False)
     if models is None:

@@ -1,8 +1,8 @@
 """Arranges the ranks in a grid, and returns the group of ranks that a caller needs.
 
 The grid is [replicate, shard]. Consecutive ranks along `shard` shard one replica of the model. All ranks train on
-different samples. A dimension whose ranks share samples (tensor, context, expert) will be a further axis inside
-`shard`: `model` will include that axis and `data` exclude it, and the callers do not change.
+different samples. A dimension whose ranks share samples (tensor, context, expert) would be a further axis inside
+`shard`: `model` would include this axis, `data` would exclude it, and callers would not change.
 
 Only `rlhf.ranks` gets ranks and groups from torch.distributed.
 """

@@ -14,7 +14,7 @@ from rlhf.reward.scores import RewardItem, Score
 from rlhf.reward.signature import FIELDS, PROMPT, Convention, Signature
 
 _LONGEST_NOTE = 10_000
-"""Most characters of a note beside a score."""
+"""A note beside a score has at most this many characters."""
 
 Failure = Callable[[BaseException], dict[str, Any]]
 """Converts an error to an entry of a reply."""
@@ -37,7 +37,7 @@ class FunctionCall:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
-        """Return one reply entry per item. Raise the function's error; concurrent calls return theirs as entries."""
+        """Return one reply entry per item. Raise the function's error; a concurrent call's error becomes an entry."""
         if self._convention is not Convention.SAMPLE:
             return [asdict(score) for score in self._batch(items)]
         if not self.signature.is_async:
@@ -56,7 +56,7 @@ class FunctionCall:
                 value = await self._function(**self._of_sample(item))
             return asdict(as_score(value, self._setting))
         except (Exception, SystemExit) as error:
-            # The function's own timeouts are errors like any other.
+            # A timeout that the function itself raised is an error like any other.
             return asdict(Score(0.0, timed_out=True)) if limit.expired() else self._failure(error)
 
     def _of_sample(self, item: RewardItem) -> dict[str, Any]:

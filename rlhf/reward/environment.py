@@ -1,4 +1,4 @@
-"""Selects the environment variables of reward processes: variables that a program needs, and no possible secret."""
+"""Selects the environment variables of reward processes: variables that programs need and that are never secret."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -33,6 +33,6 @@ def reward_environment(trainer: Mapping[str, str], pass_env: Sequence[str]) -> d
     kept = {name: trainer[name] for name in (*ALLOWED, *pass_env) if name in trainer}
     root = str(Path(rlhf.__file__).parents[1])
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, (root, trainer.get("PYTHONPATH"), str(Path.cwd()))))
-    # HOME changes; this variable lets the process find downloaded models. The Hub's token is not in this folder.
+    # Reward processes have another HOME. With this variable they find downloaded models, but not the Hub's token.
     kept["HF_HUB_CACHE"] = str(hub_cache(trainer))
     return kept

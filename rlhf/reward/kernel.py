@@ -82,7 +82,7 @@ def permitted_capabilities() -> int:
 
 
 def set_capabilities(mask: int) -> None:
-    """Drop all capabilities but `mask`; programs that the process starts keep `mask`, too."""
+    """Drop all capabilities except `mask`. Programs that the process starts also keep `mask`."""
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header, data = struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", low, low, low, high, high, high)
     _checked(_libc().capset(header, data))
@@ -100,8 +100,8 @@ def landlock_version() -> int:
 
 
 def restrict_writing(version: int, paths: Sequence[str], *, abstract_sockets: bool) -> None:
-    """Landlock: allow writes only to `paths` and beneath, for good, here and in every process started from here. These
-    processes also cannot trace processes outside, and from version 6 cannot signal them."""
+    """With Landlock, allow writes only to `paths` and below, for good, in this process and all that it starts. These
+    processes also cannot trace other processes, and from version 6 cannot signal them."""
     to_file = _WRITE_FILE | (_TRUNCATE if version >= 3 else 0)
     anything = to_file | _REMOVE_AND_MAKE | (_REFER if version >= 2 else 0)
     scoped = (_SCOPE_SIGNALS | (0 if abstract_sockets else _SCOPE_ABSTRACT_SOCKETS)) if version >= 6 else 0
@@ -125,7 +125,7 @@ def _allow(ruleset: int, path: str, to_file: int, anything: int) -> None:
 
 
 def forbid_calls(names: Sequence[str]) -> None:
-    """Seccomp: let the system calls `names` fail with EPERM, for good, here and in every process started from here."""
+    """With seccomp, let the system calls `names` fail with EPERM, for good, in this process and all that it starts."""
     architecture, column = _ARCHITECTURES.get(platform.machine(), (0, 0))
     if not architecture:
         raise OSError(f"the system call numbers of {platform.machine()} are unknown")
@@ -133,10 +133,10 @@ def forbid_calls(names: Sequence[str]) -> None:
     load, equal, at_least, ret = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
     deny = len(numbers) + 1
     program = [
-        (load, 0, 0, 4),  # the architecture of the call: others have other numbers
+        (load, 0, 0, 4),  # the architecture of the call, because numbers differ between architectures
         (equal, 0, deny + 2, architecture),
         (load, 0, 0, 0),  # the number of the call
-        (at_least, deny, 0, 0x40000000),  # the x32 interface, which is x86_64 by other numbers
+        (at_least, deny, 0, 0x40000000),  # the x32 interface, the same calls under other numbers
         *((equal, deny - 1 - i, 0, number) for i, number in enumerate(numbers)),
         (ret, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
         (ret, 0, 0, 0x00050000 | 1),  # SECCOMP_RET_ERRNO, EPERM

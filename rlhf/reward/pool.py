@@ -15,19 +15,19 @@ from rlhf.reward.scoring_handle import ProcessDiedError, ScoringProcess, failure
 
 log = logging.getLogger(__name__)
 ANNOUNCE_S = 20.0
-"""Seconds after which a slow sample is announced."""
+"""Seconds after which a progress event announces a slow sample."""
 
 
 class ProcessPool:
     """Scores items in `num_workers` concurrent processes, each sample within `timeout_s`."""
 
     def __init__(self, verifier: str, config: RewardConfig, policy: FailurePolicy, *, forgive_deaths: bool = False):
-        """`forgive_deaths`: a sample on which the process dies twice, or reaches a limit, never ends the run."""
+        """`forgive_deaths`: do not end the run if the process dies twice, or reaches a limit, on a sample."""
         self._verifier = verifier
         self._config = config
         self._policy = policy
         self._forgive_deaths = forgive_deaths
-        # Threads as long-lived as the pool: Linux sends the death signal when the *thread* that started a child ends.
+        # The threads live as long as the pool: Linux sends the death signal when the *thread* that forked a child ends.
         self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
         self._idle: queue.LifoQueue[ScoringProcess] = queue.LifoQueue()
         self._processes = [ScoringProcess(verifier, config) for _ in range(config.num_workers)]
@@ -49,7 +49,7 @@ class ProcessPool:
         futures = [self._threads.submit(self._score_together, part) for part in parts]
         try:
             for future in futures:
-                # Each request has a deadline, so the loop ends. It may exceed the watchdog's, so announce the wait.
+                # Each request has a deadline, so the loop ends. It may exceed the watchdog's deadline, so announce it.
                 while not wait([future], ANNOUNCE_S).done:
                     announce("reward.wait")
                 scores += future.result()
@@ -75,13 +75,13 @@ class ProcessPool:
             return self._policy.timed_out(items)
         except ProcessDiedError as error:
             died = RewardError(f"{self._verifier}: the reward process died twice ({error}) on {_describe(items)}")
-            # A process that was killed from outside, as when memory runs out, may succeed after a restart.
+            # If the process was killed from outside, as when memory runs out, a restart of the run may succeed.
             if process.stopped or (error.killed and not self._forgive_deaths):
                 raise died from error
             return [self._policy.failed(died, forgive=self._forgive_deaths)] * len(items)
         else:
             if any(entry.get("limit") for entry in entries):
-                process.kill()  # the rest of its memory differs from a fresh process'
+                process.kill()  # its memory may differ from that of a new process
             # `request` repeats an error of the whole request for each item.
             whole = len({id(entry) for entry in entries}) < len(entries)
             return [self._score(entry, items if whole else [item]) for entry, item in zip(entries, items, strict=True)]

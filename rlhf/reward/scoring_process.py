@@ -32,7 +32,7 @@ from rlhf.reward.scores import NUMBER, RewardItem, Score
 from rlhf.reward.settings import SETTING
 
 _LONGEST = 50_000
-"""Most characters of an error in a reply; a reply has at most 1 MiB."""
+"""An error in a reply has at most this many characters, because a reply has at most 1 MiB."""
 
 _CONFINED = (
     "(Reward processes can write only to HOME and TMPDIR, and have no network and none of your environment variables. "
@@ -55,7 +55,7 @@ def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: fl
         kwargs = json.loads(first)
         score, request_format = _load(verifier, kwargs, timeout_s, failure)
         _send(replies, dataclasses.asdict(confined) | {"request_format": dataclasses.asdict(request_format)})
-    # Also SystemExit: a script without a __main__ guard must not look like a process that died.
+    # Catch SystemExit, too: a script without a __main__ guard must not look like a process that died.
     except BaseException as error:
         _send(replies, dataclasses.asdict(confined) | failure(error))
         return
@@ -117,7 +117,7 @@ def _traceback(error: BaseException) -> str:
 def _caused_by_confinement(error: BaseException | None, network: bool) -> bool:
     """Return whether the cause is a missing right or environment variable, also in a chain of errors.
 
-    Without the right to the `network`, no name of a host can be resolved.
+    Without the right to use the `network`, host names cannot be resolved.
     """
     while error is not None:
         if isinstance(error, socket.gaierror) and not network:

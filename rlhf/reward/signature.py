@@ -13,7 +13,7 @@ from typing import Any
 FIELDS = ("data_source", "ground_truth", "extra_info")
 """Fields of every row, even if its file lacks these columns."""
 PROMPT = "prompt"
-"""Column with the prompt as the data have it, whatever `data.prompt_key` is."""
+"""Name under which a function receives the prompt as it is in the data, whatever `data.prompt_key` is."""
 
 
 class Convention(Enum):
@@ -76,7 +76,7 @@ class Signature:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "Signature":
-        """Read the signature from the function; a function without one is assumed to accept any parameter."""
+        """Read the signature from the function. Assume that a function without a signature accepts any parameter."""
         try:
             parameters = inspect.signature(function).parameters.values()
         except ValueError:
@@ -125,7 +125,7 @@ class Signature:
         yield from (name for name in self.columns(kwargs) if name in self.required and name not in (*FIELDS, PROMPT))
 
     def problem(self) -> str | None:
-        """Return why the function cannot be called, as the end of a message; None if it can."""
+        """Return the end of a message on why the function cannot be called, or None if it can be called."""
         if self.positional:
             return f"takes {', '.join(self.positional)} by position only, but is called by keyword. Remove the /."
         if "queries" in self.named and _TRL.difference({"prompts"}).isdisjoint(self.named):

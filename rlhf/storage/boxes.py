@@ -1,10 +1,10 @@
 """Describes parts of tensors by offsets and sizes. Imports no torch.
 
-With one offset and size per dimension, a part is a box of the tensor: a cut by rows, by columns, or by both. With a
-single offset and size it is a range of the flattened tensor, in row-major order.
+A part with one offset and size per dimension is a box of the tensor, which is cut by rows, columns or both. A part with
+a single offset and size is a range of the flattened tensor, in row-major order.
 
-ZeRO's partitions are ranges. Written as boxes, a range would be a list of up to 2 * ndim - 1 boxes. FSDP's rows are
-boxes and also ranges; ranges take less space in an index.
+ZeRO's partitions are ranges; as boxes, a range would be a list of up to 2 * ndim - 1 boxes. FSDP's rows are boxes and
+also ranges; ranges take less space in an index.
 """
 
 import math

@@ -17,7 +17,7 @@ from rlhf.storage.reading import PART, THREADS, CheckedFiles
 AT_A_TIME = 256
 """Blocks queued for threads: a GiB."""
 Block = tuple[str, int]
-"""File of the source, and number of a block in the file."""
+"""A source file, and the index of a block in this file."""
 
 
 class RangeCopy(NamedTuple):
@@ -32,7 +32,7 @@ class RangeCopy(NamedTuple):
 
 class CheckedCopy:
     """Writes one file below `root` per entry of `headers` (path -> first bytes), and copies non-overlapping `ranges` of
-    `files` into them. Reads each block of `files` once, with 256 KiB in memory per thread."""
+    `files` into the new files. Reads each block of `files` once, with 256 KiB in memory per thread."""
 
     def __init__(
         self, files: CheckedFiles, ranges: Iterable[RangeCopy], root: Path, headers: Mapping[str, bytes]
@@ -45,7 +45,7 @@ class CheckedCopy:
                 self._ranges[piece.source, number].append(_cut(piece, number * BLOCK, (number + 1) * BLOCK))
         for parts in self._ranges.values():
             parts.sort(key=lambda part: part.start)
-        # The targets are written from start to end, as far as the order of the sources allows.
+        # As far as the order of the sources allows, write each target from start to end.
         order = {path: number for number, path in enumerate(headers)}
         self._blocks = sorted(
             self._ranges, key=lambda block: min((order[part.target], part.position) for part in self._ranges[block])
@@ -62,7 +62,7 @@ class CheckedCopy:
     def finish(self) -> None:
         """Sync the files and read them back; raises DamagedCheckpoint, with the file's name, for a wrong copy."""
         with ThreadPoolExecutor(1) as beside:
-            # The disk syncs while the processor hashes.
+            # Sync in another thread, so that the disk works while the processor hashes.
             synced = beside.submit(self._sync)
             self._verify_headers()
             for _ in self._for_each_block(self._verify_block):
@@ -116,7 +116,7 @@ class CheckedCopy:
             raise DamagedCheckpoint(f"{names} was not written correctly, try again: {error}") from None
 
     def _read_back(self, block: Block) -> Iterator[memoryview]:
-        """Yield a block's bytes from the targets, and bytes that no target has from the source."""
+        """Yield a block's bytes as the targets have them. Read bytes that no target has from the source."""
         name, number = block
         end, memory = min((number + 1) * BLOCK, self._files.size(name)), memoryview(bytearray(PART))
         for start in range(number * BLOCK, end, PART):

@@ -1,6 +1,6 @@
 """Lays out the weights of a Hugging Face folder as safetensors files. Imports no torch.
 
-Like the Hub: one file up to `SHARD_BYTES`, else numbered files with an index.
+As on the Hub, weights up to `SHARD_BYTES` are one file; larger weights are numbered files with an index.
 """
 
 import json
@@ -84,7 +84,7 @@ def with_dtype(small_files: Mapping[str, bytes], dtype: str | None) -> dict[str,
     config = json.loads(small_files[MODEL_CONFIG])
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
-    for part in config.values():  # of models with several parts, each with a configuration
+    for part in config.values():  # a model with several parts has a configuration for each part
         if isinstance(part, dict) and isinstance(part.get("dtype"), str):
             part["dtype"] = dtype
     return dict(small_files) | {MODEL_CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}

@@ -22,7 +22,7 @@ class PageLockedMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        # Whole pages, since two blocks must not lock the same page.
+        # Allocate whole pages, because two blocks must not lock the same page.
         length = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         block = torch.empty(length + mmap.PAGESIZE, dtype=torch.uint8)
         block = block[-block.data_ptr() % mmap.PAGESIZE :][:length]

@@ -48,7 +48,7 @@ class FileShards:
 
 
 class Piece(NamedTuple):
-    """A wanted part `box` of a tensor, in the row-major part `shard` that begins at byte `position` of `file`."""
+    """A wanted part `box` of a tensor, which is in the row-major part `shard` from byte `position` of `file` on."""
 
     name: str
     box: Box
@@ -100,8 +100,8 @@ def merge_shares(tensors: Tensors, shares: Sequence[FileShards]) -> bytes:
 
 
 class ShardIndex:
-    """Reads the index of the folder `folder` of a checkpoint, and only the rows that a call needs. The constructor and
-    every method raise DamagedCheckpoint if the index is damaged or inconsistent."""
+    """Reads the index of the checkpoint's folder `folder`; each call reads only the rows that it needs. The constructor
+    and every method raise DamagedCheckpoint if the index is damaged or inconsistent."""
 
     def __init__(self, files: CheckedFiles, folder: str) -> None:
         self._files, self._folder, self.path = files, folder, f"{folder}/{INDEX}"
@@ -152,7 +152,7 @@ class ShardIndex:
     def _find(
         self, wanted: Mapping[str, Box], parts: Parts, file_numbers: NDArray[np.intp], positions: NDArray[np.int64]
     ) -> tuple[list[Piece], str | None]:
-        """Return the wanted pieces in some shards and None; if they do not suffice, also a tensor with a gap."""
+        """Return the wanted pieces and None. If the shards lack elements, return no pieces and a tensor with a gap."""
         number = {name: i for i, name in enumerate(self._names)}
         first, size = np.zeros_like(self._table.sizes), np.zeros_like(self._table.sizes)
         with_boxes = np.zeros(len(self._names), dtype=bool)
@@ -188,8 +188,8 @@ class ShardIndex:
         return pieces, None
 
     def _probable(self, rank: int, world_size: int) -> NDArray[np.intp]:
-        """Return the files in which this rank probably finds its parts: those at its relative position among all files,
-        the file of its number, and the first file, which has the tensors that are not sharded."""
+        """Return the files in which this rank probably finds its parts: the files at the rank's relative position among
+        all files, the file of its number, and the first file, which has the tensors that are not sharded."""
         count = len(self._file_names)
         low, high = count * rank // world_size - 1, -(-count * (rank + 1) // world_size) + 1
         return np.array(sorted({n for n in (0, rank, *range(low, high)) if 0 <= n < count}), dtype=np.intp)

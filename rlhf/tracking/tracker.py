@@ -88,7 +88,7 @@ class Tracker:
         A second call, after a rollback, starts the trackers again; a tracker that failed stays off.
 
         Args:
-            saved: `state_dict` at the end of `resume_step`; empty for a checkpoint without it, such as an imported one.
+            saved: `state_dict` at the end of `resume_step`; empty for a checkpoint without it, such as an import.
                 If it fits this history, earlier records are not read.
 
         Raises:

@@ -20,7 +20,7 @@ def read_pointer(run_dir: Path) -> int | None:
 
 
 def point_to(run_dir: Path, step: int | None) -> None:
-    """Make the pointer name `step`, or remove it for None. If it cannot be written, log that and remove it."""
+    """Write `step` into the pointer, or remove it for None. After a failed write, log an error and remove it."""
     pointer = run_dir / POINTER
     if step is None:
         remove_file_durably(pointer)
@@ -34,15 +34,15 @@ def point_to(run_dir: Path, step: int | None) -> None:
 
 
 def point_elsewhere(leaving: Path) -> None:
-    """Make the pointer name the newest checkpoint except `leaving`, before `leaving` loses its name."""
+    """Write the newest checkpoint except `leaving` into the pointer, before `leaving` loses its name."""
     others = [path for path in scan(leaving.parent) if path != leaving]
     point_to(leaving.parent, step_of(others[0]) if others else None)
 
 
 def point_to_newest(run_dir: Path) -> None:
-    """Make the pointer name the newest checkpoint. After a kill it may name a checkpoint that retention may remove."""
+    """Write the newest checkpoint into the pointer. After a kill, the pointer may name one that retention removes."""
     newest = next((step_of(path) for path in scan(run_dir)), None)
     if read_pointer(run_dir) != newest:
-        # The kill may have come before the checkpoint's name was durable: a power cut would leave only the pointer.
+        # A killed run may not have synced the checkpoint's name, and then a power cut would leave only the pointer.
         fsync_dir(run_dir)
         point_to(run_dir, newest)

@@ -19,7 +19,7 @@ def to_trash(path: Path) -> Path:
 
 
 def delete(leftover: Path) -> bool:
-    """Delete a path that no scan finds. Log an error and return False if it is busy (open over NFS, a mount)."""
+    """Delete a path that no scan finds. If the path is busy (open over NFS, a mount), log an error and return False."""
     try:
         remove(leftover)
     except OSError as error:
@@ -47,7 +47,7 @@ def clean_leftovers(run_dir: Path) -> list[str]:
     leftovers = [path for path in run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]
     try:
         if leftovers:
-            # A kill may have come before the rename was durable: a power cut would restore the checkpoint's name.
+            # A killed run may not have synced the rename, and then a power cut would restore the checkpoint's name.
             fsync_dir(run_dir)
     except OSError as error:
         log.error("%s could not be synced (%s); the next start tries again to remove leftovers.", run_dir, error)

@@ -1,6 +1,7 @@
 """Keeps the newest checkpoints, every n-th, and the best by a metric; removes all other checkpoints after each save.
 
-Decisions depend only on the directory's contents (a process caches the metrics read there), so a restart changes none.
+Decisions depend only on the directory's contents, so a restart does not change them. A process caches the metrics that
+it has read there.
 Hard links between checkpoints need no code: the file system keeps a file while any checkpoint links it.
 """
 
@@ -29,7 +30,7 @@ def reasons(values: Mapping[int, float | None], settings: CheckpointConfig) -> d
     """Return the reasons to keep each step's checkpoint: any of `newest`, `for good`, `best`, `unreadable`, or none.
 
     `values` is from `metric_values`. A value that is not finite is never best; of two equal values the newer is better.
-    None means an unreadable manifest. That checkpoint may be among the best, so it stays while `keep_best` is set.
+    None means an unreadable manifest. Its checkpoint may be among the best, so it stays while `keep_best` is set.
     """
     steps = sorted(values, reverse=True)
     ranked = sorted(((value, step) for step, value in values.items() if value is not None and math.isfinite(value)))

@@ -46,8 +46,8 @@ STALLED_S = 300.0
 class RemoteCopies:
     """Copies a run's checkpoints to its remote folder, newest first, in a thread of the leader, and logs failures.
 
-    Every checkpoint in the run directory without a complete remote copy is pending, also if an earlier process
-    published it. Therefore a restart needs no record of pending copies.
+    Every checkpoint in the run directory without a complete remote copy is pending, also a checkpoint of an earlier
+    process. So a restart needs no record of pending copies.
     """
 
     def __init__(self, run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> None:
@@ -59,7 +59,7 @@ class RemoteCopies:
         self._busy = True  # until the thread has listed the remote folder
         self._started = self._over = False
         self._links: Path | None = None
-        self._complete: dict[int, str] = {}  # step -> hash of its manifest; this run's only
+        self._complete: dict[int, str] = {}  # step -> hash of the manifest, for complete copies of this run
         self._bytes, self._seconds = 0, 0.0
         self._lease: Lease | None = None
 
@@ -91,7 +91,7 @@ class RemoteCopies:
             return found
 
     def cancel_copy(self) -> None:
-        """Stop the copy in progress if only its links keep the files of a removed checkpoint on the disk.
+        """Stop the copy in progress if its checkpoint was removed and only the copy's links still use disk space.
 
         A save that lacks disk space calls this.
         """
@@ -216,8 +216,8 @@ class RemoteCopies:
                 remove_links(source)
 
     def _linked(self, path: Path) -> Path:
-        """Link the files of `path`, so that retention cannot remove them before they are copied; return `path` itself
-        without hard links. Raise DamagedCheckpoint or LocalFault if a file is missing."""
+        """Return a folder of hard links to the files of `path`, so that retention cannot remove them before the copy.
+        Return `path` itself if links are not possible. Raise DamagedCheckpoint or LocalFault if a file is missing."""
         try:
             links = link_for_upload(path)
         except FileNotFoundError as error:
@@ -236,10 +236,10 @@ class RemoteCopies:
         manifest = parse_manifest(sealed, source / MANIFEST)
         files, partly = CheckedFiles(source, manifest.files), partial(store.is_partial, step)
         if not call(f"reading step {step}", partly) and (problems := damage_in(files, manifest.files)):
-            # The remote copy may be intact, so keep it, although it may also be damaged or from another trajectory.
+            # Keep the remote copy, which may be intact, although it may also be damaged or from another trajectory.
             raise DamagedCheckpoint(f"{'; '.join(problems)}; the existing copy is unchanged")
         run_files = _describe_run_files(self._run_dir, source, step)
-        # Before the first file: an old copy may have other files.
+        # Remove an old copy before the first file is sent, because the old copy may have other files.
         self._complete.pop(step, None)
         call(f"removing step {step}", partial(store.remove, step))
         try:
@@ -267,7 +267,7 @@ class RemoteCopies:
         )
         for name, entry in run_files.items():
             self._send(store, step, self._run_dir / name, RUN_FILES[name], entry)
-        # The manifest comes last: it completes the copy.
+        # Write the manifest last, because it completes the copy.
         for name, content in [(COPY, json.dumps(about, indent=1).encode()), (MANIFEST, sealed)]:
             call(f"writing {name} of step {step}", partial(store.write, object_name(step, name), [content]))
 
@@ -316,7 +316,7 @@ def check_copied(left: list[int], run_dir: Path, settings: CheckpointConfig) -> 
 
 
 def _chunks_of(path: Path, size: int | None = None) -> Iterator[bytes]:
-    """Yield a file's bytes, or the first `size`; with `size` 0 the file need not exist."""
+    """Yield a file's bytes, or only the first `size` bytes. With `size` 0, the file need not exist."""
     if size == 0:
         return
     try:

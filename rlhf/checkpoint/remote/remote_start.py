@@ -28,8 +28,8 @@ def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfi
     If the remote does not answer and the run directory has checkpoints, log a warning and return None.
 
     Raises:
-        UserError: the user must fix the error, or the remote does not answer and the run directory has no checkpoints:
-            the run would start at step 0 although the remote may have checkpoints.
+        UserError: only the user can fix the error; or the remote does not answer and the run directory has no
+            checkpoints, so the run would start at step 0 although the remote may have checkpoints.
     """
     remote = settings.remote
     if remote is None:
@@ -148,7 +148,7 @@ def claim_at_start(store: RemoteStore, run_dir: Path, trainer: TrainerConfig) ->
 
 
 def claim(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, retries: Retries) -> None:
-    """Make the run of `run_dir` the owner of the remote folder: write its run.json there.
+    """Make the run of `run_dir` the owner of the remote folder by writing the run's run.json there.
 
     Raises UserError if the folder has checkpoints of another run, unless this run is a fork or overwrites the other.
     """

@@ -36,7 +36,7 @@ class Retries:
 
     The wait after a failure starts at FIRST_WAIT_S and doubles up to LONGEST_WAIT_S; a success resets it. Each wait is
     logged once. A call without a `beat` for `stalled_s` seconds counts as failed, and its daemon thread is abandoned.
-    After `give_up_s` seconds in which no try got further (in beats) than the tries before it, a call raises its error.
+    A call raises its last error after `give_up_s` seconds in which no try made more beats than the best earlier try.
     """
 
     def __init__(self, remote: str, *, stalled_s: float, give_up_s: float | None = None) -> None:
@@ -136,7 +136,7 @@ class Retries:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error: some clients' errors have pages."""
+    """Return the first line of an error, because errors of some clients are pages long."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 

@@ -34,8 +34,8 @@ def make_room(
 
     First call `cancel_copy`, and wait at most `timeout_s` seconds for `deleter`. Then remove the first checkpoints of
     `victims()`, which retention will remove anyway (oldest first). Keep the newest checkpoint that a resume could load,
-    and all later checkpoints; every domain reads its part to find that checkpoint. All disks remove the same
-    checkpoints. If the space would not suffice, remove nothing, and raise OSError (ENOSPC) on every rank.
+    and all later checkpoints. To find this checkpoint, every domain reads and verifies its part. All disks remove the
+    same checkpoints. If the space would not suffice, remove nothing, and raise OSError (ENOSPC) on every rank.
     """
 
     def await_room() -> None:
@@ -85,7 +85,7 @@ def _count_to_remove(run_dir: Path, needed: int, removable: list[Path]) -> int:
 
 
 def bytes_freed_by(paths: list[Path]) -> int:
-    """Return the bytes on disk freed by removing all of `paths` and their upload links. Other links keep a file."""
+    """Return the bytes that the removal of all `paths` and their upload links frees. A file with other links stays."""
     names: Counter[tuple[int, int]] = Counter()
     freed = 0
     # A symlink to a checkpoint elsewhere frees nothing here.

@@ -1,6 +1,6 @@
 """Checks that the copies of background saves fit into a machine's memory, before the first copy.
 
-The kernel allocates more memory than exists, and its OOM killer would end a rank during the copy.
+Linux lets processes allocate more memory than exists, and its OOM killer would then end a rank during the copy.
 """
 
 import platform
@@ -38,7 +38,7 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[int]:
         else:
             continue
         own = top / path.lstrip("/")
-        # In a container the path may be the host's; then the limit is at the top.
+        # In a container the path may be the host's path. Then the limit is in the top group.
         for group in {top, own, *(parent for parent in own.parents if parent.is_relative_to(top))}:
             yield from _remaining(group, *names)
 

@@ -1,6 +1,6 @@
 """Takes a snapshot of a run: everything that one save writes.
 
-Big tensors are live views until they are written or a Stager copies them.
+Big tensors are live views of the training state until the save writes them, or a Stager copies them.
 """
 
 import json
@@ -23,10 +23,10 @@ from rlhf.storage.state import TrainState
 class Snapshot:
     """This rank's part of a save.
 
-    `files` and `whole_tensors` (path -> safetensors content) are this rank's own and written unchanged. `components`
-    (folder -> shards) get an index over all ranks. All ranks together write the files of `exports` (folder -> export).
+    This rank alone writes `files` and `whole_tensors` (path -> safetensors content). For `components` (folder ->
+    shards), the save adds an index over all ranks. All ranks together write the files of `exports` (folder -> export).
     The shards of components and exports are live views. `unchanged` maps components to a published checkpoint that
-    already has them, bit for bit. `metrics` are the step's, for the manifest.
+    already has them, bit for bit. The manifest records `metrics`, the metrics of the step.
     """
 
     step: int

@@ -113,7 +113,7 @@ def _needed(snapshot: Snapshot, linked: Collection[str], coordinator: Coordinato
 
 
 def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot:
-    """Return `snapshot`. On other domains' leaders, add the leader's small files that a resume reads on every rank."""
+    """Return `snapshot`. On leaders of other domains, add rank 0's small files, which a resume reads on every rank."""
     if len(coordinator.domain_leaders) == 1:
         return snapshot
     names = {CONFIG, DRIVER_STATE, *(f"{role}/{SCHEDULE}" for role in snapshot.roles)}
@@ -123,7 +123,7 @@ def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot
 
 @dataclass
 class RankFiles:
-    """One rank's written files, its shards in the indices by folder, and each part's seconds, sent to the leader."""
+    """What a rank sends to the leader: its written files, its shards in the indices by folder, each part's seconds."""
 
     files: list[WrittenFile] = field(default_factory=list)
     indices: dict[str, FileShards] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class Commit:
-    """The last files of a save: the manifest and the indices by path. `throughput` are the bytes written, in total and
+    """The last files of a save: the manifest and the indices by path. `throughput` has the bytes written, in total and
     by part."""
 
     manifest: Manifest
@@ -167,7 +167,7 @@ def _write_files(root: Path, snapshot: Snapshot, linked: Collection[str], rank: 
 
 
 def _add_exported(ranks: list[RankFiles], exported: Exported, roles: list[str]) -> None:
-    """Add exported files to the leader's files, which are in the same storage domain, and seconds to each rank's."""
+    """Add the exported files to the files of the leader, on whose disk they are, and each rank's seconds to its own."""
     ranks[0].files += exported.files
     for rank, seconds in zip(ranks, exported.seconds, strict=True):
         for folder, spent in seconds.items():

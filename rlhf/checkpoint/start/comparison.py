@@ -1,6 +1,6 @@
 """Compares the run in a directory with the requested run before ranks start. Imports no torch.
 
-A resume compares too, but only after its ranks have loaded their models. A finished run starts no ranks.
+The ranks of a resume compare again, but only after they have loaded their models. A finished run starts no ranks.
 """
 
 from collections.abc import Collection
@@ -21,14 +21,14 @@ from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.layout import CONFIG
 
 EXPORT_SETTINGS = ("checkpoint.contents", "checkpoint.hf_dtype", "checkpoint.hf_adapter")
-"""Settings that still affect a finished run if they request an export."""
+"""Settings of a finished run that may request an export, and then still have an effect."""
 
 
 def check_same_run(
     run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, resumed_from: str | None, coordinator: Coordinator
 ) -> None:
-    """Raise UserError if the checkpoint for a resume has settings of another run, or a step beyond the requested run's
-    end. Collective; changes nothing. `resumed_from`: the entry in run.json."""
+    """Raise UserError if the checkpoint to resume has settings of another run, or a step after the end of the requested
+    run. Collective; changes nothing. `resumed_from`: the entry in run.json."""
     source = resume_source(trainer)
     forks = source is not None and coordinator.broadcast(str(source)) != resumed_from
     paths = [] if forks else published(run_dir, coordinator)

@@ -23,7 +23,7 @@ class RunState:
     reference: MovingReference | None = None
     carried: Carried | None = None
     initial: dict[str, str] = field(init=False)
-    """The initial states of `stateful` for a rollback to a checkpoint without them; as JSON, which never changes."""
+    """The initial states of `stateful` as JSON, for a rollback to a checkpoint without these states."""
 
     def __post_init__(self) -> None:
         self.initial = {name: json.dumps(stateful.state_dict()) for name, stateful in self.stateful.items()}

@@ -13,9 +13,8 @@ class OtherTrainers:
 
     `names` maps each trainer's names to our setting or group, `settings` the names of all trainers, and `values` their
     values to ours. In some settings, verl's -1 means none or all; `minus_one` maps each such setting to our value.
-    `remarks` has a sentence per name without a single equivalent, and `value_remarks` one per pair of setting (or
-    group) and value. `prefixes` are outer sections of their files; names are looked up
-    without them.
+    `remarks` has a sentence for each name without a single equivalent; `value_remarks` has a sentence for each pair of
+    setting (or group) and value. `prefixes` are outer sections of the other trainers' files, to remove before a lookup.
     """
 
     prefixes: tuple[str, ...]

@@ -14,7 +14,7 @@ STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_t
 """Keys of rollout.structured_outputs; exactly one must be set."""
 STRUCTURE_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 LEAST_TEMPERATURE = 0.01
-"""vLLM raises smaller temperatures, except 0, to this value. Below it, logits over the temperature may overflow."""
+"""vLLM raises smaller temperatures, except 0, to this value, because logits / temperature may overflow below it."""
 VLLM_ARGUMENTS_WITH_SETTINGS = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -29,7 +29,7 @@ VLLM_ARGUMENTS_WITH_SETTINGS = {
     "pipeline_parallel_size": "rollout.tensor_model_parallel_size",
     "data_parallel_size": "trainer.nproc or rollout.servers.count",
 }
-"""vLLM's engine arguments that a setting controls, with that setting."""
+"""Maps vLLM's engine arguments to the settings that control them."""
 RESERVED_VLLM_ARGUMENTS = (
     "api_key",
     "disable_log_stats",

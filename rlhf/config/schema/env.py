@@ -18,23 +18,23 @@ class EnvConfig:
     max_turns: int = setting(8, ge=1)
     """Turns of the policy in an episode; then the episode ends and is scored."""
     max_invalid_calls: int = setting(3, ge=0)
-    """Tool calls of an episode that may be invalid (unknown tool, wrong arguments); one more ends the episode."""
+    """Invalid tool calls (unknown tool, wrong arguments) that an episode may make; one more ends the episode."""
     timeout_s: float = setting(30.0, gt=0)
     """Seconds for each call: `reset`, a tool, `get_reward`. Then the environment's process is killed."""
     retries: int = setting(1, ge=0)
-    """New starts of an episode whose environment raised, hung or died. After that the sample has failed: it is not
-    trained on."""
+    """New starts of an episode whose environment raised, hung or died. If the last start fails, too, the sample has
+    failed and is not trained on."""
     max_failed: float = setting(0.5, ge=0, le=1)
     """Largest fraction of failed samples in a step; with more, the run stops."""
     reward_weight: float = setting(1.0)
     """Weight of the environment's reward, which is added to `reward.functions`."""
     process: str = setting("pooled", choices=("pooled", "episode"))
-    """`pooled`: the processes hold many environments. `episode`: each episode has a process of its own, for code with
+    """`pooled`: each process runs many environments. `episode`: each episode has a process of its own, for code with
     global state."""
     num_workers: int = setting(2, ge=1, resume="harmless")
     """Processes per rank with `env.process=pooled`."""
     max_concurrent: int = setting(64, ge=1, resume="harmless")
-    """Calls at the same time per rank; `env.num_workers` if the classes are not thread-safe."""
+    """Concurrent calls per rank. If the classes are not thread-safe, set it to `env.num_workers`."""
     pass_env: list[str] = setting([])
     """Environment variables to pass to the processes, as `reward.pass_env`."""
     network: bool = setting(False)

@@ -50,7 +50,7 @@ class Theirs:
         return value
 
     def texts(self, *names: str) -> list[str]:
-        """Return `take(*names)` as a list of texts. Raise UserError for a value that is neither a text nor such a list."""
+        """Return `take(*names)` as a list of texts. Raise UserError for any value but a text or a list of texts."""
         value = self.take(*names)
         found = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(found, list) or not all(isinstance(each, str) for each in found):

@@ -17,8 +17,8 @@ RANK = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(?:mod
 
 
 # A save uses a few of DeepSpeed's classes, and an application may add numpy's random state and its arguments. Stand-ins
-# replace all these classes, so no numpy object is created: a pickle sets an object's state, and numpy would use bytes
-# of a forged state as memory addresses.
+# replace all these classes. No numpy object may be created, because a pickle sets an object's state, and numpy would
+# use bytes of a forged state as memory addresses.
 ALLOWED: Allowed = [
     *(
         stand_in(name)

@@ -32,7 +32,7 @@ NO_MOMENTS = "The moments: this save lacks AdamW's state for some or all paramet
 NO_NAMES = "{}: at stage 0 DeepSpeed saves them without names, and their order is unknown."
 
 SAMPLE = 1 << 16
-"""Elements of a parameter that are compared at stage 0."""
+"""Number of elements of a parameter to compare at stage 0."""
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -82,8 +82,8 @@ def _optimizer(content: Mapping[str, Any], save: Path) -> dict[str, Any]:
 
 
 def _stage_0(states: Mapping[str, Any]) -> Assembled:
-    """Assemble whole parameters; float32 copies and moments are in the optimizer's order. It is known from
-    `param_names`, which torch stores for an optimizer of named parameters, or from the float32 copies."""
+    """Assemble whole parameters. Float32 copies and moments are in the order of the optimizer, which follows from
+    `param_names` (torch stores them for an optimizer of named parameters) or from the float32 copies."""
     made = Assembled()
     for name, tensor in _unique_tensors(states["module"], {}):
         made.add_weight(name, tensor.shape, as_pieces([tensor]))
@@ -112,8 +112,8 @@ def _stage_0(states: Mapping[str, Any]) -> Assembled:
 
 
 def _in_order(made: Assembled, shapes: Shapes, masters: list[Piece]) -> bool:
-    """Return whether the float32 weights `masters` are the model's, in the order of `shapes`, by a sample of each
-    weight. Without float32 weights nothing shows the order."""
+    """Return whether `masters`, the float32 weights, are in the order of `shapes`: compare some elements of each with
+    the model's weights. Return False without float32 weights, because nothing else shows the order."""
     at = 0
     for name, shape in shapes.items():
         stored = made.tensors[name].read(0, min(math.prod(shape), SAMPLE))
@@ -145,7 +145,7 @@ def _stages_1_and_2(save: Path, states: Mapping[str, Any], ranks: Sequence[Mappi
 
 
 def _check_order(save: Path, groups: Sequence[Shapes], ranks: Sequence[Mapping[str, Any]], config: Any) -> None:
-    """Raise DamagedCheckpoint if a rank's file does not list the parameters in the rank's partition."""
+    """Raise DamagedCheckpoint if a rank's file lists other parameters than the rank's partition has."""
     # With round_robin_gradients the files list the parameters in another order than the partition has.
     if not isinstance(config, dict) or config.get("zero_optimization", {}).get("round_robin_gradients"):
         return
@@ -205,7 +205,7 @@ def _stage_3(save: Path, states: Mapping[str, Any], ranks: Sequence[Mapping[str,
 
 
 def _cut_ranks(flats: Sequence[list[Piece]], here: tuple[int, int], numel: int) -> list[Piece]:
-    """Return the first `numel` elements of the concatenation of each rank's range `here`."""
+    """Concatenate the range `here` of each rank, and return the first `numel` elements."""
     return cut([piece for flat in flats for piece in cut(flat, *here)], 0, numel)
 
 

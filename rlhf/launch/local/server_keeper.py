@@ -13,7 +13,7 @@ _CLOSE_S = 30.0
 
 
 class ServerKeeper:
-    """The supervisor's handle on `rlhf.rollout.servers.keeper`. Call `close` at the end."""
+    """Controls the process `rlhf.rollout.servers.keeper` for the supervisor. Call `close` at the end."""
 
     def __init__(self) -> None:
         self._scratch: Scratch | None = None
@@ -22,7 +22,7 @@ class ServerKeeper:
     def start(self) -> dict[str, str]:
         """Start the process unless it runs, or replace a process that a signal or a debugger has stopped.
 
-        Return the environment variable with which ranks find its socket.
+        Return the environment variable with which ranks find the socket of the process.
         """
         if self._process is None or self._process.poll() is not None or state_of(self._process.pid) in STOPPED:
             self.close()

@@ -31,12 +31,12 @@ class Architecture:
     tied: dict[str, str]
     """Name of a tied tensor -> name of the tensor that it copies."""
     parameters: tuple[str, ...]
-    """In the model's order, without tied copies."""
+    """Names of the weights in the model's order, without tied copies."""
     parts: FileParts
-    """Only for weights that files store under other names."""
+    """Names in files, only of weights that have another name there."""
 
     def copies_in(self, tensors: Collection[str]) -> Iterator[tuple[str, str]]:
-        """Yield (tied tensor, its source) for each pair in `tensors`, by their names in the model or in files."""
+        """Yield (tied tensor, its source) for each tied pair in `tensors`, under the model's or the files' names."""
         in_files = {name: of_name[0].name for name, of_name in self.parts.items()}
         for pair in self.tied.items():
             for name, source in {pair, tuple(in_files.get(each, each) for each in pair)}:

@@ -5,12 +5,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 GROWTH = 8
-"""A limit grows by 1/GROWTH. A lowered limit exceeds the running samples by 1/GROWTH. Both are at least one sample."""
+"""A limit grows by 1/GROWTH, and a lowered limit exceeds the running samples by 1/GROWTH: by at least one sample."""
 
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """Load that a server reports: its tokens (prompt and response) since its start, and its numbers of samples now."""
+    """Load that a server reports: its tokens (prompt and response) since its start, and its present sample counts."""
 
     tokens: float
     running: int
@@ -24,8 +24,8 @@ class Concurrency:
       The queue refills the server's slots without a round trip; more samples would miss a slot on another server.
     - The limit grows if no sample waits and, while the server was full, as many samples as the limit have finished.
 
-    Preemptions lower no limit. vLLM preempts its youngest sample, which is cheap to compute again: in simulations with
-    a too small KV cache, cuts on preemptions cost 6 to 25 % of the tokens per second.
+    A preemption does not lower the limit, because vLLM preempts its youngest sample, which is cheap to compute again.
+    In simulations with a too small KV cache, lower limits after preemptions cost 6 to 25 % of the tokens per second.
 
     Args:
         start: the first limit, normally the number of samples that the server decodes together.
@@ -58,7 +58,7 @@ class Concurrency:
             self._set(self.limit + max(1, self.limit // GROWTH))
 
     def recalled(self, samples: int) -> None:
-        """Record that waiting samples were taken back from the server."""
+        """Record that the trainer took waiting samples back from the server."""
         self.in_flight, self.waiting = self.in_flight - samples, 0
 
     def dropped(self) -> None:

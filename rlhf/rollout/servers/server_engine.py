@@ -53,13 +53,13 @@ class ServerEngine:
         self._coordinator, self._fleet, self._weight_push, self._resources = coordinator, fleet, weight_push, resources
         self._weights: Weights | None = None
         self._version, self._pushes = 0, 0
-        # A server may outlive a trainer or a rollback, and its old label must not equal a label of the next trainer.
+        # A server may outlive a trainer or a rollback. No label of the next trainer may equal the server's old label.
         self._name = uuid.uuid4().hex[:12]
         self._label = ""
         self._sizes: list[int] = []  # on the leader: each rank's number of requests in the current generation
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Push to all live servers; other servers get the weights before they serve."""
+        """Push the weights to all live servers. Other servers get them before they serve."""
         self._weights, self._version = weights, version
         self._new_label(version)
         self._push(version)
@@ -81,8 +81,8 @@ class ServerEngine:
 
     def finish(self, version: int) -> list[Sample]:
         """Return the sample of each of this rank's requests of `begin`. Raises ServersFailed as `generate`."""
-        # A server that restarted receives the weights at once, unless the policy has changed since `begin`: then the
-        # other servers finish the generation with their weights.
+        # A restarted server receives the weights at once. But if the policy has changed since `begin`, the server waits
+        # while the other servers finish the generation with the older weights.
         while self._outcome(any_stale=version == self._version) == "weights":
             if version != self._version:
                 self._version = version
@@ -168,7 +168,7 @@ def build_server_engine(
 
     Args:
         logs: folder for the run's secret, and for the logs of servers that this run starts.
-        parts: slices of the trainer's and vLLM's fused weights that the files store as separate tensors.
+        parts: the separate tensors of the files, as slices of the trainer's and vLLM's fused weights.
 
     Raises:
         UserError: too few GPUs for the servers; or a server has another secret or an unsupported release of vLLM.

@@ -44,7 +44,7 @@ class WeightsInFiles:
 
     shapes: Mapping[tuple[str, ...], Sequence[int]]
     """Shapes by names in files; all names of a tied weight form one key."""
-    parts: FileParts  # slices of the trainer's and vLLM's fused weights that the files store as separate tensors
+    parts: FileParts  # the separate tensors of the files, as slices of the trainer's and vLLM's fused weights
 
 
 class VllmEngine(RolloutEngine):
@@ -242,9 +242,9 @@ class VllmEngine(RolloutEngine):
             return VllmSamplingParams(**kwargs, flat_logprobs=True)
 
         groups = [[requests[i] for i in indices] for indices in siblings(requests)]
-        # Cached prefixes change rounding, so clear those of earlier calls.
+        # Cached prefixes change rounding, so clear the prefixes of earlier calls.
         self._llm.reset_prefix_cache()
-        # All ranks of a group have the same samples; one rank reports progress.
+        # All ranks of a group have the same samples, so only one rank reports progress.
         reports = self._coordinator.rank == self._group[0]
         outputs = self._llm.generate(
             [{"prompt_token_ids": group[0].context} for group in groups],
@@ -265,7 +265,7 @@ class VllmEngine(RolloutEngine):
         reason, flat = completion.finish_reason, completion.logprobs
         if reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a sample of request {request.uid} with {reason!r}")
-        # One entry per position: the sampled token's.
+        # The flat log-probs must have one entry per position, for the sampled token.
         if flat.token_ids != list(completion.token_ids):
             raise RuntimeError(f"vLLM has no log-prob for each token of a sample of request {request.uid}")
         sample = request.answered(flat.token_ids, flat.logprobs, reason, self.version)

@@ -24,8 +24,8 @@ def weight_check(model: nn.Module, *, exact: bool) -> WeightCheck:
 
 
 def record_packing(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let linear layers and heads on a CPU record the digest, in `dtype`, of each weight that they pack. On a CPU vLLM
-    computes with the packed copy, which cannot be read, and drops the weight of a linear layer."""
+    """Let linear layers and heads on a CPU record the digest, in `dtype`, of each weight that they pack. On a CPU, vLLM
+    computes with a packed copy that cannot be read, and drops the weight of a linear layer."""
     for module in model.modules():
         method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
         if method is None or not isinstance(weight, Tensor) or weight.device.type != "cpu" or hasattr(module, _PACKED):
