@@ -100,7 +100,7 @@ def validated(
     machine: Machine | None = None,
 ) -> Config:
     """Return the checked configuration. If given, `reward_functions` replace `reward.functions`, and the device
-    defaults are those of `machine` instead of this machine's."""
+    defaults are for `machine` instead of this machine."""
     config = compose_config(list(overrides), library, machine)
     if reward_functions:
         config.reward.functions = list(reward_functions)

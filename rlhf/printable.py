@@ -44,8 +44,8 @@ def write_error(message: str) -> None:
 def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows with aligned columns, in lines of at most WIDTH characters. The first row has the headings.
 
-    The first column wraps between words, and a word that is too long loses its middle. Columns that do not fit
-    follow below, beside the first column again.
+    The first column wraps between words; a word that is too long is shortened in the middle. If the columns do not fit,
+    the other columns follow below, next to a repeated first column.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left_over = WIDTH - sum(width + 2 for width in widths[1:])
@@ -71,9 +71,9 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Return the lines of `text`, broken between words, `indent` before all but the first.
+    """Return the lines of `text`, broken between words, with `indent` before all lines but the first.
 
-    A word that is too long loses its middle.
+    A word that is too long is shortened in the middle.
     """
     words = text.split()
     for i, word in enumerate(words):

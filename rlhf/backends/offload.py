@@ -12,7 +12,7 @@ from rlhf.storage.page_locked import PageLockedMemory
 from rlhf.storage.shards import Shards
 
 ALIGNMENT = 64
-"""Bytes to which the starts of copies are aligned, enough for any type."""
+"""Copies start at multiples of this many bytes, which is enough for any type."""
 
 
 class Offload:
@@ -24,7 +24,7 @@ class Offload:
     Args:
         find: returns the tensors, the same at every call; None offloads nothing.
         setting: name of the setting, for errors.
-        frozen: returns those of the tensors that nothing writes on the device. They are copied to the host once.
+        frozen: returns the tensors that nothing writes on the device, and that are copied to the host only once.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Offload:
         self._pin({key: storage.nbytes() for key, storage in on_cuda.items() if key not in self._pinned})
         for key, storage in here.items():
             if (copy := self._kept.pop(key, None)) is None:
-                # On a CPU, each storage is freed before the next is copied, so that only one exists twice.
+                # On a CPU, free each storage before the next one is copied, so that only one storage exists twice.
                 with self._shortage_as_user_error(storage.nbytes()):
                     copy = self._pinned[key] if key in on_cuda else torch.empty(storage.nbytes(), dtype=torch.uint8)
                 copy.copy_(_bytes_of(storage), non_blocking=True)
             self._away[key] = storage, copy
             storage.resize_(0)
         if on_cuda:
-            # Other threads may read the copies right away, and the rollout engine needs the freed memory.
+            # Wait for the copies: other threads may read them at once, and the rollout engine needs the freed memory.
             torch.cuda.current_stream().synchronize()
             torch.cuda.empty_cache()
 

@@ -65,7 +65,7 @@ class Scheduled:
 
     def extra_state(self) -> dict[str, Any]:
         state = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
-        # Save one rate: all groups have the same, and a resume may change the number of groups.
+        # Save one rate, because all groups have the same rate, and a resume may change the number of groups.
         schedule = {k: v[:1] if k in ("base_lrs", "_last_lr") else v for k, v in state.items()}
         return {"lr_scheduler": schedule, "steps_taken": dict(self._steps)}
 

@@ -55,7 +55,7 @@ def checked_runs(
 
 
 def _with_ranks(run: CheckedRun) -> tuple[str, ...]:
-    """Return the arguments with `trainer.nproc`: the machines of the job must not count their devices again."""
+    """Return the arguments with `trainer.nproc`, so that the machines of the job do not count their devices again."""
     if any(text.startswith("trainer.nproc=") for text in run.arguments):
         return run.arguments
     return (*run.arguments, f"trainer.nproc={run.config.trainer.ranks}")

@@ -136,5 +136,5 @@ def _result(run: PlannedRun, code: int | None) -> RunResult:
     status = known.get(code, f"failed ({code})")
     try:
         return RunResult.read(str(run), run.config.run_dir, status)
-    except UserError:  # the run failed before it had a directory, or in another's
+    except UserError:  # the run failed before it had a directory, or in another run's directory
         return RunResult(str(run), status, {})

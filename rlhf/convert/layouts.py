@@ -48,10 +48,10 @@ class LayoutEntry:
 
 LAYOUTS: tuple[LayoutEntry, ...] = (
     LayoutEntry("native", "rlhf.checkpoint.export.layout_native", "manifest.json, or a folder global_step_N with it"),
-    # Before trainer and huggingface, which recognise the same folder: DeepSpeed's files also have the moments and the
-    # float32 weights.
+    # Try DeepSpeed before trainer and huggingface, which recognise the same folder: only DeepSpeed's files have the
+    # moments and the float32 weights.
     LayoutEntry("deepspeed", "rlhf.convert.deepspeed.layout_deepspeed", "TAG/*_model_states.pt", tagged=True),
-    # Before dcp, which also recognises a megatron-core folder.
+    # Try Megatron before dcp, which also recognises a megatron-core folder.
     LayoutEntry(
         "megatron",
         "rlhf.convert.megatron.layout_torch_dist",
@@ -73,7 +73,7 @@ LAYOUTS: tuple[LayoutEntry, ...] = (
     LayoutEntry("fsdp", "rlhf.convert.fsdp.layout_fsdp", "model_world_size_W_rank_R.pt, or a folder actor with it"),
     LayoutEntry("megatron", "rlhf.convert.megatron.layout_megatron", "mp_rank_XX_YYY/model_states.pt", tagged=True),
 )
-"""In the order in which `open_source` tries them."""
+"""The layouts, in the order in which `open_source` tries them."""
 
 
 def backends() -> list[str]:

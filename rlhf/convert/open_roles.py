@@ -15,7 +15,7 @@ ACTOR, CRITIC = "actor", "critic"
 
 @contextmanager
 def open_roles(origin: Origin, backend: str = AUTO, *, trained: bool = False) -> Iterator[dict[str, TensorSource]]:
-    """Yield the open models by role. `trained` leaves out a moving reference. Raises as `open_source` does."""
+    """Yield the open models by role. `trained`: leave out a moving reference. Raises the errors of `open_source`."""
     with ExitStack() as stack:
         actor = open_source(replace(origin, role=ACTOR), backend)
         stack.callback(actor.close)

@@ -44,7 +44,7 @@ class _Stored:
     calls: dict[tuple[EpisodeKey, str], dict[str, Any]] = field(default_factory=dict)
 
     def update(self, other: "_Stored") -> None:
-        """Add the records of `other`, which replace those of the same prompts."""
+        """Add the records of `other`, which replace this object's records of the same prompts."""
         for each in fields(self):
             getattr(self, each.name).update(getattr(other, each.name))
 

@@ -86,7 +86,7 @@ def update(
         balance: the split of all ranks' samples over mini-batches.
         micro_batch_loss: computes loss and metrics of a micro-batch, divided by the denominators of its mini-batch.
         who: `actor` or `critic`.
-        shuffle: draws new mini-batches for each later epoch; None reuses those of the first.
+        shuffle: draws new mini-batches for each later epoch; None reuses the first epoch's mini-batches.
         before: receives the batch and the rows of the next mini-batch, by micro-batch; returns the batch to use for it.
         after: takes the metrics of an optimizer step and returns further metrics. Not called if no rank had a token.
     """

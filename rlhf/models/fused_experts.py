@@ -1,4 +1,4 @@
-"""Maps a model's weights to the tensors in its files, which have other names, or one tensor per expert."""
+"""Maps a model's weights to the tensors in its files, where names differ and each expert may have its own tensors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from rlhf.models.model_files import FileTensor
 from rlhf.storage.file_parts import FilePart, FileParts
 
 # The first call builds transformers' mappings of all model types, a thousand patterns. The launcher imports this module
-# before it forks the ranks, so the mappings are built once.
+# before it forks the ranks, so all ranks share one build.
 get_checkpoint_conversion_mapping("")
 
 STACK, JOIN = (MergeModulelist, 0), (Concatenate, 0)
@@ -87,8 +87,8 @@ class FileConversions:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "FileConversions":
-        """Return the conversions that `save_pretrained` reverts for `model`, which no engine has wrapped yet: FSDP2
-        changes the names of classes. A prefix that some files have before all names is left out."""
+        """Return the conversions that `save_pretrained` reverts for `model`. Call this before an engine wraps `model`,
+        because FSDP2 changes the names of classes. Leave out a prefix that some files have before all names."""
         found = get_model_conversion_mapping(model, add_legacy=False)
         return cls([entry for entry in found if not isinstance(entry, PrefixChange)], model.config)
 
@@ -96,8 +96,8 @@ class FileConversions:
 def parts_in_files(shapes: Mapping[str, Sequence[int]], conversions: FileConversions) -> FileParts:
     """Return the file tensors of each weight that transformers splits or renames when it writes files.
 
-    `shapes` are those of the model's weights. A weight keeps its name, under which transformers reads it too, if its
-    file tensors are not slices of the weight.
+    `shapes` are the shapes of the model's weights. If the file tensors of a weight are not slices of the weight, it
+    keeps its name, under which transformers reads it, too.
     """
     known = [entry for entry in conversions.entries if isinstance(entry, WeightRenaming) or _is_joined(entry)]
     if not known:

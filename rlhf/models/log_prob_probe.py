@@ -19,7 +19,7 @@ TOLERANCES = {
     torch.float16: 0.03,
     torch.bfloat16: 0.25,  # rounding alone changes logits of 16 or more by more than 0.05
 }
-"""Largest difference of log-probs by the logits' type."""
+"""Largest difference of log-probs for each type of logits."""
 
 
 @torch.no_grad()

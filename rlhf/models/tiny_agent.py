@@ -34,7 +34,7 @@ ROWS = Path(__file__).parents[1] / "environments" / "bundled"
 TASK_CONFIG = {"min_terms": 3, "max_terms": 3, "min_digits": 2, "max_digits": 2}
 PROBLEMS = 6000
 WIDTH = 15
-"""Numbers in the range of a game: four guesses find any."""
+"""Count of numbers in the range of a game: four guesses always find the secret."""
 LOWS = range(10, 81)
 HELD_OUT = 200
 SLOPPY = 0.7
@@ -89,7 +89,7 @@ def sums(entry: dict, careful: bool) -> Turns:
 def write(
     tokenizer: PreTrainedTokenizerBase, chat: ChatTurns, prompt: str, turns: Turns, results: bool
 ) -> WrittenEpisode:
-    """Return the tokens of an episode, exactly as the trainer appends them. `results`: the answers are a tool's."""
+    """Return the tokens of an episode, as the trainer appends them. `results`: whether a tool gives the answers."""
 
     @cache
     def encoded(text: str) -> list[int]:
@@ -129,7 +129,7 @@ def episodes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[WrittenEpisode], 
 
 
 def batches(students: Sequence[Sequence[WrittenEpisode]], padding: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield token ids and labels, [BATCH, tokens] each; labels of other tokens than the policy's are -100."""
+    """Yield token ids and labels, [BATCH, tokens] each. The label of a token that the policy did not write is -100."""
     rng = random.Random(SEED)
     while True:
         rows = [rng.choice(students[rng.random() < SLOPPY]) for _ in range(BATCH)]

@@ -134,7 +134,7 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
 
     engine = plan_engine(sum(resident("generation").values()))
     if not config.rollout.sleep_level:
-        # The engine keeps its cache in all phases, so the largest phase decides what is left for the cache.
+        # The engine keeps its cache in all phases, so the cache gets only what the largest phase leaves.
         others = _phases(config, by_role, EngineMemory({}, {}, {}), step, with_old_log_probs)
         engine = plan_engine(max(sum((resident(name) | items).values()) for name, items in others))
     trained = {role: each.adapted or each.model for role, each in by_role.items() if role in ("actor", "critic")}
@@ -277,7 +277,7 @@ def _host(
     items = {
         "Python and torch": imports + (DEEPSPEED_BASE if backend == "deepspeed" else 0),
         "copy for saves": checkpoint.copied,
-        "snapshots in memory": (SNAPSHOTS + 2) * checkpoint.snapshot,  # with the next one, and the copy for it
+        "snapshots in memory": (SNAPSHOTS + 2) * checkpoint.snapshot,  # two more: the next snapshot and its copy
         "offloaded": sum(each.host for each in by_role.values()),
         "engine's weights asleep": engine.host,
         "rollouts": step.scored * step.response * TOKEN_RECORD,

@@ -44,7 +44,7 @@ def sendable(error: Exception) -> Exception:
     The class matters, because all ranks must handle the error alike.
     """
     try:
-        decode(encode(error))  # also decode: the constructor may take other arguments than the error has
+        decode(encode(error))  # also try to decode: the constructor may need other arguments than the error has
         return error
     except Exception:
         text = f"{type(error).__name__}: {error}"

@@ -124,7 +124,7 @@ def _dimensions(number: NDArray[np.int64], ndim: NDArray[np.int64]) -> NDArray[n
 
 def find_uncovered(parts: Parts, table: Table) -> int | None:
     """Return the number of the first tensor found that the parts do not cover exactly once; None if all are covered."""
-    if len(parts.row) == len(parts.rows):  # one row per shard: there are no boxes
+    if len(parts.row) == len(parts.rows):  # with one row per shard, no shard is a box
         return find_uncovered_range(parts.rows, table.sizes)
     with_boxes = np.zeros(len(table.shapes), dtype=bool)
     with_boxes[parts.tensor[parts.boxed]] = True

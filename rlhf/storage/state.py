@@ -16,8 +16,8 @@ class TrainState(Protocol):
         """Return live views of this rank's weights and persistent buffers; loading writes into them."""
 
     def merged_shards(self) -> Shards:
-        """Return shards of base and adapters merged, float32, newly computed on the host: each rank has a part of each
-        tensor. Only where adapters are trained. Collective."""
+        """Merge the adapters into the base in float32, and return this rank's part of each merged tensor, on the host.
+        Only for models with adapters. Collective."""
 
     def merged_bytes(self) -> int:
         """Return the bytes of this rank's `merged_shards` without computing them. Not collective."""
@@ -35,7 +35,7 @@ class TrainState(Protocol):
         """Restore `extra_state`."""
 
     def hf_parts(self) -> FileParts:
-        """Return the tensors of a Hugging Face folder for weights that are stored differently there."""
+        """Return the Hugging Face tensors of each weight that a Hugging Face folder stores differently."""
 
     def hf_files(self) -> Mapping[str, bytes]:
         """Return the small files of a Hugging Face folder: config, generation config, tokenizer, chat template, and
@@ -53,7 +53,7 @@ class MovingReference(Protocol):
 
 
 class Stateful(Protocol):
-    """State that a checkpoint saves in the driver state, as plain values. Only the driver's object is saved."""
+    """State that a checkpoint saves in the driver state, as plain values. A save reads only the object of rank 0."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything on which the object's future depends, JSON-able."""
@@ -69,5 +69,5 @@ class Carried(Protocol):
         """Return this rank's tensors by name; empty without any. Collective: each save calls it on every rank."""
 
     def load_tensors(self, saved: list[dict[str, Tensor]]) -> None:
-        """Replace this rank's tensors. `saved` has the `tensors` of each rank of the save that this rank restores:
-        none, one, or several if the run now has fewer ranks."""
+        """Replace this rank's tensors. `saved` has the `tensors` of the ranks of the save for which this rank is now
+        responsible: none, one, or several if the run has fewer ranks than the save."""

@@ -16,7 +16,7 @@ from rlhf.tracking.source_results import source_results
 
 REPORT, PAGE = "report/report.json", "report/report.html"
 LABEL = 18
-"""Columns of the labels in a report's text."""
+"""Width of the labels in a report's text, in characters."""
 POINTS = 10_000
 """Largest number of points of a curve in report.json."""
 

@@ -16,7 +16,7 @@ def source_results(evaluations: Sequence[Mapping[str, float]]) -> list[dict[Sour
 
     The metrics of a source measure `acc` if all evaluations of the source have `acc`, otherwise `reward`.
     """
-    # A reward function called `reward` has metrics SOURCE/reward/reward/..., which look like those of another source.
+    # A reward function called `reward` has metrics SOURCE/reward/reward/..., which look like another source's metrics.
     sources = {match[1] for metrics in evaluations for name in metrics if (match := _SOURCE.fullmatch(name))}
     found = [
         {

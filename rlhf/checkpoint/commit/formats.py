@@ -1,7 +1,7 @@
 """Defines the checkpoint format's number and migrates manifests of older formats.
 
-A migration changes the manifest in memory; nothing writes to a published checkpoint. Other files of a checkpoint are
-not migrated. Their readers check `Manifest.format` or the file itself, and read every form since `OLDEST`.
+A migration changes the manifest in memory, never in a published checkpoint. Other files of a checkpoint are not
+migrated. Their readers check `Manifest.format` or the file itself, and read every form since `OLDEST`.
 
 | Format | Release | What changed |
 |---|---|---|

@@ -30,11 +30,11 @@ from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.scratch import lock_folder
 
 INCOMPLETE = ".incomplete-"
-"""Prefix of a folder that is being written, that a killed process left, or that was replaced and is being removed."""
+"""Prefix of a folder that is being written, was left by a killed process, or was replaced and is being removed."""
 REPLACED = ".replaced-"
 """Prefix of a replaced folder where the file system cannot exchange two names in one step."""
 EARLIER = ".earlier-"
-"""After a target's name: an earlier output that could not get its name back. No command removes it."""
+"""Suffix of an earlier output that could not get the target's name back. No command removes this folder."""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
     make_dir_durably(target.parent)
     if not remove_leftovers(target):
         raise UserError(f"{target} is being written by another process. Wait for it, or give another target.")
-    check_target(target, overwrite, sources)  # again: a killed process's leftover may have been the target
+    check_target(target, overwrite, sources)  # check again: the removed leftover may have been the target
     folder, lock = _create_locked(target)
     made = folder.stat().st_ino
     try:
@@ -134,7 +134,7 @@ def step_named(target: Path, source: Path) -> int:
 def remove_leftovers(target: Path) -> bool:
     """Remove leftovers of killed processes beside `target`; return False if another process is writing `target`."""
     name = re.compile(rf"({re.escape(INCOMPLETE)}|{re.escape(REPLACED)}){re.escape(target.name)}-[0-9a-f]{{12}}")
-    # Sorted: a living writer has a lock of its `.incomplete-` folder only, and needs its `.replaced-` folder, too.
+    # Sort `.incomplete-` before `.replaced-`: a living writer locks only the first, but needs both.
     for leftover in sorted(path for path in target.parent.iterdir() if name.fullmatch(path.name)):
         try:
             lock = lock_folder(leftover)
@@ -176,7 +176,7 @@ def _create_locked(target: Path) -> tuple[Path, int | None]:
             lock = lock_folder(folder)
         except OSError:
             return folder, None
-        if lock is not None:  # else another process removed it as a leftover before the lock
+        if lock is not None:  # without a lock, another process has just removed the folder as a leftover
             return folder, lock
 
 
@@ -189,7 +189,7 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
         if overwrite and target.is_dir():
             if exchange(folder, target):
                 replaced = folder
-            else:  # for an instant there is no target
+            else:  # between the two renames, the target does not exist
                 replaced = rename(target, target.parent / fresh_name(REPLACED, target.name))
             announce("target.replaced")
         if replaced != folder:
@@ -201,7 +201,7 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
         raise
     announce("target.published")
     if replaced is not None:
-        delete(replaced)  # the output is there, so a failure is no error
+        delete(replaced)  # the output is there, so ignore a failure
 
 
 def _put_back(replaced: Path, folder: Path, target: Path, reason: BaseException) -> None:

@@ -1,9 +1,9 @@
-"""Leases a run's remote folder to one machine at a time, since two would overwrite each other's copies.
+"""Leases a run's remote folder to one machine at a time, because two machines would overwrite each other's copies.
 
 The leaseholder rewrites the object `lease.json` every RENEW_S seconds. Other machines watch the object: a lease that
 changes belongs to a living run, and a lease unchanged for EXPIRY_S seconds has expired. So no machine compares its
-clock with another's. If two machines take over an expired lease at the same time, the last writer gets the lease. The
-other machine notices after SETTLE_S seconds or, if the write was slower, at its next check.
+clock with another machine's clock. If two machines take over an expired lease at the same time, the last writer gets
+the lease. The other machine notices after SETTLE_S seconds or, if the write was slower, at its next check.
 """
 
 import json
@@ -28,9 +28,9 @@ LEASE = "lease.json"
 RENEW_S, EXPIRY_S = 20.0, 90.0
 POLL_S = 2.0
 SETTLE_S = 2.0
-"""Seconds to wait before checking which of two machines took an expired lease."""
+"""Seconds between the takeover of an expired lease and the check that no other machine has taken it over, too."""
 READS, READ_AGAIN_S = 6, 0.1
-"""Reads of an incomplete lease, and seconds between reads: a folder shows a lease during its write."""
+"""How often to read an incomplete lease, and seconds between reads: a folder shows a lease that is being written."""
 STALLED_S = 30.0
 RELEASE_S = 1.0
 """Seconds to wait for a silent remote when releasing the lease."""

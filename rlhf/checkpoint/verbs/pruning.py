@@ -49,9 +49,9 @@ class PruningPlan:
 def plan_pruning(
     run_dir: Path, rules: CheckpointConfig, *, set_aside: bool, verify: Callable[[Path], Manifest]
 ) -> PruningPlan:
-    """Plan removals by `rules`, with `set_aside` also of directories set aside. `verify` returns an intact checkpoint's
-    manifest, or raises DamagedCheckpoint or OSError. Raises UserError for checkpoints on several disks, since each disk
-    could keep other steps."""
+    """Plan the removals by `rules`, and with `set_aside` also of directories that were set aside. `verify` returns the
+    manifest of an intact checkpoint, or raises DamagedCheckpoint or OSError. Raises UserError for checkpoints on
+    several disks, because each disk could keep other steps."""
     leftovers = sorted(path for path in run_dir.iterdir() if _is_leftover(path))
     for path in [*scan(run_dir), *leftovers]:
         _reject_domains(run_dir, path)

@@ -87,7 +87,8 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def model_folder_problems(key: str, name: str, here: bool) -> Iterator[str]:
-    """Yield a line if `name`, the value of `key`, is neither a Hub name nor, if it is a path `here`, a model folder."""
+    """Yield a line if `name`, the value of `key`, cannot be a Hub name, or is a path without a model. Only if `here`
+    does a path have to exist on this machine."""
     path = Path(name).expanduser()
     looks_local = name.startswith(("/", "./", "../", "~")) or ("/" in name and path.parent.is_dir())
     if not name:

@@ -23,7 +23,7 @@ class CustomClsConfig:
     path: str | None = setting(None)
     """Python file that makes the rows from the data files."""
     name: str | None = setting(None)
-    """Function from row to row in this file, or a Dataset class as verl's."""
+    """Function in this file that converts a row, or a Dataset class as in verl."""
 
     @property
     def spec(self) -> str | None:
@@ -43,7 +43,7 @@ class DataConfig:
     answer_key: str = setting("answer")
     """Column with the reference answer, for datasets without verl's `reward_model.ground_truth`."""
     last_turn_as_answer: bool = setting(False)
-    """Use the last turn of each prompt, which the assistant wrote, as the reference answer."""
+    """Use the last turn of each prompt, an assistant turn, as the reference answer."""
     custom_cls: CustomClsConfig = setting(CustomClsConfig)
     system_prompt: str | None = setting(None)
     """System message for prompts without a system message."""

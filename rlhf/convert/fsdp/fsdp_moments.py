@@ -1,7 +1,8 @@
 """Maps the moments in the optimizer files of verl's FSDP ranks to parameter names.
 
-FSDP2 has one entry per parameter. FSDP1 concatenates the parameters of a wrapped unit and has one entry per unit: the
-rank's piece. With `use_orig_params`, FSDP1 has one entry per parameter: the rank's piece of the parameter.
+FSDP2's files have one entry per parameter. FSDP1 concatenates the parameters of each wrapped unit, and its files have
+one entry per unit: the rank's piece. With `use_orig_params`, they have one entry per parameter: the rank's piece of the
+parameter.
 """
 
 import math

@@ -8,7 +8,7 @@ from torch import Tensor
 from rlhf.models.hf.source import FunctionTensor, ReadableTensor, TensorInfo
 
 ROWS_BYTES = 16 << 20
-"""Bytes of whole rows that are read at once where only some columns are used."""
+"""If only some columns are used, read at most this many bytes of whole rows at once."""
 
 
 def joined_columns(matrices: Sequence[ReadableTensor]) -> FunctionTensor:

@@ -22,9 +22,9 @@ NAME = "megatron"
 CONFIG = "metadata.json"
 FORMAT = "torch_dist"
 NOT_MODEL = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
-"""Prefixes of the names of everything but the model."""
+"""Prefixes of the names of tensors that are not the model's."""
 GATE, UP = "_w", "_v"
-"""Suffixes of the two halves of `linear_fc1`, where they are separate tensors."""
+"""Suffixes of the two halves of `linear_fc1`, if the folder has them as separate tensors."""
 
 
 def recognises(origin: Origin) -> bool:

@@ -1,7 +1,7 @@
 """Maps Megatron's tensors to the rows of transformers' tensors that they consist of.
 
 Megatron stores q, k and v of a layer in one tensor, ordered by key-value head (its queries, its key, its value), and
-gate and up of a layer in another. Names and orders are those of megatron-core 0.16 (`GPTModel`).
+gate and up of a layer in another tensor. Names and orders are from megatron-core 0.16 (`GPTModel`).
 """
 
 import math
@@ -34,11 +34,11 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Specifies a tensor of Megatron: the rows of transformers' tensors `members` (name, number of rows).
+    """Specifies a tensor of Megatron: its rows are the rows of the transformers tensors `members` (name, row count).
 
-    Each tensor parallel rank has some of the rows, some of the columns, or the whole tensor. A layer's `name` lacks the
-    prefix `decoder.layers.N.`, and the names of its members lack `model.layers.N.`. `alias` is the name in models whose
-    layer norms are modules of their own (Megatron's local specification).
+    Each tensor parallel rank has some of the rows, some of the columns, or the whole tensor. For a layer's tensor,
+    `name` lacks the prefix `decoder.layers.N.`, and the names in `members` lack `model.layers.N.`. `alias` is the name
+    in models whose layer norms are separate modules (Megatron's local specification).
     """
 
     name: str
@@ -48,7 +48,7 @@ class TensorSpec:
     stage: Literal["layer", "first", "last"] = "layer"
     alias: str | None = None
     groups: int | None = None
-    """Number of key-value heads if the members' rows alternate per head, as those of q, k and v; else None."""
+    """Number of key-value heads if the members' rows alternate per head, as the rows of q, k and v do; else None."""
 
     @property
     def rows(self) -> int:

@@ -10,8 +10,8 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 
 def find_folder(origin: Origin, is_one: Callable[[Path], bool]) -> Path | None:
-    """Return the first folder that `is_one` accepts, or None. The candidates are the folder itself, the newest
-    iteration in it or the tag's (Megatron-LM), and the role's folders `model` and `dist_ckpt` (verl)."""
+    """Return the first folder that `is_one` accepts, or None. The candidates are the folder itself, the iteration of
+    the tag or else the newest (Megatron-LM), and the folders `model` and `dist_ckpt` of the role (verl)."""
     return next((folder for folder in _candidates(origin) if folder.is_dir() and is_one(folder)), None)
 
 

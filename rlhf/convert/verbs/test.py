@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HELP = "compare a checkpoint or a merged model with a reference model, tensor by tensor and by their logits"
 SHOWN = 20
-"""Printed lines about tensors; `--json` has all."""
+"""Print at most this many lines about tensors; `--json` prints all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +52,9 @@ class Verdict:
 
     tensors: int
     missing: list[str] = field(default_factory=list)
-    """In the reference only."""
+    """Tensors that only the reference has."""
     extra: list[str] = field(default_factory=list)
-    """In the checkpoint only."""
+    """Tensors that only the checkpoint has."""
     shapes: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         first, *parts = arguments.local_dir
         given = arguments.hf_model_path, arguments.role, arguments.tag, arguments.adapter
         origin = Origin(first, *given, parts=tuple(parts))
-        # A layout without a configuration uses the reference's; the reference is not an adapter's base.
+        # A layout without a configuration uses that of the reference, unless an adapter needs its own base.
         if origin.adapter != "merge":
             origin = replace(origin, model_files=origin.model_files or arguments.test_hf_dir)
         with closing(open_source(origin, arguments.backend)) as source:
@@ -116,7 +116,7 @@ def _verdict(arguments: argparse.Namespace, source: "TensorSource", reference: "
 
 
 def _in_files(source: "TensorSource", architecture: "Architecture") -> "TensorSource":
-    """Return `source` with the names in files; of two equal tied tensors only the first."""
+    """Return `source` under the names in files, with only the first of two equal tied tensors."""
     from rlhf.models.hf.hf_folder import same_tensor
     from rlhf.models.hf.regrouped import as_in_files
 
