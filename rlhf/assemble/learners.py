@@ -106,7 +106,7 @@ def build_frozen(
 ) -> Fsdp2Model:
     """Shard a model without an optimizer over the ranks and load its weights. Collective.
 
-    `moves`: the model is a reference that becomes an average.
+    `moves`: whether the model is a moving reference (`ref.update_freq`).
     """
     cast_parameters(loaded.model, getattr(torch, kept.model_dtype))
     plain = loaded.model.requires_grad_(False).eval()

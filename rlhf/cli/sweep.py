@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 NAME = "trainer.experiment_name"
 LONGEST_NAME = 200
-"""Bytes of a folder's name; most file systems allow 255."""
+"""Most bytes of a run folder's name; most file systems allow 255."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PlannedRun:
 def plan(overrides: Sequence[str], library: Library, machine: Machine | None = None) -> list[PlannedRun]:
     """Return the runs of the sweep, each with a directory named after the experiment and the run's own values.
 
-    Device defaults are those of `machine`; None is this machine.
+    Device defaults are for `machine`; None means this machine.
 
     Raises:
         UserError: with the mistakes in all runs, before any run starts.

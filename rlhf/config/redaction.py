@@ -15,7 +15,7 @@ SECRET = re.compile(r"\b(hf|sk|ghp|gho|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}")
 LOGIN = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 _QUERY = re.compile(r"(?<=://)([^\s?]*\?)[^\s'\"`)>\]},;]+")
 _SHORTEST = 8
-"""Characters. Shorter values may occur inside ordinary words."""
+"""Redact only values of at least this many characters: shorter values may occur inside ordinary words."""
 
 
 class Redaction:
@@ -26,7 +26,7 @@ class Redaction:
         values = {
             str(value) for names in named for name, value in names.items() if value and SECRET_NAME.fullmatch(str(name))
         }
-        # Longest first: a value may start with another value.
+        # Replace the longest value first, because a value may start with another value.
         self._values = sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)
 
     def __call__(self, text: str) -> str:

@@ -16,7 +16,7 @@ from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.shards import as_bytes
 
 SLAB_BYTES = 64 << 20
-"""Maximum bytes of a tensor in memory at once."""
+"""At most this many bytes of a tensor are in memory at once."""
 
 
 def write_torch_file(
@@ -27,8 +27,8 @@ def write_torch_file(
     key: str,
     progress: Progress = lambda count: None,
 ) -> WrittenFile:
-    """Write `root/path`; `torch.load` returns `content` with all tensors of `source`, by name, under `key`. The
-    zip records have no checksums: torch accepts that, `unzip -t` reports it."""
+    """Write `root/path`, from which `torch.load` returns `content` with all tensors of `source`, by name, under `key`.
+    The zip records have no checksums: torch accepts such files, but `unzip -t` reports an error."""
     tensors = source.contents.tensors
     with FakeTensorMode():
         named = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in tensors.items()}

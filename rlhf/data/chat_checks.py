@@ -16,7 +16,7 @@ class ChatChecks:
     """Checks the first message of each role, and the generation prompt once.
 
     Args:
-        template: the template's source, for messages.
+        template: where the template comes from, for error messages.
     """
 
     def __init__(self, template: str, render: Render):

@@ -1,4 +1,4 @@
-"""Makes rows with the user's code, `data.custom_cls`: a function from row to row, or a Dataset class as verl's.
+"""Makes rows with the user's code, `data.custom_cls`: a function that converts a row, or a Dataset class as in verl.
 
 Every rank runs the code before models load. The fingerprint covers the rows, so that a resume with other rows is an
 error.
@@ -21,7 +21,7 @@ from rlhf.reward import WantedColumns
 FOR_VERL = {"return_raw_chat": True, "filter_overlong_prompts": False, "truncation": "left"}
 """verl's settings that make its own classes return all rows with their messages."""
 RAW_PROMPT = "raw_prompt"
-"""Name of the messages in items of verl's classes."""
+"""Name under which items of verl's classes have their messages."""
 
 CustomRecord = tuple[str, str, dict[str, Any]]
 """The row's default data source, its location for messages, and its columns."""
@@ -51,7 +51,7 @@ def custom_records(
     seed_everything(seed, 0)
     try:
         made = load_function(CUSTOM_CLS, spec)
-        seed_everything(seed, 0)  # again, because only the first call in a process imports the file
+        seed_everything(seed, 0)  # seed again, because the import of the file, in the first call only, may draw
         if isinstance(made, type):
             records = _of_class(made, spec, data, sources, tokenizer, max_samples)
         else:
@@ -118,7 +118,7 @@ def _call(where: str, spec: str, function: Callable[[], Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with lists instead of tuples, and of arrays and tensors."""
+    """Return the value with lists instead of tuples, arrays and tensors."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -205,8 +205,8 @@ class MappedPrompts:
 
 
 def _value(buffers: list[Any], j: int, offset_type: str, value_type: str) -> np.ndarray:
-    """Return entry `j` of a column of texts or lists. NumPy never reads beyond a buffer; with damaged offsets Arrow
-    would."""
+    """Return entry `j` of a column of texts or lists. Unlike Arrow, NumPy does not read beyond a buffer if offsets are
+    damaged."""
     _, offsets, values = buffers
     start, end = map(int, np.frombuffer(offsets, offset_type)[j : j + 2])
     found = np.frombuffer(values, value_type)[start:end] if values is not None else np.empty(0, value_type)

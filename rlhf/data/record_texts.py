@@ -14,7 +14,7 @@ Record = tuple[str, dict[str, Any]]
 """The location of the record, for messages, and its columns."""
 ENCODING = "utf-8-sig"
 BROKEN = (ValueError, RecursionError)
-"""Errors of `json.loads`: invalid JSON, a number that is too long, endlessly nested lists."""
+"""Errors of `json.loads`: invalid JSON, a number that is too long, lists that are nested too deeply."""
 
 
 def jsonl_records(setting: str, path: Path) -> Iterator[Record]:

@@ -1,7 +1,7 @@
 """Sequence-length balancing: splits a step's samples over ranks and micro-batches so that the ranks finish together.
 
 The split is computed with integers only, so it is the same on every rank and after a resume. Under FSDP all ranks run
-the same number of micro-batches in lockstep, and wait in the k-th for the rank with the costliest one.
+the same number of micro-batches in lockstep: in the k-th micro-batch, all ranks wait for the slowest rank.
 """
 
 import heapq
@@ -36,7 +36,7 @@ def balance_samples(lengths: Sequence[int], mini_batches: int, ranks: int) -> li
     owners = [0] * len(lengths)
     so_far = [0] * ranks
     for part in _parts(len(lengths), mini_batches):
-        # Costliest sample first, each to the share with the least cost so far (Graham 1969).
+        # Assign the costliest sample first, each to the share with the least cost so far (Graham 1969).
         shares: list[list[int]] = [[] for _ in range(ranks)]
         totals = [(0, share) for share in range(ranks)]
         for row in sorted(part, key=lambda row: -lengths[row]):
@@ -173,7 +173,7 @@ class _Waiting:
         return self.samples[-1][0] if self.samples else 0
 
     def pop_micro_batch(self, target: int) -> list[Placed]:
-        """Remove and return a micro-batch of up to `target` cost. Longest samples first: short ones fit in later."""
+        """Remove and return a micro-batch of up to `target` cost. Take long samples first: short ones fit in later."""
         micro_batch: list[Placed] = []
         spent, room = 0, max(self._budget, self.longest)
         while at := bisect_left(self.samples, (min(room, _length(target - spent)) + 1,)):

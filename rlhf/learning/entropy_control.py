@@ -6,7 +6,7 @@ from rlhf.config import ActorConfig
 
 
 class EntropyControl:
-    """Computes the weight of the entropy bonus in each optimizer step, from the entropy of the step before.
+    """Computes the weight of the entropy bonus in each optimizer step, from the entropy in the previous step.
 
     With coefficient c, entropy e and target t, the weight is c if e <= t, otherwise 0; in the first step it is c. After
     a step, c grows by `delta` if e < t and falls by `delta` if e > t, within its bounds.

@@ -21,7 +21,7 @@ from rlhf.ranks.collectives import all_max, all_sum
 
 Metrics = dict[str, float]
 LARGEST = "rollout/logprob_diff_max"
-"""The only metric of an update that is a maximum."""
+"""The only metric of an update that is a maximum, not a mean."""
 B = TypeVar("B", bound=Batch)
 
 
@@ -87,8 +87,9 @@ def update(
         micro_batch_loss: computes loss and metrics of a micro-batch, divided by the denominators of its mini-batch.
         who: `actor` or `critic`.
         shuffle: draws new mini-batches for each later epoch; None reuses the first epoch's mini-batches.
-        before: receives the batch and the rows of the next mini-batch, by micro-batch; returns the batch to use for it.
-        after: takes the metrics of an optimizer step and returns further metrics. Not called if no rank had a token.
+        before: receives the batch and the rows of the next mini-batch, by micro-batch, and returns the batch to use for
+            this mini-batch.
+        after: receives the metrics of an optimizer step and returns further metrics. Not called if no rank had a token.
     """
     if guards.rejected is not None:
         return {}

@@ -41,7 +41,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.d
 
     targets = target_names(model, config)
     cast_parameters(model, base_dtype)
-    # Names change only for adapted layers, and no random numbers are drawn.
+    # peft renames only adapted layers here, and draws no random numbers.
     inject_adapter_in_model(
         PeftConfig(**peft_settings(asdict(config)), target_modules=targets), model, low_cpu_mem_usage=True
     )
@@ -88,7 +88,7 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 
 def _check_rank(model: PreTrainedModel, rank: int, names: Iterable[str]) -> None:
-    """Raise UserError if `rank` is too large for all weights; it may be too large for some, such as experts' gates."""
+    """Raise UserError if `rank` is too large for every weight. It may be too large for some, such as experts' gates."""
     shapes = {name: tuple(model.get_submodule(name).get_parameter("weight").shape) for name in names}
     if rank > (limit := largest_rank(shapes.values())):
         name = next(name for name, shape in shapes.items() if min(shape) == limit)
@@ -118,7 +118,7 @@ def _last_parts(names: Iterable[str]) -> str:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Switch off the adapters of `model` (or an engine's wrapper) in the context; outputs are the base's, bitwise."""
+    """Switch off the adapters of `model` (or of an engine's wrapper) in the context: outputs then equal the base's."""
     layers = _adapted(model).values()
     # peft's own switch also changes `requires_grad`, which an engine must not see.
     for layer in layers:

@@ -1,8 +1,8 @@
 """Counts the memory of ZeRO: DeepSpeed's state of the trained weights, and the buffers of gradient reduction.
 
 The numbers follow the code of DeepSpeed 0.19 as `rlhf.backends.deepspeed` configures it (Rajbhandari et al., arXiv
-1910.02054, section 5), and were compared with measurements. Uninitialized memory counts from its allocation on, because
-`trainer.deterministic` fills it.
+1910.02054, section 5), and were compared with measurements. Memory counts from its allocation on, because
+`trainer.deterministic` makes torch fill it at once.
 """
 
 import math

@@ -31,7 +31,7 @@ _HANDLED = (*STOP_SIGNALS, signal.SIGCHLD)
 
 
 def fork_problem() -> str | None:
-    """Return the reason why a fork of this process would break; None if a fork is safe."""
+    """Return the reason why a fork of this process is not safe, or None if it is safe."""
     torch = sys.modules.get("torch")
     if (torch is not None and torch.cuda.is_initialized()) or _has_cuda_open():
         return "CUDA is initialized in it"
@@ -46,7 +46,7 @@ def fork_problem() -> str | None:
 def _threads() -> list[str]:
     names = []
     for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
             names.append((task / "comm").read_text().strip())
     return names
 
@@ -74,8 +74,8 @@ class Launcher:
         self._ended: list[int] = []
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
-        # A scheduler may signal all processes of a job; the launcher must survive. Ignored signals stay ignored, in the
-        # ranks as well.
+        # A scheduler may signal all processes of a job, and the launcher must survive. Signals that were ignored at the
+        # start stay ignored in the launcher and in the ranks.
         self._handlers = {
             number: signal.signal(number, lambda *_: None)
             for number in _HANDLED
@@ -90,7 +90,7 @@ class Launcher:
         except Exception as error:  # a rank in a new process fails likewise, and reports the traceback
             self._problem = f"it cannot import {module} ({type(error).__name__}: {error})"
         self._sources.add_modules()
-        # The garbage collector's marks would copy every page that ranks share with this process.
+        # Freeze the objects: marks of the garbage collector would copy every page that ranks share with this process.
         gc.collect()
         gc.freeze()
 

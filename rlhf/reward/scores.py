@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import numpy as np
 
 NUMBER = "number"
-"""Field of a request and of its reply; both have the same number."""
+"""Field with the number of a request. The reply has the same number."""
 
 _SHOWN = ("data_source", "response", "ground_truth", "extra_info", "messages", "columns")
 _LONGEST = 1000
-"""Fields of a sample that a message shows, and the most characters of each."""
+"""Error messages show these fields of a sample, each up to this many characters."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RewardItem:
     token_ids: Sequence[int] | np.ndarray = ()
     """Token ids of the response; a list where a function reads them."""
     group: int = 0
-    """Index of its prompt among the prompts scored together."""
+    """Index of the sample's prompt among the prompts that are scored together."""
     conversation: list[dict[str, Any]] = field(default_factory=list)
     """Messages of an episode after the prompt: the policy's turns and the environment's answers."""
 

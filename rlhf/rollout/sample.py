@@ -17,8 +17,8 @@ class Sample:
     The arrays are NumPy's and not torch's: slices are cheap views, files and hashes use their bytes directly, and
     engines outside the trainer need no torch. Nobody writes to the arrays.
 
-    Log-probs are float32, as every engine computes them. A server's decimals are rounded once, when its answer is
-    read. From there to the batch no bit of a sample changes.
+    Log-probs are float32, as every engine computes them. A server sends decimals, which the client rounds to float32
+    once. From there to the batch, no bit of a sample changes.
     """
 
     uid: int

@@ -26,7 +26,7 @@ WRITE_BYTES = 512 << 10
 """Bytes per write. For larger writes the kernel searches for larger pieces of free memory: on ext4 a GiB took 1.3 s of
 CPU time in writes of 8 MiB, and 0.2 s in writes of up to 1 MiB."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Linux constants: paths relative to the working directory; exchange two names."""
+"""Linux constants for renameat2: paths relative to the working directory; exchange of two names."""
 CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
@@ -42,7 +42,7 @@ class WrittenFile:
 
 def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
     """Write `chunks` to the new file `root/path`, fsync it, and return its hashes, computed from memory. Raises
-    FileExistsError when the file exists: nothing is ever overwritten in place."""
+    FileExistsError if the file exists, because no checkpoint file is ever overwritten in place."""
     target = root / path
     make_dir(target.parent)
     hashes = BlockHashes()
@@ -324,7 +324,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError of write or fsync, which lacks it. The name also shows the rank that failed."""
+    """Add the file name to an OSError, because errors of write and fsync lack it. The name also shows the failed rank."""
     try:
         yield
     except OSError as error:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NAME = "native"
 KEEP = "keep"
-"""`Origin.adapter` for the adapter without its base."""
+"""Value of `Origin.adapter` that selects the adapter without its base."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 REFERENCE_ROLE = "ref"
 

@@ -49,8 +49,9 @@ def restore(
     If nodes have their own disks, a checkpoint is complete when all disks together have every file. Incomplete
     checkpoints are logged with their missing files, and set aside once an older checkpoint is loaded.
 
-    Snapshots in `memory` are tried like checkpoints, in the order of their steps; of equal steps the checkpoint comes
-    first. A snapshot that cannot be used is only logged: no snapshot counts as saved.
+    Snapshots in `memory` are tried like checkpoints, in the order of their steps. If a checkpoint and a snapshot have
+    the same step, the checkpoint comes first. A snapshot that cannot be used is only logged, because no snapshot counts
+    as saved.
 
     Returns None, with nothing changed, only for a run directory that never had a checkpoint. Raises UserError if every
     checkpoint is damaged or incomplete (a run must never silently start again at step 0), or if a checkpoint does not
@@ -95,7 +96,7 @@ def _parts_to_load(manifest: Manifest, settings: CheckpointConfig, *, begins: bo
 
 @dataclass(frozen=True)
 class _Snapshots:
-    """The snapshots in memory that a resume tries. A run of `last_step` steps uses no later one."""
+    """The snapshots in memory that a resume tries, except snapshots of steps after `last_step`, the run's last step."""
 
     place: MemoryPlace
     run_dir: Path
@@ -106,8 +107,8 @@ class _Snapshots:
         ranks = self.place.coordinator
         try:
             located = locate_snapshot(path, self.place, self.run_dir, self.last_step)
-            # Promise 4. First read all bytes: if no older state is left, the run begins at step 0, so the attempt must
-            # not have overwritten any state.
+            # Promise 4. Read all bytes before the attempt, which overwrites the state: if no older state is left, the
+            # run begins at step 0 with its initial state.
             own = sorted(located.by_domain.get(ranks.domain, ()))
             if problems := damage_of(located, own, ranks):
                 raise DamagedCheckpoint("; ".join(problems))
@@ -119,7 +120,7 @@ class _Snapshots:
 
 
 def _candidates(run_dir: Path, snapshots: _Snapshots | None, coordinator: Coordinator) -> list[Path]:
-    """Return checkpoints and snapshots, newest first, of equal steps the checkpoint first. Collective."""
+    """Return checkpoints and snapshots, newest first; of the same step, the checkpoint first. Collective."""
     found = published(run_dir, coordinator)
     if snapshots is not None:
         found += published(snapshots.place.folder, snapshots.place.coordinator)
@@ -133,7 +134,7 @@ def _with_newest_intact(
     attempt: Callable[[FileLocations, Coordinator], T],
     snapshots: _Snapshots | None,
 ) -> T | None:
-    """Return the result of `attempt` for the newest complete checkpoint or snapshot without a DamagedCheckpoint."""
+    """Return the result of `attempt` for the newest complete checkpoint or snapshot that is not damaged."""
     stuck: list[str] = []
     incomplete: list[FileLocations] = []
     for path in _candidates(run_dir, snapshots, coordinator):
@@ -192,7 +193,8 @@ def from_source(source: Path, coordinator: Coordinator, attempt: Callable[[FileL
 def _reject_second_start(
     run_dir: Path, stuck: list[str], incomplete: list[FileLocations], coordinator: Coordinator
 ) -> None:
-    """Raise UserError if the run has had checkpoints. `stuck`: damaged, and could not be set aside. Collective."""
+    """Raise UserError if the run has had checkpoints. `stuck`: damaged checkpoints that could not be set aside.
+    Collective."""
     aside = coordinator.on_domain_leaders(
         lambda: [path.name for reason in ("damaged", "incomplete") for path in set_aside_dirs(run_dir, reason)]
     )

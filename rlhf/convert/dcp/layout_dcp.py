@@ -34,7 +34,7 @@ MOMENT = re.compile(r"state\.(.+)\.(exp_avg|exp_avg_sq|step)")
 OF_OPTIMIZER = re.compile(r"param_groups\..+|state\..+\.(?:max_exp_avg_sq|momentum_buffer)")
 """Other names of a flattened optimizer, which may be beside the model at the top: `{**model, **optimizer}`."""
 WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Parts that torch.compile, FSDP and activation checkpointing insert into names."""
+"""Parts that torch.compile, FSDP and activation checkpointing insert into parameter names."""
 ACCELERATE_MODEL = re.compile(r"pytorch_model_fsdp_(\d+)")
 
 
@@ -195,7 +195,7 @@ def _renamed_from_torchtitan(
 
 
 def _progress(folder: DcpFolder, beside: Path, updates: int | None) -> TrainedSoFar:
-    """Return the step and schedule of torchtitan or prime-rl, or those in the files of transformers' Trainer in the
+    """Return the step and schedule of torchtitan or prime-rl, or else of transformers' Trainer, whose files are in the
     folder `beside`."""
     trainer = progress_of(beside)
     step = trainer.step

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf.errors import UserError
 
 EMBEDDING = "tok_embeddings.weight"
-"""A tensor of every torchtitan language model, and of no transformers model."""
+"""A tensor that every torchtitan language model has, and no transformers model."""
 TOP = {
     EMBEDDING: "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -29,7 +29,7 @@ LAYER = {
     "ffn_norm.weight": "post_attention_layernorm.weight",
 }
 TABLES = ("freqs_cis", "rope_cache")
-"""Rotary embedding tables, which older releases save and transformers computes."""
+"""Rotary embedding tables, which older torchtitan releases save and transformers computes."""
 MODELS = {"llama": True, "qwen3": False}
 """`model_type` in config.json -> whether torchtitan rotates pairs of neighbouring rows, as Meta does. transformers
 rotates row i of a head's first half with row i of its second half."""
@@ -46,7 +46,7 @@ def to_transformers(name: str, config: Mapping[str, Any], where: Path) -> str | 
         )
     if name in TABLES:
         return None
-    # Newer releases put the three projections into a module of their own.
+    # Newer torchtitan releases put the three projections into a separate module.
     found = TOP.get(name)
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", name.replace(".qkv_linear.", ".")):
         found = f"model.layers.{match[1]}.{LAYER[match[2]]}" if match[2] in LAYER else None

@@ -20,7 +20,7 @@ VOCABULARY_MULTIPLE = 128
 """Megatron-LM pads the vocabulary to a multiple of this number times the tensor parallel ranks."""
 OF_ATTENTION = ("linear_qkv", "linear_proj", "core_attention", "q_layernorm", "k_layernorm")
 MODULES = (*(f"self_attention.{name}" for name in OF_ATTENTION), "mlp.linear_fc1", "mlp.linear_fc2")
-"""Modules of a layer that save an extra state beside their weights, with Transformer Engine or without."""
+"""Modules of a layer for which Megatron saves an extra state beside the weights, also without Transformer Engine."""
 MODEL_FILES = "huggingface"
 """Folder with config.json and tokenizer, as verl names it."""
 
@@ -67,7 +67,7 @@ def _write_distributed(
         groups[LAYERS + name.removeprefix(LAYERS).partition(".")[2] if in_layer else name].append(tensor)
     tensors = {name: _stacked(group) if name.startswith(LAYERS) else group[0] for name, group in groups.items()}
     written = write_dcp(folder, NamedTensors("megatron", tensors), objects=_extra_states(model), progress=progress)
-    # The state shared by all ranks, such as the arguments of a run: none here.
+    # Megatron stores here what all ranks share, such as the arguments of a run. This checkpoint has nothing to share.
     written.append(write_file(folder, "common.pt", torch_save_bytes({}, iter(()))))
     # Write this file last, as megatron-core does: its presence makes the folder a checkpoint.
     return [*written, write_json(folder, "metadata.json", DISTRIBUTED)]

@@ -1,4 +1,4 @@
-"""The leader's handle on the rollout servers; a thread monitors the servers and sends requests."""
+"""Controls the rollout servers on the leader: a thread monitors the servers and sends requests."""
 
 import asyncio
 import concurrent.futures
@@ -16,7 +16,7 @@ CHECK_S = 5.0  # interval in seconds between checks that the thread is alive
 
 
 class Fleet:
-    """The leader's handle on the servers; runs a `FleetLoop` in its own thread."""
+    """Controls the servers on the leader: runs a `FleetLoop` in a thread."""
 
     def __init__(self, fleet_loop: FleetLoop) -> None:
         self._fleet_loop = fleet_loop
