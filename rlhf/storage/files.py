@@ -324,7 +324,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError, because errors of write and fsync lack it. The name also shows the failed rank."""
+    """Add the file name to an OSError of write or fsync, which has none. The name also shows the rank that failed."""
     try:
         yield
     except OSError as error:
