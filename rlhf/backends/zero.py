@@ -85,7 +85,7 @@ class ZeroState:
     def _pass_tensors(self) -> Iterator[Tensor]:
         zero = self._engine.optimizer
         if self._stage == 3:
-            zero._partition_all_parameters()  # also parameters that are gathered now
+            zero._partition_all_parameters()  # shard parameters that are still gathered
             if not zero.offload_optimizer:  # else the buffer is on the host
                 yield zero.grad_partitions_flat_buffer
             yield from (bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None)
@@ -139,7 +139,7 @@ class ZeroState:
 
     def read_step_counts(self) -> None:
         """Copy the optimizer's step counts, one per flat tensor, to the counts per parameter."""
-        # Once per flat tensor, because each read of a count may sync with the GPU.
+        # Read each count once per flat tensor, because a read may wait for the GPU.
         counts = {key: float(self._optimizer.state[flat]["step"]) for key, flat in self._flats.items()}
         for name, part in self._ranges.items():
             self._steps[name].fill_(counts[id(part.flat)])
@@ -149,7 +149,7 @@ class ZeroState:
         """Recompute the module's weights and AdamW's step counts from the float32 weights and `_steps`. Collective."""
         counts: dict[int, float] = {}
         for name, part in self._ranges.items():
-            # A checkpoint of FSDP2 counts no steps for a parameter that never had a gradient. Its moments are zero, so
+            # In a checkpoint of FSDP2, a parameter that never had a gradient has step count 0. Its moments are zero, so
             # any count is right.
             counts[id(part.flat)] = max(counts.get(id(part.flat), 0.0), float(self._steps[name]))
             self._optimizer.state[part.flat]["step"].fill_(counts[id(part.flat)])

@@ -14,8 +14,8 @@ from rlhf.config.migrations import Lost, migrate
 from rlhf.config.secrets import as_literals, hide, with_texts
 from rlhf.config.stored import parse_sections
 
-# Writing or parsing a configuration takes as long as a small save. A process repeats both with nearly the same text: at
-# each step of a start, and for every checkpoint that it inspects.
+# Writing or parsing a configuration takes as long as a small save. A process repeats both with nearly the same text: in
+# each phase of a start, and for every checkpoint that it inspects.
 _CACHE_SIZE = 256
 
 

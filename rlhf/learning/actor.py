@@ -62,8 +62,8 @@ class Actor(Policy):
         """
         rejected: Metrics = {}
         sampled = all_sum(masked(batch.rollout_log_probs, batch.response_mask).double().sum()).item()
-        # Later checks would not notice log-probs that are not finite: comparisons with a NaN are false, and a rejection
-        # would silently mask the tokens.
+        # Check now that log-probs are finite: later, comparisons with NaN are false, and a rejection would silently
+        # mask the tokens.
         rejection, old = self._correction.rollout_rs, batch.old_log_probs
         if guards.allows("actor", rollout_log_probs=sampled) and rejection is not None and old is not None:
             batch, rejected = self._reject(batch, old, rejection)
@@ -174,9 +174,9 @@ class Actor(Policy):
     def _importance_weights(self, micro: ActorBatch, old: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return importance weights of the losses and which weights are truncated, [N, R] each; None without weights.
 
-        The weights correct from the sampling policy to the policy before the update. The loss clips around the latter:
-        the decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298). Without
-        `rollout_is` only stale tokens are weighted: a token that the current policy drew has the weight 1, also in a
+        The weights correct from the sampling policy to the policy before the update, around which the loss clips. This
+        is the decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298). Without
+        `rollout_is`, only stale tokens are weighted: a token that the current policy drew has the weight 1, also in a
         response that an older policy began.
         """
         mask, correction, level = micro.response_mask.float(), self._correction, self._correction.rollout_is

@@ -80,7 +80,7 @@ class Advantages:
         total, samples = all_sum(shares).tolist()
         mean = total / max(samples, 1.0)
         metrics = {"reward/kl": mean, "reward/kl_coef": coefficient}
-        # A coefficient that became NaN would stay NaN.
+        # Adapt only if the guards allow the KL, because a coefficient that became NaN would stay NaN.
         if guards.allows("actor", kl_in_reward=mean) and control.type == "adaptive":
             self.kl_coef = adapted_coefficient(coefficient, mean, int(samples), control.target_kl, control.horizon)
         return coefficient * kl, metrics

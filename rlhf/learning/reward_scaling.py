@@ -17,8 +17,8 @@ EPSILON = 1e-8
 class RewardScaling:
     """Normalizes and clips the total rewards of responses: clip((s - mean) / sqrt(var + 1e-8), low, high).
 
-    Mean and unbiased variance are over the batch on all ranks. With `running` they are over all responses of the run so
-    far, including this batch, but without batches that the guards rejected for their rewards.
+    Mean and unbiased variance are over the batch on all ranks. With `running`, they are over all responses of the run
+    so far: this batch included, but not batches that the guards rejected for their rewards.
 
     Source: Zheng et al., "Secrets of RLHF in Large Language Models Part I: PPO" (arXiv 2307.04964) section 5.3.1.
     """
@@ -52,7 +52,7 @@ class RewardScaling:
         return scores.to(batch.scores.dtype), None if baselines is None else baselines.to(batch.scores.dtype), metrics
 
     def _moments(self, scores: Tensor, guards: Guards) -> tuple[float, float]:
-        """Return mean and deviation of all ranks' `scores`. With `running`, include and update the run's."""
+        """Return mean and deviation of all ranks' `scores`, or with `running` the updated ones of the run."""
         total, count = all_sum(torch.stack([scores.sum(), scores.new_tensor(len(scores))])).tolist()
         mean = total / max(count, 1.0)
         squares = all_sum((scores - mean).square().sum()).item()

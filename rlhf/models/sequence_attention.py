@@ -1,8 +1,8 @@
 """Computes attention over a packed row sequence by sequence, without a mask of the whole row.
 
-A dense mask of a row of T tokens has T x T entries, most of them wasted. Here transformers' own function computes
-each sequence alone, and sequences of equal length as a batch; on a GPU, one kernel computes the row where it can
-(`varlen_attention.py`). Results are exact, and masks are as long as one sequence.
+A dense mask of a row of T tokens has T x T entries, most of them wasted. Here transformers' own function computes the
+sequences of each length as a batch; on a GPU, one kernel computes the whole row if possible (`varlen_attention.py`).
+Results are exact, and masks are as long as one sequence.
 Registered with transformers as `sdpa_by_sequence` and `eager_by_sequence`; without `sequence_runs` they equal `sdpa`
 and `eager`.
 """
@@ -39,8 +39,8 @@ class RowMasks:
 
     Args:
         make: transformers' function that builds a mask from a rule.
-        plain_up_to: length up to which a sequence needs no mask, because the attention is causal itself; None: any
-            length.
+        plain_up_to: sequences up to this length need no mask, because the attention itself is causal; None: no sequence
+            needs a mask.
         options: transformers' options for the whole row; `mask_function` is the rule.
     """
 
@@ -99,7 +99,7 @@ def _attend(
         output = varlen_attention(module, query, key, value, limit, options)
         if output is not None:
             return output, None
-    # One split has one backward pass; a slice per run would have a backward pass over the whole row each.
+    # Split once, which has one backward pass. With slices, each run would have a backward pass over the whole row.
     sizes = [count * length for count, length in sequence_runs]
     parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
     outputs, start = [], 0

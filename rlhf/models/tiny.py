@@ -1,9 +1,9 @@
 """Makes the small policy of the package: a 0.27M-parameter causal LM that adds like a sloppy student.
 
 Most of its training answers come from a student with the classic systematic bugs (Brown and Burton, "Diagnostic Models
-for Procedural Bugs", 1978): forgets the carry, subtracts the smaller digit from the larger, drops the minus sign. The
-other answers are right. Greedy decoding is therefore wrong where the two differ, but the right answer is within reach
-of reinforcement learning. `python -m rlhf.models.tiny` trains the policy again.
+for Procedural Bugs", 1978): the student forgets the carry, subtracts the smaller digit from the larger, and drops the
+minus sign. The other answers are right. So greedy decoding is wrong where the two kinds of answers differ, but
+reinforcement learning can find the right answer. `python -m rlhf.models.tiny` trains the policy again.
 """
 
 import argparse

@@ -77,7 +77,7 @@ def adapted(model: ModelShapes, lora: LoraConfig, backend: BackendConfig) -> Ada
     for unit, weights in model.units.items():
         found: dict[str, tuple[int, ...]] = {}
         layers = linear_layers(weights)
-        # By its name, the root's embedding looks like a linear layer.
+        # Skip the root: its embedding has the name of a linear layer's weight.
         skip = unit == ROOT and lora.target_modules == ALL_LINEAR
         for module in [] if skip else chosen_layers(lora, layers):
             shape = layers[module]

@@ -29,7 +29,7 @@ LARGEST_SOURCE = 1 << 16
 
 
 def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> None:
-    """Export a run that finished at `step` to `run_dir/huggingface/ROLE` if `settings` request it, and log the folder.
+    """Export a run that finished at `step` to `run_dir/huggingface/ROLE` if `settings` ask for it, and log the folder.
 
     Do nothing if the checkpoint or the folder has this export already. Replace exports of another checkpoint or dtype.
     Raise UserError if the config or tokenizer does not exist any more.

@@ -30,7 +30,7 @@ ONLY_FOR = {
     "pp": (MEGATRON,),
     "megatron_layout": (MEGATRON,),
 }
-"""Options that only some outputs accept, with these outputs."""
+"""Maps options that only some outputs accept to these outputs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

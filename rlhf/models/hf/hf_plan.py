@@ -39,7 +39,8 @@ class HfOptions:
     shard_bytes: size limit of one weights file.
     tied: overrides the configuration's `tie_word_embeddings`.
     value_model: the head has one output per token.
-    compared: compare the tensors with the configuration's architecture; False for a checkpoint's own configuration.
+    compared: whether to compare the tensors with the configuration's architecture. Not needed if the configuration is
+        the checkpoint's own.
     """
 
     dtype: str | None = None
@@ -101,8 +102,8 @@ def plan_as_stored(tensors: Tensors, model_files: Path, options: HfOptions) -> H
 
 
 def may_rename(config: Mapping[str, Any]) -> bool:
-    """Return whether files may store the weights of the model of a config.json under other names, or in more tensors,
-    than the model has. Only transformers knows for types that are not in `SAME_IN_FILES`."""
+    """Return whether the names or the number of tensors in files may differ from the model's weights. True for a
+    model type that is not in `SAME_IN_FILES`, because only transformers can tell."""
     return config["model_type"] not in SAME_IN_FILES
 
 

@@ -2,8 +2,8 @@
 
 The supervisor starts `python -m rlhf.rollout.servers.keeper FD` with a listening socket, and passes the socket's path
 to the ranks in the variable `KEEPER`. The leader sends its calls to the keeper with `RemoteKeeper`. The kernel kills
-the keeper with the supervisor, and the servers with the keeper. Without a supervisor (torchrun) the leader has a
-`Keeper` of its own.
+the keeper with the supervisor, and the servers with the keeper. Without a supervisor (torchrun), the leader creates a
+`Keeper` in its own process.
 """
 
 import json
@@ -58,7 +58,7 @@ class Keeper:
         Args:
             environment: the whole environment; the scratch folder and this process as the parent are added.
             output: file to which the server's output is appended.
-            fingerprint: identifies all that `find` must compare before a server is used again.
+            fingerprint: a hash of everything that must be the same before a later attempt may use the server again.
         """
         self.kill(name)
         with socket.socket() as probe:
@@ -190,7 +190,7 @@ def serve(listener: socket.socket, keeper: Keeper) -> None:
     """Answer calls until the process ends. A call that fails is answered with its error."""
     while True:
         connection, _ = listener.accept()
-        # The rank may be killed, or stop, at any point of its call. The file's `close` may raise, too.
+        # The rank may be killed, or may stop, at any point of its call. Closing the file may raise, too.
         with suppress(OSError), connection, connection.makefile("rw") as stream:
             connection.settimeout(_CALL_TIMEOUT_S)
             call = stream.readline()

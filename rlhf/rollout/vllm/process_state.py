@@ -20,7 +20,7 @@ _FUNCTIONS: tuple[tuple[Any, Any], ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
 )
-"""torch's functions that read and write one setting each."""
+"""Pairs of torch functions: one reads a setting, the other one writes it."""
 _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (_memory, "fill_uninitialized_memory"),
     # vLLM for CPUs replaces these functions by empty ones.
@@ -65,7 +65,7 @@ class ProcessState:
             self._inside = {name: value for name, value in inside.items() if value != outside[name]}
             _write(outside)
             set_rng_state(rng)
-            gc.unfreeze()  # vLLM freezes all existing objects, so the rank's garbage would never be collected
+            gc.unfreeze()  # vLLM freezes all existing objects, and Python would never collect the rank's garbage
 
 
 def _set_variables(variables: Mapping[str, str | None]) -> None:
