@@ -12,8 +12,8 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     """Estimate KL(policy || reference) at each token, sampled by the policy, from d = log_probs - ref_log_probs.
 
     `k1`: d (unbiased). `k2`: d^2 / 2. `k3`: exp(-d) - 1 + d (unbiased, never negative), with -d clamped to +-20 and the
-    result to +-10. `abs`: |d|. With `+` (`k1+`, `k3+`, `abs+`) the gradient is k2's, whose expectation is the gradient
-    of the KL.
+    result to +-10. `abs`: |d|. With `+` (`k1+`, `k3+`, `abs+`) the gradient is that of k2, whose expectation is the
+    gradient of the KL.
 
     Log-probs and the result are [N, R]; no mask is applied. Raises KeyError for an unknown `kind`.
 

@@ -26,7 +26,7 @@ Allowed = Sequence[type | Callable[..., Any] | tuple[Any, str]]
 BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of a file that torch wrote before its files were zip archives."""
 SCANNED = 1 << 20
-"""Bytes of a rejected pickle that are searched for the names that it uses."""
+"""To list the names in a rejected pickle, search its first bytes, up to this many."""
 TENSOR_PREFIXES = ("torch.", "collections.")
 """Prefixes of the names that every pickle of tensors uses."""
 
@@ -152,7 +152,7 @@ def restrict_unpickling(path: Path, allowed: Allowed) -> Iterator[None]:
         raise _damaged(path, _cause(error)) from None
     except (DamagedCheckpoint, UserError):
         raise
-    except Exception as error:  # other files make the unpickler fail in any way
+    except Exception as error:  # the unpickler can raise anything for other kinds of files
         raise _damaged(path, _first_sentence(error)) from None
 
 

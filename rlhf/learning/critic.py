@@ -19,7 +19,7 @@ from rlhf.learning.update import Counts, Metrics, MicroBatchLoss, Passes, update
 from rlhf.ranks.collectives import all_sum
 
 CONSTANT = 1e-12
-"""Returns count as constant if their variance, divided by their mean square, is at most this."""
+"""The targets (returns) count as constant if their variance, divided by their mean square, is at most this."""
 
 
 class Critic:

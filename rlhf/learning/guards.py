@@ -39,8 +39,8 @@ class Guards:
     For each batch, call `begin`, then `allows` before each optimizer step, then `settle`. If `settle` returns
     `rollback`, call `remember`, load the newest checkpoint (which calls `load_state_dict`), and call `recall`.
 
-    If a crash between a rollback and the next save loses the memory of the rollback, the run does not change.
-    Decisions depend only on the batch and the checkpoint's state, so the repeated step is rejected again and draws the
+    A crash between a rollback and the next save loses the memory of the rollback, but does not change the run:
+    decisions depend only on the batch and the checkpoint's state, so the repeated step is rejected again and draws the
     same later prompts. A rollback changes the trajectory only by these prompts, whichever checkpoint was loaded: the
     checkpoint restores the reward average, and the metrics of a step count only the events up to that step.
 
@@ -157,7 +157,7 @@ class Guards:
             "reward_average": self._average,
             "skips": self._skips,
             "rollbacks": [[step, *entry] for step, entry in sorted(self._rollbacks.items())],
-            # JSON has no NaN, and one NaN does not equal another where states are compared.
+            # Store text, because JSON has no NaN, and two NaN are not equal in a comparison of states.
             "row": [[event.step, event.who, event.metric, repr(event.value), event.bound] for event in self._row],
         }
 

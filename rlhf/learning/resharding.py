@@ -23,7 +23,7 @@ TRAINING_FIELDS = [field.name for field in fields(Batch)]
 """Fields of a rollout batch that are sent to the training ranks."""
 B = TypeVar("B", bound=Batch)
 Place = tuple[int, int]
-"""Rank, and row of that rank's batch."""
+"""Place of a sample: a rank, and the row in the batch of this rank."""
 
 
 class SampleRoute:
@@ -40,7 +40,7 @@ class SampleRoute:
         self._still = sources == targets
         rank, self._ranks = ranks.rank, ranks.size
         samples = range(len(sources))
-        # Sorted by peer, then by sample, so that sender and receiver agree on the order.
+        # Sort by peer, then by sample, so that sender and receiver agree on the order.
         self._sent = sorted((i for i in samples if sources[i][0] == rank), key=lambda i: targets[i][0])
         self._received = sorted((i for i in samples if targets[i][0] == rank), key=lambda i: sources[i][0])
 
@@ -118,7 +118,7 @@ class TrainingBatches:
     balance: SampleBalance
     """The split of each mini-batch over the ranks."""
     shuffle: Shuffle | None
-    """Draws the mini-batches of each epoch; None keeps them."""
+    """Draws the mini-batches of each epoch; None keeps the mini-batches of the first epoch."""
     to_training: SampleRoute
     to_rollout: SampleRoute
 

@@ -20,7 +20,7 @@ def fingerprint(folder: Path) -> str:
     tensor is sampled because training may leave some tensors frozen; the tensors that it trains change everywhere.
     """
     digest = xxhash.xxh3_128()
-    # A pipe would block forever.
+    # Read regular files only: a pipe would block forever.
     for path in sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES and p.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())

@@ -87,7 +87,8 @@ def with_log_probs(model: Any, *, use_liger: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Names of a causal LM's trunk and head; `finish` turns the head's output into logits, None if they are equal."""
+    """Names of a causal LM's trunk and head. `finish` turns the head's output into logits; None if the output is the
+    logits."""
 
     trunk: str
     head: str

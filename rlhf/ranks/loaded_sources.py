@@ -13,10 +13,10 @@ Mark = tuple[int, int, int] | None
 
 
 class LoadedSources:
-    """Marks of the trainer's own files, of all loaded modules' files, and of the installed distributions.
+    """Stores marks of the trainer's own files, of all loaded modules' files, and of the installed distributions.
 
-    Create this object before the imports, and call `add_modules` after them: a change of the trainer or of a
-    distribution during the imports is then noticed, too.
+    Create this object before the imports, and call `add_modules` after them. Then a change of the trainer or of a
+    distribution during the imports is found, too.
     """
 
     def __init__(self) -> None:

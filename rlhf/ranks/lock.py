@@ -96,8 +96,8 @@ def run_lock(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> Iterator[None]:
 def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]:
     """Lock the run directory, on each node's disk if there are several, for all ranks of one launch. Collective.
 
-    The first rank to lock a directory writes the launch into the lock file. The other ranks then share the lock, which
-    is free when the last rank has left or died.
+    The first rank that locks a directory writes the launch into the lock file. The other ranks then share the lock. The
+    lock is free when the last rank has left or died.
 
     Raises:
         UserError: on every rank, if another run has a lock. Nothing is written but the lock file.

@@ -57,7 +57,7 @@ def configure_logging(rank: int | None = None, handler: logging.Handler | None =
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
     if rank is not None:
-        # transformers reads the environment variable at import, which has happened in a rank.
+        # transformers reads the environment variable only at its import, and a forked rank has imported it already.
         from transformers.utils import logging as of_transformers
 
         if _VERBOSITY not in os.environ:

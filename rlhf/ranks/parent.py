@@ -1,4 +1,4 @@
-"""Makes a process die with its parent, and identifies processes and machines uniquely, since ids are reused."""
+"""Makes a process die with its parent, and identifies processes and machines uniquely, because ids are reused."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ PARENT_PID = "RLHF_PARENT_PID"
 KEEPER = "RLHF_SERVER_KEEPER"
 """Path of the socket of the process that keeps a run's rollout servers; set by the supervisor."""
 LAUNCH = "RLHF_LAUNCH"
-"""Name of a scheduler's job, the same in all its attempts, also after it was requeued."""
+"""Variable with the name of a scheduler's job. The name is the same in all attempts, also after a requeue."""
 STOPPED = ("T", "t")
 """States (`state_of`) of a process that a signal or a debugger has stopped."""
 _PR_SET_PDEATHSIG = 1

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.printable import printable
 
 PROGRESS_FD = "RLHF_PROGRESS_FD"
-"""File descriptor of the pipe in a rank. Without this variable (torchrun, a debugger) nobody reads progress."""
+"""Variable with the file descriptor of the pipe in a rank. Without it (torchrun, a debugger), nobody reads progress."""
 _LOST = (errno.EAGAIN, errno.EPIPE, errno.EBADF)
 _TOO_MANY = 1 << 63
 """Greater than every count, and small enough for a float."""
@@ -26,7 +26,7 @@ class ProgressDisplay:
         """Show the metrics of a finished step; step 0 is the evaluation before training."""
 
     def phase(self, rank: int, step: int, name: str, done: int, total: int) -> None:
-        """Show that a rank has `done` of `total` parts of a phase; a `total` of 0 counts no parts."""
+        """Show that a rank has finished `done` of `total` parts of a phase. If `total` is 0, show no counts."""
 
 
 class ProgressPipe(ProgressDisplay):
@@ -53,7 +53,7 @@ class ProgressPipe(ProgressDisplay):
 
     def _send(self, *message: object) -> None:
         line = json.dumps(message).encode() + b"\n"
-        if len(line) > select.PIPE_BUF:  # the kernel may mix longer lines with another rank's
+        if len(line) > select.PIPE_BUF:  # the kernel may mix longer lines with lines of another rank
             return
         try:
             os.write(self._fd, line)

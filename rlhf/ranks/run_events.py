@@ -1,7 +1,7 @@
 """Appends to and reads events.jsonl: the starts, saves, crashes and ends of a run, with their causes.
 
-The supervisor and the first rank append, each event with one write. Nothing is synced or cut: a reader in another
-process, which takes no lock, sees the whole life of the run, also after kills.
+The supervisor and the first rank append, each event with one write, without a sync. The file is never cut, so readers
+in other processes, which take no lock, see all events of the run, also after kills.
 """
 
 import json

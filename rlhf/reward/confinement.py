@@ -151,8 +151,8 @@ def _threads_of_this_user() -> int:
 
 
 def _drop_privileges(uid: int, own: str, writes: bool, missing: list[str]) -> bool:
-    """Drop all capabilities. Root becomes user `uid`, who may read any file, and write any file if `writes`. The kernel
-    does not limit the number of root's processes, and they could harm the trainer. Return whether the user changed."""
+    """Drop all capabilities. Root becomes user `uid`, who may read any file, and write any file if `writes`. A process
+    of root has no limit on child processes and could harm the trainer. Return whether the user changed."""
     if os.geteuid() != 0:
         kernel.set_capabilities(0)
         return False

@@ -26,8 +26,8 @@ class RewardModel(Scorer):
     Args:
         module: from `load_reward_model`, on `device`.
         tokenizer: the reward model's own. It renders the chat by its template; without one, the texts are joined.
-        config: the last `max_length` tokens of a chat are read, or fewer if the model or its tokenizer allow fewer.
-        day: printed by a chat template that prints the date. A resume on a later day must give the same scores.
+        config: the model reads the last `max_length` tokens of a chat, or fewer if it or its tokenizer allow fewer.
+        day: the day for a chat template that prints the date, so that a resume on a later day gives the same scores.
         on_device: the engine's context in which `module` can be called.
     """
 
@@ -113,7 +113,7 @@ class RewardModel(Scorer):
 
     def _packed(self, sequences: list[list[int]]) -> list[float]:
         rows = lay_out(self._module, self._tensor(sequences, 0), [len(s) for s in sequences])
-        # The model returns one score per row. Its head returns one per token, which a hook records.
+        # The model returns one score per row. Its head returns one score per token, which a hook records.
         head = head_of(self._module)
         assert head is not None
         of_tokens: list[torch.Tensor] = []

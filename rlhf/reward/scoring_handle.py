@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 MAX_REPLY_BYTES = 1 << 20
 MAX_OUTPUT_BYTES = 1 << 20
-"""Bytes of the process' output that are shown per request."""
+"""For each request, show at most this many bytes of the process' output."""
 _NUMBERS = (float, int)
 _KINDS: dict[str, tuple[type, ...]] = {"score": (float, int, type(None))}
 _KINDS |= dict.fromkeys(("timed_out", "failed", "user", "limit"), (bool,))
@@ -86,7 +86,7 @@ class ScoringProcess:
         if self.stopped:
             self.kill()
             raise ProcessDiedError("closed")
-        # Random, not a count: code in a response could otherwise write the reply to the next request in advance.
+        # The number is random, so that code in a response cannot write the reply to the next request in advance.
         number = secrets.token_hex(8)
         body = {NUMBER: number, "items": [request_format.fields(item) for item in items]}
         timeout_s = request_format.timeout_s(self._config.timeout_s, len(items))
@@ -98,11 +98,11 @@ class ScoringProcess:
         config = self._config
         writable = [str(Path(path).expanduser().absolute()) for path in config.writable]
         confinement = Confinement(config.memory_gb, config.network, writable)
-        # -P: the working directory comes last in PYTHONPATH, so that nothing in it shadows a module of the trainer.
+        # -P: do not import from the working directory first, where a file could shadow a module of the trainer.
         command = [sys.executable, "-P", "-m", "rlhf.reward.scoring_process", self._verifier, str(os.getpid())]
         command += [json.dumps(dataclasses.asdict(confinement)), str(config.timeout_s)]
-        # Own session: the trainer handles Ctrl-C, and a kill reaches all processes that the user's code started. Its
-        # output is a pipe, not the trainer's log: a process with the log open could truncate it.
+        # New session: only the trainer receives Ctrl-C, and a kill reaches all processes that the user's code started.
+        # The output goes to a pipe, because a process with the trainer's log open could truncate the log.
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -181,7 +181,7 @@ class ScoringProcess:
             raise ProcessDiedError(how, killed=status == -signal.SIGKILL) from error
 
     def _has_unrequested_reply(self, from_child: int) -> bool:
-        """Return whether output waits before a request is sent. It would pass for the reply."""
+        """Return whether output waits before a request is sent. The output could pass for the reply."""
         poll = select.poll()
         poll.register(from_child, select.POLLIN)
         return bool(self._unread) or any(events & select.POLLIN for _, events in poll.poll(0))

@@ -104,7 +104,7 @@ def evaluates_answers(data_source: str, settings: dict[str, Any]) -> bool:
     """
     import inspect
 
-    # The whole class: any of its methods may do the scoring.
+    # Read the whole class, because any of its methods may do the scoring.
     source = inspect.getsource(type(gym_dataset(data_source, settings)))
     return _COMPUTES.search(source) is not None
 

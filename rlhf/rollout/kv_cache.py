@@ -64,7 +64,7 @@ class RowLayer(CacheLayerMixin):
         """Allocate buffers with the heads and sizes of `like`, and move the present tokens to end at column `end`."""
         buffers = []
         for old, pattern in ((self.keys, like.keys), (self.values, like.values)):
-            # Zeros, not empty: a masked column is multiplied by 0, and 0 times an uninitialized NaN is NaN.
+            # Fill with zeros: a masked column is multiplied by 0, and 0 times an uninitialized NaN is NaN.
             new = pattern.new_zeros(rows, pattern.shape[1], columns, pattern.shape[3])
             if old is not None:
                 span = self.span

@@ -22,7 +22,7 @@ from rlhf.storage.layout import MANIFEST, step_of
 from rlhf.storage.reading import CheckedFiles, read_regular
 
 LARGEST_BYTES = 256 << 20
-"""Upper limit of a manifest's size: the hashes of 30 TB."""
+"""Upper limit of a manifest's bytes, which suffices for the hashes of 30 TB."""
 BLOCKS_AT_A_TIME = 64
 """Blocks verified between two progress reports."""
 DOMAINS = "domains"
@@ -33,8 +33,8 @@ DOMAINS = "domains"
 class Manifest:
     """Lists a checkpoint's contents. `files` maps each path to its size and hashes.
 
-    Where nodes have their own disks, each disk has the same manifest, and `DOMAINS` of a file lists the domains that
-    have it. `threads` are the CPU threads of each rank; the bits of results depend on them. `numerics` is the numerics
+    If nodes have their own disks, each disk has the same manifest, and `DOMAINS` of a file lists the domains that have
+    the file. `threads` are the CPU threads of each rank; the bits of results depend on them. `numerics` is the numerics
     version (`rlhf.numerics`) of the release that saved the checkpoint. `format` is the stored format, but the fields
     are always those of the newest format (see `formats`). `fingerprints` map each setting that names files (such as
     `model.path`), by its name in this release, to a hash of the files. `linked` maps each folder of hard links to the

@@ -88,8 +88,8 @@ def abort_save(
 def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
     """Complete commits that a kill interrupted after some storage domains had renamed their directories.
 
-    The other domains have sealed theirs: a domain renames only after all domains have sealed. Collective; call this
-    only while no save is in flight.
+    The other domains have sealed their directories, because a domain renames only after all domains have sealed.
+    Collective; call this only while no save is in flight.
     """
     if not any(coordinator.on_domain_leaders(lambda: _sealed(run_dir))):
         return

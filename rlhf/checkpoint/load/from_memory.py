@@ -28,9 +28,9 @@ class MemoryPlace:
 def locate_snapshot(path: Path, place: MemoryPlace, run_dir: Path, last_step: int) -> FileLocations:
     """Locate the files of the snapshot at `path`. Collective.
 
-    Raises Stale unless the nodes together have all files, the run has `last_step` steps or fewer until there, and the
-    metric history in `run_dir` still has the snapshot's records. The history lacks records if a rollback has rejected
-    them, or a user has restored the run directory from a copy. Raises DamagedCheckpoint for a damaged snapshot.
+    Raises Stale unless the nodes together have all files, the snapshot's step is at most `last_step`, and the metric
+    history in `run_dir` still has the snapshot's records. The history lacks records if a rollback has rejected them, or
+    a user has restored the run directory from a copy. Raises DamagedCheckpoint for a damaged snapshot.
     """
     located = locate_files(path, place.coordinator)
     if located.missing and located.may_be_elsewhere:

@@ -21,7 +21,7 @@ from rlhf.storage.layout import MANIFEST, RUN_FILE, TEMPORARY, fresh_name
 
 log = logging.getLogger(__name__)
 CHECK_S = 30.0
-"""Seconds after which a rank counts as unable to read the remote."""
+"""A rank that gets no answer for this many seconds counts as unable to read the remote."""
 DOWNLOAD_S = 600.0
 """Seconds without progress after which a rank gives up retrying a file."""
 DISK, NETWORK, DAMAGE, STOPPED = range(4)
@@ -101,7 +101,7 @@ class _Download:
             in_threads([partial(self._fetch, store, self._temporary, name, entry) for name, entry in part], THREADS)
             for name in RUN_FILES if self._coordinator.is_leader else ():
                 self._fetch_run_file(store, name)
-        except BaseException as error:  # the other ranks wait for this rank's report
+        except BaseException as error:  # return the error: the other ranks wait for this rank's report
             return _fault(error)
         return None
 
@@ -151,8 +151,8 @@ class _Download:
 
     def _publish(self) -> Fault | None:
         try:
-            # Rename these before the checkpoint: after a kill in between, the next start finds no checkpoint and
-            # downloads again.
+            # Rename the run files before the checkpoint. After a kill in between, the next start finds no checkpoint
+            # and downloads again.
             for name in self._run_files:
                 if name != RUN_FILE or not (self._run_dir / RUN_FILE).exists():
                     rename_durably(self._run_temporary / RUN_FILES[name], self._run_dir / name)

@@ -38,7 +38,7 @@ from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, step_dir, step_of
 log = logging.getLogger(__name__)
 CHUNK = 8 << 20
 THREADS = 4
-"""Files sent or received at the same time."""
+"""Number of files that are sent or received at the same time."""
 COPY = "remote.json"
 RUN_FILES = {RUN_FILE: f"run/{RUN_FILE}", HISTORY: f"run/{HISTORY}"}
 """Files of the run directory that every copy includes -> their names in the copy."""
@@ -98,7 +98,7 @@ class RemoteStore:
                 return False
             return True
         if not self._fs.async_impl and type(self._fs).pipe_file is AbstractFileSystem.pipe_file:
-            return False  # fsspec's fallback checks, then writes: not atomic
+            return False  # fsspec would check for the object and then write it, which is not atomic
         try:
             self._fs.pipe_file(path, content, mode="create")
         except (OSError, NotImplementedError) as error:
@@ -141,7 +141,7 @@ class RemoteStore:
         return sorted(Path(entry["name"].rstrip("/")).name for entry in entries)
 
     def _entries(self) -> list[dict[str, Any]]:
-        # Not find() or exists(): on a network failure they report that nothing exists.
+        # Do not use find() or exists(): after a network failure, they report that nothing exists.
         try:
             return self._fs.ls(self._root, detail=True)
         except FileNotFoundError:

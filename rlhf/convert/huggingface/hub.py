@@ -28,9 +28,9 @@ WAITS_S = (1.0, 5.0, 20.0)
 FILES_AT_A_TIME = 4
 """Weights files per upload call. A killed upload loses at most one such group."""
 TRANSIENT = {408, 409, 412, 429, 500, 502, 503, 504}
-"""Status codes that are retried: the server is busy, or another commit came first."""
+"""Status codes after which to retry: the server is busy, or another commit came first."""
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Files that an upload replaces: the repository must not keep the weights of an older model."""
+"""Files that the commit replaces or deletes, because the repository must not keep the weights of an older model."""
 
 
 def prepare_repository(repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
@@ -40,7 +40,7 @@ def prepare_repository(repo_id: str, *, private: bool = False, revision: str | N
     no permission, an invalid name, no connection), and for `private` if the repository is public.
     """
     with _client(repo_id) as api:
-        # None without `private`: an organization may have its own default.
+        # Without `private`, pass None, because an organization may have its own default.
         url = _with_retries(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True))
         if private and not _with_retries(lambda: api.repo_info(url.repo_id)).private:
             raise UserError(
@@ -125,8 +125,8 @@ def _send(
     gone: list[CommitOperationDelete] = []
     head = None
     if any(map(_WEIGHTS.fullmatch, files)):
-        # The Hub rejects the later of two concurrent uploads, which then retries; otherwise both models' weights would
-        # stay.
+        # With a parent commit, the Hub rejects the later of two concurrent uploads, which then retries. Otherwise the
+        # repository would keep the weights of both models.
         head = api.repo_info(repo_id, revision=revision).sha
         there = api.list_repo_files(repo_id, revision=revision)
         gone = [CommitOperationDelete(name) for name in there if _WEIGHTS.fullmatch(name) and name not in files]
@@ -171,7 +171,7 @@ def _client(repo_id: str) -> "Iterator[HfApi]":
             f"{repo_id}: no token for the Hub. Log in with `hf auth login`, or set HF_TOKEN to a token that may write."
         )
     verbosity, bars = hub_logging.get_verbosity(), sys.stderr.isatty()
-    # huggingface_hub's log shows URLs, which may be signed; our messages have the relevant part.
+    # huggingface_hub logs URLs, which may contain signatures. Our messages have the relevant part.
     hub_logging.set_verbosity_error()
     huggingface_hub.set_client_factory(_with_deadline)
     if not bars:

@@ -22,8 +22,8 @@ REQUIRED = [
     *("--generation-config", "vllm"),  # otherwise the model's file adds stop tokens and penalties
     *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
 ]
-# By default vLLM takes a fraction of the machine's memory and fails to start if others use it. Unused pages stay
-# untouched.
+# By default vLLM takes a fraction of the machine's memory, and fails to start if other programs use it. Pages of the
+# cache that are never used take no memory.
 CPU_DEFAULTS = ["--kv-cache-memory-bytes", str(1 << 30)]
 # Seeded requests fail in chunked prefill on a CPU.
 CPU_REQUIRED = ["--enforce-eager", "--no-enable-chunked-prefill"]
@@ -71,7 +71,7 @@ def main() -> None:
             VARIABLE,
         )
     if current_platform.is_cpu():
-        # torch.compile would build two small functions in the first generation; that costs more than it saves.
+        # torch.compile would build two small functions in the first generation, which takes more time than it saves.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
     sys.argv = ["rlhf.rollout.servers", *server_flags(sys.argv[1:], current_platform.is_cpu(), has_secret)]
     serve()

@@ -25,7 +25,7 @@ SHOWN = 200  # maximal number of characters of an answer in an error
 
 
 class ServerFailure(Exception):
-    """The server sent no valid answer. `hung`: nothing came before the deadline."""
+    """The server sent no valid answer. `hung`: no answer came before the deadline."""
 
     def __init__(self, reason: str, *, hung: bool = False) -> None:
         super().__init__(reason)

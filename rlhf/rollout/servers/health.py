@@ -59,7 +59,7 @@ class ServerHealth:
 
         start: end the process if it still runs, start it, and call `started`.
         probe: call `probing`, and ask for the label. count: call `counting`, ask for the token count, call `counted`.
-        push: send weights as soon as there are any. give_up: the budget is spent.
+        push: send weights as soon as the caller has weights. give_up: the budget of failures is spent.
         """
         if self._budget.spent:
             return "give_up"
@@ -90,7 +90,7 @@ class ServerHealth:
 
     def probing(self, now: float) -> None:
         if self.state == "dead":
-            # A process of this run that is alive needs no time to start.
+            # If a process of this run answers, it needs no time to start.
             s = self._settings
             self._become_starting(now, s.answer_timeout_s if self._ours else s.start_timeout_s)
         self._next_probe = now + (PROBE_EVERY_S if self.state == "starting" else WATCH_EVERY_S)

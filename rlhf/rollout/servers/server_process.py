@@ -107,7 +107,7 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
 def environment(
     rank: Mapping[str, str], device: torch.device, gpus: Sequence[int | str], secret: Secret
 ) -> dict[str, str]:
-    """Return a server's environment: the starting rank's without rank variables, with the secret and the GPUs."""
+    """Return a server's environment: the rank's without its rank variables, and with the secret and the GPUs."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # seldom needed, and slow to import
 
     kept = {name: value for name, value in rank.items() if not name.startswith(_OF_THE_RANK)}

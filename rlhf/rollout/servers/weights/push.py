@@ -26,7 +26,7 @@ Bucket = dict[str, Tensor]
 class Route(Protocol):
     """Sends buckets to servers that expect them."""
 
-    device: torch.device  # device of a bucket when it is sent
+    device: torch.device  # device on which a bucket must be when it is sent
 
     def send(self, bucket: Bucket, urls: Sequence[str]) -> dict[str, str]:
         """Send the bucket to each of `urls`; return the errors of servers that did not load the bucket."""
