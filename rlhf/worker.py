@@ -14,7 +14,7 @@ from typing import Literal
 from rlhf.ranks.parent import SUPERVISOR_PID, die_with_parent
 
 if __name__ == "__main__":
-    # Before the slow imports: if the supervisor dies during them, this rank must die as well.
+    # Call this before the slow imports: if the supervisor dies during the imports, this rank must die, too.
     die_with_parent()
 
 import torch
@@ -120,7 +120,7 @@ def main(run_dir: Path, *, evaluates: bool = False) -> int:
         device = _join(config)
         (evaluate if evaluates else run)(config, device, _coordinator(config), status, shown)
 
-    # So that lines that the user's functions print appear at once, and are not lost if this process dies.
+    # Then lines that the user's functions print appear at once, and are not lost if this process dies.
     write_whole_lines()
     configure_logging(rank())
     return _guarded(work)
@@ -203,5 +203,5 @@ if __name__ == "__main__":
     logging.shutdown()
     with suppress(OSError, ValueError):  # the process that reads stdout may be dead
         sys.stdout.flush()
-    # Not sys.exit: after an error, threads of the process group may wait forever for dead peers.
+    # Do not use sys.exit: after an error, threads of the process group may wait forever for dead peers.
     os._exit(code)

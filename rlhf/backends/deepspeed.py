@@ -181,7 +181,7 @@ def import_deepspeed(device: torch.device) -> Any:
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
     # On a CPU, DeepSpeed would compile an op that only inference uses: needs ninja, a C++ compiler and half a minute.
     deepspeed.ops.__compatible_ops__ = {}
-    # Otherwise DeepSpeed creates another process group, to which trainer.collective_timeout_s does not apply.
+    # Give DeepSpeed our process group. Its own group would not have the timeout trainer.collective_timeout_s.
     groups._WORLD_GROUP = dims.everyone().group
     return deepspeed
 

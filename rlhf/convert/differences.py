@@ -16,7 +16,7 @@ from rlhf.storage.hf_layout import MODEL_CONFIG
 from rlhf.storage.layout import CONFIG, DRIVER_STATE
 
 RANGE_BYTES = 16 << 20
-"""Bytes of a tensor that are compared at once."""
+"""Compare at most this many bytes of a tensor at once."""
 ABSENT = "(none)"
 """Stands for a value that one of the two checkpoints lacks."""
 

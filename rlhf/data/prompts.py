@@ -90,7 +90,7 @@ class PromptsInMemory:
             digest.add(row, np.asarray(token_ids, "<i4"))
             self._rows.append(row)
             kept.append(token_ids)
-        # One flat array: a list of lists costs eight times the memory.
+        # Store one flat array, because a list of lists needs eight times the memory.
         self._ends = np.cumsum([len(token_ids) for token_ids in kept], dtype=np.int64)
         self._tokens = np.fromiter(chain.from_iterable(kept), dtype=np.int32, count=sum(map(len, kept)))
         self.fingerprint, self.tokens_fingerprint = digest.of_rows(), digest.of_tokens()

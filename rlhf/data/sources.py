@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 NO_ENVIRONMENTS = EnvConfig()
 EARLY_CHECK_S = 0.7
-"""Seconds to check rows of a set before models load. The ranks check all rows."""
+"""Before models load, check rows of a set for at most this many seconds. Later the ranks check all rows."""
 
 _TRAIN, _VAL, _GYM = "data.train_files", "data.val_files", "data.reasoning_gym"
 
@@ -154,7 +154,7 @@ def _file_set(
             return PromptSet(cached_prompts(folder, sources, read, tokenizer, limit, other_inputs), limit)
         except NotPlain as error:
             log.warning("%s, so every rank stores all prompts of %s in its own memory.", error, setting)
-    if custom:  # not cached: nobody knows all that the code depends on
+    if custom:  # do not cache, because the result may depend on anything that the user's code reads
         rows = list(_rows(data, reward, env, custom_records(data, sources, tokenizer, seed, max_samples)))
     else:
         rows = list(islice(_read(data, reward, env, sources), max_samples))

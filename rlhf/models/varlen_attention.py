@@ -45,7 +45,8 @@ def varlen_attention(
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         return None
     longest = options["max_length_q"]
-    # A mask that is limited in another way than by a sliding window, such as by chunks, is as long as it allows.
+    # `limit` may come from another kind of mask than a sliding window, such as chunks. Then the kernel fits only rows
+    # whose sequences are all within `limit`.
     if limit is not None and limit != options.get("sliding_window") and longest > limit:
         return None
     window = (-1 if limit is None or longest <= limit else limit - 1, 0)
@@ -120,6 +121,6 @@ def _mask(queries: Tensor, before: int) -> Tensor:
 
 
 def _with_gradients(output: Tensor, rows: list[Tensor]) -> list[Tensor]:
-    # Weights that differ by token and by element, so that a gradient at a wrong place shows.
+    # Use weights that differ by token and by element, so that a gradient at a wrong place shows.
     weights = torch.arange(output.numel(), device=output.device).view(output.shape).double().sin().float()
     return [output.detach(), *torch.autograd.grad((output.float() * weights).sum(), rows)]

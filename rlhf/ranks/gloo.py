@@ -22,9 +22,9 @@ def _collective() -> Iterator[None]:
 
 
 class GlooTransport(Transport):
-    """`Transport` over a gloo group of its own; a world of one rank if torch.distributed is not initialized.
+    """Sends over a separate gloo group; without torch.distributed, the world has one rank.
 
-    `timeout` is for each call; None is the timeout of the training's group.
+    `timeout` is for each call; None means the timeout of the training's group.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
@@ -32,7 +32,8 @@ class GlooTransport(Transport):
         if dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if self.world_size > 1:
-                # On the training group, these calls would have to keep one order with its tensor collectives.
+                # Use a group of its own: in the training's group, these calls and the collectives for tensors would
+                # have to come in the same order on every rank.
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def duplicate(self, timeout: timedelta) -> "GlooTransport":

@@ -20,7 +20,7 @@ def with_keep_alive(
     """Run `action` on every rank, and return this rank's result when `action` has ended on all ranks. Collective.
 
     Args:
-        action: runs in a thread, longer than the timeout of a collective call if need be. It raises nothing.
+        action: runs in a thread, and may take longer than the timeout of a collective call. It must not raise.
         failed: returns whether a result is a failure.
         stop: makes this rank's `action` end; called if `action` has failed on another rank.
     """

@@ -1,4 +1,4 @@
-"""Learns on which machine and GPU each rank runs, before the ranks connect to each other."""
+"""Finds out on which machine and GPU each rank runs, before the ranks connect to each other."""
 
 import json
 import os

@@ -19,7 +19,7 @@ from rlhf.rollout.sample_codec import from_arrays, to_arrays
 DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "uint8": torch.uint8}
 """Types that ranks can exchange, by name."""
 RESPONSE = "response."
-"""Prefix of the tensors with the responses so far of requests."""
+"""Prefix of the names of tensors that contain the requests' responses so far."""
 
 
 def gather_requests(

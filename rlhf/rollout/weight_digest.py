@@ -16,7 +16,7 @@ Digests = Mapping[str, Digest]
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CPU_CHUNK, _GPU_CHUNK = 1 << 17, 1 << 21  # elements summed at once; each needs up to 32 bytes beside the weights
 _MASK = (1 << 64) - 1
-# Odd, and 3 modulo 8: then the powers of two words' places differ in a low bit, so a swap changes the place sum.
+# An odd number that is 3 modulo 8. So its powers for two places differ in a low bit, and a swap changes the place sum.
 _BASE = 0x9E3779B97F4A7C13
 _SHOWN = 8
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-# Long enough to contain a record, and to differ between runs and attempts, since records contain times.
+# Long enough to contain a record, which has times and so differs between runs and attempts.
 TAIL = 4096
 _STEP_FIRST = re.compile(rb'\{"step": (\d+)[,}]')
 

@@ -18,7 +18,7 @@ from rlhf.storage.boxes import Box, boxes_of, range_box, strides_of
 ROW_BYTES = 24
 _ROW = np.dtype("<i8")
 _AT_A_TIME = 256
-"""Number of boxes compared with all boxes in one NumPy operation."""
+"""One NumPy operation compares this many boxes with all boxes."""
 Rows = NDArray[np.int64]
 """[n, 3] rows of an index."""
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -123,7 +123,7 @@ def _dimensions(number: NDArray[np.int64], ndim: NDArray[np.int64]) -> NDArray[n
 
 
 def find_uncovered(parts: Parts, table: Table) -> int | None:
-    """Return the number of the first tensor found that the parts do not cover exactly once; None if all are covered."""
+    """Return the number of a tensor that the parts do not cover exactly once; None if they cover all tensors once."""
     if len(parts.row) == len(parts.rows):  # with one row per shard, no shard is a box
         return find_uncovered_range(parts.rows, table.sizes)
     with_boxes = np.zeros(len(table.shapes), dtype=bool)
@@ -148,9 +148,9 @@ def _by_tensor(tensor: NDArray[np.int64], which: NDArray[np.intp]) -> Iterator[t
 
 
 def find_uncovered_range(ranges: Rows, sizes: NDArray[np.int64], first: NDArray[np.int64] | None = None) -> int | None:
-    """Return the number of a tensor of which the ranges do not cover all wanted elements exactly once; None if none.
-    `ranges` are [n, 3] (tensor, start, stop). `sizes` [tensors] are the numbers of wanted elements, `first` [tensors]
-    the first wanted elements (None for 0)."""
+    """Return the number of a tensor whose wanted elements the ranges do not cover exactly once; None without such a
+    tensor. `ranges` are [n, 3] (tensor, start, stop). `sizes` [tensors] are the numbers of wanted elements, `first`
+    [tensors] the first wanted elements (None for 0)."""
     first = np.zeros_like(sizes) if first is None else first
     ranges = ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))]
     number, start, stop = ranges.T

@@ -20,7 +20,8 @@ from rlhf.storage.disk_errors import DamagedCheckpoint, is_unreadable
 from rlhf.storage.hashing import BLOCK, HASH_DIGITS
 
 THREADS = 4
-# Bytes per read, which stay in the processor's cache until hashed, and size of scratch memory for unwanted bytes.
+# Bytes per read: so few that they stay in the processor's cache until they are hashed. Also the size of the scratch
+# memory for unwanted bytes.
 PART = 256 << 10
 BUFFERS_PER_READ = min(1024, os.sysconf("SC_IOV_MAX"))
 

@@ -23,7 +23,7 @@ SHOWN = (
     *((each.metric, each.label, each.format) for each in (ACCURACY, REWARD)),
     ("perf/tokens_per_second", "tokens/s", ",.0f"),
 )
-"""Shown metrics with labels and formats. A run has only one of the two evaluation metrics."""
+"""Metrics to show, with labels and formats. A run has only one of the two evaluation metrics."""
 EVALUATED = {ACCURACY.metric, REWARD.metric}
 LONGEST_BAR, SHORTEST_BAR = 30, 10
 _NEVER = -math.inf
@@ -120,7 +120,7 @@ class Progress(ProgressDisplay):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType | Segment]:
         """Render the bar and, below it, an empty line for the cursor. If this process dies, the shell writes there."""
-        # Leave the last column free: some terminals wrap when it is written.
+        # Leave the last column free, because some terminals wrap a line that fills it.
         width = options.max_width - 1
         head = self._where(self._step) if self.started else ""
         parts = self._fitting(width - cell_len(head) - (SHORTEST_BAR + 1 if head else 0))

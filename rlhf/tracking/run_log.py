@@ -40,7 +40,7 @@ class RunLog:
         self._saved: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the end of the history. Return nothing before `start`: a resume cuts the history only there."""
+        """Return the end of the history; nothing before `start`, because a resume cuts the history in `start`."""
         return self._tracker.state_dict() if self._tracker is not None and self._started else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

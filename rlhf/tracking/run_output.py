@@ -28,8 +28,8 @@ _MOST_EARLY_LINES = 10_000
 
 
 class _Console(Console):
-    """Reads the size from the terminal itself, raises OSError when the terminal is lost, and never hides the cursor,
-    because a killed process could not show the cursor again."""
+    """Reads the size from the terminal itself. Raises OSError if the terminal is lost. Never hides the cursor, because
+    a killed process could not show it again."""
 
     @property
     def size(self) -> ConsoleDimensions:

@@ -75,7 +75,7 @@ class SampleFiles:
 
 
 def _is_sample(value: Any) -> TypeGuard[ShownSample]:
-    """Return whether a line has the fields that are shown and sorted by."""
+    """Return whether a line has the fields that tables show and sort by."""
     if not isinstance(value, dict) or not isinstance(value.get("response"), str):
         return False
     numbers = value.get("score"), value.get("advantage") or 0.0

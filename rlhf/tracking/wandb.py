@@ -68,7 +68,7 @@ class Wandb:
         with _without_arguments():
             self._run = wandb.init(
                 id=self.run_id,
-                # Not "must": wandb creates a run now if its first start didn't reach the server.
+                # Do not use "must": if the run's first start did not reach the server, wandb must create the run now.
                 resume="allow",
                 project=self.trainer.project_name,
                 name=self.trainer.experiment_name,
@@ -87,7 +87,7 @@ class Wandb:
             import wandb
 
             rows = self.table.of(step)
-            # Not a wandb.Table: a Table is an artifact, which needs requests to the server during the training.
+            # Do not use wandb.Table: a Table is an artifact, which needs requests to the server during the training.
             table = {GENERATIONS: wandb.Html(html_table(self.table.COLUMNS, rows))} if rows else {}
             self._run.log(metrics | table, step=step, commit=True)
 
@@ -111,7 +111,7 @@ class Wandb:
 
     @staticmethod
     def _on_stop_button() -> None:
-        # wandb would raise KeyboardInterrupt in the main thread, which the supervisor restarts like a crash.
+        # wandb would raise KeyboardInterrupt in the main thread, and the supervisor would restart the ranks.
         logger.warning(
             "stop was pressed on the wandb page; to stop the run, send SIGTERM to the command that started it"
         )

@@ -1,6 +1,6 @@
 """Prepares a run's directories before the start, one in each storage domain. Imports no torch.
 
-Since the last start, nodes may have been swapped, have an empty disk, or have been killed during a commit.
+Since the last start, nodes may have been swapped, may have a new empty disk, or were killed during a commit.
 """
 
 import logging
@@ -87,7 +87,7 @@ def finished_step(
     run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, coordinator: Coordinator
 ) -> int | None:
     """Return the last step of a finished and intact run that has passed `check_same_run`, else None. Collective. Raises
-    UserError when the run was finished with another model."""
+    UserError if the finished run had another model."""
     for path in published(run_dir, coordinator):
         try:
             located = locate_files(path, coordinator)
@@ -157,7 +157,7 @@ def _download_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> N
     if longest != 0:
         _move_to_driver(path, longest, lengths[longest], coordinator)
     if any(lengths[domain] for domain in lengths if domain != 0):
-        # Keep only one history: after the next swap, lines left behind could look like a newer history.
+        # Remove the other histories: after the next swap, an old history could look like a newer one.
         coordinator.on_domain_leaders(lambda: None if coordinator.is_leader else remove_file(path, missing_ok=True))
 
 
@@ -186,7 +186,7 @@ def _fork(run_dir: Path, source: Path, coordinator: Coordinator) -> dict[str, An
     drivers = coordinator.on_domain_leaders(lambda: directory.driver_state_of(source))
     coordinator.on_domain_leaders(lambda: directory.set_aside_for(run_dir, source))
     days = [(driver or {}).get(STARTED_ON) for driver in drivers]
-    # A new id: with the old id, trackers would drop steps that the old trajectory has logged.
+    # Make a new id: with the old id, trackers would drop steps that the old trajectory has logged.
     fork = coordinator.on_leader(lambda: {"resumed_from": str(source), "run_id": directory.new_run_id()})
-    # The source's start day: chat templates must print the same date as there.
+    # Keep the start day of the source, because chat templates must print the same date as in the source's run.
     return fork | {STARTED_ON: next((day for day in days if day), None) or coordinator.on_leader(directory.today)}

@@ -33,8 +33,8 @@ NOT_DECAYED: tuple[Callable[[str, tuple[int, ...]], bool], ...] = (
     lambda name, shape: "bias" in name,
     lambda name, shape: bool(re.search(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", name)),
 )
-"""Tests for parameters without weight decay, one per rule that the Trainer's releases have used. These parameters are
-the optimizer's second group."""
+"""Functions that find parameters without weight decay, one for each rule that releases of the Trainer have used. These
+parameters are the optimizer's second group."""
 
 
 def recognises(origin: Origin) -> bool:

@@ -308,7 +308,7 @@ class FleetLoop:
         for member in serving:
             others = [other.concurrency for other in serving if other is not member and other.concurrency.room > 0]
             room = sum(other.limit - other.in_flight for other in others)
-            # Samples of another trainer may wait, too.
+            # Take back only this trainer's samples, because samples of another trainer may wait, too.
             count = min(member.concurrency.waiting, len(member.tasks), room)
             # vLLM starts samples in the order in which they came, so the youngest wait.
             youngest = list(member.tasks)[len(member.tasks) - count :]

@@ -48,7 +48,7 @@ class WeightServer:
                 try:
                     super().handle()
                 except OSError:
-                    """The peer has gone, so there is nobody to report to."""
+                    """Do nothing: the peer has gone, so no process could receive a report."""
 
         self._server = ThreadingHTTPServer((address, 0), Handler)
         self._server.daemon_threads = True

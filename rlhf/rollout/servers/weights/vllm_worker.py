@@ -27,7 +27,7 @@ class ReceivingEngine(NCCLWeightTransferEngine):
     _sent: dict[str, Any] | None = None
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Leave an earlier NCCL group, whatever its state, and join the trainer's new group."""
+        """Leave an earlier NCCL group, which may be broken, and join the trainer's new group."""
         self.shutdown()
         super().init_transfer_engine(init_info)
 
@@ -44,8 +44,8 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         super().start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one bucket: download {url, size, xxh3_128, timeout_s}; leave anything else to NCCL. The last call has
-        {digests, dtype, label}: the digests of all weights sent."""
+        """Load one bucket: download {url, size, xxh3_128, timeout_s}, or receive any other bucket by NCCL. The last
+        call has {digests, dtype, label}: the digests of all weights that the trainer has sent."""
         if "digests" in update_info:
             self._sent = update_info
             return
