@@ -78,7 +78,7 @@ def _call(source: str, function: Callable[..., Any], *arguments: Any) -> Any:
     except (UserError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError):
         raise
     except Exception as error:
-        # Drop this frame, so that the traceback begins with the user's.
+        # Drop this frame, so that the traceback begins with the user's frame.
         theirs = error.__traceback__ and error.__traceback__.tb_next
         lines = "".join(traceback.format_exception(type(error), error, theirs)).rstrip()
         raise UserError(f"{source} raised an error, which ends the run. Fix the function.\n{lines}") from error

@@ -70,7 +70,7 @@ class Checkpointer:
         self._deleter = Deleter()
         copies = coordinator.is_leader and settings.remote is not None
         self._copies = RemoteCopies(run_dir, trainer, settings) if copies else None
-        # Created here, where all ranks call together: the thread must not use training's process groups.
+        # Create the group here, where all ranks call together. The thread must not use the training's process groups.
         timeout = timedelta(seconds=settings.timeout_s)
         self._background = coordinator.duplicate(timeout) if settings.async_save else None
         self._stager = Stager()

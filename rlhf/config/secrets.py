@@ -66,7 +66,7 @@ def hide(value: T, raw: Any, path: str = "RLHF", *, free: bool = False) -> T:
 def _item(raw: Any, key: Any) -> Any:
     try:
         return None if isinstance(raw, str) else raw[key]
-    except (KeyError, IndexError, TypeError):  # an interpolation made the whole mapping
+    except (KeyError, IndexError, TypeError):  # an interpolation stands for the whole mapping
         return None
 
 
@@ -85,7 +85,7 @@ def _from_text(value: str, text: str, path: str, free: bool) -> str:
 
 
 def _variable(path: str) -> str:
-    # The sum keeps keys such as `api-key` and `api_key` apart.
+    # Add a checksum, so that keys such as `api-key` and `api_key` get different names.
     return f"{re.sub(r'[^A-Z0-9]', '_', path.upper())}_{crc32(path.encode()):08X}_SECRET"
 
 

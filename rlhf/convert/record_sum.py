@@ -10,7 +10,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 
 COPY_AGAIN = "Copy the file again from where it was saved."
 AHEAD_BYTES = 1 << 20
-"""Bytes that are read at once for the checksum alone."""
+"""Bytes per read, if the bytes are needed only for the checksum."""
 
 
 @dataclass

@@ -57,7 +57,7 @@ class PromptStream:
         if not self._shuffle:
             return self._prompts[offset]
         if epoch != self._order_epoch:
-            # Sorts raw bits instead of Generator.permutation: only the bits are the same in all versions of NumPy.
+            # Sort raw bits instead of using Generator.permutation: only the bits are the same in all NumPy versions.
             bits = np.random.Philox(key=[self._seed, epoch]).random_raw(len(self._prompts))
             self._order_epoch, self._order = epoch, np.argsort(bits, kind="stable")
         return self._prompts[int(self._order[offset])]

@@ -27,7 +27,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes in the safetensors files of `folder` by name; empty without files, or if one is unreadable."""
     try:
         return {name: shape for file in sorted(folder.glob("model*.safetensors")) for name, shape in _header(file)}
-    # Loading reports what is wrong with the files.
+    # Ignore damaged files, because the load of the model reports them.
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
 

@@ -100,7 +100,7 @@ def stand_ins(headers: Mapping[str, FileTensor]) -> dict[str, Tensor]:
         dtype = DTYPES[tensor.dtype]
         dtype = torch.float32 if dtype.is_floating_point else dtype
         if dtype not in shared:
-            # All floats of the shared tensor differ: transformers treats equal tensors as one.
+            # All floats of the shared tensor must differ, because transformers treats equal tensors as one.
             shared[dtype] = torch.arange(extent, dtype=torch.float32).to(dtype)
         strides = range(1, len(tensor.shape) + 1)
         result[name] = shared[dtype].as_strided(tensor.shape, tuple(strides), offset)

@@ -59,8 +59,8 @@ def combination(config: Config, models: Models, plan: Plan) -> FittingChanges:
 def _from(config: Config, models: Models, target: Target, base: Sequence[Change]) -> FittingChanges | None:
     """Return the changes `base` with others that affect only speed or precision; None if the rules forbid `base`.
 
-    Make the first change in `TABLE` that brings the plan nearer to fitting, until none does. If the run then fits, take
-    each change back without which it fits too, the last first.
+    Make the first change in `TABLE` that brings the plan nearer to fitting, again and again, until no change does. If
+    the run then fits, undo each change that is not needed, the last change first.
     """
     steps, now = list(base), changed_config(config, dict(base))
     found = _plan(now, models, target)

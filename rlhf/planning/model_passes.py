@@ -63,8 +63,8 @@ class ModelPasses:
     def update(self, work: PassSize) -> dict[str, int]:
         """Return the bytes of an optimizer step, by use, at the point with the most memory.
 
-        The points are: the head's gradient with all activations, the backward pass of the last layer, that of the first
-        layer, the reduction of the embedding's gradient, the optimizer's step.
+        The points are: the head's gradient with all activations, the backward passes of the last and of the first
+        layer, the reduction of the embedding's gradient, and the optimizer's step.
         """
         cost, state = self.cost, self.state
         kept = cost.kept(work.tokens, work.longest, len(self.model.layers), checkpointing=self.checkpointing)

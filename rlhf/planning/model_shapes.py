@@ -160,7 +160,7 @@ class ModelShapes:
         return replace(self, weights=body | {VALUE_HEAD: (1, self.hidden), "score.bias": (1,)})
 
     def _size(self, *names: str) -> int | None:
-        """Return the first of these settings that is a number; of a list with one per layer, the largest."""
+        """Return the first of these settings that is a number, or the largest number of a list with one per layer."""
         for name in names:
             given = self.config.get(name)
             sizes = [size for size in (given if isinstance(given, list) else [given]) if isinstance(size, int)]

@@ -52,7 +52,7 @@ def vllm_token_bytes(model: ModelShapes, rollout: RolloutConfig, longest: int) -
 
 
 def free_share(device_memory: int, taken: int) -> float:
-    """Return the fraction of the memory, in steps of 0.05, beside `taken` bytes of training and a tenth of slack."""
+    """Return the fraction of the memory that `taken` bytes and a tenth of slack leave, in steps of 0.05."""
     share = math.floor(20 * (LARGEST_SHARE - taken / device_memory)) / 20
     return min(max(share, 0.05), LARGEST_SHARE)
 
@@ -72,7 +72,7 @@ def engine_memory(
 
     Args:
         device_memory: bytes of a GPU; None on a CPU, or if unknown.
-        taken: bytes of everything else on the GPU while vLLM's cache is there.
+        taken: bytes of everything else on the GPU while it has vLLM's cache.
         policy: the policy with adapters, if `model` is its base.
     """
     synced = _weight_sync(model, WIDTHS[rollout.engine_dtype], ranks)

@@ -106,7 +106,7 @@ def _plain(model: ModelShapes) -> TrainingState:
         4 * model.count,
         4 * MOMENTS * model.count,
         4 * model.count,
-        # The gradients of one micro-batch, each until it is added to the sum. A tied head's waits for the embedding's.
+        # Gradients of one micro-batch wait until they are added to the sum; a tied head's waits for the embedding's.
         head=4 * head,
         head_left=4 * head,
         layer=4 * max(map(elements, model.layers), default=0),

@@ -50,7 +50,7 @@ class SaveStatus:
 
 @dataclass(frozen=True)
 class PhaseStatus:
-    """A rank's phase in words for users, `done` of `total` parts of it (a `total` of 0 counts none), and its start."""
+    """A rank's phase in words for users, its start, and the number of its parts (`total` 0: it has no parts)."""
 
     name: str
     done: int
@@ -97,8 +97,9 @@ class StatusWriter:
     def event(self, step: int | None, event: str) -> None:
         """Write that `event` happens now, in `step` (None before the first step is known).
 
-        Events of threads other than the loop's are written in two cases. A background save's, from SAVE_BEGINS to
-        SAVE_ENDS, go to `save`. SCORED and WAITS_FOR_SCORE renew the time, because the loop waits for these threads.
+        Of other threads than the loop's, this method writes two kinds of events. Events of a background save, from
+        SAVE_BEGINS to SAVE_ENDS, go to `save`. SCORED and WAITS_FOR_SCORE renew the time, because the loop waits for
+        these threads.
         """
         thread, now = threading.get_ident(), time.monotonic()
         with self._lock:

@@ -17,8 +17,8 @@ class RequestFormat:
     """Batching and fields of the requests to one verifier. Its reward process reports the format when it is ready."""
 
     parts: str = SINGLE
-    """Samples of one request. `SINGLE`: one. `CONCURRENT`: an equal part for each process, which the process scores
-    concurrently. `PROMPT_GROUP`: all samples of one prompt."""
+    """Samples of one request. `SINGLE`: one sample. `CONCURRENT`: an equal part for each process, which scores these
+    samples concurrently. `PROMPT_GROUP`: all samples of one prompt."""
     messages: bool = False
     token_ids: bool = False
     """Whether to send the messages, and the token ids, of each sample."""
@@ -53,4 +53,4 @@ class RequestFormat:
 
 
 _OWN_TIMEOUTS_S = 2.0
-"""Added so that concurrent samples time out one by one, unless one sample blocks the others."""
+"""Extra seconds, so that concurrent samples time out one by one, unless one sample blocks the others."""

@@ -151,7 +151,7 @@ class _Loading:
         return self.outcome
 
     def request_rest(self) -> _Outcome:
-        """Add all that `read` reads to `wanted`."""
+        """Add all blocks that `read` reads to `wanted`."""
         self.wanted |= {name: self.files.blocks(name) for name in self._own_documents()}
         for part, folder, shards, what, setting in self._tensors():
             with self._recording_damage():
@@ -208,7 +208,7 @@ class _Loading:
             if name not in saved and self._rank == 0 and not self._manifest.imported:
                 log.warning("%s has no state of %s, which starts afresh.", self._path, name)
             stateful.load_state_dict(saved[name] if name in saved else json.loads(state.initial[name]))
-        # Last: nothing loaded afterwards may advance the generators.
+        # Restore the generators last, because other loads may advance them.
         if "extra" in self._contents:
             self._set_rng(seed)
 
@@ -247,7 +247,7 @@ class _Loading:
     def _open(self, part: str, folder: str, shards: Shards, what: str, setting: str) -> tuple[TensorReader, Shards]:
         """Open a folder of `_tensors`; also return `shards` as shards of the tensors in it."""
         if PurePosixPath(folder).name == HF_FOLDER:
-            # By the manifest, not by a directory listing: only files in the manifest can be verified.
+            # Take the names from the manifest, not from the directory: only files in the manifest can be verified.
             files = [f for f in map(PurePosixPath, self._manifest.files) if f.parent == PurePosixPath(folder)]
             weights = [f.name for f in files if f.suffix == ".safetensors"]
             reader = TensorReader.of_whole_tensors(self.files, folder, weights)
@@ -295,7 +295,7 @@ class _Loading:
             seed_everything(seed + self._manifest.step, self._rank)
             return
         if self._rng_file in self._documents:
-            # Promise 7: with the generators, everything is restored on which the next step depends.
+            # Promise 7: with the generators, the run has everything on which the next step depends.
             set_rng_state(self._documents[self._rng_file])
             return
         if self._rank == self._manifest.world_size and not self._manifest.imported:  # one warning for all ranks

@@ -17,7 +17,8 @@ ALIGNMENT = 64
 class Stager:
     """Copies the live tensors of a snapshot into memory that is reused from save to save.
 
-    New memory costs several times as much time as the copy, so a save allocates only if it needs more than all before.
+    To allocate memory takes several times as long as the copy, so a save allocates only if it needs more than any
+    earlier save.
     CUDA tensors go into page-locked memory on a separate stream. `remedy` is the setting that needs no copies.
     """
 
@@ -34,7 +35,7 @@ class Stager:
         written = [shards for folder, shards in snapshot.components.items() if folder not in linked]
         live = {folder: export for folder, export in snapshot.exports.items() if not export.is_copy}
         written += [export.shards for export in live.values()]
-        # An export's shards may also be a saved component's: one copy is enough.
+        # An export and a component may have the same shards. Copy them once.
         distinct = {id(shards): shards for shards in written}
         copies = iter(self._copies([s.local for shards in distinct.values() for s in shards.values() if s.saved_here]))
         staged = {

@@ -37,7 +37,7 @@ def make(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
             log.warning(
                 "trainer.overwrite=true: deleting the checkpoints up to step %s of %s.", step_of(existing[0]), run_dir
             )
-        point_to(run_dir, None)  # first: the pointer must never name a removed checkpoint
+        point_to(run_dir, None)  # remove the pointer first, which must never name a removed checkpoint
         for path in sorted(run_dir.iterdir()):
             if path.name not in LOCKS:
                 if path.is_dir() and not path.is_symlink():

@@ -32,7 +32,7 @@ def checkpoints_at(path: Path) -> list[Path]:
             return [path]
         if found := scan(path):
             return found
-        # A checkpoint copied or set aside under another name.
+        # Accept a checkpoint that was copied or set aside under another name.
         if (path / MANIFEST).is_file():
             return [path]
         what = "is not a directory" if os.path.lexists(path) else "does not exist"

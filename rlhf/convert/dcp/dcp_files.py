@@ -184,7 +184,7 @@ def read_metadata(path: Path) -> metadata.Metadata:
         found = _RestrictedUnpickler(io.BytesIO(content), path).load()
     except UserError:
         raise
-    except Exception as error:  # other files make the unpickler fail in any way
+    except Exception as error:  # the unpickler can raise anything for other kinds of files
         raise DamagedCheckpoint(f"{path} is truncated, or not metadata of a torch checkpoint: {error}") from None
     if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
         raise DamagedCheckpoint(f"{path} is not metadata of a torch checkpoint")
@@ -194,8 +194,8 @@ def read_metadata(path: Path) -> metadata.Metadata:
 class _RestrictedUnpickler(pickle._Unpickler):
     """Unpickles the allowed classes, and rejects all others by name.
 
-    In Python, not C: the C unpickler allocates as much memory as a pickle claims to need, and lets a pickle set
-    attributes of the allowed classes themselves, for the whole process.
+    Uses Python's unpickler, not the one in C, which allocates as much memory as a pickle claims to need, and lets a
+    pickle set attributes of the allowed classes themselves, for the whole process.
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
@@ -218,7 +218,7 @@ class _RestrictedUnpickler(pickle._Unpickler):
 
     def _build(self) -> None:
         made = self.stack[-2]  # type: ignore[attr-defined]
-        if callable(made) or isinstance(made, Enum):  # of the whole process, unlike an instance
+        if callable(made) or isinstance(made, Enum):  # the whole process shares this object, unlike an instance
             raise DamagedCheckpoint(f"it sets attributes of {made}")
         self.load_build()  # type: ignore[attr-defined]
 

@@ -178,7 +178,7 @@ class _LocalFile:
     def __init__(self, export: HfExport, file: WeightsFile) -> None:
         self._tensors, self.file = export.plan.tensors, file
         named = ((name, export.in_files[name]) for name in file.first_byte)
-        # In file order, as in the plan.
+        # Sort the shards in file order, as the plan does.
         self._shards = [(name, shard) for name, shard in named if shard.saved_here and shard.local.numel()]
         self._begins = [
             file.first_byte[name] + bounds(shard.box, shard.shape)[0] * ITEM_BYTES[self._tensors[name][0]]

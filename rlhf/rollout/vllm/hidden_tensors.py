@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 CACHES = ("kv_cache", "_kv_cache_dummy")
-"""Attributes of vLLM's layers that have the cache, which a wake-up creates anew."""
+"""Attributes of vLLM's layers that refer to the cache, which a wake-up creates again."""
 SKIPPED = (nn.Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 DEPTH = 4
-"""Levels of containers and objects below a module that are searched."""
+"""Search this many levels of containers and objects below a module."""
 
 
 class HiddenTensors:

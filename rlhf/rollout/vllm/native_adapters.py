@@ -54,7 +54,7 @@ class AdapterVllmEngine(VllmEngine):
             if not self._base_sent:
                 self._load_all(base)
                 self._base_sent = self._sent
-            # Copies: vLLM multiplies by the scale in place.
+            # Copy the tensors, because vLLM multiplies them by the scale in place.
             found = {name: tensor.detach().to("cpu", self.dtype, copy=True) for name, tensor in adapters()}
             self._sent = self._base_sent | {self._digest_name(n): self._digest(n, t) for n, t in found.items()}
             self._number += 1
