@@ -22,7 +22,7 @@ LONGEST_TOKEN = 1024
 
 
 class Stage(Enum):
-    """What an episode needs next: calls to its environment, or a turn of the policy."""
+    """The next need of an episode: calls to its environment, or a turn of the policy."""
 
     CALLS, POLICY, DONE, FAILED = range(4)
 

@@ -123,7 +123,7 @@ def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot
 
 @dataclass
 class RankFiles:
-    """What a rank sends to the leader: its written files, its shards in the indices by folder, each part's seconds."""
+    """A rank's report to the leader: its written files, its shards in the indices by folder, each part's seconds."""
 
     files: list[WrittenFile] = field(default_factory=list)
     indices: dict[str, FileShards] = field(default_factory=dict)
