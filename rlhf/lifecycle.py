@@ -151,7 +151,8 @@ def _make(config: Config) -> None:
 
 
 def _is_finished_anyway(config: Config, coordinator: Coordinator, problem: OSError) -> bool:
-    """Return whether a read-only directory contains the finished run. If so, the leader logs its report. Collective."""
+    """Return whether a directory that cannot be written contains the finished run. If so, the leader logs the run's
+    report. Collective."""
     from rlhf.checkpoint.start.comparison import check_unprepared
     from rlhf.checkpoint.start.preparation import finished_step
 

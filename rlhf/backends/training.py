@@ -28,7 +28,7 @@ class Training:
     hf_files: Mapping[str, bytes] = field(default_factory=dict)
     """The small files of the model's Hugging Face folder, by name."""
     offload: TrainedFsdpConfig = field(default_factory=TrainedFsdpConfig)
-    """The tensors that are offloaded to host memory between the model's phases."""
+    """Which tensors are in host memory while the model is idle."""
 
 
 class Scheduled:

@@ -14,7 +14,8 @@ TIMEOUT_S = 600
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the page of the runs. Return the exit code: 0, or 2 if a folder is not a run directory or is damaged."""
+    """Write the page of the runs. Return the exit code: 0, or 2 if a folder is not an intact run directory, the page
+    takes longer than --timeout, or the page cannot be written."""
     parser = CommandParser(prog="python -m rlhf.report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory; several are overlaid")
     parser.add_argument(
@@ -25,7 +26,11 @@ def main(argv: list[str] | None = None) -> int:
         help=f"default: {PAGE} in RUN; runs.html here for several runs",
     )
     parser.add_argument(
-        "--timeout", type=count_of("seconds", 1), default=TIMEOUT_S, metavar="S", help=f"default: {TIMEOUT_S}"
+        "--timeout",
+        type=count_of("seconds", 1),
+        default=TIMEOUT_S,
+        metavar="S",
+        help=f"time for the page, default: {TIMEOUT_S}",
     )
     arguments = parser.parse_args(argv)
     runs: list[Path] = arguments.runs

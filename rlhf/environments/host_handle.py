@@ -73,6 +73,8 @@ class Host:
         """Start the host unless it runs. Raise UserError if a class cannot be imported or is not an environment."""
         with self._lock:
             if self._popen is None:
+                if self.definitions:
+                    log.warning("The process that starts environments died; starting it again.")
                 self._start()
 
     def process(self, *, single: bool, alone: bool) -> Process:
@@ -87,7 +89,6 @@ class Host:
                     request = json.dumps({"fork": process.number, "alone": alone}).encode()
                     socket.send_fds(self._channel, [request], [theirs.fileno()])
                 except OSError:
-                    log.warning("The process that starts environments died; starting it again.")
                     ours.close()
                     self.close()
                     raise

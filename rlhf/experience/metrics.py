@@ -92,7 +92,7 @@ class RolloutStats:
     tool_calls: list[int] = field(default_factory=list)
     invalid_calls: list[int] = field(default_factory=list)
     env_failures: list[int] = field(default_factory=list)
-    """Failures of the environment of each episode, before new attempts."""
+    """How often each episode's environment failed, over all attempts."""
     env_failed: list[bool] = field(default_factory=list)
     """Whether each episode failed."""
     slow: list[Timeouts] = field(default_factory=list)
@@ -170,7 +170,8 @@ def generation_metrics(
         groups, stats: this rank's batch and the statistics of its generations.
         version: training steps of the run so far.
         journal_bytes: bytes that this rank wrote; None on all ranks without a journal.
-        overlong, staleness, generated: whether to return these metrics, too. All ranks pass the same values.
+        overlong, staleness, generated: whether to return `reward/overlong`, `sampling/staleness_*` and
+        `sampling/reward_mean`, too. All ranks pass the same values.
     """
     sums: dict[str, list[float]] = {"reward/timeouts": [stats.timeouts], "reward/failures": [stats.failures]}
     sums["perf/journal_bytes"] = [] if journal_bytes is None else [journal_bytes]

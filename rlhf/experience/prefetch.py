@@ -1,4 +1,4 @@
-"""Generates for the next step while this step trains (`rollout.async_steps`); checkpoints include the groups."""
+"""Generates for the next step while this step trains (`rollout.async_steps`). Checkpoints include these samples."""
 
 import time
 from collections.abc import Sequence
@@ -86,8 +86,8 @@ class Prefetch:
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> int:
         """Load the groups in `parts`, each the `tensors` of one rank. Drop groups that do not fit the settings.
 
-        Return the number of dropped prompts, those in flight of partial rollouts included. No generation
-        may run. Call this on every rank or on none.
+        Return the number of dropped prompts, including prompts that partial rollouts had in flight. No generation may
+        run. Call this on every rank or on none.
         """
         found = sorted((g for part in parts for g in from_tensors(part, PREFIX)), key=lambda group: group.uid)
         counts = [part[COUNTS].tolist() for part in parts if COUNTS in part]

@@ -91,7 +91,7 @@ class Shuffle:
     ranks: RankGroup
     _prompts: list[int]
     _responses: list[int]
-    """Tokens of the prompts and responses of all ranks' samples, in the order of uids."""
+    """Numbers of tokens of all ranks' prompts and responses, in the order of uids."""
 
     def deal(self, epoch: int) -> tuple[list[Place], SampleBalance]:
         """Return the place of every sample in an epoch, and the split of the mini-batches over the ranks."""

@@ -73,7 +73,8 @@ def update(
 ) -> Metrics:
     """Take the optimizer steps of a training step, and return their metrics. Collective.
 
-    Metrics are means over the optimizer steps that have tokens; `lr` is the last.
+    Each metric is the mean over the mini-batches that have it; a mini-batch without tokens has only
+    `empty_mini_batches`, `grad_norm` and `lr`. `lr` is the last value, and metrics in `LARGEST` are the maximum.
 
     The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
     loss nor gradient (up to rounding). If no token of a mini-batch counts, the gradient is 0 and the optimizer still

@@ -45,7 +45,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.d
     inject_adapter_in_model(
         PeftConfig(**peft_settings(asdict(config)), target_modules=targets), model, low_cpu_mem_usage=True
     )
-    # In some models, fused experts have the names that linear layers had before, and peft would adapt the experts.
+    # For some mixtures of experts (Mixtral, Qwen2-MoE), peft maps the names of the experts' earlier linear layers to
+    # the fused experts. Dense layers may have these names, too, and then peft would adapt the experts.
     if others := sorted(_adapted(model).keys() ^ set(targets)):
         raise UserError(
             f"model.lora.target_modules={config.target_modules}: peft would adapt fused experts instead of layers of "
@@ -61,8 +62,8 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the names of the layers that `config` selects in `model`, which may be on the meta device.
 
     Raises:
-        UserError: a name matches no layer, a layer is not linear or is the head, or the rank is too large for every
-            layer.
+        UserError: a name matches no layer, a layer is not linear or is the head, the settings exclude every layer, or
+        the rank is too large for every layer.
     """
     layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
@@ -72,9 +73,9 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     if wrong := sorted(_modules_called(model, "target_modules", ends, linear) - linear):
         what = f"a {type(model.get_submodule(wrong[0])).__name__}, and adapters are for linear layers"
         if wrong[0] in layers:
-            what = "the head, which computes log-probs in chunks from its own weight"
+            what = "the head, which cannot have an adapter: log-probs are computed in chunks from its own weight"
         raise UserError(
-            f"model.lora.target_modules={ends}: {wrong[0]} is {what}. Remove it. Linear layers of the model "
+            f"model.lora.target_modules={ends}: {wrong[0]} is {what}. Remove this name. Linear layers of the model "
             f"are {_last_parts(linear)}."
         )
     names = chosen_layers(config, linear)

@@ -18,12 +18,12 @@ def skeleton(
 ) -> tuple[PreTrainedModel, dict[str, str]] | None:
     """Build a model with parameters on the meta device; return it with each weight's name in the files.
 
-    Return None if some weight is not exactly one tensor of the files: it is fused, or tied to a weight that the files
-    have as well.
+    Return None if some weight is not exactly one tensor of the files: it is fused, or the configuration ties it to
+    another weight although the files have both.
 
     `load_from` lets transformers map names, find missing weights and create buffers. The loaded tensors are stand-ins,
-    views of one small tensor. A weight that is a stand-in after loading is unchanged. Strides differ in every
-    dimension, so that a transposed view is recognised.
+    views of one small tensor. If a weight of the loaded model is still a stand-in, transformers took the file's tensor
+    unchanged. Strides differ in every dimension, so that a transposed view is recognised.
     """
     tensors = stand_ins(headers)
     origins = {_identity(tensor): name for name, tensor in tensors.items()}
@@ -112,7 +112,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _has_untied_copies(model: PreTrainedModel) -> bool:
-    """Return whether the model has two separate weights that the configuration ties, because the files have both."""
+    """Return whether two weights that the configuration ties are separate in the model, because the files have both."""
     named = dict(model.named_parameters(remove_duplicate=False))
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True).items()
     return any(named.get(a) is not named.get(b) for a, b in pairs)

@@ -110,7 +110,7 @@ def write(
 
 
 def episodes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[WrittenEpisode], list[WrittenEpisode]]:
-    """Return episodes of the careful and of the sloppy student: one game to two problems."""
+    """Return the episodes of the careful and of the sloppy student, with about twice as many problems as games."""
     game = ChatTurns(tokenizer, define("guess", GuessNumber).tools, announce=False)
     calculator = ChatTurns(tokenizer, define("calculator", Calculator).tools, announce=False)
     # The held-out problems of runs have other seeds (`rlhf.data.procedural.VAL_SEED_OFFSET`), far from these.
@@ -140,7 +140,7 @@ def batches(students: Sequence[Sequence[WrittenEpisode]], padding: int) -> Itera
 
 
 def train(model: torch.nn.Module, students: Sequence[Sequence[WrittenEpisode]], padding: int) -> None:
-    """Train on a random student's episode per example."""
+    """Train; each example of a batch is an episode of a student drawn at random."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 50, 2 * (1 - step / STEPS))

@@ -34,14 +34,14 @@ def varlen_attention(
 
     Args:
         query: [1, heads, T, dimension]; `key` and `value` may have fewer heads.
-        limit: tokens that a token may attend to, with itself; None: all before it.
-        options: transformers' options of the attention, with `cu_seq_lens_q` and `max_length_q` of the row.
+        limit: number of tokens that a token may attend to, including itself; None: itself and all before it. options:
+        transformers' options of the attention, with `cu_seq_lens_q` and `max_length_q` of the row.
     """
     if query.device.type not in DEVICES or query.dtype not in DTYPES or query.shape[-1] != value.shape[-1]:
         return None
     if any(options.get(name) is not None for name in UNSUPPORTED) or options.get("dropout"):
         return None
-    causal = options.get("is_causal")  # before the module's own, as in transformers
+    causal = options.get("is_causal")  # has precedence over the module's `is_causal`, as in transformers
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         return None
     longest = options["max_length_q"]

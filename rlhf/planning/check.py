@@ -121,8 +121,9 @@ def check_snapshots(config: Config, plan: Plan) -> None:
     needed, there = (SNAPSHOTS + 2) * size, machine_memory()
     if needed > there:
         raise UserError(
-            f"checkpoint.memory.freq={config.checkpoint.memory.freq}: {SNAPSHOTS} snapshots, the next one and its copy "
-            f"need {gib(needed)} on this machine, which has {gib(there)}. Set checkpoint.memory.freq=0."
+            f"checkpoint.memory.freq={config.checkpoint.memory.freq}: {SNAPSHOTS} snapshots, the snapshot being "
+            f"written and the copy of the state from which it is written need {gib(needed)} on this machine, which has "
+            f"{gib(there)}. Set checkpoint.memory.freq=0."
         )
 
 

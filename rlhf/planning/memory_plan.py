@@ -167,7 +167,8 @@ def _attention(section: ModelConfig, model: ModelShapes) -> str:
 
 
 def evaluation_share(config: Config, models: Models, target: Target) -> float | None:
-    """Return vLLM's fraction of a GPU in an evaluation; None on a CPU, or if the memory is unknown.
+    """Return vLLM's fraction of a GPU in an evaluation: `rollout.gpu_memory_utilization` if set, else a fraction that
+    fits. Without the setting, return None on a CPU or if the memory is unknown.
 
     An evaluation has no optimizer, batch, critic or reference. Its policy waits in host memory for the weight sync.
     """
@@ -178,7 +179,8 @@ def evaluation_share(config: Config, models: Models, target: Target) -> float | 
     reward = by_role.get("reward model")
     taken = 0 if reward is None else sum(reward.resident("generation").values())
     if not rollout.sleep_level:
-        # The engine keeps its cache while the policy is sharded, and during the passes of the reward model.
+        # The engine starts first and keeps its cache while the policy's shard is on the device, before it moves to the
+        # host, and during the passes of the reward model.
         taken += by_role["actor"].state.weights
         if reward is not None:
             budget = config.token_budgets.reward_model
@@ -277,9 +279,9 @@ def _host(
     items = {
         "Python and torch": imports + (DEEPSPEED_BASE if backend == "deepspeed" else 0),
         "copy for saves": checkpoint.copied,
-        "snapshots in memory": (SNAPSHOTS + 2) * checkpoint.snapshot,  # two more: the next snapshot and its copy
+        "snapshots in memory": (SNAPSHOTS + 2) * checkpoint.snapshot,  # and the next, and its source
         "offloaded": sum(each.host for each in by_role.values()),
-        "engine's weights asleep": engine.host,
+        "sleeping engine's weights": engine.host,
         "rollouts": step.scored * step.response * TOKEN_RECORD,
     }
     return {name: size for name, size in items.items() if size}

@@ -15,7 +15,7 @@ HOST_REMEDIES = {
     "copy for saves": "checkpoint.async_save=false",
     "snapshots in memory": "checkpoint.memory.freq=0",
     "offloaded": "param_offload=false or optimizer_offload=false",
-    "engine's weights asleep": "rollout.sleep_level=2",
+    "sleeping engine's weights": "rollout.sleep_level=2",
     "rollouts": "a smaller data.train_batch_size",
 }
 """The setting that lowers each part of the host's memory."""

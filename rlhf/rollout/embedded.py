@@ -88,12 +88,12 @@ class EmbeddedEngine(PartialEngine):
         """Return the sample of each request, in order.
 
         A sample depends only on the weights, `seed`, `step` and its request, not on other requests, their order or
-        `max_num_seqs` (up to rounding at exact ties). A continued response gets the tokens that it would have got
-        without the interruption.
+        `max_num_seqs` (except where rounding decides between two tokens with equal scores). A continued response gets
+        the tokens that it would have got without the interruption.
 
         Raises:
-            ValueError: an empty prompt, or a response so far without room for a token.
-            UserError: prompt and response exceed the model's positions.
+            ValueError: an empty prompt, or a response so far that already has `max_tokens` tokens. UserError: prompt
+            and response exceed the model's positions.
         """
         return self._generate(requests, (), seed, step)
 
@@ -110,7 +110,8 @@ class EmbeddedEngine(PartialEngine):
             raise ValueError("a prompt has no tokens")
         samples: dict[int, Sample] = {}
         completion = Completion(requests, quotas)
-        # Decode the parameters with most requests last: no group completes before its greedy baseline is answered.
+        # The requests with the most common parameters come last. Groups complete only with their greedy baselines, so
+        # a quota can be reached before the end only if the baselines come first.
         by_params = sorted(indices_by_params(requests).items(), key=lambda item: len(item[1]))
         for params, indices in by_params:
             group = [requests[i] for i in indices]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 Digest = tuple[int, int, int | None, int]
-"""Sum, sum of squares, and place sum of a weight's words, each modulo 2**64, and the number of words. The place sum is
-the sum of word i times _BASE**(i + 1), or None if the order of the words is not known."""
+"""Sum, sum of squares, and place sum of a weight's words, each modulo 2**64, and the number of words. A word is an
+element's bits as an integer. The place sum is the sum of word i times _BASE**(i + 1), or None if the order of the words
+is not known."""
 Digests = Mapping[str, Digest]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,8 +32,9 @@ def digest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the digest of the bits of `tensor` as integers, [4] int64 on the tensor's device, without a host wait.
 
     Floating-point tensors count as if cast to `dtype`. A flipped bit always changes the sum. A swap of two unequal
-    words changes the place sum. The sum and the sum of squares ignore the order of elements and additional zeros, and
-    those of a tensor are the totals of its slices. So padding, repacking and sharding in an engine keep both.
+    words changes the place sum. The sum and the sum of squares ignore the order of elements and additional zeros; for a
+    tensor in slices, each of the two is the total over the slices. So padding, repacking and sharding in an engine
+    change neither.
     """
     cast = dtype if tensor.is_floating_point() else tensor.dtype
     on_cpu = tensor.device.type == "cpu"
@@ -93,12 +95,12 @@ class WeightCheck:
     """Compares an engine's weights with the weights sent, after each weight sync.
 
     - A weight is compared with the engine's weight of the same name.
-    - A fused weight is compared with its parts, one after the other.
+    - A fused weight is compared with the concatenation of its parts.
     - The other weights of a layer (such as experts) have different names in the engine. The check compares the sum of
-      the weights sent with the sum of the weights that only the engine has. If the sums differ at the first sync, the
-      engine must compute its weights from the weights sent (Mamba's decay rates, for example). The check then logs a
-      warning, and from then on only requires that the engine's sum changes exactly when the sum of the weights sent
-      changes.
+      the layer's sent weights without a namesake with the sum of the layer's weights that only the engine has. If the
+      sums differ at the first sync, the check assumes that the engine computes its weights from the sent ones (Mamba's
+      decay rates, for example). The check then logs a warning, and from then on only requires that the engine's sum
+      changes exactly when the sum of the sent weights changes.
     - The places of elements are compared if one device has the whole weight. A weight whose elements have other places
       at the first sync (a transposed weight, for example) is from then on compared without places.
     - Weights without a counterpart are not compared.

@@ -353,6 +353,7 @@ def test_a_dying_environment_fails_no_other_of_its_process(hostile):
     assert found == ["done", "failed", "failed", "done"]
 
 
+@pytest.mark.slow
 def test_a_host_that_starts_again_does_not_run_an_edited_file(tmp_path, caplog):
     file = tmp_path / "edited.py"
     file.write_text(HOSTILE)

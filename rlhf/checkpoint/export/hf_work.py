@@ -31,7 +31,7 @@ def hf_work(source: TensorSource, where: Path, options: HfOptions) -> "Computed 
 
 
 class Computed:
-    """Writes a folder of tensors that torch reads, compares or converts."""
+    """Writes a folder whose tensors need torch: to convert them, to compare tied copies, or to read another layout."""
 
     def __init__(self, source: TensorSource, where: Path, options: HfOptions) -> None:
         from rlhf.models.hf.hf_folder import plan_hf_folder

@@ -49,9 +49,8 @@ def restore(
     If nodes have their own disks, a checkpoint is complete when all disks together have every file. Incomplete
     checkpoints are logged with their missing files, and set aside once an older checkpoint is loaded.
 
-    Snapshots in `memory` are tried like checkpoints, in the order of their steps. If a checkpoint and a snapshot have
-    the same step, the checkpoint comes first. A snapshot that cannot be used is only logged, because no snapshot counts
-    as saved.
+    Snapshots in `memory` are tried like checkpoints, newest first. If a checkpoint and a snapshot have the same step,
+    the checkpoint comes first. A snapshot that cannot be used is only logged, because no snapshot counts as saved.
 
     Returns None, with nothing changed, only for a run directory that never had a checkpoint. Raises UserError if every
     checkpoint is damaged or incomplete (a run must never silently start again at step 0), or if a checkpoint does not

@@ -13,9 +13,9 @@ from rlhf.storage.layout import CONFIG
 from rlhf.storage.reading import CheckedFiles
 
 BASE = "model.path"
+"""The setting that names the base model of adapters."""
 CODE = "model.trust_remote_code"
 """Key of the hash of the models' Python files among the fingerprints."""
-"""The setting that names the base model of adapters."""
 
 
 def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> ConfigDiff:

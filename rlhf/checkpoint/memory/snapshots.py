@@ -80,7 +80,10 @@ class MemorySnapshots:
         ranks.on_domain_leaders(lambda: check_room(self._memory.dir, self._run_dir, needed))
         existing = sum(1 for _ in scan(self.place.folder))
         copies = 1 + max(1, SNAPSHOTS + 1 - existing)
-        reason = f"checkpoint.memory.freq={self._memory.freq}: for {SNAPSHOTS} snapshots, the next one and its copy"
+        reason = (
+            f"checkpoint.memory.freq={self._memory.freq}: for {SNAPSHOTS} snapshots, the snapshot being written, and "
+            "the copy of the state from which it is written"
+        )
         check_memory(copies * size, ranks, reason, "checkpoint.memory.freq=0")
 
     def tidy(self) -> None:
@@ -144,7 +147,8 @@ class MemorySnapshots:
         self._blocked_s, self._waited_s = time.monotonic() - called, started - called
 
     def settle(self) -> None:
-        """Wait for the snapshot in flight. Raises LostPeer if a rank is gone; other failures are only logged."""
+        """Wait for the snapshot in flight. If a rank is gone, raise LostPeer, or SaveFailed with LostPeer as its cause.
+        Log other failed saves."""
         if (save := self._in_flight) is None:
             return
         self._in_flight = None

@@ -3,7 +3,8 @@
 The leaseholder rewrites the object `lease.json` every RENEW_S seconds. Other machines watch the object: a lease that
 changes belongs to a living run, and a lease unchanged for EXPIRY_S seconds has expired. So no machine compares its
 clock with another machine's clock. If two machines take over an expired lease at the same time, the last writer gets
-the lease. The other machine notices after SETTLE_S seconds or, if the write was slower, at its next check.
+the lease. The other machine notices when it reads the lease SETTLE_S seconds after its own write or, if the last write
+came later, at its next renewal.
 """
 
 import json
@@ -30,7 +31,8 @@ POLL_S = 2.0
 SETTLE_S = 2.0
 """Seconds between the takeover of an expired lease and the check that no other machine has taken it over, too."""
 READS, READ_AGAIN_S = 6, 0.1
-"""How often to read an incomplete lease, and seconds between reads: a folder shows a lease that is being written."""
+"""How often to read an incomplete lease, and seconds between reads: in a `file://` remote, a reader can see a lease
+that is only partly written."""
 STALLED_S = 30.0
 RELEASE_S = 1.0
 """Seconds to wait for a silent remote when releasing the lease."""
@@ -115,7 +117,12 @@ class Lease:
         holder, started = _parsed(seen), time.monotonic()
         if holder.get("machine") == self._me["machine"] and not _is_alive(holder.get("pid")):
             return
-        log.warning("%s is leased to %s. Waiting up to %g s for a renewal.", self._store.url, _name(holder), EXPIRY_S)
+        log.warning(
+            "%s is leased to %s. Waiting %g s: if that machine does not renew the lease, this start takes it.",
+            self._store.url,
+            _name(holder),
+            EXPIRY_S,
+        )
         while time.monotonic() - started < EXPIRY_S:
             time.sleep(POLL_S)
             now = self._read()
@@ -141,7 +148,8 @@ class Lease:
         return self._retries.call("reading the lease", self._read_once)
 
     def _read_once(self) -> bytes | None:
-        """Return the lease, or an incomplete lease whose writer is dead."""
+        """Return the lease, or None without a lease. A lease that is incomplete after `READS` reads is returned as it
+        is: its writer was probably killed."""
         for attempt in range(READS):
             if attempt:
                 time.sleep(READ_AGAIN_S)

@@ -30,7 +30,8 @@ def make_room(
     coordinator: Coordinator,
     cancel_copy: Callable[[], None] = lambda: None,
 ) -> None:
-    """Free space until the disk of the storage domain that this rank leads has `needed` free bytes. Collective.
+    """Free space on each disk until it has `needed` free bytes. A storage domain is a group of ranks that see the same
+    run directory; the `needed` of its leader applies to its disk. Collective.
 
     First call `cancel_copy`, and wait at most `timeout_s` seconds for `deleter`. Then remove the first checkpoints of
     `victims()`, which retention will remove anyway (oldest first). Keep the newest checkpoint that a resume could load,

@@ -64,7 +64,8 @@ def check_memory(
     reason: str = "checkpoint.async_save=true: background saves are written from copies. For the copies",
     remedy: str = "checkpoint.async_save=false",
 ) -> None:
-    """Raise UserError on every rank when a machine lacks memory for its ranks' copies, here `nbytes`. Collective."""
+    """Raise UserError on every rank when a machine lacks memory for its ranks' copies; `nbytes` is the size of this
+    rank's copies. Collective."""
     needed: defaultdict[str, list[int]] = defaultdict(list)
     available: dict[str, int] = {}
     for host, size, free in coordinator.all_gather((platform.node(), nbytes, available_memory())):

@@ -21,7 +21,8 @@ from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.layout import CONFIG
 
 EXPORT_SETTINGS = ("checkpoint.contents", "checkpoint.hf_dtype", "checkpoint.hf_adapter")
-"""Settings of a finished run that may request an export, and then still have an effect."""
+"""Settings of the Hugging Face export. If `checkpoint.contents` has `hf_model`, they have an effect even on a finished
+run."""
 
 
 def check_same_run(
@@ -47,8 +48,8 @@ def check_same_run(
 
 
 def check_unprepared(run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, coordinator: Coordinator) -> bool:
-    """Call `check_same_run` in an unprepared directory; return False when the start would not resume there.
-    Collective."""
+    """Call `check_same_run` before this start has prepared the directory. Return False, without a check, for
+    `overwrite=true` or `resume_mode=disable`. Collective."""
     if trainer.overwrite or trainer.resume_mode == "disable":
         return False
     run = coordinator.on_leader(lambda: read_run_file(run_dir))

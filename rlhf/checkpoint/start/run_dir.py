@@ -47,7 +47,7 @@ def make(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
 
 
 def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
-    """Remove the leftovers of an interrupted save or upload; raise like `reject_earlier`."""
+    """Remove the leftovers of an interrupted save or upload; raise like `reject_earlier` and `reject_shared`."""
     if removed := clean_leftovers(run_dir):
         log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))
     try:
@@ -81,14 +81,16 @@ def reject_earlier(run_dir: Path, trainer: TrainerConfig, launch: Collection[str
 
 
 def forget_snapshots(run_dir: Path, memory: str, launch: Collection[str]) -> None:
-    """Remove the snapshots in the folder `memory` of an earlier launch: `trainer.resume_mode=disable` starts anew."""
+    """Remove an earlier launch's snapshots below `memory` (`checkpoint.memory.dir`), for
+    `trainer.resume_mode=disable`."""
     if not prepared_by(launch, run_dir):
         remove_abandoned(memory, run_dir)
 
 
 def prepared_by(launch: Collection[str], run_dir: Path) -> bool:
-    """Return whether an earlier attempt of this `launch` prepared the directory. torchrun prepares again at each
-    restart, and checkpoints saved meanwhile are the run's own."""
+    """Return whether an earlier attempt of this launch prepared the directory. `launch` has the launch's names: a
+    scheduler's job, or the torchrun processes. Under torchrun, ranks prepare the directory again at each restart, and
+    checkpoints saved in between belong to the run."""
     return bool(launch) and not set(launch).isdisjoint(read_run_file(run_dir).get(AGENTS, ()))
 
 
@@ -137,7 +139,8 @@ def resume_source(trainer: TrainerConfig) -> Path | None:
 
 
 def planned_steps(trainer: TrainerConfig, steps_per_epoch: float) -> int:
-    """Return the most steps of a run: `trainer.total_training_steps`, or the epochs' whole batches."""
+    """Return the most steps of a run: `trainer.total_training_steps`, or the number of whole batches in `total_epochs`
+    epochs."""
     explicit = trainer.total_training_steps
     return explicit if explicit is not None else max(1, math.floor(trainer.total_epochs * steps_per_epoch))
 

@@ -25,21 +25,24 @@ class OverlongBufferConfig:
 class RewardConfig:
     functions: list[str] = setting(["reasoning_gym"])
     """Rewards to sum: `reasoning_gym`, `math_verify`, `exact_match`, `reward_model`, or `path/to/file.py:name`, a
-    function in verl's or TRL's form. Accuracy counts scores of at least 1 of the first function."""
+    function in verl's or TRL's form. A response counts as right if the first function's score is at least 1, or, if a
+    function returns `acc`, if that is 1."""
     kwargs: dict[str, Any] = setting({})
     """Extra arguments for functions in files; each function gets those it accepts (verl's `reward_kwargs`)."""
     weights: list[float] | None = setting(None)
     """One weight per entry of `functions`; null means 1 each."""
     timeout_s: float = setting(10.0, gt=0)
-    """Seconds per sample in a reward process, multiplied by the samples of a batched call. Then the process is killed,
-    and its samples get `failed_score`."""
+    """Time limit of a reward process in seconds per sample; a batched call has this time for each of its samples. A
+    process that takes longer is killed, and its samples get `failed_score`."""
     on_error: str = setting("stop", choices=("stop", "score"))
-    """If a function raises, returns no number or crashes twice on a sample, or fails or times out on all samples of a
-    step: `stop` the run, or `score` the samples with `failed_score`."""
+    """What to do if a function raises or returns no number on a sample, if your own function's process dies twice on a
+    sample, or if all samples of a step fail or time out: `stop` the run, or `score` these samples with
+    `failed_score`."""
     failed_score: float = setting(0.0)
     """Score, before its weight, of a sample whose reward failed or timed out."""
     num_workers: int = setting(2, ge=1, resume="harmless")
-    """Reward processes per rank and function: `math_verify`, functions in files, some tasks of `reasoning_gym`."""
+    """Reward processes per rank and function. They run `math_verify`, functions in files and some tasks of
+    `reasoning_gym`."""
     pass_env: list[str] = setting([])
     """Environment variables to pass to reward processes, such as an API key. Paths, language, thread counts and devices
     are always passed."""

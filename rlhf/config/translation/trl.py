@@ -10,9 +10,9 @@ AGGREGATIONS = {
     "dapo": "token-mean",
     "bnpo": "token-mean",
 }
-"""Maps TRL's loss types that differ in the aggregation of token losses to our aggregations."""
+"""TRL's loss types that differ only in how they aggregate token losses -> our `actor.loss_agg_mode`."""
 ENTRIES = ("dr_grpo", "cispo", "sapo")
-"""Maps TRL's loss types to our algorithms."""
+"""TRL's loss types that are entries of our group `algorithm`, under the same names."""
 REWARDS = {"accuracy_reward": "math_verify"}
 """Maps TRL's own reward functions to ours."""
 
@@ -34,7 +34,8 @@ def _loss(theirs: Theirs, recipe: Recipe) -> None:
     if level == "sequence":
         recipe.groups["algorithm"] = "gspo"
         if kind not in ("grpo", "dapo"):
-            recipe.lose("loss_type", kind, "algorithm=gspo has the sequence-level ratio.")
+            why = "importance_sampling_level=sequence selects algorithm=gspo, which has its own loss."
+            recipe.lose("loss_type", kind, why)
     elif kind in ENTRIES:
         recipe.groups["algorithm"] = kind
     else:
@@ -42,7 +43,8 @@ def _loss(theirs: Theirs, recipe: Recipe) -> None:
         if kind in AGGREGATIONS:
             recipe.set("actor.loss_agg_mode", AGGREGATIONS[kind], "loss_type")
         else:
-            recipe.lose("loss_type", kind, "algorithm=NAME has the losses of this trainer.")
+            why = "there is no such loss here, so the recipe has algorithm=grpo; algorithm=NAME selects another."
+            recipe.lose("loss_type", kind, why)
     low, high = theirs.number("epsilon"), theirs.number("epsilon_high")
     if recipe.groups["algorithm"] != "gspo" or low != 0.2 or high is not None:
         recipe.set("actor.clip_ratio_low", low, "epsilon")
@@ -62,7 +64,8 @@ def _kl(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def _batches(theirs: Theirs, recipe: Recipe) -> None:
-    """Prompts of a step: samples per device * accumulation * devices / samples per prompt."""
+    """Set the batch sizes. A step's samples are `generation_batch_size`, or else samples per device * devices *
+    (`steps_per_generation`, or else the accumulation). Its prompts are these samples / samples per prompt."""
     samples = theirs.number("per_device_train_batch_size", least=1)
     of_prompt = theirs.number("num_generations", least=1)
     accumulated = theirs.number("gradient_accumulation_steps", least=1)
@@ -74,7 +77,8 @@ def _batches(theirs: Theirs, recipe: Recipe) -> None:
     per_step = generated or samples * devices * (steps or accumulated)
     name = "per_device_train_batch_size"
     if per_step % of_prompt or per_update % of_prompt:
-        recipe.lose(name, samples, f"{per_step} samples are not whole groups of num_generations={of_prompt}.")
+        wrong = per_step if per_step % of_prompt else per_update
+        recipe.lose(name, samples, f"{wrong} samples are not whole groups of num_generations={of_prompt}.")
     recipe.set("rollout.n", of_prompt, "num_generations")
     recipe.set("data.train_batch_size", max(1, per_step // of_prompt), name)
     recipe.set("actor.ppo_mini_batch_size", max(1, min(per_step, per_update) // of_prompt), name)
@@ -136,7 +140,10 @@ def _correction(theirs: Theirs, recipe: Recipe) -> None:
     recipe.set(f"{section}rollout_is", level, "vllm_importance_sampling_mode")
     recipe.set(f"{section}rollout_is_threshold", cap or 3.0, "vllm_importance_sampling_cap")
     if how == "mask":
-        why = f"weights above the threshold are truncated; {section}rollout_is_threshold_lower masks on both sides."
+        why = (
+            "here, weights above the threshold are truncated, not masked. With "
+            f"{section}rollout_is_threshold_lower, weights outside of both thresholds become 0."
+        )
         recipe.lose("vllm_importance_sampling_mode", mode, why)
 
 

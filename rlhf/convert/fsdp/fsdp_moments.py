@@ -112,7 +112,7 @@ def _of_units(
                 pieces = pieces[:1]
             expected = -(-numel // len(ranks)) * len(ranks) if padded and len(pieces) > 1 else numel
             if numel_of(pieces) != expected:
-                raise Unmapped(f"entry {index} of the optimizer has {numel_of(pieces)} elements instead of {numel}")
+                raise Unmapped(f"entry {index} of the optimizer has {numel_of(pieces)} elements instead of {expected}")
             at = 0
             for name, shape in unit:
                 end = at + math.prod(shape)

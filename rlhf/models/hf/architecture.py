@@ -33,7 +33,7 @@ class Architecture:
     parameters: tuple[str, ...]
     """Names of the weights in the model's order, without tied copies."""
     parts: FileParts
-    """Names in files, only of weights that have another name there."""
+    """Weight -> its tensors in files, only for weights that files store split or under other names."""
 
     def copies_in(self, tensors: Collection[str]) -> Iterator[tuple[str, str]]:
         """Yield (tied tensor, its source) for each tied pair in `tensors`, under the model's or the files' names."""
