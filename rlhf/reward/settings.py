@@ -16,8 +16,8 @@ from rlhf.reward.signature import GIVEN, PROMPT, Convention, Signature
 SETTING = "reward.functions"
 NAMES = (*VERIFIERS, REWARD_MODEL)
 # Metrics reward/<name> of every run, which no function's metric may replace.
-RESERVED = ("mean", "min", "max", "std", "frac_zero_std", "overlong", "timeouts", "failures", "kl", "kl_coef")
-RESERVED += ("clip_frac", "norm_mean", "norm_std")
+OF_THE_BATCH = ("mean", "min", "max", "std", "frac_zero_std", "overlong", "timeouts", "failures")
+RESERVED = (*OF_THE_BATCH, "kl", "kl_coef", "clip_frac", "norm_mean", "norm_std")
 
 
 def label_of(function: str) -> str:
