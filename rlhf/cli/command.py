@@ -1,4 +1,4 @@
-"""Runs a command that starts ranks: `python -m rlhf.train` and `python -m rlhf.evaluate`. Imports nothing slow."""
+"""Runs the main functions of commands, and turns their errors into exit codes. Imports nothing slow."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from rlhf.errors import EXIT_USER_ERROR, UserError
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.printable import printable_output, write_error
 from rlhf.ranks.open_files import open_closed_streams, raise_open_files
 from rlhf.ranks.stop import exit_on_stop_signal
@@ -31,6 +31,18 @@ def guarded(run: Callable[[list[str]], int], argv: list[str] | None) -> int:
     except UserError as error:
         write_error(Redaction(os.environ)(printable_output(str(error))))
         return EXIT_USER_ERROR
+
+
+def printed(show: Callable[[], None]) -> int:
+    """Return the exit code of a command whose work `show` is to print. Report a user's mistake on stderr."""
+    try:
+        show()
+    except UserError as error:
+        write_error(str(error))
+        return EXIT_USER_ERROR
+    except BrokenPipeError:  # `| head` has closed the pipe
+        sys.stderr.close()
+    return EXIT_DONE
 
 
 def leave(code: int) -> NoReturn:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf.cli.command import printed
 from rlhf.cli.command_parser import CommandParser
 from rlhf.config.compare import MODEL_NAMES, OF_EVALUATIONS
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.overrides import hydra_value
-from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
-from rlhf.printable import printable_lines, write_error
+from rlhf.errors import UserError
+from rlhf.printable import printable_lines
 from rlhf.tracking.run_table import RunResult, run_table
 from rlhf.tracking.stored_values import stored_values
 
@@ -29,14 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("--json", action="store_true", help="print one JSON document with the report of each run")
     arguments = parser.parse_args(argv)
-    try:
-        _compare(list(dict.fromkeys(arguments.runs)), as_json=arguments.json)
-    except UserError as error:
-        write_error(str(error))
-        return EXIT_USER_ERROR
-    except BrokenPipeError:  # `| head` has closed the pipe
-        sys.stderr.close()
-    return EXIT_DONE
+    return printed(lambda: _compare(list(dict.fromkeys(arguments.runs)), as_json=arguments.json))
 
 
 def _compare(runs: Sequence[Path], *, as_json: bool) -> None:

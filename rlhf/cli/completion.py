@@ -1,6 +1,7 @@
-"""Completes python -m rlhf.train in a shell, with Hydra's option --shell-completion install=bash. Imports no Hydra."""
+"""Completes our commands in a shell, with Hydra's option --shell-completion install=bash. Imports no Hydra."""
 
 import os
+import re
 import typing
 
 from rlhf.config.known_settings import SECTIONS, SETTINGS
@@ -10,9 +11,9 @@ from rlhf.errors import UserError
 SHELLS = ("bash", "zsh")
 # The query receives the line unchanged and answers with whole words, which `=` must not divide.
 SCRIPT = """\
-_rlhf_train() {
+_rlhf() {
     case "$COMP_LINE" in
-        *" -m rlhf.train "*) ;;
+        *" -m rlhf"*) ;;
         *) return ;;
     esac
     local choices word="${COMP_LINE:0:$COMP_POINT}"
@@ -23,10 +24,10 @@ _rlhf_train() {
         COMPREPLY=("${COMPREPLY[@]#"${word%%=*}="}")
     fi
 }
-complete -o nospace -o default -F _rlhf_train python python3
+complete -o nospace -o default -F _rlhf python python3
 """
 ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
-UNINSTALL = "complete -r python python3; unset -f _rlhf_train\n"
+UNINSTALL = "complete -r python python3; unset -f _rlhf\n"
 
 
 def answer(request: str, library: Library) -> str:
@@ -41,14 +42,28 @@ def answer(request: str, library: Library) -> str:
     if shell in SHELLS and verb == "uninstall":
         return UNINSTALL
     if shell in SHELLS and verb == "query":
-        word = os.environ.get("COMP_LINE", "").rpartition(" ")[2]
-        return "\n".join(choices(word, library)) + "\n"
+        return "\n".join(choices(os.environ.get("COMP_LINE", ""), library)) + "\n"
     shells = " or ".join(f"{verb}={shell}" for verb in ("install", "uninstall") for shell in SHELLS)
     raise UserError(f"--shell-completion {request} is unknown. Give {shells}.")
 
 
-def choices(word: str, library: Library) -> list[str]:
-    """Return the completions of `word`: a group's entries, a setting's choices, or the names of the next level."""
+def choices(line: str, library: Library) -> list[str]:
+    """Return the completions of the last word of `line`: a command, its options, or what continues a setting.
+
+    Without an answer, the shell completes names of files, such as run directories.
+    """
+    before, _, word = line.rpartition(" ")
+    if before.endswith(" -m"):
+        return [command for command in OPTIONS if command.startswith(word)]
+    command = re.search(r" -m (rlhf\.[\w.]+)", before)
+    options = OPTIONS.get(command[1] if command else "", ())
+    if word.startswith("-"):
+        return [option for option in options if option.startswith(word)]
+    return _settings(word, library) if "--config-dir" in options else []
+
+
+def _settings(word: str, library: Library) -> list[str]:
+    """Return a group's entries, a setting's choices, or the names of the next level."""
     key, equals, _ = word.partition("=")
     if equals:
         found = [f"{key}={value}" for value in _values(key, library)]
@@ -57,11 +72,22 @@ def choices(word: str, library: Library) -> list[str]:
         names = [name for name in SETTINGS if name.count(".") == level]
         groups = (*library.groups, "recipes") if not level else ()
         found = [*(f"{name}=" for name in (*names, *groups)), *(f"{s}." for s in SECTIONS if s.count(".") == level)]
-        found += [option for option in OPTIONS if word.startswith("-")]
     return sorted({each for each in found if each.startswith(word)})
 
 
-OPTIONS = ("--cfg", "--config-dir", "--help", "--info", "--multirun", "--version")
+OPTIONS = {
+    "rlhf.checkpoint": ("--help",),
+    "rlhf.compare": ("--help", "--json"),
+    "rlhf.evaluate": ("--config-dir", "--help", "--json"),
+    "rlhf.launch.slurm": ("--array-parallelism", "--config-dir", "--dry-run", "--help", "--multirun"),
+    "rlhf.plan": ("--config-dir", "--device-memory", "--disk-speed", "--help", "--json", "--ranks"),
+    "rlhf.report": ("--help", "--output", "--timeout"),
+    "rlhf.samples": ("--all", "--best", "--count", "--grep", "--help", "--json", "--split", "--step", "--worst"),
+    "rlhf.status": ("--help", "--json", "--port", "--serve", "--watch"),
+    "rlhf.train": ("--cfg", "--config-dir", "--help", "--info", "--multirun", "--shell-completion", "--version"),
+    "rlhf.translate": ("--help", "--trainer"),
+}
+"""Commands and their long options. Commands with --config-dir also take settings."""
 
 
 def _values(key: str, library: Library) -> list[str]:

@@ -3,9 +3,10 @@
 import sys
 from pathlib import Path
 
+from rlhf.cli.command import printed
 from rlhf.cli.command_parser import CommandParser, count_of
-from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
-from rlhf.printable import printable_lines, write_error
+from rlhf.errors import UserError
+from rlhf.printable import printable_lines
 from rlhf.tracking.live_state import check_run_dir
 from rlhf.tracking.page import write_page
 from rlhf.tracking.report import PAGE
@@ -33,17 +34,15 @@ def main(argv: list[str] | None = None) -> int:
         help=f"time for the page, default: {TIMEOUT_S}",
     )
     arguments = parser.parse_args(argv)
-    runs: list[Path] = arguments.runs
-    try:
-        for run in runs:
-            check_run_dir(run)
-        path = arguments.output or (runs[0] / PAGE if len(runs) == 1 else Path("runs.html"))
-        _write(path, runs, arguments.timeout)
-    except UserError as error:
-        write_error(str(error))
-        return EXIT_USER_ERROR
+    return printed(lambda: _report(arguments.runs, arguments.output, arguments.timeout))
+
+
+def _report(runs: list[Path], output: Path | None, timeout_s: float) -> None:
+    for run in runs:
+        check_run_dir(run)
+    path = output or (runs[0] / PAGE if len(runs) == 1 else Path("runs.html"))
+    _write(path, runs, timeout_s)
     sys.stdout.write(f"{printable_lines(str(path))}\n")
-    return EXIT_DONE
 
 
 def _write(path: Path, runs: list[Path], timeout_s: float) -> None:

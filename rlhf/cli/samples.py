@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rlhf.cli.command import printed
 from rlhf.cli.command_parser import CommandParser, count_of
-from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
-from rlhf.printable import write_error
+from rlhf.errors import UserError
 from rlhf.storage.layout import SAMPLES
 from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, SampleFiles, ShownSample, as_text
 
@@ -37,18 +37,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print a line of JSON per sample, with its step")
     arguments = parser.parse_args(argv)
-    try:
-        for step, sample in _chosen(arguments):
-            if arguments.json:
-                sys.stdout.write(json.dumps({"step": step, **sample}) + "\n")
-            else:
-                sys.stdout.write(f"step {step}, {as_text(sample)}\n\n")
-    except UserError as error:
-        write_error(str(error))
-        return EXIT_USER_ERROR
-    except BrokenPipeError:  # `| head` has closed the pipe
-        sys.stderr.close()
-    return EXIT_DONE
+    return printed(lambda: _show(arguments))
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    for step, sample in _chosen(arguments):
+        if arguments.json:
+            sys.stdout.write(json.dumps({"step": step, **sample}) + "\n")
+        else:
+            sys.stdout.write(f"step {step}, {as_text(sample)}\n\n")
 
 
 def _chosen(arguments: argparse.Namespace) -> Iterable[tuple[int, ShownSample]]:

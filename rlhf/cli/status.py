@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from rlhf.cli.command import printed
 from rlhf.cli.command_parser import CommandParser, count_of
-from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
-from rlhf.printable import WIDTH, write_error
+from rlhf.errors import EXIT_DONE, UserError
+from rlhf.printable import WIDTH
 from rlhf.tracking.live_state import LiveState, read_state
 from rlhf.tracking.page.page import run_names
 from rlhf.tracking.page.server import serve
@@ -36,15 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=port, default=0, metavar="N", help="port for --serve (default: any free port)")
     arguments = parser.parse_args(argv)
     try:
-        _run(arguments)
-    except UserError as error:
-        write_error(str(error))
-        return EXIT_USER_ERROR
-    except BrokenPipeError:  # `| head` has closed the pipe
-        sys.stderr.close()
+        return printed(lambda: _run(arguments))
     except KeyboardInterrupt:
         sys.stdout.write("\n")
-    return EXIT_DONE
+        return EXIT_DONE
 
 
 def _run(arguments: argparse.Namespace) -> None:

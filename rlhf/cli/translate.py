@@ -12,13 +12,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rlhf.cli.command import printed
 from rlhf.cli.command_parser import CommandParser
 from rlhf.compose import composition
 from rlhf.config.library import Library
 from rlhf.config.translation.foreign_file import TRAINERS, read_settings, trainer_of
 from rlhf.config.translation.to_recipe import translate
-from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
-from rlhf.printable import write_error
+from rlhf.errors import UserError
 from rlhf.storage.files import make_dir, write_small
 
 
@@ -30,14 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="a YAML, JSON or shell file")
     parser.add_argument("--trainer", choices=TRAINERS, help="the trainer of FILE (default: by the names in FILE)")
     arguments = parser.parse_args(argv)
-    try:
+
+    def show() -> None:
         sys.stdout.write(recipe_of(arguments.file, arguments.trainer))
-    except UserError as error:
-        write_error(str(error))
-        return EXIT_USER_ERROR
-    except BrokenPipeError:  # `| head` has closed the pipe
-        sys.stderr.close()
-    return EXIT_DONE
+
+    return printed(show)
 
 
 def recipe_of(path: Path, trainer: str | None = None) -> str:

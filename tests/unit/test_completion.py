@@ -1,8 +1,11 @@
 """Shell completion: the words that are offered, and the script in a real shell."""
 
+import importlib
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,7 +36,40 @@ LIBRARY = Library.find(None)
     ],
 )
 def test_choices(word, some):
-    assert completion.choices(word, LIBRARY) == some
+    assert completion.choices(f"python -m rlhf.train {word}", LIBRARY) == some
+
+
+@pytest.mark.parametrize(
+    ("line", "some"),
+    [
+        ("python -m rlhf.s", ["rlhf.samples", "rlhf.status"]),
+        ("python -m rlhf.status --", ["--help", "--json", "--port", "--serve", "--watch"]),
+        ("python -m rlhf.status runs/", []),
+        ("python -m rlhf.launch.slurm trainer.nnodes=2 --dry", ["--dry-run"]),
+        ("python -m rlhf.evaluate model recipes=min", ["recipes=minimal"]),
+        ("python -m rlhf.compare recipes=min", []),
+    ],
+)
+def test_choices_of_all_commands(line, some):
+    assert completion.choices(line, LIBRARY) == some
+
+
+@pytest.mark.parametrize("command", completion.OPTIONS)
+def test_every_command_has_help_with_the_options_that_are_offered(command, capsys):
+    module = importlib.import_module(command)
+    main = (module if hasattr(module, "main") else importlib.import_module(f"{command}.__main__")).main
+    with suppress(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    offered = set(completion.OPTIONS[command])
+    assert f"python -m {command}" in text
+    # argparse's own list, or the lines of Hydra's help.
+    listed = set(re.findall(r"^  +(?:-\w(?: [A-Z]+)?, )?(--[a-z][a-z-]+)", text, re.MULTILINE))
+    if command == "rlhf.train":
+        listed = set(re.findall(r"--[a-z][a-z-]+", text))
+        assert offered <= listed
+    else:
+        assert offered == listed
 
 
 def test_a_request_for_another_shell_is_refused():
@@ -44,14 +80,19 @@ def test_a_request_for_another_shell_is_refused():
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [("rollout=v", ["vllm", "vllm_server"]), ("trainer.seed=1 actor.kl_loss_t", ["actor.kl_loss_type="])],
+    [
+        ("train rollout=v", ["vllm", "vllm_server"]),
+        ("train trainer.seed=1 actor.kl_loss_t", ["actor.kl_loss_type="]),
+        ("status RUN --se", ["--serve"]),
+        ("tra", ["rlhf.train", "rlhf.translate"]),
+    ],
 )
 def test_bash_completes(tmp_path, typed, offered):
-    line = f"python -m rlhf.train {typed}"
+    line = f"python -m rlhf.{typed}"
     (tmp_path / "python").symlink_to(sys.executable)
     script = completion.answer("install=bash", LIBRARY) + (
         f'COMP_LINE="{line}"; COMP_POINT={len(line)}; COMP_WORDS=("$1" -m rlhf.train); COMP_WORDBREAKS=$\' =\'\n'
-        '_rlhf_train; printf "%s\\n" "${COMPREPLY[@]}"\n'
+        '_rlhf; printf "%s\\n" "${COMPREPLY[@]}"\n'
     )
     done = subprocess.run(
         ["bash", "-c", script, "bash", sys.executable],
