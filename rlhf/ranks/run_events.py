@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,8 @@ Kind = Literal[
 ]
 ENDS = ("stopped", "failed", "finished")
 """Events after which the command ends: on request, by an error that a restart cannot fix, or with the last step."""
+KILLED = "killed"
+"""Kind of an event that nobody could record."""
 _LONGEST = 4000
 """Characters of a text in an event."""
 
@@ -42,7 +45,7 @@ class RunEvent:
 
     Facts are `step`; `total_steps` when the training begins or continues; `cause` (one line) and `details` (evidence)
     of a failure; `seconds` and `bytes` of a save or a resume; `hang`, `restart`, `max_restarts` of a crash; `host` and
-    `release` of a start.
+    `release` of a start, and `alerts` if alerts are on.
     """
 
     time: float
@@ -90,3 +93,17 @@ def read_events(run_dir: Path) -> list[RunEvent]:
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             continue
     return events
+
+
+def with_kills(events: Sequence[RunEvent], *, killed_now: bool = False) -> list[RunEvent]:
+    """Insert a KILLED event before each start without an end before it, as when a kill or a power cut ended the run.
+
+    `killed_now`: the command has ended, so an end may be missing after the last event as well.
+    """
+    found: list[RunEvent] = []
+    for event in [*events, *([RunEvent(0.0, "started")] if killed_now else [])]:
+        if event.kind == "started" and found and found[-1].kind not in ENDS:
+            cause = "the command was killed, or the machine went down; the time is that of the last event"
+            found.append(RunEvent(found[-1].time, KILLED, {"cause": cause}))
+        found.append(event)
+    return found[:-1] if killed_now else found

@@ -2,11 +2,17 @@
 
 import math
 import statistics
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from rlhf.storage.layout import HISTORY
+from rlhf.tracking.findings import Findings
 from rlhf.tracking.headline import ACCURACY, headline_of
+from rlhf.tracking.history import History, Record
+from rlhf.tracking.report import summarize
 
 FEWEST_STEPS = 10
 CLEAR = 2.5
@@ -15,6 +21,8 @@ CLEAR_GAIN = {"accuracy": 0.02, "val_reward": 0.0}
 """Smallest change of a held-out result that counts."""
 REJECTED_SHARE = 0.05
 """A run is unstable if the guards rejected at least this share of its batches."""
+NOT_FINITE = "not a finite number"
+"""Cause of a verdict that needs no further steps."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,8 @@ class RunVerdict:
 
     kind: Literal["learned", "learned nothing", "stuck", "unstable", "unclear", "too short", "empty"]
     text: str
+    cause: str = ""
+    """Why a run is stuck or unstable, without figures, so that the cause stays the same while the run goes on."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,43 @@ class Window:
         return cls(statistics.fmean(values), spread / math.sqrt(len(values)))
 
 
+def is_broken(record: Record) -> bool:
+    """Return whether the loss or the gradient norm of a step is not finite."""
+    return any(not math.isfinite(record.get(name, 0.0)) for name in ("actor/loss", "actor/grad_norm"))
+
+
+class Judge:
+    """Collects what a verdict needs besides the report, record by record."""
+
+    def __init__(self) -> None:
+        self._findings, self._broken_steps = Findings(), 0
+        self._rewards = array("d")
+
+    def add(self, record: Record) -> None:
+        """Add a record. Records come in the order of steps."""
+        self._findings.add(record)
+        self._broken_steps += is_broken(record)
+        if math.isfinite(reward := record.get("reward/mean", math.nan)):
+            self._rewards.append(reward)
+
+    def verdict(self, report: Mapping[str, Any]) -> RunVerdict:
+        """Judge the run whose report.json has the content `report`."""
+        nothing_learned = self._findings.nothing_learned
+        return verdict(report, self._rewards, nothing_learned=nothing_learned, broken_steps=self._broken_steps)
+
+
+def judge_run(run_dir: Path) -> RunVerdict:
+    """Judge the run so far, as its report does.
+
+    Raises:
+        UserError: the history is damaged.
+    """
+    judge = Judge()
+    for record in History(run_dir / HISTORY).records():
+        judge.add(record)
+    return judge.verdict(summarize(run_dir))
+
+
 def verdict(
     report: Mapping[str, Any], rewards: Sequence[float], *, nothing_learned: bool, broken_steps: int
 ) -> RunVerdict:
@@ -53,11 +100,13 @@ def verdict(
     if not rewards:
         return RunVerdict("empty", "No step is recorded yet.")
     if nothing_learned:
-        return RunVerdict("learned nothing", report["findings"][0].partition(";")[0] + ".")
+        return RunVerdict("learned nothing", report["findings"][0].partition(";")[0] + ".", "nothing was learned")
     if broken_steps:
-        return RunVerdict("unstable", f"The loss or the gradient was not a finite number in {_steps(broken_steps)}.")
+        text = f"The loss or the gradient was {NOT_FINITE} in {_steps(broken_steps)}."
+        return RunVerdict("unstable", text, NOT_FINITE)
     if (skips := report["skips"] + report["rollbacks"]) > REJECTED_SHARE * len(rewards):
-        return RunVerdict("unstable", f"The guards rejected {skips:,} batches in {_steps(len(rewards))}.")
+        text = f"The guards rejected {skips:,} batches in {_steps(len(rewards))}."
+        return RunVerdict("unstable", text, "rejected batches")
     if len(rewards) < FEWEST_STEPS:
         return RunVerdict("too short", f"{_steps(len(rewards))}: too few to judge. {_evaluated(report)[0]}".strip())
     return _judge(report, rewards)
@@ -72,16 +121,17 @@ def _judge(report: Mapping[str, Any], rewards: Sequence[float]) -> RunVerdict:
     evaluated, gain = _evaluated(report)
     figures = f"{text} {evaluated}".strip()
     if _exceeds(best, last) and best.mean - last.mean > 0.5 * max(best.mean - first.mean, 0.0):
-        return RunVerdict("unstable", f"The reward fell from its best mean of {best.mean:.3f}. {figures}")
+        text = f"The reward fell from its best mean of {best.mean:.3f}. {figures}"
+        return RunVerdict("unstable", text, "the reward fell")
     rose = _exceeds(last, first)
     clear = gain is None or abs(gain) > CLEAR_GAIN[headline_of(report).key]
     if gain is not None and clear and gain < 0:
-        return RunVerdict("unstable", f"The held-out result fell. {figures}")
+        return RunVerdict("unstable", f"The held-out result fell. {figures}", "the held-out result fell")
     if rose and not clear:
         return RunVerdict("unclear", f"The training reward rose, the held-out result did not. {figures}")
     if rose or (gain is not None and clear):
         return RunVerdict("learned", figures)
-    return RunVerdict("stuck", f"The reward did not rise beyond its noise. {figures}")
+    return RunVerdict("stuck", f"The reward did not rise beyond its noise. {figures}", "the reward did not rise")
 
 
 def _exceeds(higher: Window, lower: Window) -> bool:

@@ -8,14 +8,13 @@ import pytest
 
 from rlhf.cli.report import main
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
-from rlhf.ranks.run_events import RunEvent, read_events, record_event
+from rlhf.ranks.run_events import KILLED, RunEvent, read_events, record_event, with_kills
 from rlhf.storage.layout import HISTORY
 from rlhf.tracking import write_report
 from rlhf.tracking.page.curves import COLUMNS, Curve
 from rlhf.tracking.page.page import page_of, run_names
 from rlhf.tracking.page.run_facts import Deadline
 from rlhf.tracking.page.svg import ticks
-from rlhf.tracking.page.timeline import KILLED, with_kills
 from tests.support.refusals import says
 from tests.support.run_folders import HOSTILE, run_folder
 

@@ -18,6 +18,7 @@ import rlhf
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.overrides import hydra_value
 from rlhf.errors import UserError
+from rlhf.ranks.run_events import KILLED
 from rlhf.storage.files import make_dir_durably, replace_durably
 from rlhf.tracking.headline import headline_of
 from rlhf.tracking.page import timeline
@@ -188,7 +189,7 @@ def _tiles(run: RunFacts) -> list[tuple[str, str, str]]:
     tiles.append(("training time", duration(report["training_seconds"]), ""))
     if report["tokens_per_second"] is not None:
         tiles.append(("tokens per second", f"{report['tokens_per_second']:,.0f}", "median"))
-    kills = sum(event.kind == timeline.KILLED for event in run.events)
+    kills = sum(event.kind == KILLED for event in run.events)
     tiles.append(("restarts", f"{state.restarts + kills:,}", f"{kills} after kills of the whole run" if kills else ""))
     if state.checkpoint is not None:
         tiles.append(("newest checkpoint", f"step {state.checkpoint[0]:,}", ""))

@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf.ranks.run_events import RunEvent, read_events
+from rlhf.ranks.run_events import RunEvent, read_events, with_kills
 from rlhf.storage.layout import HISTORY
-from rlhf.tracking.findings import Findings
 from rlhf.tracking.history import History, Record
 from rlhf.tracking.live_state import LiveState, damage_as_user_error, read_state
 from rlhf.tracking.page.curves import Curves
 from rlhf.tracking.page.sample_choice import ShownSamples, choose_samples
-from rlhf.tracking.page.timeline import with_kills
 from rlhf.tracking.report import summarize
 from rlhf.tracking.stored_values import stored_values
-from rlhf.tracking.verdict import RunVerdict, verdict
+from rlhf.tracking.verdict import Judge, RunVerdict
 
 PHASES = {
     "gen": "generation",
@@ -105,21 +103,19 @@ def read_facts(name: str, run_dir: Path, deadline: Deadline) -> RunFacts:
 
 
 def _collected(name: str, run_dir: Path, state: LiveState, deadline: Deadline) -> RunFacts:
-    curves, phases, findings, broken = Curves(), PhaseTimes(), Findings(), 0
+    curves, phases, judge = Curves(), PhaseTimes(), Judge()
     for record in _checked(run_dir, deadline):
         curves.add(record)
         phases.add(record)
-        findings.add(record)
-        broken += any(not math.isfinite(record.get(name, 0.0)) for name in ("actor/loss", "actor/grad_norm"))
+        judge.add(record)
     report = summarize(run_dir)
     deadline.check()
-    rewards = curves.of["reward/mean"].values
     return RunFacts(
         name=name,
         run_dir=run_dir,
         state=state,
         report=report,
-        verdict=verdict(report, rewards, nothing_learned=findings.nothing_learned, broken_steps=broken),
+        verdict=judge.verdict(report),
         events=with_kills(read_events(run_dir)),
         settings=stored_values(run_dir),
         samples=choose_samples(run_dir),

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from rlhf.ranks.run_events import ENDS, RunEvent
+from rlhf.ranks.run_events import KILLED, RunEvent
 from rlhf.tracking.page.curves import Points, sample_rows
 from rlhf.tracking.page.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Line, plot
 from rlhf.tracking.progress import duration
 
 MOST_ROWS = 200
 """Most rows of the table; the oldest are left out."""
-KILLED = "killed"
 _SYMBOLS = {"crashed": "crash", "failed": "crash", KILLED: "crash", "stopped": "stop", "finished": "done"}
 
 
@@ -29,17 +28,6 @@ class TimelineRow:
     step: str
     cause: str
     details: str
-
-
-def with_kills(events: Sequence[RunEvent]) -> list[RunEvent]:
-    """Insert a KILLED event before each start without an end before it, as when a kill or a power cut ended the run."""
-    found: list[RunEvent] = []
-    for event in events:
-        if event.kind == "started" and found and found[-1].kind not in ENDS:
-            cause = "the command was killed, or the machine went down; the time is that of the last event"
-            found.append(RunEvent(found[-1].time, KILLED, {"cause": cause}))
-        found.append(event)
-    return found
 
 
 def rows(events: Sequence[RunEvent]) -> tuple[list[TimelineRow], int, str]:
