@@ -40,6 +40,7 @@ from rlhf.ranks.status import STACKS_SIGNAL, StatusWriter, clear_statuses
 from rlhf.ranks.watchdog_process import node_watchdog
 from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.layout import RESOLVED
+from rlhf.tracking.outcome import Outcome
 from rlhf.tracking.run_output import OutputHandler, RunOutput
 
 log = logging.getLogger(__name__)
@@ -66,12 +67,17 @@ def run(
 ) -> None:
     """Build the components and train. Close trackers, reward processes and rollout engines, also after an error."""
     components = build(config, device, coordinator, status, shown)
+    outcome: Outcome = "failed"
     try:
         train(components)
+        outcome = "finished"
         announce("end.before")  # not in `finally`: after a crash the status file must keep the event before the crash
         check_copied(components.checkpointer.not_copied, config.run_dir, config.checkpoint)
+    except (Preempted, Unsaved):
+        outcome = "stopped" if outcome == "failed" else outcome
+        raise
     finally:
-        components.run_log.close()
+        components.run_log.close(outcome)
         components.reward.close()
         if components.environments is not None:
             components.environments.close()

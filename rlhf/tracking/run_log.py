@@ -8,6 +8,7 @@ from rlhf.events import announce
 from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.ranks.run_events import record_event
 from rlhf.tracking.headline import headline
+from rlhf.tracking.outcome import Outcome
 from rlhf.tracking.progress import EVALUATED, SHOWN
 from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, ShownSample, as_text
 from rlhf.tracking.tracker import Tracker
@@ -84,10 +85,10 @@ class RunLog:
         if result is not None:
             self._pending |= result.metrics()
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         """Flush the trackers."""
         if self._tracker is not None:
-            self._tracker.finish()
+            self._tracker.finish(outcome)
 
 
 def log_samples(step: int, samples: Sequence[ShownSample]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from rlhf.storage.files import rename
 from rlhf.tracking.history import History
+from rlhf.tracking.outcome import Outcome
 from rlhf.tracking.sample_files import GENERATIONS, GenerationsTable, markdown_table
 
 _PREFIX = "events.out.tfevents."
@@ -40,7 +41,7 @@ class TensorBoard:
         self._write(step, metrics)
         self._writer.flush()
 
-    def finish(self) -> None:
+    def finish(self, outcome: Outcome = "finished") -> None:
         """Close the event file."""
         if self._writer is not None:
             self._writer.close()

@@ -7,11 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf.config import TrackingConfig, TrainerConfig, WandbConfig
+from rlhf.config import TrackingConfig, TrainerConfig
 from rlhf.errors import UserError
 from rlhf.storage.history_file import HistoryMark
 from rlhf.storage.layout import HISTORY
 from rlhf.tracking.history import History
+from rlhf.tracking.mlflow import Mlflow
+from rlhf.tracking.mlflow_run import check_server
+from rlhf.tracking.outcome import Outcome
 from rlhf.tracking.sample_files import GenerationsTable, SampleFiles, ShownSample
 from rlhf.tracking.tensorboard import TensorBoard
 from rlhf.tracking.wandb import Wandb
@@ -21,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # verl's names for the progress display and metrics.jsonl, which cannot be switched off.
 ALWAYS_ON = ("console", "jsonl")
-PACKAGES = ("wandb", "tensorboard")
+PACKAGES = ("wandb", "tensorboard", "mlflow")
 
 
 class Sink(Protocol):
@@ -30,21 +33,23 @@ class Sink(Protocol):
     def start(self, history: History) -> None:
         """Write the records of `history` that the tracker lacks, and get ready for the next step.
 
-        A second call, after a rollback has cut the history, first closes the tracker.
+        A second call follows a rollback, which has cut the history.
         """
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one step. Steps ascend."""
 
-    def finish(self) -> None:
+    def finish(self, outcome: Outcome) -> None:
         """Flush and close in bounded time."""
 
 
-def check_trackers(names: Sequence[str], wandb: WandbConfig) -> None:
-    """Check that the packages of `trainer.logger` are installed and wandb has a login, without importing them.
+def check_trackers(names: Sequence[str], tracking: TrackingConfig) -> None:
+    """Check that the packages of `trainer.logger` are installed, and wandb's login and MLflow's server are known.
+
+    Imports none of the packages.
 
     Raises:
-        UserError: a package or the login is missing.
+        UserError: a package, the login or the server's address is missing.
     """
     for name in names:
         if name in PACKAGES:
@@ -56,7 +61,9 @@ def check_trackers(names: Sequence[str], wandb: WandbConfig) -> None:
                     f"remove {name} from the list."
                 )
     if "wandb" in names:
-        check_login(wandb)
+        check_login(tracking.wandb)
+    if "mlflow" in names:
+        check_server(tracking.mlflow)
 
 
 class Tracker:
@@ -77,6 +84,7 @@ class Tracker:
         known: dict[str, Callable[[], Sink]] = {
             "wandb": lambda: Wandb(trainer, tracking.wandb, settings, run_dir, run_id, table),
             "tensorboard": lambda: TensorBoard(run_dir / "tensorboard", table),
+            "mlflow": lambda: Mlflow(trainer, tracking.mlflow, settings, run_dir, run_id, table),
         }
         names = [name for name in dict.fromkeys(trainer.logger) if name not in ALWAYS_ON]
         self._sinks = {name: known[name]() for name in names}
@@ -149,9 +157,9 @@ class Tracker:
         self._last_step = step
         self._each("log", lambda sink: sink.log(step, metrics))
 
-    def finish(self) -> None:
-        """Close the trackers. The history needs no closing."""
-        self._each("finish", lambda sink: sink.finish())
+    def finish(self, outcome: Outcome = "finished") -> None:
+        """Close the trackers, which may show the outcome. The history needs no closing."""
+        self._each("finish", lambda sink: sink.finish(outcome))
         self._sinks.clear()
 
     def _each(self, action: str, call: Callable[[Sink], None]) -> None:

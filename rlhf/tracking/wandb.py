@@ -12,6 +12,7 @@ from typing import Any
 from rlhf.config import TrainerConfig, WandbConfig
 from rlhf.storage.files import make_dir, rename
 from rlhf.tracking.history import History
+from rlhf.tracking.outcome import Outcome
 from rlhf.tracking.sample_files import GENERATIONS, GenerationsTable, html_table
 from rlhf.tracking.wandb_login import NO_LOGIN, mode_of
 
@@ -91,8 +92,8 @@ class Wandb:
             table = {GENERATIONS: wandb.Html(html_table(self.table.COLUMNS, rows))} if rows else {}
             self._run.log(metrics | table, step=step, commit=True)
 
-    def finish(self) -> None:
-        """Upload the remaining data.
+    def finish(self, outcome: Outcome = "finished") -> None:
+        """Upload the remaining data. wandb takes every outcome as finished.
 
         Raises:
             TimeoutError: the upload took over FINISH_TIMEOUT_S; `wandb sync` uploads the rest from the run directory.

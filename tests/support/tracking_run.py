@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.ranks.progress_pipe import ProgressDisplay
-from rlhf.tracking import Tracker, wandb
+from rlhf.tracking import Tracker, mlflow, wandb
 from rlhf.tracking.run_log import RunLog
 from rlhf.tracking.sample_files import VALIDATION
 
@@ -24,11 +24,15 @@ def metrics(step: int) -> dict[str, float]:
 
 def main() -> None:
     wandb.INIT_TIMEOUT_S = wandb.FINISH_TIMEOUT_S = 2.0
+    mlflow.FINISH_TIMEOUT_S = float(os.environ.get("RLHF_TEST_FINISH_S", mlflow.FINISH_TIMEOUT_S))
     run_dir, logger, mode, resume_step, last, *events = sys.argv[1:]
     rewinds = dict(tuple(map(int, event.split(":"))) for event in events if ":" in event)
     config = Config()
     config.trainer.logger = [logger]
-    config.tracking.wandb.mode = mode
+    if logger == "mlflow":
+        config.tracking.mlflow.tracking_uri = mode
+    else:
+        config.tracking.wandb.mode = mode
     tracker = Tracker(config.trainer, config.tracking, asdict(config), Path(run_dir), RUN_ID)
     run_log = RunLog(tracker, ProgressDisplay(), int(last))
     step = 0 if resume_step == "none" else int(resume_step) + 1

@@ -105,9 +105,9 @@ def test_a_tracker_that_fails_later_is_off_after_one_error(tmp_path: Path, caplo
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    check_trackers(["console", "jsonl"], WandbConfig())
+    check_trackers(["console", "jsonl"], TrackingConfig())
     with pytest.raises(UserError, match=r"trainer.logger=.*wandb is not installed.*pip install 'rlhf\[wandb\]'"):
-        check_trackers(["wandb"], WandbConfig())
+        check_trackers(["wandb"], TrackingConfig())
 
 
 def test_a_folder_named_wandb_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -116,14 +116,14 @@ def test_a_folder_named_wandb_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     importlib.invalidate_caches()
     with pytest.raises(UserError, match="wandb is not installed"):
-        check_trackers(["wandb"], WandbConfig())
+        check_trackers(["wandb"], TrackingConfig())
 
 
 def test_installed_packages_pass_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     for name in ("tensorboard", "wandb"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    check_trackers(["tensorboard"], WandbConfig())
+    check_trackers(["tensorboard"], TrackingConfig())
     assert "tensorboard" not in sys.modules
 
 
@@ -150,12 +150,12 @@ def test_wandb_without_a_login_is_refused_at_the_start(variables, files, known, 
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    check_trackers(["wandb"], WandbConfig(mode="offline"))
+    check_trackers(["wandb"], TrackingConfig(wandb=WandbConfig(mode="offline")))
     if known:
-        check_trackers(["wandb"], WandbConfig())
+        check_trackers(["wandb"], TrackingConfig())
         return
     with pytest.raises(UserError, match=r"nobody is logged in to wandb\. Run `wandb login`, or set WANDB_API_KEY, or"):
-        check_trackers(["wandb"], WandbConfig())
+        check_trackers(["wandb"], TrackingConfig())
 
 
 @pytest.mark.parametrize(("mode", "near"), [("offine", " Did you mean offline?"), ("disabled", "")])
@@ -164,7 +164,7 @@ def test_a_mode_of_wandb_that_is_none_of_a_run_s_is_told(monkeypatch, mode, near
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_MODE", mode)
     with pytest.raises(UserError) as raised:
-        check_trackers(["wandb"], WandbConfig())
+        check_trackers(["wandb"], TrackingConfig())
     assert str(raised.value).startswith(f"WANDB_MODE={mode}: must be online or offline.{near} For a run without wandb")
 
 

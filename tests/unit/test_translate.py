@@ -51,6 +51,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "verl_lora.sh": {"model.lora.enabled": True, "model.lora.rank": 64, "model.lora.alpha": 32, "rollout.n": 5},
     "verl_ppo.yaml": {
+        "trainer.logger": ["mlflow"],
         "algorithm.adv_estimator": "gae",
         "algorithm.use_kl_in_reward": True,
         "algorithm.kl_penalty": "k1",
@@ -141,7 +142,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 LOST = {
     "verl_grpo.sh": ["custom_reward_function.path"],
     "verl_dapo.sh": ["custom_reward_function.path"],
-    "verl_ppo.yaml": ["rollout.name=sglang", "lr_warmup_steps_ratio=0.1", "trainer.logger=mlflow", "hybrid_engine"],
+    "verl_ppo.yaml": ["rollout.name=sglang", "lr_warmup_steps_ratio=0.1", "hybrid_engine"],
     "trl_vllm.yaml": ["think_format_reward", "push_to_hub"],
     "trl_gspo.sh": ["warmup_ratio=0.05", "num_processes", "reward_funcs"],
     "trl_drgrpo.json": ["top_entropy_quantile", "reward_funcs"],

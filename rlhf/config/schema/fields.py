@@ -18,14 +18,17 @@ def setting(
     le: float | None = None,
     resume: Resume = "trajectory",
     by_device: bool = False,
+    secret: bool = False,
 ) -> Any:
     """Return a dataclass field with its rules in the metadata.
 
     A list or dict default is copied for each instance; a callable default, such as a section's class, is called. A
     `by_device` setting may be null in a recipe: composition replaces null by the device's default
-    (`rlhf.planning.device_defaults`). The default here is for a CPU.
+    (`rlhf.planning.device_defaults`). The default here is for a CPU. The whole text of a `secret` setting is hidden
+    (`rlhf.config.secrets`).
     """
     metadata = {"choices": choices, "ge": ge, "gt": gt, "le": le, "resume": resume, "by_device": by_device}
+    metadata["secret"] = secret
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if callable(default):

@@ -1,4 +1,4 @@
-"""Section `tracking`: progress display and wandb."""
+"""Section `tracking`: progress display, trackers and alerts."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,32 @@ class WandbConfig:
 
 
 @dataclass
+class MlflowConfig:
+    tracking_uri: str | None = setting(None, resume="harmless")
+    """Address of the MLflow server; null reads MLFLOW_TRACKING_URI."""
+
+
+ALERTS = ("stuck", "unstable", "crashed", "finished")
+
+
+@dataclass
+class AlertsConfig:
+    kinds: list[str] = setting(list(ALERTS), resume="harmless")
+    """Alerts to send: `stuck`, `unstable`, `crashed`, `finished`."""
+    command: list[str] = setting([], resume="harmless")
+    """Program and arguments that each alert starts, without a shell."""
+    webhook: str | None = setting(None, resume="harmless", secret=True)
+    """Address that each alert is posted to as JSON."""
+    first_step: int = setting(100, ge=10, resume="harmless")
+    """First step at which a running run is judged as stuck or unstable."""
+    timeout_s: float = setting(10.0, gt=0, le=60, resume="harmless")
+    """Longest time of the command, and of a request to the webhook."""
+
+
+@dataclass
 class TrackingConfig:
     progress: str = setting("auto", choices=("auto", "live", "plain"), resume="harmless")
     """`live` bar or `plain` lines; `auto` is `live` if standard error is a terminal (under torchrun: `plain`)."""
     wandb: WandbConfig = setting(WandbConfig, resume="harmless")
+    mlflow: MlflowConfig = setting(MlflowConfig, resume="harmless")
+    alerts: AlertsConfig = setting(AlertsConfig, resume="harmless")

@@ -9,9 +9,9 @@ from rlhf.config.schema.fields import setting
 @dataclass
 class TrainerConfig:
     project_name: str = setting("rlhf", resume="harmless")
-    """First folder of the run directory, and wandb's project."""
+    """First folder of the run directory, wandb's project and MLflow's experiment."""
     experiment_name: str = setting("default", resume="harmless")
-    """Second folder of the run directory, and wandb's run name."""
+    """Second folder of the run directory, and the run's name on wandb and MLflow."""
     default_local_dir: str = setting("checkpoints", resume="harmless")
     """Parent of run directories: `<default_local_dir>/<project_name>/<experiment_name>`."""
     nproc: int | None = setting(1, ge=1, resume="harmless", by_device=True)
@@ -50,7 +50,7 @@ class TrainerConfig:
     """Training samples per step in `samples/step_N.jsonl` of the run directory; -1 means all. Evaluation samples are
     always all written."""
     log_val_generations: int = setting(10, ge=0, resume="harmless")
-    """Samples per evaluation in a table on wandb and TensorBoard."""
+    """Samples per evaluation in a table of the trackers."""
     log_samples: bool = setting(False, resume="harmless")
     """Print two samples of each step and of each evaluation to the terminal."""
     resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"), resume="start")
@@ -64,7 +64,7 @@ class TrainerConfig:
     """Delete the content of the run directory and start a new run, each time the command is given. Restarts by the
     supervisor or torchrun delete nothing."""
     logger: list[str] = setting([], resume="harmless")
-    """Trackers besides the console and metrics.jsonl: `wandb`, `tensorboard`."""
+    """Trackers besides the console and metrics.jsonl: `wandb`, `tensorboard`, `mlflow`."""
     callbacks: list[str] = setting([], resume="harmless")
     """Your functions `path/to/file.py:name`, called as `name(step, metrics)` after each step. If one raises, the run
     saves and ends."""
