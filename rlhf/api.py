@@ -196,8 +196,11 @@ def check_files(config: Config) -> None:
     from rlhf.reward import check_reward
     from rlhf.reward.preflight_start import preflight_start
     from rlhf.tracking import check_trackers
+    from rlhf.tracking.alerts import check_alerts
 
-    check_trackers(config.trainer.logger, config.tracking.wandb)
+    check_trackers(config.trainer.logger, config.tracking)
+    if os.environ.get("RANK", "0") == "0":  # the process that sends alerts
+        check_alerts(config.tracking.alerts)
     check_reward(config.reward, config.reward_model, without_functions=bool(config.env.classes))
     check_environments(config.env)
     if config.env.classes and config.env.template is not None:

@@ -16,13 +16,14 @@ from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
 from rlhf.config.resolved import to_yaml
 from rlhf.config.secrets import masked
-from rlhf.errors import EXIT_DONE, Preempted, Unsaved, UserError
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE, Preempted, Unsaved, UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import run_lock_together, wait_for_ranks
 from rlhf.ranks.run_events import Kind, record_event
 from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.files import make_dir, replace_durably
 from rlhf.storage.layout import RESOLVED, RUN_LOG, scan, step_of
+from rlhf.tracking.alerts import has_alerts, sends_alerts
 from rlhf.tracking.run_output import RunOutput
 
 log = logging.getLogger(__name__)
@@ -69,11 +70,16 @@ def run_lifecycle(
             return EXIT_DONE
         if reports:
             coordinator.everywhere(lambda: _lease_memory(config, locks, finished))
+        if coordinator.is_leader and reports:
+            locks.enter_context(sends_alerts(config.tracking.alerts, config.run_dir))
         record = partial(record_event, config.run_dir) if coordinator.is_leader and reports else _unrecorded
         if finished is None:
-            record("started", host=socket.gethostname(), release=rlhf.__version__)
+            alerts = {"alerts": True} if has_alerts(config.tracking.alerts) else {}
+            record("started", host=socket.gethostname(), release=rlhf.__version__, **alerts)
             with _recorded_end(record):
                 code = train()
+            if code == EXIT_CRASHED and coordinator.is_leader and reports and "mlflow" in config.trainer.logger:
+                _mark_failed(config)
             if code != EXIT_DONE:
                 return code
             record("finished")
@@ -83,6 +89,13 @@ def run_lifecycle(
 
     check_copied(left, config.run_dir, config.checkpoint)
     return EXIT_DONE
+
+
+def _mark_failed(config: Config) -> None:
+    from rlhf.checkpoint.state.run_file import read_run_file
+    from rlhf.tracking.mlflow import mark_failed
+
+    mark_failed(config.trainer, config.tracking.mlflow, read_run_file(config.run_dir)["run_id"])
 
 
 def _unrecorded(kind: Kind, **facts: Any) -> None:

@@ -37,6 +37,8 @@ LONGEST_FIRST = (
     "test_interop_deepspeed",
     "test_interop_fsdp",
     "test_wandb",
+    "test_mlflow",
+    "test_alert_runs",
     "test_settings_act",
     "test_evaluate",
     "test_allowed_changes",

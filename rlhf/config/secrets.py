@@ -42,7 +42,7 @@ def hide(value: T, raw: Any, path: str = "RLHF", *, free: bool = False) -> T:
     - in free mappings (with the user's own keys, such as `reward.kwargs`): interpolations, texts under a key such as
       `api_key`, and texts that look like a token;
     - elsewhere: interpolations of environment variables, in addresses or of variables such as `..._TOKEN`;
-    - everywhere: logins and queries of addresses.
+    - everywhere: logins and queries of addresses, and settings that the schema declares as secret.
 
     Args:
         raw: the configuration as plain containers, before interpolations are resolved.
@@ -52,7 +52,10 @@ def hide(value: T, raw: Any, path: str = "RLHF", *, free: bool = False) -> T:
     found: Any = value
     if is_dataclass(value):
         for field in fields(value):
-            item = hide(getattr(value, field.name), _item(raw, field.name), f"{path}.{field.name}")
+            name, kept = f"{path}.{field.name}", getattr(value, field.name)
+            item = hide(kept, _item(raw, field.name), name, free=field.metadata.get("secret", False))
+            if field.metadata.get("secret") and isinstance(item, str) and item and not isinstance(item, Hidden):
+                item = Hidden(item, f"${{oc.env:{_variable(name)}}}", (_variable(name), item))
             setattr(value, field.name, item)
     elif isinstance(value, dict):
         found = {key: hide(item, _item(raw, key), f"{path}.{key}", free=True) for key, item in value.items()}

@@ -22,12 +22,14 @@ class HistoryFollower:
     the lines that it has read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, from_tail: bool = False) -> None:
+        """`from_tail`: also return the records of the last TAIL_BYTES."""
         self._path = path
         self._known: deque[tuple[int, int, int]] = deque(maxlen=REMEMBERED)
         """Start, end and hash of each line read."""
         self._base = self._end = self._tail()
-        self.new()
+        if not from_tail:
+            self.new()
 
     def _tail(self) -> int:
         """Return the position of the first line within the last TAIL_BYTES."""

@@ -33,7 +33,7 @@ ACCEPTED: dict[str, dict] = {
     "three rules of retention": {"checkpoint__keep_every": 100, "checkpoint__keep_best": 2},
     "a remote folder": {"checkpoint__remote": "file:///backup", "checkpoint__remote_max_to_keep": 1},
     "HDFS": {"checkpoint__remote": "hdfs://namenode:8020/backup"},
-    "all trackers": {"trainer__logger": ["console", "jsonl", "wandb", "tensorboard"]},
+    "all trackers": {"trainer__logger": ["console", "jsonl", "wandb", "tensorboard", "mlflow"]},
     "warm-up of all but one step": {"trainer__total_training_steps": 10, "actor__optim__lr_warmup_steps": 9},
     "warm-up counts optimizer steps": {
         "trainer__total_training_steps": 10,
@@ -351,7 +351,7 @@ REJECTED: list[tuple[dict, str]] = [
     ({"trainer__resume_mode": "resume_path"}, "set trainer.resume_from_path to a global_step_N directory."),
     ({"trainer__resume_from_path": "x"}, "trainer.resume_from_path=x: has effect only with"),
     ({"actor__clip_ratio_low": 1.5}, "actor.clip_ratio_low=1.5: must be at most 1"),
-    ({"trainer__logger": ["wandbb"]}, "is not one of console, jsonl, tensorboard, wandb. Did you mean wandb?"),
+    ({"trainer__logger": ["wandbb"]}, "is not one of console, jsonl, mlflow, tensorboard, wandb. Did you mean wandb?"),
     ({"trainer__logger": ["wandb", "wandb"]}, "trainer.logger=['wandb', 'wandb']: list each name once."),
     (
         {"trainer__total_training_steps": 10, "actor__optim__lr_warmup_steps": 10},

@@ -20,12 +20,12 @@ from rlhf.errors import UserError
 from rlhf.ranks.memory_folder import remove_abandoned
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import make_dir_durably, remove_file
-from rlhf.storage.layout import DRIVER_STATE, EVENTS, HF_FOLDER, HISTORY, SAMPLES, scan, step_of
+from rlhf.storage.layout import ALERTS, DRIVER_STATE, EVENTS, HF_FOLDER, HISTORY, SAMPLES, scan, step_of
 from rlhf.storage.reading import CheckedFiles
 
 log = logging.getLogger(__name__)
 LOCKS = ("run.lock", "ranks.lock")
-RECORDED = (HISTORY, EVENTS, SAMPLES, "tensorboard", "report", HF_FOLDER)
+RECORDED = (HISTORY, EVENTS, ALERTS, SAMPLES, "tensorboard", "report", HF_FOLDER)
 """Files and folders with records of one run, except checkpoints. Their names lack the run's id, unlike wandb's."""
 
 

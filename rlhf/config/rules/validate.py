@@ -19,6 +19,7 @@ from rlhf.config.rules.lora_rules import lora_problems, missing_peft
 from rlhf.config.rules.path_rules import model_problems, overwritten_starts, resume_problems, unresolved_home_paths
 from rlhf.config.rules.rollout_rules import missing_engine, rollout_problems
 from rlhf.config.rules.without_effect import without_effect
+from rlhf.config.schema.tracking import ALERTS
 from rlhf.config.user_functions import check_positional
 from rlhf.errors import UserError
 
@@ -40,7 +41,7 @@ TEMPLATE_ARGUMENTS = {
 }
 """Arguments of transformers' `apply_chat_template` besides the template's own variables."""
 CALLBACK_ARGUMENTS = ("step", "metrics")
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
+LOGGERS = ("console", "jsonl", "mlflow", "tensorboard", "wandb")
 
 
 def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: bool = True) -> None:
@@ -120,6 +121,11 @@ def _run(config: Config) -> Iterator[str]:
     if not t.default_local_dir:
         yield "trainer.default_local_dir='': name the folder for run directories, e.g. checkpoints."
     yield from list_problems("trainer.logger", t.logger, LOGGERS)
+    alerts = config.tracking.alerts
+    yield from list_problems("tracking.alerts.kinds", alerts.kinds, ALERTS)
+    if not alerts.command and alerts.webhook is None:
+        keys = [f"tracking.alerts.{name}" for name in ("kinds", "first_step", "timeout_s")]
+        yield from without_effect(config, keys, "tracking.alerts.command or tracking.alerts.webhook")
 
 
 def _callbacks(config: Config) -> Iterator[str]:
