@@ -73,14 +73,12 @@ def update(
 ) -> Metrics:
     """Take the optimizer steps of a training step, and return their metrics. Collective.
 
-    Each metric is the mean over the mini-batches that have it; a mini-batch without tokens has only
-    `empty_mini_batches`, `grad_norm` and `lr`. `lr` is the last value, and metrics in `LARGEST` are the maximum.
-
+    A metric is the mean over the mini-batches that have it, of `lr` the last value, in `LARGEST` the maximum.
     The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
     loss nor gradient (up to rounding). If no token of a mini-batch counts, the gradient is 0 and the optimizer still
     steps, as in verl and TRL: weights decay, momentum continues, and the schedule counts the step. `empty_mini_batches`
-    is the share of such steps. If `guards` reject a mini-batch, the update drops its gradient and ends; earlier
-    optimizer steps stay.
+    is the share of such steps, whose only other metrics are `grad_norm` and `lr`. If `guards` reject a mini-batch, the
+    update drops its gradient and ends; earlier optimizer steps stay.
 
     Args:
         batch: this rank's samples.
