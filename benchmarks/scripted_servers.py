@@ -290,14 +290,14 @@ def generate(
         )
         task = asyncio.create_task(fleet_loop.run(began.set))
         await began.wait()
-        assert await fleet_loop.until(60.0, generating=False, any_stale=False) == "ready"
+        assert await fleet_loop.until(60.0, generating=False) == "ready"
         push(fleet_loop)
         for seconds, event in at:
             clock.call_at(seconds, event)
         start = clock.time()
         fleet_loop.begin(requests, seed=1, step=1)
         try:
-            while (state := await fleet_loop.until(1000.0, generating=True, any_stale=True)) != "done":
+            while (state := await fleet_loop.until(1000.0, generating=True)) != "done":
                 if state == "weights":
                     push(fleet_loop)
             return Generated(fleet_loop.pop_samples(), clock.time() - start, fleet_loop.metrics())

@@ -6,7 +6,7 @@ It reads like the algorithm. Left out on purpose, because each is the job of the
   `maybe_update`);
 - which rank computes on which samples: in `resharder.reshard`. Rewards and advantages are computed on the rank that
   generated a prompt's samples (`rollout`), model passes and updates on the rank that a sample is sent to (`training`);
-- dynamic sampling, groups carried over, generation a step ahead, the journal: in `collector.collect`;
+- dynamic sampling, groups carried over, responses in flight, the journal: in `collector.collect`;
 - epochs, mini-batches, micro-batches, the optimizer and the guards before each of its steps: in the two `update`s;
 - ranks and devices: every call is collective and returns the same metrics on every rank; a model's tensors are on the
   device inside its `on_device`, and may be in host memory otherwise;

@@ -172,7 +172,6 @@ def build_collector(
         generation,
         setup.device,
         ends_with=driver.ends_with,
-        partial_rollouts=config.rollout.name == "embedded",
         windows=frozenset(window for config in trained for window in sliding_windows(config) if window is not None),
     )
 

@@ -162,7 +162,9 @@ def _build(setup: Setup, inputs: RunInputs, shown: ProgressDisplay, preemption: 
     engine = build_engine(setup, models.policy, loaded.model)
     learners = _learners(setup, models, loaded, driver.total_steps)
     native = sends_adapters(config.model.lora, config.rollout)
-    sampler = PolicySampler(engine, learners.actor.backend, config.trainer.seed, native)
+    sampler = PolicySampler(
+        engine, learners.actor.backend, config.trainer.seed, native, background=config.rollout.name == "vllm_server"
+    )
     tokenizer, day = models.policy.tokenizer, date.fromisoformat(str(driver.started_on))
     episodes = build_episodes(setup, pool, tokenizer, day, sampler)
     collector = build_collector(setup, inputs, sampler, reward, episodes)

@@ -16,8 +16,8 @@ from rlhf.experience.generation import Generation
 from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.experience.journal import combined, digests
 from rlhf.experience.metrics import RolloutStats, generation_metrics, slowest, step_metrics
+from rlhf.experience.new_prompts import NewPrompts
 from rlhf.experience.partial_rollouts import PartialRollouts, partial_metrics
-from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.experience.responses import log_timeouts
 from rlhf.ranks.phase_clock import largest, memory_use
@@ -48,9 +48,8 @@ class Collector:
     """Collects the batch of each step, with `DynamicSampling` if `algorithm.filter_groups` is enabled.
 
     Surplus groups are carried over to the next step. Checkpoints include them, and they stay on the rank that
-    generated them. With `rollout.async_steps`, an engine that can end a generation early leaves unfinished responses to
-    the next steps (`PartialRollouts`). Servers begin to generate for step N + 1 as soon as the batch of step N is
-    collected, before the update of step N. A save waits for this generation and includes its groups (`Prefetch`).
+    generated them. With `rollout.async_steps`, unfinished responses are left to the next steps (`PartialRollouts`).
+    Servers continue them while the ranks train; a save stops the servers and includes the responses.
     """
 
     data: InitVar[DataConfig]
@@ -64,18 +63,16 @@ class Collector:
     """Returns whether a step is the run's last, given the epochs so far. Then no generation begins ahead."""
     windows: frozenset[int] = frozenset()
     """Sliding windows of the models' layers, for the token counts."""
-    partial_rollouts: bool = False
-    """Whether the engine can end a generation early (`PartialEngine`)."""
-    _source: Prefetch | PartialRollouts = field(init=False)
+    _source: NewPrompts | PartialRollouts = field(init=False)
     _sampling: PlainSampling | DynamicSampling = field(init=False)
     # Last step that this process collected, and the hash of the step's batch over all ranks.
     _trained: tuple[int, str] | None = field(default=None, init=False)
 
     def __post_init__(self, data: DataConfig) -> None:
-        if self.async_steps and self.partial_rollouts:
+        if self.async_steps:
             self._source = PartialRollouts(self.prompts, self.generation, self.async_steps)
         else:
-            self._source = Prefetch(self.prompts, self.generation)
+            self._source = NewPrompts(self.prompts, self.generation)
         self.coordinator = self.generation.coordinator
         if self.filter_groups.enable:
             prompts = prompts_per_generation(data, self.filter_groups)
@@ -86,8 +83,8 @@ class Collector:
     def collect(self, step: int) -> Collected:
         """Return the batch of `step`. Collective.
 
-        New samples are drawn by the policy after `step` - 1 steps, or after `step` - 2 if their generation began ahead
-        of time. Their noise is keyed by `step`. A rank returns the groups that it generated, possibly none.
+        New tokens are drawn by the policy after `step` - 1 steps. Their noise is keyed by `step`. A rank returns the
+        groups that it generated, possibly none.
 
         Raises:
             UserError: dynamic sampling cannot fill the batch.
@@ -129,8 +126,8 @@ class Collector:
         )
         if isinstance(self._source, PartialRollouts):
             metrics |= partial_metrics(self._source, groups, self.coordinator, version=step - 1)
-        if self.async_steps and not self.ends_with(step, epochs) and not self._sampling.starts_full():
-            self._source.begin(step + 1, self._sampling.gen_batch_size)
+        if not self.ends_with(step, epochs):
+            self._source.begin(stats, step)
         return Collected(batch, groups, batch_metrics | metrics, tokens, epochs)
 
     def drop_journal(self, up_to: int) -> None:
@@ -146,7 +143,7 @@ class Collector:
             self._sampling.carry([])
 
     def invalidate_policy(self) -> None:
-        """Drop samples generated ahead, and sync the weights before the next generation. Collective.
+        """Drop the responses in flight, and sync the weights before the next generation. Collective.
 
         For a rollback, which changes the weights.
         """
@@ -155,11 +152,11 @@ class Collector:
 
     @property
     def position(self) -> int:
-        """Uid of the first prompt not drawn yet. Prompts drawn ahead of time count as not drawn."""
+        """Uid of the first prompt not drawn yet."""
         return self._source.position
 
     def tensors(self) -> dict[str, Tensor]:
-        """Wait for samples generated ahead, and return this rank's groups for the next step as tensors. Collective."""
+        """Stop the servers, and return this rank's groups and samples for the next steps as tensors. Collective."""
         return to_tensors(self._sampling.carried) | self._source.tensors()
 
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> None:

@@ -8,8 +8,8 @@ from rlhf.config import FilterGroupsConfig
 from rlhf.errors import UserError
 from rlhf.experience.groups import Group, uids_everywhere
 from rlhf.experience.metrics import RolloutStats
+from rlhf.experience.new_prompts import NewPrompts
 from rlhf.experience.partial_rollouts import PartialRollouts
-from rlhf.experience.prefetch import Prefetch
 
 log = logging.getLogger(__name__)
 
@@ -21,28 +21,11 @@ LARGE_SHARE = 0.5
 class PlainSampling:
     """Fills each batch with the groups of the next prompts, without selection by reward. Carries nothing over."""
 
-    source: Prefetch | PartialRollouts
-    gen_batch_size: None = field(default=None, init=False)
-    """Prompts per generation; None for the prompts of a step."""
+    source: NewPrompts | PartialRollouts
 
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
         """Return the groups of this rank's part of the next prompts, sorted by uid, and no metrics. Collective."""
-        prompts, generation = self.source.prompts, self.source.generation
-        if (ahead := self.source.pop(stats)) is not None:
-            found, wanted = len(uids_everywhere(ahead, generation.coordinator)), prompts.batch_size
-            if found == wanted:
-                return ahead, {}
-            log.warning(
-                "Dropped %d prompts of the checkpoint, with samples generated for step %d: "
-                "data.train_batch_size is now %d.",
-                found,
-                step,
-                wanted,
-            )
         return self.source.groups(None, stats, step), {}
-
-    def starts_full(self) -> bool:
-        return False
 
     @property
     def carried(self) -> list[Group]:
@@ -70,7 +53,7 @@ class DynamicSampling:
     config: FilterGroupsConfig
     gen_batch_size: int
     """Prompts per generation, over all ranks."""
-    source: Prefetch | PartialRollouts
+    source: NewPrompts | PartialRollouts
     carried: list[Group] = field(default_factory=list, init=False)
     """This rank's groups for the next step, sorted by uid."""
     _warned: bool = field(default=False, init=False)
@@ -89,17 +72,15 @@ class DynamicSampling:
         # A resume may have changed `max_staleness`, so check the carried groups again.
         kept, dropped, rounds = self._young(self.carried, step), list[Group](), 0
         expired = len(self.carried) - len(kept)
-        fresh = self.source.pop(stats)
         uids = uids_everywhere(kept, self.coordinator)
         carried = set(uids)
-        while fresh is not None or (len(uids) < wanted and rounds < self.config.max_num_gen_batches):
+        while len(uids) < wanted and rounds < self.config.max_num_gen_batches:
             rounds += 1
-            if fresh is None:
-                fresh = self.source.groups(drawn, stats, step)
+            fresh = self.source.groups(drawn, stats, step)
             kept = kept + [group for group in fresh if group.has_signal(metric)]
             # Keep only the newest `wanted` groups without signal, because on_limit=fill needs no more.
             dropped = (dropped + [group for group in fresh if not group.has_signal(metric)])[-wanted:]
-            uids, fresh = uids_everywhere(kept, self.coordinator), None
+            uids = uids_everywhere(kept, self.coordinator)
         chosen = set(uids[:wanted])
         missing = wanted - len(chosen)
         if missing:
@@ -122,10 +103,6 @@ class DynamicSampling:
             "sampling/carried_share": share_carried,
         }
         return sorted((g for g in kept + dropped if g.uid in chosen), key=lambda group: group.uid), metrics
-
-    def starts_full(self) -> bool:
-        """Return whether the carried groups fill the next batch without a generation. Collective."""
-        return len(uids_everywhere(self.carried, self.coordinator)) >= self.prompts.batch_size
 
     def carry(self, groups: Sequence[Group]) -> None:
         self.carried = sorted(groups, key=lambda group: group.uid)

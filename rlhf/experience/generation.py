@@ -11,6 +11,7 @@ from rlhf.algorithms.shaping import overlong_penalty
 from rlhf.config import OverlongBufferConfig
 from rlhf.data import DrawnPrompt
 from rlhf.events import REWARD, announce, report
+from rlhf.experience.begun import Begun, replaced
 from rlhf.experience.episode import Episode
 from rlhf.experience.episode_groups import (
     check_failures,
@@ -69,38 +70,46 @@ class Generation:
         return self.scored(drawn, samples, stats)
 
     def advance(
-        self,
-        begun: Sequence[tuple[DrawnPrompt, list[Sample]]],
-        quotas: Sequence[Quota],
-        stats: RolloutStats,
-        *,
-        version: int,
-        step: int,
-    ) -> list[list[Sample]]:
+        self, begun: Sequence[Begun], quotas: Sequence[Quota], stats: RolloutStats, *, version: int, step: int
+    ) -> list[Begun]:
         """Continue the partial samples of this rank's prompts by the policy after `version` steps, until every quota is
-        reached. Return all samples of each prompt. Collective."""
-        requests = [
+        reached. Return the prompts with all their samples. Collective."""
+
+        def make(known: bool) -> list[list[Sample]]:
+            wanted = [] if known or not quotas else self.continued(begun)
+            return replaced(begun, self.sampler.generate_until(wanted, quotas, version=version, step=step))
+
+        return self._in_flight(begun, stats, make)
+
+    def stop(self, begun: Sequence[Begun], stats: RolloutStats) -> list[Begun]:
+        """End the generation in the background, if there is one. Return the prompts with the tokens so far.
+
+        Collective. Which tokens these are depends on the clock, so the journal stores them before any use.
+        """
+        made = replaced(begun, self.sampler.stop())
+        return self._in_flight(begun, stats, lambda known: made)
+
+    def continued(self, begun: Sequence[Begun]) -> list[Request]:
+        """Return the requests that continue the partial samples."""
+        return [
             replace(request, response=sample if len(sample) else None)
-            for each, samples in begun
-            for request, sample in zip(self.requests([each]), samples, strict=True)
+            for each in begun
+            for request, sample in zip(self.requests([each.drawn]), each.samples, strict=True)
             if sample.finish_reason == "partial"
         ]
 
-        def make(known: bool) -> list[list[Sample]]:
-            wanted = [] if known or not quotas else requests
-            made = self.sampler.generate_until(wanted, quotas, version=version, step=step)
-            new = {(sample.uid, sample.sample): sample for sample in made}
-            return [[new.get((each.uid, s.sample), s) for s in samples] for each, samples in begun]
-
+    def _in_flight(
+        self, begun: Sequence[Begun], stats: RolloutStats, make: Callable[[bool], list[list[Sample]]]
+    ) -> list[Begun]:
         started = time.monotonic() - self.sampler.sync_seconds
-        samples = self._journaled([each.uid for each, _ in begun], stats, make)
+        samples = self._journaled([each.drawn.uid for each in begun], stats, make)
         announce("rollout.after")
         stats.rollout_seconds += time.monotonic() - self.sampler.sync_seconds - started
-        return samples
+        return [Begun(each.drawn, of_prompt) for each, of_prompt in zip(begun, samples, strict=True)]
 
-    def unbegun(self, drawn: DrawnPrompt) -> list[Sample]:
-        """Return a prompt's samples before the first token."""
-        return [Sample.of(drawn.uid, number, [], [], "partial") for number in range(self.samples_per_prompt)]
+    def unbegun(self, drawn: DrawnPrompt) -> Begun:
+        """Return a prompt before the first token."""
+        return Begun(drawn, [Sample.of(drawn.uid, i, [], [], "partial") for i in range(self.samples_per_prompt)])
 
     def _params(self) -> list[SamplingParams]:
         """Return the parameters of a prompt's samples: `n` random ones, then a greedy one if enabled."""

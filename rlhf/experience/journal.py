@@ -115,6 +115,13 @@ class Journal:
                 "Step %d does not use the rollout journal, because its files can't be read or removed: %s", step, error
             )
 
+    def has(self, step: int) -> bool:
+        """Return whether this rank has a file of `step`."""
+        try:
+            return any(file.step == step and self._owns(file) for file in self._files())
+        except OSError:  # `begin` logs the error
+            return False
+
     def next_generation(self) -> None:
         """Begin another generation of the step, in which prompts with partial samples may get further samples."""
         self._generation += 1

@@ -1,53 +1,33 @@
-"""Keeps the responses of `rollout.async_steps` + 1 steps in flight (partial rollouts); checkpoints include them."""
+"""Keeps the responses of several steps in flight (`rollout.async_steps`); checkpoints include them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from rlhf.data import DrawnPrompt
+from rlhf.experience.begun import Begun, begun_from_tensors, begun_to_tensors, replaced
 from rlhf.experience.generation import Generation
-from rlhf.experience.groups import Group, from_tensors
+from rlhf.experience.groups import Group
 from rlhf.experience.metrics import RolloutStats
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.rollout import Sample
 from rlhf.rollout.engine import Quota
-from rlhf.rollout.sample_codec import from_arrays, to_arrays
-
-PREFIX, AHEAD = "begun.", "ahead."
-"""Prefixes of the tensors of samples in flight, and of groups that servers generated ahead."""
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A prompt in flight with its samples so far: complete, partial, or without a token."""
-
-    drawn: DrawnPrompt
-    samples: list[Sample]
-
-    @property
-    def complete(self) -> bool:
-        return all(sample.finish_reason != "partial" for sample in self.samples)
-
-    def oldest(self, version: int) -> int:
-        """Return the version of the oldest token, or `version` without tokens."""
-        return min((sample.version for sample in self.samples if len(sample)), default=version)
 
 
 @dataclass
 class PartialRollouts:
     """Generates until this rank's share of a batch is complete, and continues the other responses in later steps.
 
-    A share is the number of a rank's prompts in a batch. Each rank keeps `steps` + 1 shares of prompts in flight. A
-    step draws new prompts up to this number, decodes with its weights until one share is complete, and removes this
-    share: oldest weights first, then by uid. No token gets older than `steps` steps, because the engine waits for
-    groups that are due in this step. If more than a share is due (after a change of the number of ranks or of the batch
-    size), the surplus is dropped and counted.
+    A share is the number of a rank's prompts in a batch. A step draws new prompts until `steps` + 1 shares are in
+    flight, generates with its weights until one share is complete, and removes this share: oldest weights first, then
+    by uid. Servers continue the other prompts while the ranks train (`begin`). No token gets older than `steps` steps,
+    because the engine waits for groups that are due in this step. If more than a share is due (after a change of the
+    number of ranks or of the batch size), the surplus is dropped and counted.
 
-    All of this follows from tokens and settings, never from the clock, so a resumed run repeats it bit for bit.
+    With the embedded engine, all of this follows from tokens and settings, never from the clock, so a resumed run
+    repeats it bit for bit. With servers, the clock decides how many tokens the responses have when the weights change.
+    Everything else follows from these tokens, so a journal of the samples is enough to repeat a run.
     """
 
     prompts: PromptShare
@@ -57,6 +37,8 @@ class PartialRollouts:
     """Number of this rank's prompts that were dropped because of their age, since the last `pop_expired`."""
     begun: list[Begun] = field(default_factory=list, init=False)
     """This rank's prompts in flight, sorted by uid."""
+    _stopped_in: int | None = field(default=None, init=False)
+    """The last step in which the generation in the background was stopped for the journal."""
 
     @property
     def position(self) -> int:
@@ -66,7 +48,7 @@ class PartialRollouts:
     @property
     def partial_samples(self) -> int:
         """Number of this rank's unfinished samples that have tokens."""
-        return sum(s.finish_reason == "partial" and len(s) > 0 for each in self.begun for s in each.samples)
+        return sum(each.partial_samples for each in self.begun)
 
     def pop_expired(self) -> int:
         """Return the number of prompts of this rank that were dropped because of their age since the last call."""
@@ -78,12 +60,19 @@ class PartialRollouts:
         in_flight = sum(self.generation.coordinator.all_gather(len(self.begun)))
         return self.prompts.epochs_at(self.prompts.position - in_flight)
 
-    def begin(self, step: int, size: int | None = None) -> None:
-        """Do nothing: this engine does not generate while the ranks train."""
+    def begin(self, stats: RolloutStats, step: int) -> None:
+        """Let servers continue the prompts in flight while the ranks train, by the policy after `step` - 1 steps.
 
-    def pop(self, stats: RolloutStats) -> list[Group] | None:
-        """Return None: no groups are ready before `groups` generates them."""
-        return None
+        Collective. Do nothing if the next step's journal already has what they would generate.
+        """
+        sampler, journal = self.generation.sampler, self.generation.journal
+        if not sampler.background:
+            return
+        if self._stopped_in != step:  # a step that needed no generation
+            self._stop(stats, step)
+        known = journal is not None and journal.has(step + 1)
+        if not sampler.runs and not any(self.generation.coordinator.all_gather(known)):
+            sampler.begin(self.generation.continued(self.begun), version=step - 1, step=step)
 
     def groups(self, size: int | None, stats: RolloutStats, step: int) -> list[Group]:
         """Return this rank's scored groups of a batch of `size` prompts (None: `batch_size`), sorted by uid.
@@ -91,18 +80,14 @@ class PartialRollouts:
         Collective. The policy has made `step` - 1 steps.
         """
         share, version = self.prompts.share(size), step - 1
+        self._stop(stats, step)
         self._drop_old(version - self.steps)
         self._top_up(share)
         coordinator = self.generation.coordinator
         while any(coordinator.all_gather(self._missing(share, version) != [])):
             # With the journal of another number of ranks, a generation may end before the quotas are reached.
-            unfinished = [each for each in self.begun if not each.complete]
-            quotas = self._missing(share, version)
-            made = self.generation.advance(
-                [(each.drawn, each.samples) for each in unfinished], quotas, stats, version=version, step=step
-            )
-            new = dict(zip((each.drawn.uid for each in unfinished), made, strict=True))
-            self.begun = [Begun(each.drawn, new.get(each.drawn.uid, each.samples)) for each in self.begun]
+            unfinished, quotas = self._unfinished(), self._missing(share, version)
+            self._update(self.generation.advance(unfinished, quotas, stats, version=version, step=step))
         complete = [each for each in self.begun if each.complete]
         chosen = sorted(complete, key=lambda each: (each.oldest(version), each.drawn.uid))[:share]
         uids = {each.drawn.uid for each in chosen}
@@ -112,32 +97,42 @@ class PartialRollouts:
         return self.generation.scored([each.drawn for each in batch], [each.samples for each in batch], stats)
 
     def drop(self) -> None:
-        """Drop all prompts in flight."""
+        """Drop all prompts in flight. Collective."""
+        self.generation.sampler.stop()
         self.begun = []
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's samples in flight as tensors."""
-        if not self.begun:
-            return {}
-        arrays = to_arrays([sample for each in self.begun for sample in each.samples])
-        return {f"{PREFIX}{name}": torch.from_numpy(array) for name, array in arrays.items()}
+        """End the generation in the background, and return this rank's samples in flight as tensors. Collective."""
+        begun = self._unfinished()
+        samples = replaced(begun, self.generation.sampler.stop())
+        self._update([Begun(each.drawn, of_prompt) for each, of_prompt in zip(begun, samples, strict=True)])
+        return begun_to_tensors(self.begun)
 
     def load_tensors(self, parts: Sequence[Mapping[str, Tensor]]) -> int:
-        """Replace the prompts in flight by those in `parts`, each the `tensors` of one rank.
+        """Replace the prompts in flight by those in `parts`, each the `tensors` of one rank. No generation may run.
 
-        Return the number of dropped prompts: they do not fit the settings, or were generated ahead by servers.
+        Return the number of dropped prompts, which do not fit the settings.
         """
-        found = [each for part in parts for each in self._begun_in(part)]
+        found = [each for part in parts for each in begun_from_tensors(part, self.prompts.prompt)]
         fitting = [each for each in found if self._fits(each)]
-        self.begun = sorted(fitting, key=lambda each: each.drawn.uid)
-        ahead = sum(len(from_tensors(part, AHEAD)) for part in parts)
-        return len(found) - len(fitting) + ahead
+        self.begun, self._stopped_in = sorted(fitting, key=lambda each: each.drawn.uid), None
+        return len(found) - len(fitting)
 
-    def _begun_in(self, part: Mapping[str, Tensor]) -> list[Begun]:
-        of_prompt: dict[int, list[Sample]] = {}
-        for sample in begun_samples(part):
-            of_prompt.setdefault(sample.uid, []).append(sample)
-        return [Begun(DrawnPrompt(uid, self.prompts.prompt(uid)), samples) for uid, samples in of_prompt.items()]
+    def _stop(self, stats: RolloutStats, step: int) -> None:
+        """End the generation in the background, and store its samples in the journal. Collective.
+
+        Store complete ones, too: a save may have stopped the generation before, and a replay may have no such save.
+        """
+        if self.generation.sampler.background:
+            self.begun = self.generation.stop(self.begun, stats)
+            self._stopped_in = step
+
+    def _unfinished(self) -> list[Begun]:
+        return [each for each in self.begun if not each.complete]
+
+    def _update(self, changed: Sequence[Begun]) -> None:
+        new = {each.drawn.uid: each for each in changed}
+        self.begun = [new.get(each.drawn.uid, each) for each in self.begun]
 
     def _fits(self, each: Begun) -> bool:
         room = all(len(s) < self.generation.params.max_tokens for s in each.samples if s.finish_reason == "partial")
@@ -151,7 +146,7 @@ class PartialRollouts:
         counts = [of_ranks[rank] for rank in range(ranks.size)]
         first = sum(counts[: ranks.rank])
         drawn = self.prompts.stream.next(sum(counts))[first : first + counts[ranks.rank]]
-        self.begun += [Begun(each, self.generation.unbegun(each)) for each in drawn]
+        self.begun += [self.generation.unbegun(each) for each in drawn]
 
     def _missing(self, share: int, version: int) -> list[Quota]:
         """Return the quotas of unfinished groups that this batch still needs.
@@ -175,13 +170,6 @@ class PartialRollouts:
         young = [each for each in self.begun if each.oldest(oldest) >= oldest]
         self.expired += len(self.begun) - len(young)
         self.begun = young
-
-
-def begun_samples(part: Mapping[str, Tensor]) -> list[Sample]:
-    """Return the samples in flight in the `tensors` of a rank."""
-    if f"{PREFIX}rows" not in part:
-        return []
-    return from_arrays({name.removeprefix(PREFIX): t.numpy() for name, t in part.items() if name.startswith(PREFIX)})
 
 
 def partial_metrics(

@@ -21,25 +21,30 @@ class PolicySampler:
     seed: int
     native_adapters: bool = False
     """Whether `engine` is an `AdapterEngine`, which receives the base weights once and then only the adapters."""
+    background: bool = False
+    """Whether `engine` is a `BackgroundEngine`, which generates while the ranks train."""
     seconds: float = field(default=0.0, init=False)
     """Seconds of generation on this rank so far. Weight syncs do not count, because ranks wait for each other there."""
     sync_seconds: float = field(default=0.0, init=False)
     """Seconds of weight syncs since the last call of `metrics`."""
     _version: int | None = field(default=None, init=False)
-    _runs: bool = field(default=False, init=False)
+    runs: bool = field(default=False, init=False)
+    """Whether a generation runs in the background."""
     _probed: bool = field(default=False, init=False)
-    # Samples that `begin` started, if `generate` was called before `finish`.
-    _finished: list[Sample] | None = field(default=None, init=False)
+    _stopped: list[Sample] = field(default_factory=list, init=False)
+    """Samples of the generation in the background, if `generate` stopped it."""
 
     def generate_until(
         self, requests: Sequence[Request], quotas: Sequence[Quota], *, version: int, step: int
     ) -> list[Sample]:
         """Return samples as `generate`, some of them partial, once every quota is reached. `engine` must be a
-        `PartialEngine`. Collective."""
+        `PartialEngine`. In the background, the partial samples go on until `stop`. Collective."""
+        self.stop()
         self._sync_weights(version)
         started = time.monotonic()
         samples = cast(PartialEngine, self.engine).generate_until(requests, quotas, seed=self.seed, step=step)
         self.seconds += time.monotonic() - started
+        self.runs = self.background
         return samples
 
     def generate(self, requests: Sequence[Request], *, version: int, step: int) -> list[Sample]:
@@ -47,8 +52,7 @@ class PolicySampler:
 
         The first call raises UserError if the engine lost tensors in its sleep.
         """
-        if self._runs:
-            self._finished = self.finish(version)
+        self._stopped = self.stop()
         if not self._probed:
             self._probe(version, step)
         self._sync_weights(version)
@@ -69,27 +73,24 @@ class PolicySampler:
         check_probe(self.actor, sample)
 
     def begin(self, requests: Sequence[Request], *, version: int, step: int) -> None:
-        """Start generation in the background of `engine`, a `BackgroundEngine`. Collective.
-
-        `generate` may be called before `finish`.
-        """
+        """Start to generate in the background, until `stop`. Collective."""
         self._sync_weights(version)
         cast(BackgroundEngine, self.engine).begin(requests, seed=self.seed, step=step)
-        self._runs = True
+        self.runs = True
 
-    def finish(self, version: int) -> list[Sample]:
-        """Wait for the samples of `begin` and return them. Collective.
+    def stop(self) -> list[Sample]:
+        """End the generation in the background, if there is one. Return its samples, some of them partial. Collective.
 
-        Failed requests are generated now, by the policy after `version` steps.
+        After `generate`, return the samples of the generation that `generate` stopped.
         """
-        if self._finished is not None:
-            finished, self._finished = self._finished, None
-            return finished
+        stopped, self._stopped = self._stopped, []
+        if not self.runs:
+            return stopped
         started = time.monotonic()
-        self._runs = False
-        finished = cast(BackgroundEngine, self.engine).finish(version)
+        self.runs = False
+        stopped = cast(BackgroundEngine, self.engine).stop()
         self.seconds += time.monotonic() - started
-        return finished
+        return stopped
 
     def _sync_weights(self, version: int) -> None:
         started = time.monotonic()

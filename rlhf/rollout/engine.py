@@ -83,8 +83,12 @@ class Request:
         version: int,
     ) -> Sample:
         """Return the sample: the response so far, and the new tokens of the policy after `version` steps."""
-        so_far = Sample.of(self.uid, self.sample, [], [], "partial") if self.response is None else self.response
-        return so_far.extended(token_ids, log_probs, finish_reason, version)
+        return self.so_far.extended(token_ids, log_probs, finish_reason, version)
+
+    @property
+    def so_far(self) -> Sample:
+        """The response so far, perhaps without a token."""
+        return Sample.of(self.uid, self.sample, [], [], "partial") if self.response is None else self.response
 
     def precedes_sibling(self, other: "Request") -> bool:
         """Return whether `other` is the request for the next sample of the same prompt. Neither has a response yet."""
@@ -163,26 +167,31 @@ class RolloutEngine(Protocol):
         return
 
 
-class BackgroundEngine(RolloutEngine, Protocol):
-    """An engine with devices of its own, which can generate while the rank trains. All calls are collective."""
-
-    def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
-        """Start to generate with the current weights. Only `finish` may be called next."""
-
-    def finish(self, version: int) -> list[Sample]:
-        """Wait for the generation of `begin`, and return the sample of each request. If requests failed because an
-        engine died, generate them now by the current policy, which has made `version` steps."""
-
-
 class PartialEngine(RolloutEngine, Protocol):
-    """An engine that can end a generation early. All calls are collective."""
+    """An engine that can return before all samples are complete. All calls are collective."""
 
     def generate_until(
         self, requests: Sequence[Request], quotas: Sequence[Quota], *, seed: int, step: int
     ) -> list[Sample]:
         """Return a sample for each of this rank's requests as soon as every quota is reached. A group is complete once
         all requests of its uid are answered. The other samples have the finish reason `partial` and the tokens so far,
-        perhaps none. Which groups are complete follows from the requests and the tokens, never from the clock."""
+        perhaps none. Without a `BackgroundEngine`, the requests and the tokens decide which groups are complete, never
+        the clock."""
+
+
+class BackgroundEngine(PartialEngine, Protocol):
+    """An engine with devices of its own, which can generate while the rank trains. All calls are collective.
+
+    After `generate_until`, the partial samples go on under the same weights. Until `stop`, only `metrics` and `sleep`
+    may be called.
+    """
+
+    def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
+        """Start to generate with the current weights, until `stop`."""
+
+    def stop(self) -> list[Sample]:
+        """End the generation of `begin` or `generate_until`. Return the sample of each request: complete, or partial
+        with the tokens so far."""
 
 
 class AdapterEngine(RolloutEngine, Protocol):

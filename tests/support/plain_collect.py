@@ -33,7 +33,6 @@ from rlhf.reward.failures import FailurePolicy
 from rlhf.reward.weighted import Term
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.embedded import build_embedded_engine
-from tests.support.background_engine import BackgroundThread
 from tests.support.launching import TINY_POLICY, question
 
 BATCH, N, LONGEST, SEED, WEIGHT = 8, 4, 5, 5, 2.0
@@ -46,7 +45,8 @@ DEFAULTS: dict[str, Any] = {
     "greedy": False,
     "drawn": 7,
     "answers": True,
-    "ahead": False,
+    "engine": None,
+    "journal": None,
     "async_steps": 0,
     "longest": LONGEST,
     "rows": 32,
@@ -94,7 +94,7 @@ class DriftingPolicy:
 
 
 def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Collector:
-    """Build a run's collector with the `settings` of a scenario."""
+    """Build a run's collector with the `settings` of a scenario. `engine` may be a `BackgroundEngine`."""
     chosen = DEFAULTS | settings
     model, tokenizer = tiny()
     rows = []
@@ -106,10 +106,10 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
     reward = RewardConfig(overlong_buffer=chosen["overlong"])
     prompts = PromptSet.in_memory(rows, tokenizer, LengthLimit(128, "error", "data.train_files"))
     stream = PromptStream(prompts, seed=3, shuffle=True)
-    embedded = build_embedded_engine(model, tokenizer, RolloutConfig(max_num_seqs=chosen["rows"]))
-    engine = BackgroundThread(embedded) if chosen["ahead"] else embedded
+    background = chosen["engine"]
+    engine = background or build_embedded_engine(model, tokenizer, RolloutConfig(max_num_seqs=chosen["rows"]))
     generation = Generation(
-        PolicySampler(engine, DriftingPolicy(driver), SEED),  # type: ignore[arg-type]
+        PolicySampler(engine, DriftingPolicy(driver), SEED, background=background is not None),  # type: ignore[arg-type]
         SamplingParams(temperature=1.4, max_tokens=chosen["longest"]),
         chosen["n"],
         chosen["greedy"],
@@ -118,17 +118,17 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
         tokenizer,
         coordinator,
         chosen["batch"],
+        chosen["journal"],
     )
     return Collector(
         data,
         chosen["filter_groups"],
         reward,
-        int(chosen["ahead"]) or chosen["async_steps"],
+        chosen["async_steps"],
         PromptShare(stream, chosen["batch"], dims.data()),
         generation,
         CPU,
         ends_with=driver.ends_with,
-        partial_rollouts=not chosen["ahead"],
     )
 
 

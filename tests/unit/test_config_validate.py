@@ -187,10 +187,6 @@ REJECTED: list[tuple[dict, str]] = [
         "rollout.sleep_level=0: has effect only with rollout=vllm (it is vllm_server); set rollout=vllm, or",
     ),
     (
-        SERVED | {"rollout__async_steps": 2, "algorithm__rollout_correction__rollout_is": "token"},
-        "rollout.async_steps=2: rollout=vllm_server generates at most one step ahead; set rollout.async_steps=1.",
-    ),
-    (
         SERVED
         | {
             "rollout__async_steps": 1,
@@ -269,15 +265,6 @@ REJECTED: list[tuple[dict, str]] = [
         SERVED | {"rollout__async_steps": 1},
         "algorithm.rollout_correction.rollout_is=null: with rollout.async_steps=1 samples come from an older policy "
         "than the one in training; set algorithm.rollout_correction.rollout_is=token.",
-    ),
-    (
-        SERVED
-        | {
-            "rollout__async_steps": 1,
-            "algorithm__rollout_correction__rollout_is": "token",
-            "checkpoint__journal": True,
-        },
-        "checkpoint.journal=true: the journal does not store the samples that rollout.async_steps=1 generates ahead",
     ),
     (SERVED | {"rollout__engine_kwargs__vllm": {"dtype": "half"}}, "engine_kwargs.vllm.dtype=half: set rollout.dtype"),
     (

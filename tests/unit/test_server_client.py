@@ -54,6 +54,25 @@ def test_a_sample_with_its_number_and_version():
     assert read(answer()) == Sample.of(7, 5, [4, 9], [-0.5] * 2, "stop", 3)
 
 
+def test_an_aborted_answer_is_a_sample_with_the_tokens_so_far():
+    content = answer()
+    content["choices"][0]["finish_reason"] = "abort"
+    assert read(content) == Sample.of(7, 5, [4, 9], [-0.5] * 2, "partial", 3)
+    begun = replace(REQUEST, response=Sample.of(7, 5, [3], [-1.0], "partial", 1))
+    went_on = sample_of(json.dumps(content).encode(), begun, VOCAB, "w1", 3)
+    assert went_on.versions == ((1, 1), (3, 3))
+    assert went_on.finish_reason == "partial"
+
+
+@pytest.mark.parametrize("labels", [None, []])
+def test_an_aborted_answer_without_tokens_changes_nothing(labels):
+    content = answer()
+    content["choices"][0] |= {"finish_reason": "abort", "token_ids": [], "weight_versions": labels}
+    assert read(content) == Sample.of(7, 5, [], [], "partial")
+    begun = replace(REQUEST, response=Sample.of(7, 5, [3], [-1.0], "partial", 1))
+    assert sample_of(json.dumps(content).encode(), begun, VOCAB, "w1", 3) == begun.response
+
+
 def change(key: str, value: Any) -> Callable[[dict], Any]:
     return lambda content: content["choices"][0].__setitem__(key, value)
 
@@ -73,7 +92,7 @@ BROKEN: dict[str, tuple[Callable[[dict], Any], str]] = {
     "not in the vocabulary": (change("token_ids", [4, VOCAB]), "0 to 9"),
     "negative": (change("token_ids", [4, -1]), "0 to 9"),
     "true": (change("token_ids", [4, True]), "0 to 9"),
-    "aborted": (change("finish_reason", "abort"), "finish_reason 'abort'"),
+    "unknown reason": (change("finish_reason", "error"), "finish_reason 'error'"),
     "unhashable reason": (change("finish_reason", []), "finish_reason"),
     "no log-probs": (change("logprobs", None), "not one log-prob for each"),
     "too few log-probs": (lambda c: c["choices"][0]["logprobs"]["content"].pop(), "not one log-prob for each"),

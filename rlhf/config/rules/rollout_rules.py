@@ -116,8 +116,6 @@ def _asynchronous(config: Config) -> Iterator[str]:
             f"{ahead}: vLLM in the ranks ends each generation before training; set rollout=vllm_server or "
             "rollout=embedded (it is vllm), or rollout.async_steps=0."
         )
-    if name == "vllm_server" and steps > 1:
-        yield f"{ahead}: rollout=vllm_server generates at most one step ahead; set rollout.async_steps=1."
     if correction.rollout_is is None and not config.env.classes:
         yield (
             f"algorithm.rollout_correction.rollout_is=null: with {ahead} samples come from an older policy than the "
@@ -128,11 +126,6 @@ def _asynchronous(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.filter_groups.max_staleness={filters.max_staleness}: with {ahead} samples are up to {steps} "
             f"steps old when they are trained on; set algorithm.filter_groups.max_staleness={steps}."
-        )
-    if config.checkpoint.journal and name == "vllm_server":
-        yield (
-            f"checkpoint.journal=true: the journal does not store the samples that {ahead} generates ahead; set "
-            "checkpoint.journal=false."
         )
 
 

@@ -95,9 +95,9 @@ class RolloutConfig:
     """Response format, as in vLLM's StructuredOutputsParams: {json: ...}, {regex: ...}, {choice: [...]}, {grammar:
     ...}."""
     async_steps: int = setting(0, ge=0)
-    """Largest age of a token in steps. `embedded` keeps the responses of `async_steps` + 1 batches in flight and does
-    not wait for the longest. `vllm_server` (at most 1) generates the next batch during training. 0 generates before
-    training."""
+    """Largest age of a token in steps. `embedded` and `vllm_server` keep the responses of `async_steps` + 1 batches in
+    flight and do not wait for the longest; `vllm_server` also generates during training. 0 generates each batch whole,
+    before training."""
     engine_kwargs: EngineKwargsConfig = setting(EngineKwargsConfig)
     servers: ServersConfig = setting(ServersConfig)
     val_kwargs: ValKwargsConfig = setting(ValKwargsConfig)

@@ -21,6 +21,8 @@ LOWEST_LOG_PROB = -9999.0  # value that vLLM's server sends for a log-prob that 
 ROUNDING = 1e-3  # tolerance for log-probs above 0
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+ENGINE_ID = "generate-tokens-"
+"""vLLM's engine puts this before the names of requests."""
 SHOWN = 200  # maximal number of characters of an answer in an error
 
 
@@ -107,11 +109,12 @@ class ServerClient:
             waiting=int(sum(values[_WAITING])),
         )
 
-    async def generate(self, request: Request, seed: int, label: str, version: int) -> Sample:
+    async def generate(self, request: Request, seed: int, label: str, version: int, name: str = "") -> Sample:
         """Return the sample of `request`, drawn with `seed`. Wait without a deadline.
 
         Args:
             label: label of the weights that the server must use, the policy after `version` steps.
+            name: unique name for `abort`, after which the sample is `partial`.
 
         Raises:
             StaleAnswer: the server used other weights for a part of the answer.
@@ -120,12 +123,17 @@ class ServerClient:
         settings = self._settings
         body = {
             "token_ids": request.context,
+            **({"request_id": name} if name else {}),
             "sampling_params": sampling_kwargs(request, 1, seed, settings.eos, settings.structured_outputs),
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         answer = await self._call("POST", "/inference/v1/generate", timeout, body)
         sample = sample_of(answer, request, settings.vocab_size, label, version)
         return cut_at_seam(sample, request, settings.tokenizer)
+
+    async def abort(self, names: Sequence[str]) -> None:
+        """Make the server answer the requests `names` with the tokens so far. Unknown names do nothing."""
+        await self._call("POST", "/abort_requests", self._short, {"request_ids": [ENGINE_ID + name for name in names]})
 
     async def _call(
         self,
@@ -174,7 +182,7 @@ def sample_of(content: bytes, request: Request, vocab_size: int, label: str, ver
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise ServerFailure(f"not an answer with one choice: {_short(content.decode(errors='replace'))}")
     sample, labels = _sample(choices[0], request, vocab_size, version)
-    if labels != {label}:
+    if labels - {label}:
         raise StaleAnswer(f"an answer by the weights {sorted(labels - {label})}, not {label!r}")
     return sample
 
@@ -184,10 +192,12 @@ def _sample(choice: dict[str, Any], request: Request, vocab_size: int, version: 
     token_ids, reason = choice.get("token_ids"), choice.get("finish_reason")
     if not isinstance(token_ids, list) or not all(_is_int(token) and 0 <= token < vocab_size for token in token_ids):
         raise ServerFailure(f"token_ids are not numbers from 0 to {vocab_size - 1}")
-    if not 0 < len(token_ids) <= max_tokens:
-        raise ServerFailure(f"{len(token_ids)} tokens; 1 to {max_tokens} are possible")
-    if reason not in ("stop", "length"):
+    if reason not in ("stop", "length", "abort"):
         raise ServerFailure(f"finish_reason {reason!r}")
+    if reason == "abort" and not token_ids:
+        return request.so_far, set()
+    if not 0 < len(token_ids) <= max_tokens - (reason == "abort"):
+        raise ServerFailure(f"{len(token_ids)} tokens, finish_reason {reason!r}; 1 to {max_tokens} are possible")
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not isinstance(content, list) or len(content) != len(token_ids):
@@ -198,7 +208,7 @@ def _sample(choice: dict[str, Any], request: Request, vocab_size: int, version: 
         if not isinstance(value, (int, float)) or not math.isfinite(value) or not LOWEST_LOG_PROB < value < ROUNDING:
             raise ServerFailure(f"no finite log-prob of token {token}: {_short(str(entry))}")
         log_probs.append(value)
-    sample = request.answered(token_ids, log_probs, reason, version)
+    sample = request.answered(token_ids, log_probs, "partial" if reason == "abort" else reason, version)
     return sample, _labels(choice.get("weight_versions"), len(token_ids))
 
 

@@ -26,18 +26,18 @@ class Fleet:
         self._thread.start()
         self._began.wait()
 
-    def wait(self, seconds: float, *, generating: bool = True, any_stale: bool = False) -> FleetState | None:
+    def wait(self, seconds: float, *, generating: bool = True) -> FleetState | None:
         """Wait for a state of the fleet and return the state; return None after `seconds`.
 
-        With `generating`, the states are `done` (all samples are generated) and `weights` (a server can receive the
-        wanted weights; without `any_stale`, only if no other server has them). Without `generating`, the only state is
-        `ready`: a server is alive.
+        With `generating`, the states are `done` (all samples or the quotas are complete, or the generation has stopped)
+        and `weights` (a server can receive the wanted weights). Without `generating`, the only state is `ready`: a
+        server is alive.
 
         Raises:
             ServersFailed: too many failures; the text has each server's last failures and log file.
             UserError: a server runs an unsupported release of vLLM, or rejects a request.
         """
-        return self._call(self._fleet_loop.until(seconds, generating=generating, any_stale=any_stale))
+        return self._call(self._fleet_loop.until(seconds, generating=generating))
 
     def do(self, action: Callable[[FleetLoop], T]) -> T:
 

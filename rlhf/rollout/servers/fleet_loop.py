@@ -2,25 +2,25 @@
 
 import asyncio
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import aiohttp
 
 from rlhf.config.schema.rollout import ServersConfig
-from rlhf.events import GENERATING, report
-from rlhf.rollout.engine import Request, siblings
+from rlhf.rollout.engine import Quota, Request
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.servers.admission import Admission
 from rlhf.rollout.servers.client import RequestSettings, ServerClient, ServerFailure, StaleAnswer, open_session
-from rlhf.rollout.servers.dispatch import Concurrency, SampleQueue
+from rlhf.rollout.servers.dispatch import Concurrency
 from rlhf.rollout.servers.health import Budget, ServerHealth
+from rlhf.rollout.servers.member import NO_ANSWER, Member
 from rlhf.rollout.servers.secret import Secret
+from rlhf.rollout.servers.served_generation import ServedGeneration
 from rlhf.rollout.servers.server_process import ServerProcess
 from rlhf.rollout.vllm.requests import request_seed
 
@@ -28,36 +28,10 @@ log = logging.getLogger(__name__)
 FleetState = Literal["ready", "weights", "done"]
 
 TICK_S = 0.25  # interval in seconds between checks of the servers without other events
-NO_ANSWER = "no answer yet"
 
 
 class ServersFailed(RuntimeError):
     """The rollout servers failed more often than rollout.servers.max_failures allows."""
-
-
-@dataclass
-class _Member:
-    number: int
-    health: ServerHealth
-    client: ServerClient
-    url: str
-    concurrency: Concurrency
-    process: ServerProcess | None = None
-    log: Path | None = None
-    starts: int = 0
-    pushing: bool = False
-    tasks: dict[asyncio.Task, int] = field(default_factory=dict)  # each task, with the index of its request
-    probe: asyncio.Task | None = None
-    probe_error: str = NO_ANSWER  # error of the last probe; empty if the probe succeeded
-
-
-@dataclass
-class _Generation:
-    requests: Sequence[Request]
-    seed: int
-    step: int
-    queue: SampleQueue
-    samples: dict[int, Sample] = field(default_factory=dict)  # by index of the request
 
 
 class FleetLoop:
@@ -91,8 +65,8 @@ class FleetLoop:
         self._request_settings, self._open_session = request_settings, open_session
         self._secret, self._admission = secret, Admission(secret)
         self._budget = Budget(settings.max_failures)
-        self._members: list[_Member] = []
-        self._generation: _Generation | None = None
+        self._members: list[Member] = []
+        self._generation: ServedGeneration | None = None
         self._label, self._version = "", 0
         self._counts: Counter[str] = Counter()
         self._wake, self._news = asyncio.Event(), asyncio.Condition()
@@ -122,16 +96,16 @@ class FleetLoop:
 
     def _member(
         self, number: int, now: float, url: str, log: Path | None = None, process: ServerProcess | None = None
-    ) -> _Member:
+    ) -> Member:
         health = ServerHealth(self._settings, self._budget, ours=process is not None, now=now)
-        return _Member(number, health, self._client(url), url, Concurrency(self._capacity), process, log)
+        return Member(number, health, self._client(url), url, Concurrency(self._capacity), process, log)
 
     def _client(self, url: str) -> ServerClient:
         return ServerClient(self._session, url, self._request_settings, self._settings.answer_timeout_s, self._secret)
 
-    async def until(self, seconds: float, *, generating: bool, any_stale: bool) -> FleetState | None:
+    async def until(self, seconds: float, *, generating: bool) -> FleetState | None:
         """Wait as `Fleet.wait`."""
-        outcome_now = partial(self._ended, any_stale) if generating else self._ready
+        outcome_now = self._ended if generating else self._ready
         self._budget.needed = True
         end = _now() + seconds
         async with self._news:
@@ -166,17 +140,31 @@ class FleetLoop:
                 if error is not None:
                     self._log_failure(member, f"the push of the weights failed: {error}")
 
-    def begin(self, requests: Sequence[Request], seed: int, step: int) -> None:
-        """Start to generate; `until` waits for the end, and `pop_samples` returns the samples."""
-        self._generation = _Generation(requests, seed, step, SampleQueue(siblings(requests)))
+    def begin(self, requests: Sequence[Request], seed: int, step: int, quotas: Sequence[Quota] = ()) -> None:
+        """Start to generate. `until` waits for all samples or for the quotas, and `samples` returns the samples.
+
+        The other samples go on until `stop`.
+        """
+        self._generation = ServedGeneration(requests, quotas, seed, step)
         self._budget.needed = True
         self._wake.set()
 
+    def samples(self) -> list[Sample]:
+        """Return the sample of each request so far, in order."""
+        assert self._generation is not None
+        return self._generation.samples
+
+    def stop(self) -> None:
+        """Make the servers answer with the tokens so far. `until` waits for the answers, and `pop_samples` returns the
+        samples."""
+        assert self._generation is not None
+        self._generation.stopping = True
+        self._wake.set()
+
     def pop_samples(self) -> list[Sample]:
-        """Return the sample of each request, in order, after `until` has returned `done`."""
-        generation, self._generation = self._generation, None
-        assert generation is not None
-        return [generation.samples[i] for i in range(len(generation.requests))]
+        """End the generation and return its samples, after `until` has returned `done`."""
+        samples, self._generation = self.samples(), None
+        return samples
 
     def metrics(self) -> dict[str, float]:
         counts, self._counts = self._counts, Counter()
@@ -188,25 +176,26 @@ class FleetLoop:
         self._check()
         return "ready" if any(m.health.state in ("stale", "serving") for m in self._members) else None
 
-    def _ended(self, any_stale: bool) -> FleetState | None:
+    def _ended(self) -> FleetState | None:
         self._check()
         assert self._generation is not None
-        if len(self._generation.samples) == len(self._generation.requests):
+        if self._generation.stopping:
+            return None if any(member.tasks for member in self._members) else "done"
+        if self._generation.complete:
             return "done"
-        states = {m.health.state for m in self._members}
-        return "weights" if "stale" in states and (any_stale or "serving" not in states) else None
+        return "weights" if any(m.health.state == "stale" for m in self._members) else None
 
     def _check(self) -> None:
         if self.error is not None:
             raise self.error
         if self._budget.spent:
-            servers = "\n".join(f"  {_describe(member)}" for member in self._members)
+            servers = "\n".join(f"  {member.describe()}" for member in self._members)
             raise ServersFailed(
                 f"The rollout servers failed {self._budget.in_a_row} times without a finished request between the "
                 f"failures (rollout.servers.max_failures={self._budget.max_failures}):\n{servers}"
             )
 
-    def _advance(self, member: _Member, now: float) -> None:
+    def _advance(self, member: Member, now: float) -> None:
         """Update a server's health, and start the action that is due."""
         if member.pushing:  # the push reports errors
             return
@@ -229,7 +218,7 @@ class FleetLoop:
             health.counting(now)
             member.probe = asyncio.create_task(self._count(member))
 
-    def _start(self, member: _Member) -> None:
+    def _start(self, member: Member) -> None:
         process = member.process
         assert process is not None
         try:
@@ -242,7 +231,7 @@ class FleetLoop:
         self._follow(member, "restarted" if member.starts else "started")
         member.health.started(_now())
 
-    def _follow(self, member: _Member, how: str) -> None:
+    def _follow(self, member: Member, how: str) -> None:
         assert member.process is not None
         member.url = member.process.url
         member.client = self._client(member.url)
@@ -250,7 +239,7 @@ class FleetLoop:
         member.starts += 1
         log.info("Rollout server %s: %s, log in %s.", member.url, how, member.log)
 
-    async def _probe(self, member: _Member) -> None:
+    async def _probe(self, member: Member) -> None:
         health, starting = member.health, member.health.state == "starting"
         with self._probing(member, may_fail=starting):
             if starting:
@@ -264,7 +253,7 @@ class FleetLoop:
             if starting:
                 log.info("Rollout server %s is up, with the weights %r.", member.url, label)
 
-    async def _count(self, member: _Member) -> None:
+    async def _count(self, member: Member) -> None:
         """Read the load of a busy server. An error counts as a failure only when the deadline passes."""
         with self._probing(member, may_fail=True):
             load = await member.client.load()
@@ -272,7 +261,7 @@ class FleetLoop:
             member.concurrency.reported(load)
 
     @contextmanager
-    def _probing(self, member: _Member, *, may_fail: bool) -> Iterator[None]:
+    def _probing(self, member: Member, *, may_fail: bool) -> Iterator[None]:
         try:
             yield
             member.probe_error = ""
@@ -291,6 +280,11 @@ class FleetLoop:
         generation = self._generation
         if generation is None:
             return
+        if generation.stopping:
+            for member in self._members:
+                if member.tasks and member.abort is None:
+                    member.abort = asyncio.create_task(self._abort(member))
+            return
         serving = [member for member in self._members if member.health.state == "serving"]
         if not generation.queue:
             self._recall(generation, serving)
@@ -301,9 +295,10 @@ class FleetLoop:
             index = generation.queue.pop(member.number)
             member.concurrency.sent()
             member.health.request_sent(_now())
-            member.tasks[asyncio.create_task(self._send(member, generation, index))] = index
+            name = uuid.uuid4().hex
+            member.tasks[asyncio.create_task(self._send(member, generation, index), name=name)] = index
 
-    def _recall(self, generation: _Generation, serving: Sequence[_Member]) -> None:
+    def _recall(self, generation: ServedGeneration, serving: Sequence[Member]) -> None:
         """Take back the youngest samples of servers on which samples wait, as many as other servers have room for."""
         for member in serving:
             others = [other.concurrency for other in serving if other is not member and other.concurrency.room > 0]
@@ -320,12 +315,28 @@ class FleetLoop:
                 member.health.request_recalled()
                 task.cancel()
 
-    async def _send(self, member: _Member, generation: _Generation, index: int) -> None:
+    async def _abort(self, member: Member) -> None:
+        """Ask the server for the tokens so far of its requests."""
+        try:
+            await member.client.abort([task.get_name() for task in member.tasks])
+            # A request that the server received after the call is aborted by the next call.
+            await asyncio.sleep(TICK_S)
+        except ServerFailure as failure:
+            self._fail(member, str(failure), gone=failure.hung)
+        except Exception as error:
+            self.error = error
+        finally:
+            member.abort = None
+            self._wake.set()
+
+    async def _send(self, member: Member, generation: ServedGeneration, index: int) -> None:
         request, task = generation.requests[index], asyncio.current_task()
         assert task is not None
         try:
             seed = request_seed(generation.seed, generation.step, request)
-            sample = await member.client.generate(request, seed, self._label, self._version)
+            sample = await member.client.generate(request, seed, self._label, self._version, task.get_name())
+            if sample.finish_reason == "partial" and not generation.stopping:
+                raise ServerFailure("another client aborted a request")
         except ServerFailure as failure:
             if task in member.tasks:
                 self._fail(member, str(failure), gone=failure.hung)
@@ -341,32 +352,34 @@ class FleetLoop:
         else:
             # The requests of a dropped server are queued again.
             if member.tasks.pop(task, None) is not None:
-                generation.samples[index] = sample
-                report(GENERATING, len(generation.samples), len(generation.requests))
-                member.concurrency.finished()
+                generation.answered(index, sample)
+                if sample.finish_reason == "partial":
+                    member.concurrency.recalled(1)
+                else:
+                    member.concurrency.finished()
                 member.health.request_finished(_now())
         finally:
             self._wake.set()
 
-    def _fail(self, member: _Member, reason: str, *, gone: bool = False) -> None:
+    def _fail(self, member: Member, reason: str, *, gone: bool = False) -> None:
         member.health.failed(_now(), reason, gone=gone)
         self._log_failure(member, reason)
         self._drop(member)
         if gone and member.process is not None:
             member.process.kill()
 
-    def _log_failure(self, member: _Member, reason: str) -> None:
+    def _log_failure(self, member: Member, reason: str) -> None:
         self._counts["server_failures"] += 1
         log.warning("Rollout server %s: %s. Next try in %g s.", member.url, reason, member.health.backoff_s)
 
-    def _drop(self, member: _Member) -> None:
+    def _drop(self, member: Member) -> None:
         """Put the server's requests back at the head of the queue, and cancel its tasks."""
         tasks, member.tasks = member.tasks, {}
         member.concurrency.dropped()
         if self._generation is not None:
             self._counts["requests_repeated"] += len(tasks)
             self._generation.queue.put_back(member.number, tasks.values())
-        for task in [*tasks, member.probe]:
+        for task in [*tasks, member.probe, member.abort]:
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
 
@@ -374,8 +387,3 @@ class FleetLoop:
 def _now() -> float:
     """Return the event loop's monotonic clock, which simulations replace."""
     return asyncio.get_running_loop().time()
-
-
-def _describe(member: _Member) -> str:
-    where = f"log: {member.log}" if member.log is not None else "given by rollout.servers.urls"
-    return f"{member.url}: {member.health.state}; {'; '.join(member.health.reasons) or 'no failure'}; {where}"

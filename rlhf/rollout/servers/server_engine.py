@@ -16,7 +16,7 @@ from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.world import ranks_here
-from rlhf.rollout.engine import Request, Weights
+from rlhf.rollout.engine import Quota, Request, Weights
 from rlhf.rollout.exchange import gather_requests, scatter_samples
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.sample import Sample
@@ -67,31 +67,43 @@ class ServerEngine:
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
         """Return the sample of each of this rank's requests, in order. Raises ServersFailed after too many failures
         (rollout.servers.max_failures)."""
-        self.begin(requests, seed=seed, step=step)
-        return self.finish(self._version)
+        self.generate_until(requests, (), seed=seed, step=step)
+        return self.stop()
 
-    def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
-        """Start to generate in the background, until `finish`."""
+    def generate_until(
+        self, requests: Sequence[Request], quotas: Sequence[Quota], *, seed: int, step: int
+    ) -> list[Sample]:
+        """Return the sample of each of this rank's requests as soon as all ranks' quotas are reached. Partial samples
+        go on, and come back with the tokens that they began with. Raises ServersFailed as `generate`."""
+        self.begin(requests, quotas, seed=seed, step=step)
+        # A server that restarted receives the weights at once.
+        while self._outcome() == "weights":
+            self._push(self._version)
+        return self._samples(FleetLoop.samples)
+
+    def begin(self, requests: Sequence[Request], quotas: Sequence[Quota] = (), *, seed: int, step: int) -> None:
+        """Start to generate in the background, until `stop`."""
         announce("rollout.begin")
         self._push(self._version)  # to servers that came up since the last update
         of_ranks = gather_requests(requests, range(self._coordinator.world_size), [0], self._coordinator)
+        all_quotas = list(chain.from_iterable(self._coordinator.all_gather(list(quotas))))
         self._sizes = [len(of_rank) for of_rank in of_ranks]
         all_requests = list(chain.from_iterable(of_ranks))
-        self._on_leader(lambda fleet: fleet.do(lambda loop: loop.begin(all_requests, seed, step)))
+        self._on_leader(lambda fleet: fleet.do(lambda loop: loop.begin(all_requests, seed, step, all_quotas)))
 
-    def finish(self, version: int) -> list[Sample]:
-        """Return the sample of each of this rank's requests of `begin`. Raises ServersFailed as `generate`."""
-        # A restarted server receives the weights at once. But if the policy has changed since `begin`, the server waits
-        # while the other servers finish the generation with the older weights.
-        while self._outcome(any_stale=version == self._version) == "weights":
-            if version != self._version:
-                self._version = version
-                self._new_label(version)
-            self._push(version)
+    def stop(self) -> list[Sample]:
+        """Return the sample of each of this rank's requests, partial ones with the tokens so far. The tokens on a
+        server that fails are lost."""
+        self._on_leader(lambda fleet: fleet.do(FleetLoop.stop))
+        self._outcome()
+        return self._samples(FleetLoop.pop_samples)
+
+    def _samples(self, of_all: Callable[[FleetLoop], list[Sample]]) -> list[Sample]:
+        """Return this rank's part of the samples. Collective."""
         parts: list[list[Sample]] = []
 
         def split_by_rank(fleet: Fleet) -> None:
-            samples = iter(fleet.do(FleetLoop.pop_samples))
+            samples = iter(fleet.do(of_all))
             parts.extend(list(islice(samples, size)) for size in self._sizes)
 
         self._on_leader(split_by_rank)
@@ -111,12 +123,10 @@ class ServerEngine:
         """Return once a server is alive. Collective."""
         self._outcome(generating=False)
 
-    def _outcome(self, *, generating: bool = True, any_stale: bool = False) -> FleetState:
+    def _outcome(self, *, generating: bool = True) -> FleetState:
         """Return the state that the fleet reaches. Collective."""
         while True:
-            outcome = self._on_leader(
-                lambda fleet: fleet.wait(KEEP_ALIVE_S, generating=generating, any_stale=any_stale)
-            )
+            outcome = self._on_leader(lambda fleet: fleet.wait(KEEP_ALIVE_S, generating=generating))
             if outcome is not None:
                 return outcome
             if generating:  # a restart of servers may take long; the fleet has its own deadlines

@@ -1,0 +1,46 @@
+"""One generation on the rollout servers: its requests, the samples so far, and when it is over. No I/O, no clock."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlhf.events import GENERATING, report
+from rlhf.rollout.engine import Completion, Quota, Request, siblings
+from rlhf.rollout.sample import Sample
+from rlhf.rollout.servers.dispatch import SampleQueue
+
+
+@dataclass
+class ServedGeneration:
+    """The requests of one generation. `queue` has the indices of requests that no server generates."""
+
+    requests: Sequence[Request]
+    quotas: Sequence[Quota]
+    seed: int
+    step: int
+    queue: SampleQueue = field(init=False)
+    stopping: bool = False
+    """Whether servers answer with the tokens so far, and get no further requests."""
+    _samples: dict[int, Sample] = field(default_factory=dict, init=False)  # by index of the request
+    _complete: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.queue = SampleQueue(siblings(self.requests))
+        self._completion = Completion(self.requests, self.quotas)
+
+    def answered(self, index: int, sample: Sample) -> None:
+        """Record the answer to the request `index`."""
+        self._samples[index] = sample
+        if sample.finish_reason != "partial":
+            self._complete += 1
+            self._completion.answered(self.requests[index])
+            report(GENERATING, self._complete, len(self.requests))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all samples are complete, or enough for the quotas."""
+        return self._complete == len(self.requests) or self._completion.reached
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The sample of each request. A request without an answer has the tokens that it began with."""
+        return [self._samples.get(i, request.so_far) for i, request in enumerate(self.requests)]

@@ -1,0 +1,127 @@
+"""A rollout server without a model: vLLM's routes, real time, and tokens that follow from the request's seed.
+
+The log-prob of each token encodes the version of the weights (`LOG_PROB`), so that a test can check each token's.
+"""
+
+import hashlib
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+DIGITS = range(20, 30)
+"""Ids of the tokens that the server draws, all of them digits of the bundled policy."""
+EOS, DEADLINE_S = 1, 60.0
+
+
+def log_prob_of(version: int) -> float:
+    """Return the log-prob of tokens by the weights after `version` steps, exact in float32."""
+    return -1.0 - version / 64
+
+
+def version_of(log_prob: float) -> int:
+    return round((-1.0 - log_prob) * 64)
+
+
+class ScriptedVllm(ThreadingHTTPServer):
+    """Draws one token of each running request every `token_s` seconds. One response in eight has
+    `longest` tokens, the others at most a sixth of them."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, token_s: float = 0.004, longest: int = 16) -> None:
+        self.token_s, self.longest, self.label, self.tokens = token_s, longest, "default", 0
+        self.aborted: dict[str, threading.Event] = {}
+        self.answers: list[str] = []
+        """Finish reasons of all answers."""
+        self.dead = threading.Event()
+        self.lock = threading.Lock()
+        super().__init__(("127.0.0.1", 0), _Handler)
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def die(self) -> None:
+        """Break all connections, and answer nothing from now on."""
+        self.dead.set()
+        for event in list(self.aborted.values()):
+            event.set()
+
+    def close(self) -> None:
+        self.die()
+        self.shutdown()
+        self.server_close()
+
+    def generated(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the choice for a request, after its time."""
+        params, name = body["sampling_params"], f"generate-tokens-{body['request_id']}"
+        with self.lock:
+            stop, label = self.aborted.setdefault(name, threading.Event()), self.label
+        bits = hashlib.sha256(str(params["seed"]).encode()).digest() * 8
+        wanted = self.longest if bits[0] % 8 == 0 else 1 + bits[1] % max(1, self.longest // 6)
+        length = min(wanted, params["max_tokens"])
+        began = time.monotonic()
+        interrupted = stop.wait(length * self.token_s)
+        done = min(int((time.monotonic() - began) / self.token_s), length - 1) if interrupted else length
+        with self.lock:
+            self.tokens += done
+            del self.aborted[name]
+            reason = "abort" if interrupted else "stop" if wanted <= params["max_tokens"] else "length"
+            self.answers.append(reason)
+        ids = [DIGITS[bits[i % 256] % 10] for i in range(2, 2 + done)]
+        if reason == "stop":
+            ids[-1] = EOS
+        log_prob = log_prob_of(int(label.rpartition("_")[2]))
+        return {
+            "index": 0,
+            "token_ids": ids,
+            "finish_reason": reason,
+            "logprobs": {"content": [{"token_id": token, "logprob": log_prob} for token in ids]},
+            "weight_versions": [{"version": label, "start": 0, "end": done}] if done else None,
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ScriptedVllm
+
+    def do_GET(self) -> None:
+        server = self.server
+        if self.path == "/metrics":
+            running = len(server.aborted)
+            self.answer(f"vllm:generation_tokens_total{{}} {server.tokens}\nvllm:num_requests_running{{}} {running}\n")
+            return
+        answers = {"/version": {"version": "0.32.0"}, "/weight_info": {"weight_version": server.label}, "/health": {}}
+        self.answer(json.dumps(answers[self.path]))
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/inference/v1/generate":
+            self.answer(json.dumps({"choices": [server.generated(body)]}))
+            return
+        if self.path == "/abort_requests":
+            with server.lock:
+                for name in body["request_ids"]:
+                    if name in server.aborted:
+                        server.aborted[name].set()
+        elif self.path == "/finish_weight_update":
+            server.label = body["weight_version"]
+        self.answer("{}")
+
+    def answer(self, text: str) -> None:
+        with suppress(OSError):  # the trainer may be gone
+            if self.server.dead.is_set():
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
