@@ -75,9 +75,14 @@ class Sums:
         """Do nothing."""
 
 
-@cache
 def tiny() -> tuple[Any, Any]:
     """Return the bundled policy and its tokenizer."""
+    return _tiny(torch.get_default_dtype())
+
+
+@cache
+def _tiny(of_buffers: torch.dtype) -> tuple[Any, Any]:
+    """Load the policy; its buffers have torch's default type, which `in_float64` changes."""
     model = AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(TINY_POLICY)
 
