@@ -1,6 +1,6 @@
 """Numerics version: releases with the same number compute the same bits from the same state, settings and software."""
 
-NUMERICS = 2
+NUMERICS = 3
 """The numerics version of this tree, which every checkpoint records.
 
 Raise it by one in a commit after which some run computes other bits with the same settings: another order of summation,

@@ -12,6 +12,7 @@ import torch
 from rlhf.assemble.inputs import RunInputs, read_prompts
 from rlhf.assemble.learners import EngineBuilder, Learners, build_frozen, load_adapters
 from rlhf.assemble.model_sources import ModelSources, resolve_models
+from rlhf.assemble.replicas import settle_replicas
 from rlhf.assemble.rollouts import (
     Setup,
     build_collector,
@@ -90,6 +91,7 @@ def build(
     config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, shown: ProgressDisplay
 ) -> Components:
     """Build all components of this rank, and load the newest checkpoint. Collective."""
+    config = settle_replicas(config, coordinator)
     setup = Setup(config, device, coordinator)
     preemption, phases = PreemptionFlag(), Phases(shown, coordinator.rank, status)
     follow(phases.report)

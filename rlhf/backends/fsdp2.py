@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from rlhf.backends.base import PolicyWeights, TrainingBackend
 from rlhf.backends.gather import gather_tensors
+from rlhf.backends.gradient_sums import sum_gradients
 from rlhf.backends.offload import Offload
 from rlhf.backends.training import MOMENTS, Scheduled, Training, adamw_options, empty_moments, parameter_groups
 from rlhf.config import BackendConfig
@@ -32,10 +33,12 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 log = logging.getLogger(__name__)
+_PLAIN = "One rank: the model is trained without FSDP2, with the same bits and checkpoints."
+_REPLICAS = "Each rank trains a whole replica of the model without FSDP2, and sums gradients once per optimizer step."
 
 
 class Fsdp2Model:
-    """Shards a model's weights over all ranks, or with `backend.dp_replicate` over the ranks of each replica.
+    """Shards a model's weights over the ranks of each replica (`backend.dp_replicate`).
 
     `moves`: whether weights without gradients change, as in a moving reference.
     """
@@ -50,7 +53,7 @@ class Fsdp2Model:
         moves: bool = False,
     ) -> None:
         self.module: nn.Module = shard(with_log_probs(model, use_liger=config.use_liger), config, device)
-        self._shard_group = dims.model(device, config.dp_replicate)
+        self._shard_group = dims.model(device, config.replicas)
         self._device = device
         find = self._local_weights if param_offload else None
         frozen = tuple if moves else self._frozen_weights
@@ -131,8 +134,9 @@ class Fsdp2Backend(Fsdp2Policy, Scheduled, TrainingBackend):
 
     def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training) -> None:
         optim, offload = training.optim, training.offload
-        if stays_plain(model, config):
-            log.info("One rank: the model is trained without FSDP2, with the same bits and checkpoints.")
+        self._is_plain, ranks = stays_plain(model, config), dims.data()
+        if self._is_plain and ranks.rank == 0:
+            log.info("%s", _PLAIN if ranks.size == 1 else _REPLICAS)
         Fsdp2Policy.__init__(self, model, config, device, param_offload=offload.param_offload)
         # Train mode does not slow down log-prob passes: passes without gradients recompute no activations. Dropout is
         # off (models/loading.py).
@@ -152,10 +156,13 @@ class Fsdp2Backend(Fsdp2Policy, Scheduled, TrainingBackend):
         return (local_part(state[moment]) for state in self.optimizer.state.values() for moment in MOMENTS)
 
     def backward(self, loss: Tensor) -> None:
-        """Undo FSDP2's average over ranks, because the interface requires a sum."""
-        (loss * dims.data().size).backward()
+        """Undo FSDP2's average over ranks, because the interface requires a sum. Whole replicas sum their gradients in
+        the optimizer step."""
+        (loss if self._is_plain else loss * dims.data().size).backward()
 
     def optimizer_step(self) -> dict[str, float]:
+        if self._is_plain and dims.data().size > 1:
+            sum_gradients(self.module.parameters())
         found = nn.utils.clip_grad_norm_(self.module.parameters(), self._grad_clip)
         norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
         lr = self.scheduler.get_last_lr()[0]
@@ -196,7 +203,7 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
 
 def _apply_fsdp2(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> None:
     options: dict[str, Any] = {
-        "mesh": dims.mesh(device, config.dp_replicate),
+        "mesh": dims.mesh(device, config.replicas),
         "mp_policy": precision_of(model, config),
         "reshard_after_forward": config.reshard_after_forward,
     }
@@ -209,11 +216,12 @@ def _apply_fsdp2(model: PreTrainedModel, config: BackendConfig, device: torch.de
 
 
 def stays_plain(model: PreTrainedModel, config: BackendConfig) -> bool:
-    """Return whether `model` is trained without FSDP2: on one rank, which computes in the type of the weights.
+    """Return whether each rank has a whole replica without FSDP2: if passes compute in the type of the weights.
 
-    FSDP2 would copy every weight in each pass, and every gradient. The bits are the same.
+    FSDP2 would copy every weight in each pass, and every gradient, and reduce the gradients of each micro-batch. On one
+    rank the bits are the same.
     """
-    return dims.everyone().size == 1 and precision_of(model, config).param_dtype is None
+    return dims.everyone().size == config.replicas and precision_of(model, config).param_dtype is None
 
 
 def precision_of(model: PreTrainedModel, config: BackendConfig) -> MixedPrecisionPolicy:
@@ -242,26 +250,26 @@ def local_part(tensor: Tensor) -> Tensor:
 def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
     """Return this rank's part of each tensor.
 
-    Rank 0 saves an unsharded tensor. One replica saves a replicated tensor, and the replicas share this work about
-    equally.
+    One replica saves a replicated tensor: the first a single element, such as a step count, and otherwise the replicas
+    share this work about equally.
     """
     shards: dict[str, Shard] = {}
     saved: dict[int, list[int]] = {}
     for name, tensor in tensors:
-        shape = tuple(tensor.shape)
-        if not isinstance(tensor, DTensor):
-            shards[name] = Shard(shape, (0,), local_part(tensor), saved_here=dims.everyone().rank == 0)
-            continue
         replica, replicas = replica_of(tensor)
         by_replica = saved.setdefault(replicas, [0] * replicas)
-        saver = by_replica.index(min(by_replica))
+        saver = by_replica.index(min(by_replica)) if tensor.numel() > 1 else 0
         by_replica[saver] += tensor.numel()
-        shards[name] = Shard(shape, offsets_of(tensor), local_part(tensor), saver == replica)
+        offsets = offsets_of(tensor) if isinstance(tensor, DTensor) else (0,)
+        shards[name] = Shard(tuple(tensor.shape), offsets, local_part(tensor), saver == replica)
     return shards
 
 
-def replica_of(tensor: DTensor) -> tuple[int, int]:
-    """Return the index of this rank's replica of the sharded `tensor`, and the number of replicas."""
+def replica_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the index of this rank's replica of `tensor`, and the number of replicas. Every rank has an unsharded
+    tensor."""
+    if not isinstance(tensor, DTensor):
+        return dims.everyone().rank, dims.everyone().size
     replica, replicas = 0, 1
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_replicate():

@@ -12,6 +12,8 @@ GATHER_BUCKET = 8 << 20
 does not fit into the caches."""
 PUSH_BUCKET = 256 << 20
 """Bytes of weights that are gathered, cast and sent to the rollout servers together."""
+GRADIENT_BUCKET = 32 << 20
+"""Bytes of gradients in one all-reduce of replicas; a larger gradient is summed alone."""
 REDUCE_BUCKET = 500_000_000
 """Largest number of gradient elements in one all-reduce of DeepSpeed."""
 PREFILL_TOKENS = 16384

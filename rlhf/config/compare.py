@@ -30,6 +30,8 @@ TENSOR_SETTINGS = frozenset(
 RUN_LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 MODEL_NAMES = ("model.path", "model.revision", "critic.path", "reward_model.path", "reward_model.revision")
 """Settings that a resume compares by the files that they name."""
+KEPT_BY_NULL = ("backend.dp_replicate",)
+"""Settings whose null stands for the checkpoint's value in a run that resumes."""
 OF_EVALUATIONS = ("data.val_files", "data.val_max_samples", "rollout.val_kwargs.")
 """Prefixes of settings that a training run does not depend on, but its evaluations do."""
 NEW_RUN = (
@@ -72,7 +74,8 @@ def compare(stored: Config, present: Config) -> ConfigDiff:
     constant_rate = all(optim.lr_scheduler_type == "constant" for optim in optimizers)
     for setting in (setting for setting in SETTINGS.values() if setting.metadata["resume"] != "start"):
         change = Change(setting.key, setting.value(stored), setting.value(present))
-        same = same_value(setting.key, change.stored, change.present)
+        keeps = setting.key in KEPT_BY_NULL and change.present is None
+        same = keeps or same_value(setting.key, change.stored, change.present)
         if same or masked(change.stored) == masked(change.present):
             continue
         harmless = setting.metadata["resume"] == "harmless" or (constant_rate and setting.key in RUN_LENGTH)

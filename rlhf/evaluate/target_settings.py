@@ -97,6 +97,7 @@ def _composed(
         recipe = [] if any(text.startswith("recipes=") for text in overrides) else [RECIPE]
         return composition([*recipe, *overrides], library)
     tree = stored.copy()
+    OmegaConf.update(tree, "backend.dp_replicate", None)  # an evaluation may have other ranks
     if target.checkpoint is None:  # the run's adapters do not fit another model
         OmegaConf.update(tree, "model.lora", OmegaConf.structured(LoraConfig), merge=False)
         OmegaConf.update(tree, "rollout.lora", RolloutConfig().lora)

@@ -18,6 +18,7 @@ from rlhf.planning.training_state import (
     gathered,
     sharded,
     stays_plain,
+    summed_bucket,
     zero_state,
 )
 from rlhf.planning.zero_shares import MOMENTS, ZeroShares, live_weights
@@ -104,8 +105,9 @@ def adapted_state(policy: Adapted, config: BackendConfig, ranks: int) -> Trainin
     if stays_plain(config, ranks, policy.base_width):
         base, trained = 4 * policy.base.count, 4 * policy.count
         layer = 4 * policy.in_layer + policy.dora_weights()
-        return TrainingState(base + trained, MOMENTS * trained, trained, layer=layer)
-    return _fsdp2(policy, config, ranks // config.dp_replicate)
+        bucket = summed_bucket(policy.count, ranks)
+        return TrainingState(base + trained, MOMENTS * trained, trained, layer=layer, step_temporaries=bucket)
+    return _fsdp2(policy, config, ranks // config.replicas)
 
 
 def _fsdp2(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingState:

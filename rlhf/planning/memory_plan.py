@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from rlhf.config import ActorConfig, Config, CriticConfig, FrozenFsdpConfig, ModelConfig
-from rlhf.config.derived import mini_batches, needs_critic, needs_old_log_probs, needs_reference
+from rlhf.config.derived import compute_dtype, mini_batches, needs_critic, needs_old_log_probs, needs_reference
 from rlhf.models.config_check import default_attention
 from rlhf.planning.activations import PACKED, PassCost, TokenCost, pass_cost
 from rlhf.planning.adapter_state import Adapted, adapted, adapted_state
@@ -25,6 +25,8 @@ DEEPSPEED_BASE = 60 << 20
 """Host memory of DeepSpeed's imports (measured with 0.19)."""
 CUDA_HOST_BASE = 3 << 30
 """Estimate for the host memory of a rank with a GPU and no model, with driver and kernels."""
+ROOM_OF_REPLICAS = 2
+"""A rank's memory over the planned peak, from which on null chooses one replica per rank."""
 TOKEN_RECORD = 16
 """Bytes per response token: int32 and float32 in its sample, and again in a copy that is sent or journaled."""
 
@@ -70,6 +72,8 @@ class Plan:
 
     target: Target
     backend: str
+    replicas: int
+    """Replicas of each model, each sharded over an equal part of the ranks."""
     phases: list[Phase]
     host: Mapping[str, int]
     """Bytes of host memory by use. Empty on a CPU, where the phases include them."""
@@ -108,6 +112,8 @@ class Plan:
 
 def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     """Return the memory plan of a run with these settings on `target`, with samples as long as the settings allow."""
+    if config.backend.dp_replicate is None:
+        config = with_replicas(config, chosen_replicas(config, models, target))
     ranks = target.ranks
     step = StepSize.of(config.data, config.rollout, config.actor, config.algorithm, ranks)
     policy = adapted(models.policy, config.model.lora, config.backend) if config.model.lora.enabled else None
@@ -150,6 +156,7 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     return Plan(
         target,
         config.backend.name,
+        config.backend.replicas,
         [phase(name, items) for name, items in _phases(config, by_role, engine, step, with_old_log_probs)],
         host if target.cuda else {},
         checkpoint,
@@ -159,6 +166,24 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
         step.longest,
         engine.share,
     )
+
+
+def chosen_replicas(config: Config, models: Models, target: Target) -> int:
+    """Return the value for which a null `backend.dp_replicate` stands in a run without a checkpoint.
+
+    Ranks of different machines may round differently, and would then train different replicas.
+    """
+    on_one_machine = target.ranks <= config.trainer.ranks
+    plain = config.backend.name == "fsdp2" and compute_dtype(config.backend) == "float32"
+    if target.cuda or target.memory is None or not (on_one_machine and plain):
+        return 1
+    plan = memory_plan(with_replicas(config, target.ranks), models, target)
+    return target.ranks if ROOM_OF_REPLICAS * plan.peak.total <= target.memory else 1
+
+
+def with_replicas(config: Config, replicas: int) -> Config:
+    """Return the configuration with this `backend.dp_replicate`."""
+    return replace(config, backend=replace(config.backend, dp_replicate=replicas))
 
 
 def _attention(section: ModelConfig, model: ModelShapes) -> str:

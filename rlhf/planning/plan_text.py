@@ -70,7 +70,8 @@ def _head(rollout: RolloutConfig, models: Models, plan: Plan) -> Iterator[str]:
     memory = "unknown memory" if plan.target.memory is None else gib(plan.target.memory)
     kind = "GPU" if plan.target.cuda else "CPU"
     ranks = "1 rank" if plan.target.ranks == 1 else f"{plan.target.ranks:,} ranks"
-    yield f"{named}; {ranks}, each with {memory} ({kind}); {plan.backend}, rollout {rollout.name}"
+    engine = plan.backend + (f", {plan.replicas:,} replicas" if plan.replicas > 1 else "")
+    yield f"{named}; {ranks}, each with {memory} ({kind}); {engine}, rollout {rollout.name}"
     cached = "" if plan.cached_tokens is None else f"; KV cache of the engine: {plan.cached_tokens:,} tokens"
     if plan.engine_share is not None:
         cached += f" (gpu_memory_utilization {plan.engine_share:.2g})"

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhf.config import BackendConfig, FrozenFsdpConfig
+from rlhf.config.buffer_sizes import GRADIENT_BUCKET
 from rlhf.config.derived import compute_dtype
 from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes
 from rlhf.planning.zero_shares import MOMENTS, ZeroShares, live_weights
@@ -34,7 +35,8 @@ class TrainingState:
     micro_batch_gradients: int = 0
     """DeepSpeed's gradients of the current micro-batch, besides the sum of earlier ones."""
     step_temporaries: int = 0
-    """Temporaries of DeepSpeed's optimizer step; the fused AdamW has none."""
+    """Temporaries of DeepSpeed's optimizer step, or a bucket of gradients that replicas sum; the fused AdamW has
+    none."""
     while_building: int = 0
     """Whole weights while the engine is built (not with ZeRO 3)."""
     permanent: int = 0
@@ -57,7 +59,7 @@ def frozen_state(model: ModelShapes, config: BackendConfig, kept: FrozenFsdpConf
     width = WIDTHS[kept.model_dtype]
     if stays_plain(config, ranks, width):
         return TrainingState(width * model.count)
-    ranks //= config.dp_replicate
+    ranks //= config.replicas
     return TrainingState(width * sharded(model.weights, ranks), gathered=_gathered(model, config, ranks))
 
 
@@ -66,13 +68,18 @@ def trained_state(model: ModelShapes, config: BackendConfig, ranks: int) -> Trai
     if config.name == "deepspeed":
         return _deepspeed(model, config, ranks)
     if stays_plain(config, ranks, WIDTHS["float32"]):
-        return _plain(model)
-    return _fsdp2(model, config, ranks // config.dp_replicate)
+        return _plain(model, ranks)
+    return _fsdp2(model, config, ranks // config.replicas)
 
 
 def stays_plain(config: BackendConfig, ranks: int, width: int) -> bool:
     """Return whether weights of `width` bytes are used without FSDP2 (see `rlhf.backends.fsdp2.stays_plain`)."""
-    return ranks == 1 and compute_width(config) == width == WIDTHS["float32"]
+    return ranks == config.replicas and compute_width(config) == width == WIDTHS["float32"]
+
+
+def summed_bucket(count: int, ranks: int) -> int:
+    """Return the bytes of a bucket in which replicas on `ranks` sum the gradients of `count` weights."""
+    return min(4 * count, GRADIENT_BUCKET) if ranks > 1 else 0
 
 
 def elements(weights: Shapes) -> int:
@@ -100,7 +107,7 @@ def _gathered(model: ModelShapes, config: BackendConfig, ranks: int) -> int:
     return gathered(model, {name: width * elements(unit) for name, unit in model.units.items()}, config, ranks)
 
 
-def _plain(model: ModelShapes) -> TrainingState:
+def _plain(model: ModelShapes, ranks: int) -> TrainingState:
     root, head = elements(model.units[ROOT]), math.prod(model.head)
     return TrainingState(
         4 * model.count,
@@ -111,6 +118,7 @@ def _plain(model: ModelShapes) -> TrainingState:
         head_left=4 * head,
         layer=4 * max(map(elements, model.layers), default=0),
         root=4 * root if model.has_own_head else 8 * root,
+        step_temporaries=summed_bucket(model.count, ranks),
     )
 
 

@@ -145,7 +145,10 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 def gather_from(ranks: dims.RankGroup, tensor: Tensor) -> Tensor:
-    """Return the tensors of all `ranks`, of one shape, stacked to [ranks, ...]. Collective over `ranks`."""
+    """Return the tensors of all `ranks`, of one shape, stacked to [ranks, ...]. Collective over `ranks`. A view of
+    `tensor` if there is one rank."""
+    if ranks.size == 1:
+        return tensor[None]
     gathered = tensor.new_empty(ranks.size, *tensor.shape)
     # One flat output: a list of outputs would be filled by one copy per rank.
     _all_gather_single(gathered.view(-1), tensor.reshape(-1), group=ranks.group)

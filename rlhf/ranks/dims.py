@@ -26,7 +26,8 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 class RankGroup:
     """A group of ranks that make collective calls together.
 
-    `members` are global ranks, and `rank` is this rank's index in `members`. `group` is None without torch.distributed.
+    `members` are global ranks, and `rank` is this rank's index in `members`. `group` is None without torch.distributed,
+    and for a single rank of several.
     """
 
     rank: int
@@ -55,9 +56,15 @@ def data() -> RankGroup:
 
 
 def model(device: torch.device, replicas: int = 1) -> RankGroup:
-    """Return the ranks that shard a replica of the model with this rank. Collective with `replicas` > 1."""
+    """Return the ranks that shard a replica of the model with this rank. Collective with `replicas` > 1.
+
+    A rank with a whole replica is alone in a group without a process group.
+    """
+    every = everyone()
     if replicas == 1:
-        return everyone()
+        return every
+    if replicas == every.size:
+        return RankGroup(0, [every.rank], None)
     group = mesh(device, replicas).get_group(SHARD)
     return RankGroup(dist.get_rank(group), dist.get_process_group_ranks(group), group)
 

@@ -56,6 +56,7 @@ COMMANDS_IN_ROOMS = {"rlhf.checkpoint.__main__", "rlhf.launch.slurm.__main__"}
 MAY_SEE_THE_WHOLE_CONFIG = {
     "rlhf.api",
     "rlhf.assemble.frozen_policy",
+    "rlhf.assemble.replicas",
     "rlhf.assemble.rollouts",
     "rlhf.assemble.run",
     "rlhf.cli.submission",

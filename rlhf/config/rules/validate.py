@@ -187,7 +187,7 @@ def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
             f"half of the ranks ({source}={ranks}) would have nothing to train on: {remedy}, or use at most "
             f"{2 * mini * n} ranks."
         )
-    divisors = {"backend.dp_replicate": config.backend.dp_replicate}
+    divisors = {"backend.dp_replicate": config.backend.replicas}
     if config.rollout.name == "vllm":
         divisors["rollout.tensor_model_parallel_size"] = config.rollout.tensor_model_parallel_size
     for key, value in divisors.items():

@@ -15,9 +15,10 @@ class BackendConfig:
     optimizer state stay float32 (DeepSpeed: as master weights)."""
     reshard_after_forward: bool = setting(True, resume="harmless")
     """Free gathered weights between forward and backward: less memory, more communication."""
-    dp_replicate: int = setting(1, ge=1, resume="harmless")
-    """FSDP2 replicas of each model (HSDP); each replica shards over ranks / dp_replicate ranks. Needs more memory,
-    sends less between machines."""
+    dp_replicate: int | None = setting(None, ge=1, resume="harmless")
+    """Replicas of each model (HSDP); each shards over ranks / dp_replicate ranks. More replicas need more memory and
+    send less. null: as in the checkpoint, or on one machine's CPUs one per rank if half of the memory suffices, else
+    1."""
     zero_stage: int = setting(2, ge=0, le=3, resume="harmless")
     """State that DeepSpeed shards: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     offload_optimizer: bool = setting(False, resume="harmless")
@@ -25,3 +26,8 @@ class BackendConfig:
     use_liger: bool = setting(False, resume="harmless")
     """On CUDA, compute log-probs with Liger's fused linear cross-entropy (`liger-kernel`), which cannot compute the
     entropy."""
+
+    @property
+    def replicas(self) -> int:
+        """Return `dp_replicate`, or one if no plan has chosen it."""
+        return self.dp_replicate or 1

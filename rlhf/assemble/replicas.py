@@ -1,0 +1,32 @@
+"""Chooses the replicas of a run on several ranks: those of its checkpoint, or what its memory plan allows."""
+
+import logging
+
+from rlhf.checkpoint.start.stored_replicas import stored_replicas
+from rlhf.config import Config
+from rlhf.planning.check import models_of, target_of
+from rlhf.planning.memory_plan import chosen_replicas, with_replicas
+from rlhf.ranks.coordinator import Coordinator
+
+log = logging.getLogger(__name__)
+
+
+def settle_replicas(config: Config, coordinator: Coordinator) -> Config:
+    """Return the configuration with a number in place of a null `backend.dp_replicate`, on several ranks. Collective.
+
+    A run that resumes on as many ranks keeps its replicas. With others, sums of gradients would round differently.
+    """
+    if config.backend.name != "fsdp2" or config.backend.dp_replicate is not None or coordinator.world_size == 1:
+        return config
+    replicas, why = stored_replicas(config.run_dir, config.trainer, coordinator), "as in the checkpoint"
+    if replicas is None:
+        replicas, why = coordinator.on_leader(lambda: _planned(config)), "by the memory plan"
+    if coordinator.is_leader:
+        log.info("backend.dp_replicate=%d of %d ranks, %s.", replicas, coordinator.world_size, why)
+    return with_replicas(config, replicas)
+
+
+def _planned(config: Config) -> int:
+    """Return the plan's number of replicas; one if the headers of the models' files are not enough for a plan."""
+    models = models_of(config, from_config=False)
+    return 1 if models is None else chosen_replicas(config, models, target_of(config))
