@@ -1,0 +1,148 @@
+"""Whole replicas on two ranks: they train as shards do, and save and open the same checkpoints, of all weights and of
+adapters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from rlhf.backends import gradient_sums
+from rlhf.config import Config
+from tests.support.adapted_engines import ADAPTED, either_engine
+from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
+from tests.support.engines import ENGINES, accumulate, state_of, train
+from tests.support.in_float64 import TOLERANCE, in_float64
+
+DEADLINE_S = 120
+REPLICAS = "hsdp"
+"""On two ranks, two replicas of one rank each."""
+KINDS = ("fsdp2", REPLICAS)
+WHOLE_AND_ADAPTERS = pytest.mark.parametrize("trained", ["", ADAPTED], ids=["whole", "adapters"])
+
+
+def config_of(folder: str, name: str, kind: str) -> Config:
+    config = make_config(Path(folder, name))
+    config.backend = ENGINES[kind]
+    config.checkpoint.contents = ["model", "optimizer", "extra"]
+    return config
+
+
+@in_float64()
+def exactly(name: str) -> dict[str, Any]:
+    """The norms and the end of three steps of two micro-batches, and the sums of gradients in one step."""
+    backend, sums = either_engine(name, seed=1), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_sums, "all_sum", lambda flat, send=gradient_sums.all_sum: sums.append(1) or send(flat))
+        accumulate(backend, 0)
+        before = len(sums)
+        figures = [backend.optimizer_step()]
+    figures += train(backend, 1, 2)
+    units = sum(isinstance(module, FSDPModule) for module in backend.module.modules())
+    return {"figures": figures, "exact": state_of(backend), "sums": (before, len(sums)), "units": units}
+
+
+def saved(folder: str, name: str, kind: str) -> dict[str, Any]:
+    """Train two steps, save, train on, and resume from the save with a new engine."""
+    backend, config = either_engine(name, seed=1), config_of(folder, name, kind)
+    train(backend, 0, 1)
+    assert make_checkpointer(config, backend, 2).save(2) is not None
+    shards = {**backend.model_shards(), **backend.optimizer_shards()}
+    kept = {"state": state_of(backend), "saved": {name for name, shard in shards.items() if shard.saved_here}}
+    kept["copy"] = {name: shard.local.clone() for name, shard in shards.items()}
+    kept["numel"] = sum(shard.local.numel() for shard in shards.values() if shard.saved_here)
+    train(backend, 2)
+    resumed = either_engine(name, seed=2)
+    assert resume(config, resumed) == 2
+    train(resumed, 2)
+    return kept | {"end": state_of(backend), "resumed": state_of(resumed)}
+
+
+def opened(folder: str, name: str, kind: str, by: str) -> dict[str, Any]:
+    backend = either_engine(by, seed=3)
+    assert resume(config_of(folder, name, kind), backend) == 2
+    return state_of(backend)
+
+
+def on_two(rank: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"absent": absent_gradients(rank)}
+    for trained in ("", ADAPTED):
+        found[trained] = {kind: exactly(kind + trained) | saved(folder, kind + trained, kind) for kind in KINDS}
+        for kind, other in (KINDS, KINDS[::-1]):
+            found[trained][kind]["opened"] = opened(folder, kind + trained, kind, other + trained)
+    return found
+
+
+def absent_gradients(rank: int) -> list[list[Any]]:
+    """The summed gradients of four parameters, in one bucket and in a bucket each; some have none on some ranks."""
+    found = []
+    for size in (gradient_sums.GRADIENT_BUCKET, 1):
+        parameters = [nn.Parameter(torch.zeros(2, 3)) for _ in range(4)]
+        parameters.append(nn.Parameter(torch.zeros(2), requires_grad=False))
+        for number, has in enumerate((True, rank == 0, rank == 1, False)):
+            if has:
+                parameters[number].grad = torch.full((2, 3), 10.0 * (number + 1) + rank)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gradient_sums, "GRADIENT_BUCKET", size)
+            gradient_sums.sum_gradients(parameters)
+        found.append([None if p.grad is None else p.grad.unique().tolist() for p in parameters])
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("replicas")
+
+
+@pytest.fixture(scope="module")
+def found(folder) -> list[dict[str, Any]]:
+    return run_ranks(2, on_two, str(folder), deadline_s=DEADLINE_S, join=folder / "join")
+
+
+@WHOLE_AND_ADAPTERS
+def test_replicas_train_as_shards(found, trained):
+    shards, replicas = (found[0][trained][kind] for kind in KINDS)
+    assert shards["units"]
+    assert not replicas["units"]
+    for part in ("figures", "exact"):
+        torch.testing.assert_close(replicas[part], shards[part], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@WHOLE_AND_ADAPTERS
+def test_gradients_are_sent_once_per_optimizer_step(found, trained):
+    assert found[0][trained][REPLICAS]["sums"] == (0, 1)
+
+
+def test_a_gradient_that_a_rank_lacks_is_summed_and_one_that_all_lack_stays_absent(found):
+    assert all(rank["absent"] == [[[21.0], [20.0], [31.0], None, None]] * 2 for rank in found)
+
+
+@WHOLE_AND_ADAPTERS
+def test_both_ranks_have_the_same_bits(found, trained):
+    first, second = (rank[trained][REPLICAS] for rank in found)
+    assert equal_bits(first["copy"], second["copy"])
+
+
+@WHOLE_AND_ADAPTERS
+def test_each_tensor_is_saved_by_one_rank_and_both_save_about_half(found, trained):
+    first, second = (rank[trained][REPLICAS] for rank in found)
+    assert first["saved"].isdisjoint(second["saved"])
+    assert first["saved"] | second["saved"] == first["copy"].keys()
+    assert all(name.endswith(".step") is False for name in second["saved"])
+    assert max(first["numel"], second["numel"]) < 0.6 * (first["numel"] + second["numel"])
+    whole = sum(rank[trained]["fsdp2"]["numel"] for rank in found)
+    assert first["numel"] + second["numel"] == whole
+
+
+@WHOLE_AND_ADAPTERS
+def test_a_resumed_run_has_the_same_bits(found, trained):
+    assert all(equal_bits(rank[trained][REPLICAS]["resumed"], rank[trained][REPLICAS]["end"]) for rank in found)
+
+
+@WHOLE_AND_ADAPTERS
+def test_shards_open_what_replicas_saved_and_replicas_what_shards_saved(found, trained):
+    for rank in found:
+        for kind in KINDS:
+            assert equal_bits(rank[trained][kind]["opened"], rank[trained][kind]["state"])
