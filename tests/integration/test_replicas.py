@@ -1,6 +1,7 @@
 """Whole replicas on two ranks: they train as shards do, and save and open the same checkpoints, of all weights and of
 adapters."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from rlhf.assemble.replicas import settle_replicas
 from rlhf.backends import gradient_sums
 from rlhf.config import Config
+from rlhf.planning import check
 from tests.support.adapted_engines import ADAPTED, either_engine
-from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
+from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, make_coordinator, resume, run_ranks
 from tests.support.engines import ENGINES, accumulate, state_of, train
 from tests.support.in_float64 import TOLERANCE, in_float64
 
@@ -25,7 +28,8 @@ WHOLE_AND_ADAPTERS = pytest.mark.parametrize("trained", ["", ADAPTED], ids=["who
 
 def config_of(folder: str, name: str, kind: str) -> Config:
     config = make_config(Path(folder, name))
-    config.backend = ENGINES[kind]
+    config.backend = replace(ENGINES[kind], dp_replicate=ENGINES[kind].replicas)
+    config.trainer.nproc = 2
     config.checkpoint.contents = ["model", "optimizer", "extra"]
     return config
 
@@ -70,9 +74,21 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"absent": absent_gradients(rank)}
     for trained in ("", ADAPTED):
         found[trained] = {kind: exactly(kind + trained) | saved(folder, kind + trained, kind) for kind in KINDS}
+    found["settled"] = {name: settled(folder, name) for name in (*KINDS, "new", "new, little memory")}
+    for trained in ("", ADAPTED):
         for kind, other in (KINDS, KINDS[::-1]):
             found[trained][kind]["opened"] = opened(folder, kind + trained, kind, other + trained)
     return found
+
+
+def settled(folder: str, name: str) -> int | None:
+    """The replicas of a run without the setting, in a directory with a save, or in a new one."""
+    config = config_of(folder, name, "fsdp2")
+    config.backend.dp_replicate = None
+    with pytest.MonkeyPatch.context() as patch:
+        if "little" in name:
+            patch.setattr(check, "machine_memory", lambda: 1 << 30)
+        return settle_replicas(config, make_coordinator()).backend.dp_replicate
 
 
 def absent_gradients(rank: int) -> list[list[Any]]:
@@ -134,6 +150,11 @@ def test_each_tensor_is_saved_by_one_rank_and_both_save_about_half(found, traine
     assert max(first["numel"], second["numel"]) < 0.6 * (first["numel"] + second["numel"])
     whole = sum(rank[trained]["fsdp2"]["numel"] for rank in found)
     assert first["numel"] + second["numel"] == whole
+
+
+def test_null_keeps_the_checkpoints_replicas_and_a_new_run_has_what_fits(found):
+    for rank in found:
+        assert rank["settled"] == {"fsdp2": 1, REPLICAS: 2, "new": 2, "new, little memory": 1}
 
 
 @WHOLE_AND_ADAPTERS

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlhf.backends import deepspeed, fsdp2
 from rlhf.backends.fsdp2 import Fsdp2Backend, shard, stays_plain
 from rlhf.backends.training import Training
-from rlhf.config import BackendConfig, FrozenFsdpConfig, OptimConfig
+from rlhf.config import BackendConfig, Config, FrozenFsdpConfig, OptimConfig
 from rlhf.errors import UserError
 from rlhf.models.config_check import check_policy
 from rlhf.models.folder_check import check_folder
 from rlhf.models.loading import ModelSource, ModelStart, load_model_config, load_value_model
 from rlhf.models.skeleton import cast_parameters
+from rlhf.planning.memory_plan import Models, Target, memory_plan
 from rlhf.planning.meta_shapes import shapes_from_config
 from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, read_config, shapes_from_files
+from rlhf.planning.remedies import changed_config
 from rlhf.planning.training_state import frozen_state, sharded, trained_state
 from rlhf.planning.zero_shares import ZeroShares
 from tests.support.fake_ranks import one_of
@@ -68,15 +71,16 @@ def test_a_critic_has_one_value_in_the_place_of_the_head(name, tied, tmp_path):
     assert sorted(found.with_value_head().weights.values()) == sorted(shapes(model).values())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 4)])
 @pytest.mark.parametrize(("name", "tied"), [("llama", False), ("qwen2", True), ("gpt2", True)])
-def test_a_rank_holds_what_the_plan_says(name, tied, ranks):
+def test_a_rank_holds_what_the_plan_says(name, tied, ranks, replicas):
     model = AutoModelForCausalLM.from_config(tiny_config(name, tie_word_embeddings=tied))
     architecture = ModelShapes(shapes(model), model.config.to_dict())
-    planned = trained_state(architecture, BackendConfig(), ranks)
+    config = BackendConfig(dp_replicate=replicas)
+    planned = trained_state(architecture, config, ranks)
     with one_of(ranks):
         options = {"grad_clip": 1.0, "total_optimizer_steps": 1}
-        backend = Fsdp2Backend(model, BackendConfig(), torch.device("cpu"), Training(OptimConfig(), **options))
+        backend = Fsdp2Backend(model, config, torch.device("cpu"), Training(OptimConfig(), **options))
         loss = model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False).logits.sum()
         backend.backward(loss)
         parameters = list(backend.module.parameters())
@@ -94,6 +98,50 @@ def test_replicas_are_sharded_over_fewer_ranks():
     for planned in (trained_state, frozen):
         replicas, plain = BackendConfig(dp_replicate=3), BackendConfig()
         assert planned(architecture, replicas, ranks=6) == planned(architecture, plain, ranks=2)
+
+
+def test_replicas_need_the_memory_of_one_rank_and_a_bucket_of_gradients():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    architecture = ModelShapes(shapes(model), model.config.to_dict())
+    whole, alone = BackendConfig(dp_replicate=2), BackendConfig()
+    bucket = {"step_temporaries": 4 * architecture.count}
+    assert trained_state(architecture, whole, 2) == replace(trained_state(architecture, alone, 1), **bucket)
+    kept = FrozenFsdpConfig()
+    assert frozen_state(architecture, whole, kept, 2) == frozen_state(architecture, alone, kept, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "target", "replicas"),
+    [
+        ({}, {}, 2),
+        ({"backend.dp_replicate": 1}, {}, 1),
+        ({}, {"memory": None}, 1),
+        ({}, {"ranks": 4}, 1),  # on two machines
+        ({}, {"cuda": True}, 1),
+        ({"backend.autocast": "bfloat16"}, {}, 1),
+        ({"backend.name": "deepspeed"}, {}, 1),
+    ],
+)
+def test_null_is_a_replica_per_rank_on_one_machines_cpus(settings, target, replicas):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    models = Models(ModelShapes(shapes(model), model.config.to_dict()))
+    config = Config()
+    config.trainer.nproc = 2
+    plan = memory_plan(changed_config(config, settings), models, replace(Target(False, 2, 1 << 40), **target))
+    assert plan.replicas == replicas
+
+
+def test_null_is_a_replica_per_rank_only_with_twice_the_memory():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    models = Models(ModelShapes(shapes(model), model.config.to_dict()))
+    config = Config()
+    config.trainer.nproc = 2
+    needed = memory_plan(config, models, Target(False, 2, 1 << 40)).peak.total
+    found = [memory_plan(config, models, Target(False, 2, memory)).replicas for memory in (2 * needed, 2 * needed - 1)]
+    assert found == [2, 1]
 
 
 def test_one_rank_gathers_nothing_unless_passes_round_the_weights():
