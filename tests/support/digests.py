@@ -73,7 +73,8 @@ def place() -> dict[str, str]:
 def run_arguments(run: str, folder: Path) -> list[str]:
     """Return the settings of a run of `RANKS`, with one CPU thread per rank."""
     if run not in OFFLINE_STEPS:
-        return overrides(folder, run, STEPS, RANKS[run], PROFILES[run])
+        sharded = ["backend.dp_replicate=1"]  # as when the digests were recorded
+        return overrides(folder, run, STEPS, RANKS[run], PROFILES[run]) + sharded
     return [
         f"trainer.default_local_dir={folder}",
         f"trainer.experiment_name={run}",
