@@ -4,7 +4,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from rlhf.config import ActorConfig, Config, CriticConfig, FrozenFsdpConfig, ModelConfig
-from rlhf.config.derived import compute_dtype, mini_batches, needs_critic, needs_old_log_probs, needs_reference
+from rlhf.config.derived import (
+    base_dtype,
+    compute_dtype,
+    mini_batches,
+    needs_critic,
+    needs_old_log_probs,
+    needs_reference,
+)
 from rlhf.models.config_check import default_attention
 from rlhf.planning.activations import PACKED, PassCost, TokenCost, pass_cost
 from rlhf.planning.adapter_state import Adapted, adapted, adapted_state
@@ -174,7 +181,8 @@ def chosen_replicas(config: Config, models: Models, target: Target) -> int:
     Ranks of different machines may round differently, and would then train different replicas.
     """
     on_one_machine = target.ranks <= config.trainer.ranks
-    plain = config.backend.name == "fsdp2" and compute_dtype(config.backend) == "float32"
+    dtypes = {compute_dtype(config.backend), base_dtype(config.model.lora, config.backend)}
+    plain = config.backend.name == "fsdp2" and dtypes == {"float32"}
     if target.cuda or target.memory is None or not (on_one_machine and plain):
         return 1
     plan = memory_plan(with_replicas(config, target.ranks), models, target)

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf.config.library import Library
+from rlhf.evaluate.target_settings import plan
+from rlhf.evaluate.targets import find_target
 from rlhf.events import LISTENER_VARIABLE
 from rlhf.storage.layout import CONFIG, scan
 from tests.support.compare_runs import differences
@@ -52,16 +55,22 @@ def test_replicas_are_chosen_and_said(folder, calm):
 
 
 def test_a_killed_rank_changes_nothing(folder, sums, calm):
-    plan = folder / "plan" / "kills.json"
-    plan.parent.mkdir()
-    plan.write_text(json.dumps([{"id": 0, "event": "update.mid", "observer": 1, "victim": "0", "after_step": 4}]))
-    plan.with_name("run_dir").write_text(str(run_dir(folder, "killed")))
-    environment = {LISTENER_VARIABLE: "tests.support.killer:on_event", PLAN_VARIABLE: str(plan)}
+    kills = folder / "plan" / "kills.json"
+    kills.parent.mkdir()
+    kills.write_text(json.dumps([{"id": 0, "event": "update.mid", "observer": 1, "victim": "0", "after_step": 4}]))
+    kills.with_name("run_dir").write_text(str(run_dir(folder, "killed")))
+    environment = {LISTENER_VARIABLE: "tests.support.killer:on_event", PLAN_VARIABLE: str(kills)}
     killed = train(small(folder, "killed", sums, TWO), environment)
     assert killed.code == 0, killed.output
-    assert plan.with_name("fired_0000").exists()
+    assert kills.with_name("fired_0000").exists()
     assert "backend.dp_replicate=2 of 2 ranks, as in the checkpoint" in killed.output
     assert differences(run_dir(folder, "calm"), run_dir(folder, "killed")) == []
+
+
+def test_an_evaluation_may_have_other_ranks(folder, sums, calm):
+    settings = [f"data.val_files={sums}", "trainer.nproc=1"]
+    (planned,) = plan([find_target(str(run_dir(folder, "calm")))], settings, Library.find(None))
+    assert (planned.config.trainer.nproc, planned.config.backend.dp_replicate) == (1, None)
 
 
 def test_a_run_that_began_with_shards_keeps_them(folder, sums):

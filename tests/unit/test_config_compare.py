@@ -35,6 +35,14 @@ def test_differences_are_sorted_by_their_meaning():
     ]
 
 
+def test_replicas_that_the_checkpoint_decides_are_no_difference():
+    stored, present = Config(), Config()
+    stored.backend.dp_replicate = 2
+    assert compare(stored, present).harmless == []
+    present.backend.dp_replicate = 4
+    assert compare(stored, present).harmless == [Change("backend.dp_replicate", 2, 4)]
+
+
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("key", ["total_training_steps", "total_epochs"])

@@ -121,6 +121,8 @@ def test_replicas_need_the_memory_of_one_rank_and_a_bucket_of_gradients():
         ({}, {"cuda": True}, 1),
         ({"backend.autocast": "bfloat16"}, {}, 1),
         ({"backend.name": "deepspeed"}, {}, 1),
+        ({"model.lora.enabled": True}, {}, 2),
+        ({"model.lora.enabled": True, "model.lora.base_dtype": "bfloat16"}, {}, 1),
     ],
 )
 def test_null_is_a_replica_per_rank_on_one_machines_cpus(settings, target, replicas):
