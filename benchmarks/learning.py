@@ -65,6 +65,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "entropy_ctrl": ("actor.entropy_ctrl.type=adaptive",),
     "decay_norm_and_bias": ("actor.optim.decay_norm_and_bias=true",),
     "lr_scheduler_interval": ("actor.optim.lr_scheduler_interval=training_step", "actor.optim.lr_warmup_steps=4"),
+    **{f"async_steps_{k}": (f"rollout.async_steps={k}", WEIGHED) for k in (1, 2, 4)},
     "normalize_reward": ("algorithm=rloo", "algorithm.normalize_reward=running"),  # GRPO divides by its own deviation
 }
 """Further rows: the default algorithm, or a named algorithm, with other settings."""

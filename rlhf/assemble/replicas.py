@@ -5,8 +5,9 @@ import logging
 from rlhf.checkpoint.start.stored_replicas import stored_replicas
 from rlhf.config import Config
 from rlhf.planning.check import models_of, target_of
-from rlhf.planning.memory_plan import chosen_replicas, with_replicas
+from rlhf.planning.memory_plan import chosen_replicas, memory_plan, with_replicas
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.parent import machine
 
 log = logging.getLogger(__name__)
 
@@ -15,15 +16,29 @@ def settle_replicas(config: Config, coordinator: Coordinator) -> Config:
     """Return the configuration with a number in place of a null `backend.dp_replicate`, on several ranks. Collective.
 
     A run that resumes on as many ranks keeps its replicas. With others, sums of gradients would round differently.
+    Whole replicas need ranks on one machine, because the processors of several machines may round differently.
     """
     if config.backend.name != "fsdp2" or config.backend.dp_replicate is not None or coordinator.world_size == 1:
         return config
     replicas, why = stored_replicas(config.run_dir, config.trainer, coordinator), "as in the checkpoint"
-    if replicas is None:
-        replicas, why = coordinator.on_leader(lambda: _planned(config)), "by the memory plan"
+    together = len(set(coordinator.all_gather(machine()))) == 1
+    if replicas == coordinator.world_size and not (together and coordinator.on_leader(lambda: _fits(config, replicas))):
+        why = f"not {replicas} as in the checkpoint, because this machine lacks the memory, or there are several"
+        replicas = 1
+    elif replicas is None:
+        why = "by the memory plan"
+        replicas = coordinator.on_leader(lambda: _planned(config)) if together else 1
     if coordinator.is_leader:
         log.info("backend.dp_replicate=%d of %d ranks, %s.", replicas, coordinator.world_size, why)
     return with_replicas(config, replicas)
+
+
+def _fits(config: Config, replicas: int) -> bool:
+    """Return whether whole replicas fit on this machine's CPUs."""
+    models, target = models_of(config, from_config=False), target_of(config)
+    if models is None or target.cuda or target.memory is None:
+        return not target.cuda
+    return memory_plan(with_replicas(config, replicas), models, target).peak.total <= target.memory
 
 
 def _planned(config: Config) -> int:

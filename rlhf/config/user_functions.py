@@ -133,6 +133,16 @@ def hash_of_files(functions: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(xxhash.xxh3_128_digest(path.read_bytes()) for path in paths))
 
 
+def hash_at_start(setting: str, functions: Sequence[str]) -> str:
+    """Return `hash_of_files`, for `check_unchanged` later. Raise UserError if a file cannot be read."""
+    try:
+        return hash_of_files(functions)
+    except OSError as error:
+        raise UserError(
+            f"{setting}={','.join(functions)}: {error.filename} cannot be read ({error.strerror}). Restore the file."
+        ) from None
+
+
 def check_unchanged(setting: str, functions: Sequence[str], before: str) -> None:
     """Raise UserError unless the files of the user functions still have the hash `before` of `hash_of_files`."""
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlhf.config.schema.env import EnvConfig
-from rlhf.config.user_functions import ENV_CLASSES, check_unchanged, hash_of_files
+from rlhf.config.user_functions import ENV_CLASSES, check_unchanged, hash_at_start
 from rlhf.environments.definition import Definition
 from rlhf.environments.host import MESSAGE_BYTES
 from rlhf.errors import UserError
@@ -64,7 +64,7 @@ class Host:
         self._config = config
         self._popen: subprocess.Popen[bytes] | None = None
         self._lock = threading.RLock()
-        self._hash = hash_of_files(config.classes)
+        self._hash = hash_at_start(ENV_CLASSES, config.classes)
         self._numbers = count()
         self._processes: dict[int, Process] = {}
         self.definitions: list[Definition] = []

@@ -18,7 +18,7 @@ from rlhf.cli.arguments import check_options
 from rlhf.cli.command_parser import CommandParser
 from rlhf.config.library import Library
 from rlhf.errors import EXIT_DONE, UserError
-from rlhf.evaluate.results import check_same, files_of, of_all_targets, store_result, stored_result, table
+from rlhf.evaluate.results import check_same, files_of, store_result, stored_result, table
 from rlhf.evaluate.target_settings import plan
 from rlhf.evaluate.targets import find_target
 from rlhf.printable import printable_lines
@@ -52,18 +52,17 @@ def _run(words: Sequence[str]) -> int:
     # nodes may lack the files, so do not compare there.
     stored = [None if is_rank() else stored_result(each) for each in planned]
     results: list[dict[str, Any]] = []
-    shared: dict[str, str] = {}
-    for number, (each, earlier) in enumerate(zip(planned, stored, strict=True), 1):
-        files = files_of(each)
-        check_same(each, shared, files)
-        shared = shared or of_all_targets(files)
+    # Hashed before the first evaluation, so that no file may change between two targets.
+    files = [files_of(each) for each in planned]
+    for number, (each, before, earlier) in enumerate(zip(planned, files, stored, strict=True), 1):
         if earlier is None:
+            check_same(each, before, files_of(each))
             title = f"Evaluation {number} of {len(planned)}: {each.target.name}"
             code = evaluate_policy(each.config, f"{title}, in {each.config.run_dir}")
             if code != EXIT_DONE or not _leads():
                 return code
-            check_same(each, files, files_of(each))
-            earlier = store_result(each, files)
+            check_same(each, before, files_of(each))
+            earlier = store_result(each, before)
         results.append(earlier)
     if _leads():
         _show(results, as_json=arguments.json)

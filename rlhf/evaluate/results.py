@@ -58,17 +58,12 @@ def files_of(planned: PlannedEvaluation) -> dict[str, str]:
     return hashes
 
 
-def of_all_targets(files: Mapping[str, str]) -> dict[str, str]:
-    """Return the hashes of `files_of` that all targets of a command share: of data, rewards and environments."""
-    return {key: value for key, value in files.items() if key != "target" and not key.startswith("model.")}
-
-
 def check_same(planned: PlannedEvaluation, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise UserError if a file with a hash in `before` has another hash `now`."""
+    """Raise UserError if the hashes of `files_of` at the start of the command are not those of `now`."""
     if changed := sorted(key for key, value in before.items() if now.get(key) != value):
         raise UserError(
             f"{', '.join(changed)}: the file changed during the command, so {planned.target.name} has no result. Run "
-            "the command again, with trainer.overwrite=true if all targets shall have the new file."
+            "the command again, with trainer.overwrite=true if earlier targets shall have the new file, too."
         )
 
 

@@ -76,8 +76,10 @@ class Generation:
         reached. Return the prompts with all their samples. Collective."""
 
         def make(known: bool) -> list[list[Sample]]:
+            # A rank with a journal of this generation sends no requests, so nothing would reach its quotas.
             wanted = [] if known or not quotas else self.continued(begun)
-            return replaced(begun, self.sampler.generate_until(wanted, quotas, version=version, step=step))
+            reach = () if known else quotas
+            return replaced(begun, self.sampler.generate_until(wanted, reach, version=version, step=step))
 
         return self._in_flight(begun, stats, make)
 

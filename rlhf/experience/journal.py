@@ -159,6 +159,8 @@ class Journal:
                 records.samples_payload(self._generation, uid, of_prompt) for uid, of_prompt in samples.items()
             )
             self._known.newest |= dict.fromkeys(samples, self._generation)
+            for uid in samples:  # rewards of samples whose record was damaged
+                self._known.results.pop(uid, None)
 
     def add_results(self, results: Mapping[int, Sequence[RewardResult]]) -> None:
         """Append the rewards of prompts, by uid, durably. Call this after the samples or turns were added, in this step

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.schema.reward import RewardConfig
-from rlhf.config.user_functions import check_unchanged, hash_of_files
+from rlhf.config.user_functions import check_unchanged, hash_at_start
 from rlhf.errors import UserError
 from rlhf.printable import printable_output
 from rlhf.reward.confinement import Confinement
@@ -63,7 +63,7 @@ class ScoringProcess:
         self._config = config
         self._captured = captured
         self._popen: subprocess.Popen[bytes] | None = None
-        self._hash = hash_of_files([verifier])
+        self._hash = hash_at_start(SETTING, [verifier])
         self._unread = b""
         self._output_left = MAX_OUTPUT_BYTES
         self._folder: str | None = None

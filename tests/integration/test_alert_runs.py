@@ -14,7 +14,7 @@ from rlhf.config.library import Library
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_DONE
 from rlhf.ranks.run_events import record_event
-from rlhf.tracking.alerts.alert_sender import END, MODULE
+from rlhf.tracking.alerts.alert_sender import MODULE
 from tests.support.alert_server import AlertServer, alert_server
 from tests.support.interrupter import at
 from tests.support.launching import ROOT, records, small, train
@@ -73,15 +73,17 @@ def test_a_webhook_that_hangs_and_a_command_that_fails_are_warnings(tmp_path: Pa
     assert [each["to"] for each in results if "sent" in each] == ["command", "webhook"]
 
 
-@pytest.mark.parametrize(("last_words", "heard"), [(b"", ["crashed"]), (END, [])])
-def test_the_end_of_the_pipe_without_a_word_is_a_kill(tmp_path: Path, last_words: bytes, heard: list[str]):
+@pytest.mark.parametrize(("ends", "heard"), [(False, ["crashed"]), (True, [])])
+def test_the_end_of_the_pipe_without_an_event_is_a_kill(tmp_path: Path, ends: bool, heard: list[str]):
     config = compose_config([], Library.find(None))
     config.tracking.alerts.command = ["sh", "-c", 'echo "$RLHF_ALERT" >> "$0"', str(tmp_path / "heard")]
     (tmp_path / "resolved.yaml").write_bytes(to_yaml(config).encode())
     record_event(tmp_path, "started", alerts=True)
+    if ends:
+        record_event(tmp_path, "stopped", cause="SIGTERM")
     watch = subprocess.Popen(
-        [sys.executable, "-m", MODULE, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", MODULE, str(tmp_path), "0"], cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    _, warnings = watch.communicate(last_words, timeout=120)
+    _, warnings = watch.communicate(timeout=120)
     assert (watch.returncode, warnings) == (0, b"")
     assert ((tmp_path / "heard").read_text().split() if heard else []) == heard

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from rlhf.assemble import replicas
 from rlhf.assemble.replicas import settle_replicas
 from rlhf.backends import gradient_sums
 from rlhf.config import Config
@@ -74,20 +75,26 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"absent": absent_gradients(rank)}
     for trained in ("", ADAPTED):
         found[trained] = {kind: exactly(kind + trained) | saved(folder, kind + trained, kind) for kind in KINDS}
-    found["settled"] = {name: settled(folder, name) for name in (*KINDS, "new", "new, little memory")}
+    kept = (f"{REPLICAS}, two machines", f"{REPLICAS}, no memory")
+    new = ("new", "new, little memory", "new, two machines")
+    found["settled"] = {name: settled(folder, name, rank) for name in (*KINDS, *kept, *new)}
     for trained in ("", ADAPTED):
         for kind, other in (KINDS, KINDS[::-1]):
             found[trained][kind]["opened"] = opened(folder, kind + trained, kind, other + trained)
     return found
 
 
-def settled(folder: str, name: str) -> int | None:
+def settled(folder: str, name: str, rank: int) -> int | None:
     """The replicas of a run without the setting, in a directory with a save, or in a new one."""
-    config = config_of(folder, name, "fsdp2")
+    config = config_of(folder, name.partition(",")[0], "fsdp2")
     config.backend.dp_replicate = None
     with pytest.MonkeyPatch.context() as patch:
         if "little" in name:
             patch.setattr(check, "machine_memory", lambda: 1 << 30)
+        if "no memory" in name:
+            patch.setattr(check, "machine_memory", lambda: 1 << 20)
+        if "machines" in name:
+            patch.setattr(replicas, "machine", lambda: f"machine {rank}")
         return settle_replicas(config, make_coordinator()).backend.dp_replicate
 
 
@@ -154,7 +161,8 @@ def test_each_tensor_is_saved_by_one_rank_and_both_save_about_half(found, traine
 
 def test_null_keeps_the_checkpoints_replicas_and_a_new_run_has_what_fits(found):
     for rank in found:
-        assert rank["settled"] == {"fsdp2": 1, REPLICAS: 2, "new": 2, "new, little memory": 1}
+        kept = {"fsdp2": 1, REPLICAS: 2, f"{REPLICAS}, two machines": 1, f"{REPLICAS}, no memory": 1}
+        assert rank["settled"] == kept | {"new": 2, "new, little memory": 1, "new, two machines": 1}
 
 
 @WHOLE_AND_ADAPTERS

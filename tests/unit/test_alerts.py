@@ -1,5 +1,6 @@
 """Alerts: which are due, each once, and their delivery to real commands and a real HTTP server."""
 
+import errno
 import json
 import math
 import sys
@@ -12,8 +13,8 @@ import pytest
 
 from rlhf.config import AlertsConfig
 from rlhf.errors import UserError
-from rlhf.ranks.run_events import RunEvent, record_event
-from rlhf.tracking.alerts import alert_delivery, check_alerts
+from rlhf.ranks.run_events import RunEvent, read_events, record_event
+from rlhf.tracking.alerts import alert_delivery, alert_ledger, check_alerts
 from rlhf.tracking.alerts.alert import Alert, alerts_of_events
 from rlhf.tracking.alerts.alert_delivery import post, run_command
 from rlhf.tracking.alerts.alert_ledger import AlertLedger
@@ -29,8 +30,8 @@ def event(at: float, kind: str, **facts: object) -> RunEvent:
     return RunEvent(at, kind, facts)
 
 
-def of(events: list[RunEvent], *, killed: bool = False) -> list[tuple[str, str]]:
-    return [(alert.kind, alert.cause) for alert in alerts_of_events(events, 9, killed=killed)]
+def of(events: list[RunEvent], *, ended: bool = False) -> list[tuple[str, str]]:
+    return [(alert.kind, alert.cause) for alert in alerts_of_events(events, 9, ended=ended)]
 
 
 def test_crashes_kills_and_the_end_are_alerts_from_the_first_start_with_alerts_on():
@@ -50,8 +51,8 @@ def test_crashes_kills_and_the_end_are_alerts_from_the_first_start_with_alerts_o
     assert "rank 1 died" in found[0][1]
     assert found[1] == ("crashed", "killed after 5")
     # A kill that the process itself sees is the same alert as that which the next start derives.
-    assert of(before + life[:3], killed=True) == found[:2]
-    assert of(before + life[:5], killed=True) == found[:2]
+    assert of(before + life[:3], ended=True) == found[:2]
+    assert of(before + life[:5], ended=True) == found[:2]
 
 
 def test_of_processes_that_find_the_same_alert_one_sends_it(tmp_path: Path):
@@ -153,8 +154,34 @@ def write_steps(run_dir: Path, rewards: list[float], first: int = 1, **more: flo
         history.append({"step": step, "reward/mean": reward, "reward/min": 0.0, "reward/max": 1.0, **more})
 
 
-def watcher_of(run_dir: Path, **settings: object) -> AlertWatcher:
-    return AlertWatcher(run_dir, "rlhf/a", AlertsConfig(command=listener(run_dir), **settings))
+def watcher_of(run_dir: Path, starts: int = 0, **settings: object) -> AlertWatcher:
+    return AlertWatcher(run_dir, "rlhf/a", AlertsConfig(command=listener(run_dir), **settings), starts)
+
+
+def test_the_next_command_is_not_reported_as_killed_by_the_process_of_the_one_before(tmp_path: Path):
+    watcher = watcher_of(tmp_path)
+    record_event(tmp_path, "started", alerts=True)
+    record_event(tmp_path, "saved", step=2)
+    killed = read_events(tmp_path)[-1].time
+    record_event(tmp_path, "started", alerts=True)
+    watcher.look(ended=True)
+    assert heard(tmp_path) == ["crashed"]
+    (claimed,) = (
+        json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines() if '"alert"' in line
+    )
+    assert claimed["cause"] == f"killed after {killed}"
+
+
+def test_a_full_disk_loses_no_alert_and_repeats_none(tmp_path: Path, monkeypatch):
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    watcher = watcher_of(tmp_path)
+    record_event(tmp_path, "started", alerts=True)
+    monkeypatch.setattr(alert_ledger, "open_to_append", full)
+    watcher.look(ended=True)
+    watcher.look(ended=True)
+    assert heard(tmp_path) == ["crashed"]
 
 
 def test_a_run_that_does_not_learn_is_one_alert_from_the_first_step_on(tmp_path: Path):
@@ -207,7 +234,7 @@ def test_only_a_finished_run_is_judged_before_the_first_step(tmp_path: Path):
     assert heard(tmp_path) == []
     record_event(tmp_path, "started", alerts=True)
     record_event(tmp_path, "finished")
-    watcher_of(tmp_path).look(ended=True)
+    watcher_of(tmp_path, starts=1).look(ended=True)
     assert heard(tmp_path) == ["stuck", "finished"]
 
 

@@ -273,6 +273,12 @@ REJECTED: list[tuple[dict, str]] = [
     ),
     (SERVED | {"rollout__temperature": 2.5}, "rollout.temperature=2.5: must be 0 (greedy), or 0.01 to 2, for vLLM."),
     (SERVED | {"rollout__val_kwargs__temperature": 0.001}, "rollout.val_kwargs.temperature=0.001: must be 0"),
+    (
+        SERVED
+        | {"rollout__structured_outputs": {"regex": "a"}, "rollout__async_steps": 1}
+        | {"algorithm__rollout_correction__rollout_is": "token"},
+        "whose structure would begin again; set rollout.async_steps=0",
+    ),
     (SERVED | {"rollout__structured_outputs": {"regexp": "a"}}, "there is no key regexp. Did you mean regex?"),
     (
         SERVED | {"rollout__structured_outputs": {"regex": "a", "choice": ["a"]}},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.config.library import Library
-from rlhf.evaluate.results import check_same, files_of, of_all_targets, store_result, stored_result
+from rlhf.evaluate.results import check_same, files_of, store_result, stored_result
 from rlhf.evaluate.target_settings import PlannedEvaluation, plan
 from rlhf.evaluate.targets import find_target
 from rlhf.tracking import History
@@ -93,8 +93,7 @@ def test_a_file_that_changes_during_a_command_gives_no_result(folder):
     before = files_of(each)
     check_same(each, before, files_of(each))
     (folder / "val.jsonl").write_text(json.dumps({"prompt": "1 + 2", "answer": "3"}))
-    for known in (before, of_all_targets(before)):
-        says(user_error(check_same, each, known, files_of(each)), "data.val_files", "changed during the command")
+    says(user_error(check_same, each, before, files_of(each)), "data.val_files", "changed during the command")
 
 
 def test_an_evaluation_calls_no_callback_of_its_run(folder):

@@ -201,6 +201,42 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_not(hangs):
     server.server_close()
 
 
+@pytest.fixture
+def slow():
+    """A server that never answers a request, and its URL."""
+    server = Slow(counts=1000, alive=True)
+    yield f"http://{HERE}:{server.server_port}"
+    server.enough.set()
+    server.shutdown()
+    server.server_close()
+
+
+def test_pushes_that_fail_spend_the_budget(slow):
+    """A server that cannot fetch weights must not be waited for without end."""
+    with fleet(limits(urls=[slow]), {}) as it:
+        assert it.wait(DEADLINE_S, generating=False) == "ready"
+        it.do(lambda loop: loop.begin_push("w2", 2))
+        it.do(lambda loop: loop.begin([Request(7, [1, 2], SamplingParams(max_tokens=4))], seed=1, step=1))
+        for _ in range(limits().max_failures):
+            it.do(lambda loop: loop.end_push("w2", {slow: "connection refused"}))
+            assert it.wait(DEADLINE_S) == "weights"
+            assert it.do(lambda loop: loop.begin_push("w2", 2)) == [slow]
+        it.do(lambda loop: loop.end_push("w2", {slow: "connection refused"}))
+        with pytest.raises(ServersFailed, match="connection refused"):
+            it.wait(DEADLINE_S)
+
+
+def test_a_generation_can_be_stopped_when_all_servers_have_failed(slow):
+    """SIGTERM to a whole job ends servers and ranks together; the ranks must still save."""
+    with fleet(limits(urls=[slow]), {}) as it:
+        assert it.wait(DEADLINE_S, generating=False) == "ready"
+        it.do(lambda loop: loop.begin([Request(7, [1, 2], SamplingParams(max_tokens=4))], seed=1, step=1))
+        it.do(lambda loop: setattr(loop._budget, "in_a_row", limits().max_failures + 1))
+        it.do(FleetLoop.stop)
+        assert it.wait(DEADLINE_S) == "done"
+        assert [sample.finish_reason for sample in it.do(FleetLoop.pop_samples)] == ["partial"]
+
+
 @pytest.mark.parametrize("wants", [None, "Bearer of-this-run-alone", "Bearer of-another-run"])
 def test_a_server_given_by_url_should_ask_for_a_secret_which_is_this_runs(wants, caplog):
     server = Slow(counts=1, alive=True, wants=wants)

@@ -121,6 +121,11 @@ def _asynchronous(config: Config) -> Iterator[str]:
             f"algorithm.rollout_correction.rollout_is=null: with {ahead} samples come from an older policy than the "
             "one in training; set algorithm.rollout_correction.rollout_is=token."
         )
+    if config.rollout.structured_outputs:
+        yield (
+            f"rollout.structured_outputs={config.rollout.structured_outputs}: with {ahead} a response goes on after a "
+            "weight sync as a new request, whose structure would begin again; set rollout.async_steps=0."
+        )
     filters = config.algorithm.filter_groups
     if filters.enable and filters.max_staleness < config.rollout.async_steps:
         yield (

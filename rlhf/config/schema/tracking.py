@@ -28,8 +28,8 @@ ALERTS = ("stuck", "unstable", "crashed", "finished")
 class AlertsConfig:
     kinds: list[str] = setting(list(ALERTS), resume="harmless")
     """Alerts to send: `stuck`, `unstable`, `crashed`, `finished`."""
-    command: list[str] = setting([], resume="harmless")
-    """Program and arguments that each alert starts, without a shell."""
+    command: list[str] = setting([], resume="harmless", secret=True)
+    """Program and arguments that each alert starts, without a shell. It inherits the environment, for its secrets."""
     webhook: str | None = setting(None, resume="harmless", secret=True)
     """Address that each alert is posted to as JSON."""
     first_step: int = setting(100, ge=10, resume="harmless")

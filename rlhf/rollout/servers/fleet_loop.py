@@ -112,7 +112,7 @@ class FleetLoop:
             while (outcome := outcome_now()) is None and (left := end - _now()) > 0:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), left)
-        if outcome is not None:
+        if outcome in ("done", "ready"):  # failed pushes of weights count
             self._budget.needed = False
         return outcome
 
@@ -177,10 +177,10 @@ class FleetLoop:
         return "ready" if any(m.health.state in ("stale", "serving") for m in self._members) else None
 
     def _ended(self) -> FleetState | None:
-        self._check()
         assert self._generation is not None
-        if self._generation.stopping:
+        if self._generation.stopping:  # failures do not matter: a job that is ending ends its servers, too
             return None if any(member.tasks for member in self._members) else "done"
+        self._check()
         if self._generation.complete:
             return "done"
         return "weights" if any(m.health.state == "stale" for m in self._members) else None

@@ -18,16 +18,16 @@ class Alert:
     step: int | None
 
 
-def alerts_of_events(events: Sequence[RunEvent], last_step: int, *, killed: bool = False) -> Iterator[Alert]:
+def alerts_of_events(events: Sequence[RunEvent], last_step: int, *, ended: bool = False) -> Iterator[Alert]:
     """Yield an alert for each crash, failure, kill and end since the first start with alerts.
 
     Args:
         last_step: the newest recorded step.
-        killed: whether the command is known to have been killed now.
+        ended: whether the command has ended. If no event says how, it was killed, or the disk is full.
     """
     starts = (i for i, event in enumerate(events) if event.kind == "started" and event.facts.get("alerts"))
     first = next(starts, len(events))
-    for event in with_kills(events[first:], killed_now=killed):
+    for event in with_kills(events[first:], killed_now=ended):
         if event.kind in ("crashed", "failed"):
             yield Alert("crashed", f"{event.cause} ({event.kind}, step {event.step})", _crash(event), event.step)
         elif event.kind == KILLED:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +18,37 @@ class AlertLedger:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / ALERTS
+        self._unwritten: set[tuple[str, str]] = set()  # alerts that a full disk does not record
 
     def claim(self, alert: Alert) -> bool:
         """Record the alert before it is sent. Return False if it was recorded before.
 
         A process that is killed between record and delivery loses the alert, but no restart sends an alert twice.
         """
-        fd = open_to_append(self._path)
+        key = (alert.kind, alert.cause)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if (alert.kind, alert.cause) in self._claimed():
-                return False
-            self._append(fd, {"alert": alert.kind, "cause": alert.cause, "step": alert.step, "text": alert.text})
-            return True
-        finally:
-            os.close(fd)
+            fd = open_to_append(self._path)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if key in self._claimed() | self._unwritten:
+                    return False
+                self._append(fd, {"alert": alert.kind, "cause": alert.cause, "step": alert.step, "text": alert.text})
+            finally:
+                os.close(fd)
+        except OSError:  # a disk that is full may be why there is an alert
+            new = key not in self._unwritten
+            self._unwritten.add(key)
+            return new
+        return True
 
     def note(self, alert: Alert, target: str, problem: str | None) -> None:
         """Record the delivery to the command or the webhook, or why it failed."""
-        fd = open_to_append(self._path)
-        try:
-            self._append(fd, {"sent": alert.kind, "cause": alert.cause, "to": target, "problem": problem})
-        finally:
-            os.close(fd)
+        with suppress(OSError):
+            fd = open_to_append(self._path)
+            try:
+                self._append(fd, {"sent": alert.kind, "cause": alert.cause, "to": target, "problem": problem})
+            finally:
+                os.close(fd)
 
     @staticmethod
     def _append(fd: int, facts: dict[str, Any]) -> None:

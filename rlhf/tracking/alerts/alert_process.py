@@ -1,7 +1,8 @@
-"""Watches the files of a run and sends its alerts: python -m rlhf.tracking.alerts.alert_process RUN_DIR.
+"""Watches the files of a run and sends its alerts: python -m rlhf.tracking.alerts.alert_process RUN_DIR STARTS.
 
-The process only reads what the training writes. Its stdin is a pipe from the process that finishes the run: END on it,
-or its end, ends this process after a last look. Without END the command was killed. stderr is a pipe for warnings.
+STARTS is the number of earlier starts in events.jsonl. The process only reads what the training writes. Its stdin is a
+pipe from the process that finishes the run: the pipe's end ends this process after a last look. stderr is a pipe for
+warnings.
 """
 
 import os
@@ -22,7 +23,7 @@ from rlhf.storage.layout import EVENTS, HISTORY, RESOLVED
 from rlhf.tracking.alerts.alert import Alert, alert_of_verdict, alerts_of_events
 from rlhf.tracking.alerts.alert_delivery import post, run_command
 from rlhf.tracking.alerts.alert_ledger import AlertLedger
-from rlhf.tracking.alerts.alert_sender import END, last_look_s
+from rlhf.tracking.alerts.alert_sender import last_look_s
 from rlhf.tracking.history import Record
 from rlhf.tracking.history_follower import HistoryFollower
 from rlhf.tracking.verdict import NOT_FINITE, is_broken, judge_run
@@ -35,24 +36,31 @@ JUDGE_STEPS, JUDGE_SHARE = 10, 0.05
 class AlertWatcher:
     """Finds the alerts that are due, and sends each once."""
 
-    def __init__(self, run_dir: Path, name: str, config: AlertsConfig) -> None:
+    def __init__(self, run_dir: Path, name: str, config: AlertsConfig, starts: int = 0) -> None:
         self._run_dir, self._name, self._config = run_dir, name, config
         self._ledger, self._follower = AlertLedger(run_dir), HistoryFollower(run_dir / HISTORY)
         self._judge_at, self._last_step = config.first_step, 0
         self._events_seen: tuple[int, int] | None = None
+        self._starts = starts
 
-    def look(self, *, ended: bool = False, killed: bool = False) -> None:
-        """Send new alerts. `ended`: the command has ended, or was `killed`."""
+    def look(self, *, ended: bool = False) -> None:
+        """Send new alerts. `ended`: the command has ended."""
         new = self._follower.new()
         self._last_step = new[-1]["step"] if new else self._last_step
         events: list[RunEvent] = []
         if (seen := self._size_of_events()) != self._events_seen or ended:
             self._events_seen = seen
-            events = read_events(self._run_dir)
+            events = self._own_events()
         # A finished run is judged however short it is, as in its report.
         self._judge(new, finished=bool(events) and events[-1].kind == "finished")
-        for alert in alerts_of_events(events, self._newest_step(), killed=killed):
+        for alert in alerts_of_events(events, self._newest_step(), ended=ended):
             self._send(alert)
+
+    def _own_events(self) -> list[RunEvent]:
+        """Return the events up to the start of the next command. That command has its own process for alerts."""
+        events = read_events(self._run_dir)
+        starts = [i for i, event in enumerate(events) if event.kind == "started"]
+        return events[: starts[self._starts + 1]] if len(starts) > self._starts + 1 else events
 
     def _judge(self, new: list[Record], *, finished: bool) -> None:
         step = self._newest_step()
@@ -106,24 +114,23 @@ def _warn(text: str) -> None:
         sys.stderr.flush()
 
 
-def main(run_dir: Path) -> None:
+def main(run_dir: Path, starts: int) -> None:
     """Watch the run until the process that finishes it has ended."""
     for number in (*STOP_SIGNALS, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)  # SLURM signals all processes of a job; alerts follow its last steps
     config, parent = load(run_dir / RESOLVED), os.getppid()
     alerts = config.tracking.alerts
     name = f"{config.trainer.project_name}/{config.trainer.experiment_name}"
-    watcher, told = AlertWatcher(run_dir, name, alerts), b""
-    while True:
-        gone = os.getppid() != parent
-        if gone or select.select([sys.stdin], [], [], EVERY_S)[0]:
-            told += b"" if gone else os.read(sys.stdin.fileno(), len(END))
-            break
-        watcher.look()
+    watcher = AlertWatcher(run_dir, name, alerts, starts)
+    while os.getppid() == parent and not select.select([sys.stdin], [], [], EVERY_S)[0]:
+        try:
+            watcher.look()
+        except OSError as error:  # a later look may read the files again
+            _warn(f"Alerts of {run_dir} are late: {error}.")
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(last_look_s(alerts)))
-    watcher.look(ended=True, killed=told != END)
+    watcher.look(ended=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,7 +1,6 @@
 """Starts the process that sends a run's alerts, and ends it in bounded time."""
 
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -14,9 +13,9 @@ from urllib.parse import urlsplit
 
 from rlhf.config import AlertsConfig
 from rlhf.errors import UserError
+from rlhf.ranks.run_events import read_events
 
 MODULE = "rlhf.tracking.alerts.alert_process"
-END = b"end\n"
 _START_S = 20.0
 """Longest time that the process needs to start, after a run that ended at once."""
 log = logging.getLogger(__name__)
@@ -54,9 +53,10 @@ def sends_alerts(config: AlertsConfig, run_dir: Path) -> Iterator[None]:
     if not has_alerts(config):
         yield
         return
+    starts = sum(event.kind == "started" for event in read_events(run_dir))
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, str(run_dir)],
+            [sys.executable, "-m", MODULE, str(run_dir), str(starts)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -73,9 +73,7 @@ def sends_alerts(config: AlertsConfig, run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):
-            os.write(process.stdin.fileno(), END)
-            process.stdin.close()
+        process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(last_look_s(config) + _START_S)
         if process.poll() != 0:
