@@ -6,7 +6,8 @@ from collections.abc import Mapping
 REDACTED = "REDACTED"
 SECRET_NAME = re.compile(
     r"(.*[_-])?(api|access|auth|private|secret)?"
-    r"(token|secrets?|passwords?|passwd|pwd|bearer|passphrase|keys?|credentials?|auth|authorization|cookie)",
+    r"(token|secrets?|passwords?|passwd|bearer|passphrase|keys?|credentials?|auth|authorization|cookie)"
+    r"|.+[_-]pwd",  # $PWD is the working directory
     re.IGNORECASE,
 )
 """Name of a variable or an option whose value is a secret."""
