@@ -9,54 +9,25 @@ the sample waits, and its tokens are prefilled again. Prefills delay all samples
 import asyncio
 import heapq
 import json
-import selectors
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf.config.schema.rollout import ServersConfig
 from rlhf.rollout.engine import Request
 from rlhf.rollout.sample import Sample
-from rlhf.rollout.servers.client import RequestSettings
+from rlhf.rollout.servers.client import ENGINE_ID, RequestSettings
 from rlhf.rollout.servers.fleet_loop import FleetLoop
 from rlhf.rollout.servers.secret import Secret
 
-T = TypeVar("T")
 VERSION = {"version": "0.32.0"}
 LABEL = "w1"
-
-
-class _JumpSelector(selectors.SelectSelector):
-    """Jumps to the next timer instead of waiting for it."""
-
-    jumped = 0.0
-
-    def select(self, timeout: float | None = None) -> list:
-        events = super().select(0 if timeout is None or timeout > 0 else timeout)
-        if not events and timeout:
-            self.jumped += timeout
-        return events
-
-
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stands still while code runs, and jumps when all tasks wait."""
-
-    def __init__(self) -> None:
-        self._jumps = _JumpSelector()
-        super().__init__(self._jumps)
-
-    def time(self) -> float:
-        return self._jumps.jumped
-
-
-def run_in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(work)
 
 
 @dataclass(frozen=True)
@@ -74,7 +45,9 @@ class ServerSpeed:
 class _Job:
     cached: float  # tokens in the KV cache when the job is admitted
     left: float  # tokens to decode
-    done: asyncio.Future
+    length: int
+    name: str
+    done: asyncio.Future  # number of decoded tokens
     begun: float = 0.0  # number of the engine step at which the job was admitted
 
 
@@ -102,35 +75,59 @@ class ScriptedServer:
     _number: int = 0
 
     async def generate(self, body: dict[str, Any]) -> bytes:
-        key, length = tuple(body["token_ids"]), self.length_of(body)
+        length, seed = self.length_of(body), body["sampling_params"]["seed"]
+        tokens = await self.decode(tuple(body["token_ids"]), length, body["request_id"])
+        # Other tokens for each sibling, so that the prefix cache knows their responses apart.
+        return answer(tokens, self.label, token=2 + seed % 8, aborted=tokens < length)
+
+    async def decode(self, key: tuple[int, ...], length: int, name: str) -> int:
+        """Prefill the context `key`, decode, and return the number of tokens: `length`, or less after `abort`."""
         self._advance()
         if key not in self._prompts:
             self._prompts.add(key)
             self.prefills += 1
             self._stall_s += self.speed.prefill_s * len(key)
         loop = asyncio.get_running_loop()
-        job, self.last_arrival = _Job(len(key), length, loop.create_future()), loop.time()
+        job, self.last_arrival = _Job(len(key), length, length, name, loop.create_future()), loop.time()
         self.waiting.append(job)
         self._schedule()
         try:
-            await job.done
+            return await job.done
         except asyncio.CancelledError:
             self._advance()
-            self.running = [entry for entry in self.running if entry[2] is not job]
-            heapq.heapify(self.running)
-            self.waiting = deque(other for other in self.waiting if other is not job)
-            self._schedule()
+            self._remove([job])
             raise
-        return answer(length, self.label)
+
+    def abort(self, names: Container[str]) -> None:
+        """End the requests `names` with the tokens so far."""
+        self._advance()
+        aborted = [job for job in self._jobs() if job.name in names and not job.done.done()]
+        for job in aborted:
+            job.done.set_result(self._decoded(job))
+        self._remove(aborted)
+
+    def progress(self) -> dict[str, int]:
+        """Return the number of decoded tokens of each request."""
+        self._advance()
+        return {job.name: self._decoded(job) for job in self._jobs()}
+
+    def load_weights(self, label: str) -> None:
+        """Load new weights, for which the prefix cache is not valid."""
+        self.label, self._prompts = label, set()
 
     def hang(self) -> None:
         self._advance()
         self.hangs = True
 
+    def go_on(self) -> None:
+        self._advance()
+        self.hangs = False
+        self._schedule()
+
     def die(self) -> None:
         self._advance()
         self.down = True
-        for job in [*(job for _, _, job in self.running), *self.waiting]:
+        for job in self._jobs():
             if not job.done.done():
                 job.done.set_exception(aiohttp.ServerDisconnectedError())
         self.running, self.waiting = [], deque()
@@ -151,6 +148,21 @@ class ScriptedServer:
             f"vllm:num_requests_waiting{{}} {len(self.waiting)}\n"
         )
 
+    def _jobs(self) -> list[_Job]:
+        return [*(job for _, _, job in self.running), *self.waiting]
+
+    def _decoded(self, job: _Job) -> int:
+        """Return the number of decoded tokens of an unfinished job."""
+        runs = any(entry[2] is job for entry in self.running)
+        left = job.left - (self._step - job.begun if runs else 0.0)
+        return max(0, min(int(job.length - left + 1e-6), job.length - 1))
+
+    def _remove(self, jobs: Container[_Job]) -> None:
+        self.running = [entry for entry in self.running if entry[2] not in jobs]
+        heapq.heapify(self.running)
+        self.waiting = deque(job for job in self.waiting if job not in jobs)
+        self._schedule()
+
     def _used(self) -> float:
         return sum(job.cached + self._step - job.begun for _, _, job in self.running)
 
@@ -167,7 +179,7 @@ class ScriptedServer:
         while self.running and self.running[0][0] <= self._step + 1e-6:
             job = heapq.heappop(self.running)[2]
             if not job.done.done():
-                job.done.set_result(None)
+                job.done.set_result(job.length)
 
     @property
     def _step_s(self) -> float:
@@ -206,11 +218,12 @@ class ScriptedServer:
         self._schedule()
 
 
-def answer(length: int, label: str) -> bytes:
+def answer(length: int, label: str, *, token: int = 4, aborted: bool = False) -> bytes:
     """Return vLLM's answer with one sample of `length` tokens."""
-    content = ", ".join(['{"token_id": 4, "logprob": -0.5}'] * length)
+    content, reason = ", ".join([f'{{"token_id": {token}, "logprob": -0.5}}'] * length), "abort" if aborted else "stop"
     choice = (
-        f'{{"index": 0, "token_ids": {[4] * length}, "finish_reason": "stop", "logprobs": {{"content": [{content}]}}, '
+        f'{{"index": 0, "token_ids": {[token] * length}, "finish_reason": "{reason}", '
+        f'"logprobs": {{"content": [{content}]}}, '
         f'"weight_versions": [{{"version": "{label}", "start": 0, "end": {length}}}]}}'
     )
     return f'{{"choices": [{choice}]}}'.encode()
@@ -238,13 +251,20 @@ class ScriptedSession:
         return None
 
     @asynccontextmanager
-    async def request(self, method: str, url: str, *, json: Any = None, **_: Any) -> AsyncIterator[_Response]:
+    async def request(
+        self, method: str, url: str, *, json: Any = None, headers: Any = None, **_: Any
+    ) -> AsyncIterator[_Response]:
         base, path = next((base, url.removeprefix(base)) for base in self.servers if url.startswith(base + "/"))
         server = self.servers[base]
         if server.down:
             raise aiohttp.ClientConnectionError("down")
-        if path == "/inference/v1/generate":
+        if not headers:  # without the secret
+            yield _Response(b"", 401)
+        elif path == "/inference/v1/generate":
             yield _Response(await server.generate(json))
+        elif path == "/abort_requests":
+            server.abort({name.removeprefix(ENGINE_ID) for name in json["request_ids"]})
+            yield _Response(b"{}")
         elif path == "/metrics":
             yield _Response(server.metrics().encode())
         else:
