@@ -1,4 +1,4 @@
-"""What the fleet's loop knows of one server."""
+"""Stores the state of one server for the loop of the fleet."""
 
 import asyncio
 from dataclasses import dataclass, field
