@@ -22,8 +22,9 @@ def settle_replicas(config: Config, coordinator: Coordinator) -> Config:
         return config
     replicas, why = stored_replicas(config.run_dir, config.trainer, coordinator), "as in the checkpoint"
     together = len(set(coordinator.all_gather(machine()))) == 1
-    if replicas == coordinator.world_size and not (together and coordinator.on_leader(lambda: _fits(config, replicas))):
-        why = f"not {replicas} as in the checkpoint, because this machine lacks the memory, or there are several"
+    whole = coordinator.world_size
+    if replicas == whole and not (together and coordinator.on_leader(lambda: _fits(config, whole))):
+        why = f"not {whole} as in the checkpoint, because this machine lacks the memory, or there are several"
         replicas = 1
     elif replicas is None:
         why = "by the memory plan"
