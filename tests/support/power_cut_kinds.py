@@ -302,10 +302,10 @@ def compared(root: Path, book: Book) -> None:
     run.train(1)
     run.finish()
     write_file(start.config.run_dir, RESOLVED, [to_yaml(start.config).encode()])
-    book.note("whole", ("pages/runs.html", is_page))
+    book.note("whole", ("runs.html", is_page))
     for _ in range(2):
-        write_page(root / "pages/runs.html", [start.config.run_dir])
-        book.note("there", "pages/runs.html")
+        write_page(root / "runs.html", [start.config.run_dir])
+        book.note("there", "runs.html")
 
 
 def exported(root: Path, book: Book) -> None:

@@ -19,7 +19,7 @@ from rlhf.config.known_settings import SETTINGS
 from rlhf.config.overrides import hydra_value
 from rlhf.errors import UserError
 from rlhf.ranks.run_events import KILLED
-from rlhf.storage.files import make_dir_durably, replace_durably
+from rlhf.storage.files import make_dir, replace_durably
 from rlhf.tracking.headline import headline_of
 from rlhf.tracking.page import timeline
 from rlhf.tracking.page.curves import ACCURACY, PANELS, Curve, Panel, sample_rows
@@ -49,7 +49,7 @@ class Plotted:
 def write_page(path: Path, run_dirs: Sequence[Path], deadline_s: float = LONGEST_S) -> None:
     """Write the page of runs into the file `path`. Raises as `page_of`, and OSError."""
     text = page_of(run_dirs, deadline_s)
-    make_dir_durably(path.parent)
+    make_dir(path.parent)
     replace_durably(path, text.encode(errors="replace"))  # users' names may have lone surrogates
 
 
