@@ -18,7 +18,8 @@ from tests.support.undisturbed import EXPORT
 
 pytestmark = [needs_slurm, pytest.mark.slow]
 
-ONE_NODE, TWO_NODES = ("trainer.nproc=2",), ("trainer.nproc=1", "trainer.nnodes=2")
+# The undisturbed run is on one machine, with whole replicas.
+ONE_NODE, TWO_NODES = ("trainer.nproc=2",), ("trainer.nproc=1", "trainer.nnodes=2", "backend.dp_replicate=2")
 """Two ranks each: under the supervisor, and started by srun."""
 both_ways = pytest.mark.parametrize("machines", [ONE_NODE, TWO_NODES], ids=["supervisor", "srun"])
 
