@@ -14,6 +14,7 @@ An age counts from the weights that drew a token to those that the step changes,
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -33,7 +34,7 @@ class _Group:
     tasks: list[asyncio.Task] = field(default_factory=list)
 
 
-class Policy:
+class Policy(ABC):
     """The parts that both schedules share: servers, groups in flight, complete groups, and figures."""
 
     updates = 1  # per step
@@ -77,20 +78,20 @@ class Policy:
         finally:
             self.on_server[server] -= 1
 
+    @abstractmethod
     async def decode(self, group: _Group, number: int, length: int) -> None:
         """Decode all tokens of a sample, and count them in `group.drawn`."""
-        raise NotImplementedError
 
-    def sample_ended(self) -> None:
+    def sample_ended(self) -> None:  # noqa: B027 - nothing to do by default
         """Use the free slot."""
 
+    @abstractmethod
     def refill(self) -> None:
         """Start new samples after a sync."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def sync(self) -> None:
         """Send the next weights."""
-        raise NotImplementedError
 
     async def run(self) -> Measured:
         work, loop, start, ran = self.work, asyncio.get_running_loop(), 0.0, 0.0

@@ -24,8 +24,13 @@ def settle_replicas(config: Config, coordinator: Coordinator) -> Config:
     together = len(set(coordinator.all_gather(machine()))) == 1
     whole = coordinator.world_size
     if replicas == whole and not (together and coordinator.on_leader(lambda: _fits(config, whole))):
-        why = f"not {whole} as in the checkpoint, because this machine lacks the memory, or there are several"
-        replicas = 1
+        if coordinator.is_leader:
+            log.warning(
+                "The checkpoint's %d whole replicas need one machine with enough memory. The ranks shard the model "
+                "instead, and later steps round differently.",
+                whole,
+            )
+        replicas, why = 1, "because whole replicas are not possible here"
     elif replicas is None:
         why = "by the memory plan"
         replicas = coordinator.on_leader(lambda: _planned(config)) if together else 1
@@ -37,8 +42,10 @@ def settle_replicas(config: Config, coordinator: Coordinator) -> Config:
 def _fits(config: Config, replicas: int) -> bool:
     """Return whether whole replicas fit on this machine's CPUs."""
     models, target = models_of(config, from_config=False), target_of(config)
-    if models is None or target.cuda or target.memory is None:
-        return not target.cuda
+    if target.cuda:
+        return False
+    if models is None or target.memory is None:  # the need or the memory is not known
+        return True
     return memory_plan(with_replicas(config, replicas), models, target).peak.total <= target.memory
 
 

@@ -141,7 +141,7 @@ def _gathered_equal(
     bucket: Sequence[tuple[str, tuple[int, ...], Tensor]], ranks: dims.RankGroup
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor of a bucket of equal parts, unsharded. A tensor is copied once, on any number of ranks. A large
-    tensor is a bucket by itself and is not copied."""
+    tensor is alone in its bucket and is not copied."""
     content = [part.view(torch.uint8) for _, _, part in bucket]
     received = gather_from(ranks, content[0] if len(content) == 1 else torch.cat(content))
     widths = [part.numel() for part in content]

@@ -77,7 +77,7 @@ def cpus_of_rank(sbatch: Mapping[str, str | None]) -> int:
 
 
 def asks_for_gpus(sbatch: dict[str, str | None]) -> bool:
-    """Return whether any of the user's options sets the number of GPUs."""
+    """Return whether one of the user's options sets the number of GPUs."""
     return any(name in sbatch for name in ("gpus", "gpus-per-node", "gres"))
 
 
