@@ -26,14 +26,15 @@ SHORT = (*SAMPLED, "trainer.total_training_steps=2", "trainer.save_freq=1", "tra
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """A run on two ranks and a run that trains adapters, both with evaluations of steps 0 to 2."""
+    """A run on two ranks and a run that trains adapters, both with evaluations of steps 0 to 2, by files of their own
+    with the same problems."""
     folder = session_folder(tmp_path_factory) / "evaluated"
     folder.mkdir(exist_ok=True)
-    held_out = write_sums(folder / "held_out.jsonl", 12)
     for name, more in {
         "whole": ["trainer.nproc=2", "trainer.overwrite=true"],
         "lora": ["model.lora.enabled=true"],
     }.items():
+        held_out = write_sums(folder / ("held_out.jsonl" if name == "whole" else f"{name}.jsonl"), 12)
         command = [*small(folder, name, held_out), f"data.val_files={held_out}", *SHORT, *more, "actor.optim.lr=5e-3"]
         end = once(folder, name, lambda command=command: train_forked(command))  # type: ignore[misc]
         assert end.code == EXIT_DONE, end.output
@@ -101,11 +102,12 @@ def test_a_run_and_its_base_model_have_the_bits_of_the_training(tmp_path, runs, 
     says(capsys.readouterr().err, "data.val_files", str(held_out), "other content")
 
 
-def test_adapters_have_the_bits_of_the_training(tmp_path, runs):
-    checkpoint = runs / "lora" / "global_step_1"
-    end = train_forked([str(checkpoint), f"trainer.default_local_dir={tmp_path}"], module=EVALUATE)
+def test_adapters_have_the_bits_of_the_training_beside_a_run_with_another_file(tmp_path, runs):
+    targets = [str(runs / "lora" / "global_step_1"), str(runs / "whole" / "global_step_2")]
+    end = train_forked([*targets, f"trainer.default_local_dir={tmp_path}"], module=EVALUATE)
     assert end.code == EXIT_DONE, end.output
     assert result_of(tmp_path, 1) == of_run(runs / "lora", 1)
+    assert result_of(tmp_path, 2) == of_run(runs / "whole", 2)
 
 
 def test_pairs_of_preferences_are_rejected_before_ranks_start(tmp_path):
