@@ -142,13 +142,14 @@ def _ground_truth(record: Mapping[str, Any], where: str, data: DataConfig, need_
         return reward_model["ground_truth"]
     if not _is_null(record.get(answer_key)):
         return record[answer_key]
-    if not need_answer and (answer_key == DataConfig.answer_key or answer_key in record or reward_model is not None):
-        return None
-    if reward_model is not None and not isinstance(reward_model, dict) and answer_key not in record:
+    if not _is_null(reward_model) and not isinstance(reward_model, dict) and answer_key not in record:
         raise UserError(
             f"{where}: reward_model must be a mapping with ground_truth, not {type(reward_model).__name__}: "
-            f"{_short(reward_model)}. Write {{ground_truth: ANSWER}}, or set data.answer_key to the answer's column."
+            f"{_short(reward_model)}. Write {{ground_truth: ANSWER}}, set data.answer_key to the answer's column, or "
+            "rename the column."
         )
+    if not need_answer and (answer_key == DataConfig.answer_key or answer_key in record or reward_model is not None):
+        return None
     for column in (answer_key, "reward_model"):
         if column in record:
             what = "reward_model.ground_truth" if column == "reward_model" else column

@@ -29,7 +29,7 @@ def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None
     if callable(getattr(environment, "state_dict", None)):
         state = environment.state_dict()
         if json.loads(json.dumps(state)) != state:
-            raise TypeError("state_dict must return values that JSON keeps: no tuples, and keys of type str")
+            raise TypeError("state_dict must return values that JSON keeps: no NaN, no tuples, and keys of type str")
         return {"own": state}
     kinds = [kind for kind in type(environment).__mro__ if kind is not object]
     if not attributes or any("__slots__" in vars(kind) or not kind.__flags__ & _HEAP_TYPE for kind in kinds):

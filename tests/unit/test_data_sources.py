@@ -232,7 +232,9 @@ def test_prompt_cell_of_the_wrong_type(tmp_path, tokenizer, prompt):
 def test_other_cells_of_the_wrong_type(tmp_path, tokenizer):
     fails(config_of(jsonl(tmp_path / "e.jsonl", PLAIN | {"extra_info": "x"})), tokenizer, "line 1: extra_info", "'x'")
     bare = {"prompt": "1", "reward_model": "42"}
-    fails(config_of(jsonl(tmp_path / "r.jsonl", bare)), tokenizer, "reward_model must be a mapping", "not str: '42'")
+    path = jsonl(tmp_path / "r.jsonl", bare)
+    fails(config_of(path), tokenizer, "reward_model must be a mapping", "not str: '42'")
+    fails(config_of(path, reward="reward_model"), tokenizer, "reward_model must be a mapping", "rename the column")
     fails(config_of(jsonl(tmp_path / "d.jsonl", PLAIN | {"data_source": 3})), tokenizer, "line 1: data_source", "int")
 
 

@@ -92,7 +92,7 @@ INVALID = {
     "harmony cut": ("harmony", ' to=functions.add<|channel|>commentary json<|message|>{"a"', "<|call|>"),
     "plain without end": ("plain", "<add(1, 2", "not JSON"),
     "plain twice": ("plain", "<add(1, a=2)>", "twice"),
-    "plain too many": ("plain", "<add(1, 2, 3)>", "too often"),
+    "plain too many": ("plain", "<add(1, 2, 3)>", "more arguments than it has parameters (2)"),
     "plain text without end": ("plain", "<search(x", ")>"),
 }
 

@@ -76,8 +76,10 @@ def _json_call(text: str, start: re.Match[str], parameters: list[str]) -> tuple[
         except BROKEN_JSON:
             problem = f"the arguments of {start[1]} are not JSON values with commas between them, and {_END} at the end"
             break
-        if name is None or name in arguments:
-            problem = f"{start[1]} receives {name or 'more arguments than it has parameters'} twice or too often"
+        if name is None:
+            problem = f"{start[1]} receives more arguments than it has parameters ({len(parameters)})"
+        elif name in arguments:
+            problem = f"{start[1]} receives {name} twice"
         else:
             arguments[name] = value
         at = _blank(text, at)
