@@ -1,6 +1,6 @@
 """Simulates the schedules of other asynchronous trainers on the servers and constants of `benchmarks.async_run`.
 
-Each is a simplified policy, written from the description of its trainer in August 2026, not that trainer's code:
+Each class simplifies a trainer's schedule. It follows the trainer's description of August 2026, not its code:
 
 - `Verl`: verl's fully asynchronous trainer with `staleness_threshold` 0.5, `partial_rollout` and a parameter sync after
   each 4 updates of a quarter of a batch. Whole groups start right after a sync, until one and a half batches are in
@@ -10,7 +10,8 @@ Each is a simplified policy, written from the description of its trainer in Augu
   training or are trained on. Weights change under the running samples, which keep their KV cache. prime-rl drops
   groups that began more than 8 steps ago (`max_off_policy_steps`); here no group gets so old.
 
-An age counts from the weights that drew a token to those that the step changes, as for `rollout.async_steps`.
+A token's age is the number of steps from the weights that drew the token to the weights that the step updates, as for
+`rollout.async_steps`.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ class _Group:
 
 
 class Policy(ABC):
-    """The parts that both schedules share: servers, groups in flight, complete groups, and figures."""
+    """Runs what both schedules share: servers, groups in flight, complete groups, and measurements."""
 
     updates = 1  # per step
 
@@ -70,7 +71,7 @@ class Policy(ABC):
         self.news.set()
 
     async def on_least_loaded(self, key: tuple[int, ...], length: int, name: str) -> int:
-        """Return the number of tokens that the server with the fewest samples decodes."""
+        """Decode on the server with the fewest samples, and return the number of tokens."""
         server = min(range(len(self.servers)), key=self.on_server.__getitem__)
         self.on_server[server] += 1
         try:
@@ -135,7 +136,7 @@ class Verl(Policy):
 
     def __init__(self, work: Workload, training_s: float) -> None:
         super().__init__(work, training_s)
-        self.parked: list[tuple[int, int, asyncio.Future]] = []  # aborted samples: uid, number, and when to go on
+        self.parked: list[tuple[int, int, asyncio.Future]] = []  # aborted samples: uid, number, and a signal to go on
 
     def refill(self) -> None:
         while len(self.begun) + len(self.complete) < self.work.groups * (1 + STALENESS):

@@ -1,8 +1,8 @@
 """Runs steps of `rollout.async_steps` on simulated servers, in virtual time.
 
 Quotas, batches in flight, aborts, continued responses, weight labels, dispatch and HTTP client are the trainer's own
-(`PartialRollouts`, `Generation`, `PolicySampler`, `ServerEngine`, `FleetLoop`). Simulated are the servers, the push of
-the weights and the training, each of which only takes time. Rewards take no time.
+(`PartialRollouts`, `Generation`, `PolicySampler`, `ServerEngine`, `FleetLoop`). The servers, the weight sync and the
+training are simulated: each only takes time. Rewards take no time.
 
 To save time, one simulated token stands for `TOKENS` tokens, and one simulated second for `SECONDS` seconds.
 """
@@ -190,7 +190,7 @@ class _Engine(ServerEngine):
 
 
 class _Stream:
-    """Draws prompts without end; each has its uid as token."""
+    """Draws prompts endlessly. Every token of a prompt is the prompt's uid."""
 
     def __init__(self) -> None:
         self._drawn = 0
@@ -253,7 +253,7 @@ def left_over(source: NewPrompts | PartialRollouts) -> int:
 
 
 def token_ages(groups: Sequence[Group], version: int) -> Counter[int]:
-    """Return the number of tokens by age, when they are trained on by the policy after `version` steps."""
+    """Return the number of tokens by age, if the policy after `version` steps trains on them."""
     ages = Counter[int]()
     for sample in (sample for group in groups for sample in group.samples):
         start = 0

@@ -1,11 +1,11 @@
 """python -m benchmarks.async_steps: measures steps per hour with `rollout.async_steps`, in virtual time.
 
 Runs k = 0, 1, 2 and 4 (`benchmarks.async_run`) on 4 simulated servers of 16 slots, for three distributions of response
-lengths (4 to 20,480 tokens). A step trains on 32 groups of 8 samples. Training takes 1/4 to 4 times as long as the
-generation with k = 0, where both alternate. Beside them, on the same constants:
+lengths (4 to 20,480 tokens). A step trains on 32 groups of 8 samples. With k = 0, generation and training alternate.
+Training takes 1/4 to 4 times as long as that generation. The tables also show, with the same constants:
 
 - verl, prime-rl: simplified simulations of other trainers' schedules (`benchmarks.async_peers`)
-- perfect: nobody waits; a step takes as long as the training, or as all its tokens on all slots
+- perfect: a lower bound without waits; a step takes as long as its training or, if longer, its generation on all slots
 
 Prints steps per hour and their ratio to k = 0, then the mean and maximal age of the trained tokens in steps, and the
 live slots.
@@ -37,7 +37,7 @@ class Result:
     """One schedule with one ratio of training to generation."""
 
     seconds: float  # per step, simulated
-    speed: float  # steps per hour over those with k = 0
+    speed: float  # steps per hour, relative to k = 0
     live: float  # fraction of the slots
     age: str = ""
 
@@ -51,7 +51,7 @@ class Result:
 
 
 def results(work: Workload, synchronous: Measured, ratio: Fraction) -> dict[str, Result]:
-    """Return the result of each schedule. `synchronous` are the figures of k = 0 without training."""
+    """Return the result of each schedule. `synchronous`: the measurements of k = 0 without training."""
     training_s = float(ratio) * synchronous.seconds
     base_s = synchronous.seconds + training_s
     measured = {f"k={k}": run(work, k, training_s) for k in (1, 2, 4)}
@@ -70,7 +70,7 @@ def results(work: Workload, synchronous: Measured, ratio: Fraction) -> dict[str,
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.async_steps", description=__doc__)
     parser.add_argument("--lengths", nargs="+", choices=NAMES, default=NAMES, help="distributions of lengths")
-    parser.add_argument("--ratios", type=Fraction, nargs="+", default=RATIOS, help="training to generation, as 1/4")
+    parser.add_argument("--ratios", type=Fraction, nargs="+", default=RATIOS, help="training time / generation time")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(arguments)
     steps = Table("lengths", "training", *SCHEDULES, title="Steps per hour (times k=0)")

@@ -1,9 +1,9 @@
 """python -m benchmarks.balance: compares the update time of ranks in lockstep with the time of a perfect balance.
 
 Simulates 8 to 1,024 ranks with the trainer's planner (`rlhf.learning.balancing`), for three length distributions with
-mean 3,000 and maximum 20,000 tokens and 16 samples per prompt. A micro-batch takes as long as its costliest one over
-the ranks; a perfect balance is the cost of all samples divided by the ranks. The `plain way` puts equally many whole
-prompts on each rank, with one sample per micro-batch.
+mean 3,000 and maximum 20,000 tokens and 16 samples per prompt. Ranks run their k-th micro-batches together, which take
+as long as the costliest of them. A perfect balance is the cost of all samples divided by the number of ranks. The
+`plain way` puts equally many whole prompts on each rank, with one sample per micro-batch.
 
 If one sample costs more than a rank's part of its mini-batch, all ranks wait for this sample and a perfect balance is
 impossible. `least` is the lower bound of all plans (otherwise 1). Exits with 0 if every plan takes less than 1.15 times
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=120)
     console.print(table)
     if missed:
-        console.print(f"{missed} cases take {LIMIT} times the least or more.")
+        console.print(f"{missed} cases take at least {LIMIT} times the lower bound.")
     return 1 if missed else 0
 
 

@@ -4,9 +4,9 @@ All ways save and load the same state in rotating order, on all ranks at once; a
 medians with the minimum and maximum in brackets; ratios are medians over the ratios within a round. Loads from disk
 begin with an empty page cache, loads from tmpfs read memory.
 
-`asynchronous` compares how long background saves (this package's and `dcp.async_save`) stop the training with a copy of
-the state into allocated memory. Steps (matrix products of about 20 ms on every rank) run until the checkpoint is
-durable; `next steps` is their slowdown.
+`asynchronous` measures how long background saves (this package's and `dcp.async_save`) stop the training, relative to
+a copy of the state into allocated memory. Steps (matrix products of about 20 ms on every rank) run until the
+checkpoint is durable; `next steps` is their slowdown.
 """
 
 import argparse

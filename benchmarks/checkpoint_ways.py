@@ -36,7 +36,7 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 class State:
-    """A simulated model in training: float32 weights and two moments with `nbytes` over all ranks together.
+    """A simulated model in training: float32 weights and Adam's two moments, `nbytes` bytes over all ranks together.
 
     Each rank has an equal range of rows of every tensor, as under FSDP2. Layers have 16 MiB and a small tensor each.
     """

@@ -1,9 +1,9 @@
 """Measures the collection of a batch on two ranks without an engine: seconds, and memory per response token.
 
-The leader replaces an engine that generates for all ranks. It has every sample's tokens and log-probs in tensors like
-the embedded engine's. The rest is as in a run: samples are cut from the tensors, sent to their ranks, journaled,
-scored, hashed and collated; then the groups are converted to a checkpoint's tensors and back. The bundled tokenizer
-decodes texts for the rewards, in a row of its own.
+The leader stands in for an engine that generates for all ranks. It has every sample's tokens and log-probs in tensors
+like the embedded engine's. The rest is as in a run: samples are cut from the tensors, sent to their ranks, journaled,
+scored, hashed and collated; then the groups are converted to a checkpoint's tensors and back. A separate row shows the
+time in which the bundled tokenizer decodes texts for the rewards.
 """
 
 import json
@@ -110,7 +110,7 @@ class Lengths:
 
 @dataclass
 class Watch:
-    """Measures each phase's wall seconds, and its processor seconds under the name with CPU."""
+    """Measures each phase's wall seconds, and its processor seconds under the phase's name plus `CPU`."""
 
     seconds: Figures = field(default_factory=lambda: defaultdict(float))
 

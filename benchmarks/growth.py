@@ -4,8 +4,8 @@ measures the collection of a large batch (`benchmarks/collecting.py`).
 Runs real commands with the bundled policy until rank 0 begins its first step. `first` starts a new run and builds the
 prompt cache, `start` starts a new run with the cache, `resume` has a checkpoint and a long metric history. CPU time and
 memory are the largest of any rank. RSS counts all touched pages of shared files, PSS the rank's part. Figures are
-medians. Exits with 1 if many rows and lines cost more than 2 s or 200 MB more than few. On a busy machine CPU time is
-more reliable than wall time.
+medians. Exits with 1 if `start` or `resume` needs over 2 s or 200 MB more with many rows and lines than with few. On a
+busy machine CPU time is more reliable than wall time.
 """
 
 import argparse
@@ -29,7 +29,7 @@ FOLDER_VARIABLE, LINES_VARIABLE = "RLHF_BENCHMARK_FOLDER", "RLHF_BENCHMARK_LINES
 
 
 def on_event(event: str) -> None:
-    """Record time and memory of each step's begin in every rank, and lengthen the history of step 1."""
+    """Record time and memory at the start of each step in every rank, and lengthen the history after step 1."""
     folder, rank = Path(os.environ[FOLDER_VARIABLE]), os.environ["RANK"]
     if event == "step.begin":
         memory = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
@@ -39,7 +39,7 @@ def on_event(event: str) -> None:
             file.write(json.dumps(entry) + "\n")
     history = next(folder.glob(f"rlhf/*/{HISTORY}"), None)
     if event == "metrics.after" and rank == "0" and history is not None and not (folder / "long").exists():
-        # Before the save, so that the checkpoint of step 1 covers all lines.
+        # Lengthen it before the save, so that the checkpoint of step 1 covers all lines.
         last = history.read_text().splitlines()[-1]
         record = json.dumps(json.loads(last) | {"step": 0})
         with history.open("w") as file:
@@ -73,14 +73,14 @@ def launch(folder: Path, data: Path, size: int, ranks: int, steps: int) -> Figur
                 if len(notes) == ranks and all(len(lines) >= steps for lines in notes):
                     break
                 if process.poll() is not None or time.time() - began > DEADLINE_S:
-                    raise RuntimeError(f"the run did not come to step {steps}:\n{log.read_text()[-3000:]}")
+                    raise RuntimeError(f"the run did not reach step {steps}:\n{log.read_text()[-3000:]}")
                 time.sleep(0.05)
         finally:
             process.kill()  # kills the ranks, too
     first = [json.loads(lines[0]) for lines in notes]
     wanted = "Resumed step 1 " if steps == 1 else ""
     if not (folder / "long").exists() or wanted not in log.read_text():
-        raise RuntimeError(f"this was not the start that was to be measured:\n{log.read_text()[-3000:]}")
+        raise RuntimeError(f"this start is not of the kind to be measured:\n{log.read_text()[-3000:]}")
     cpu, rss, pss = (max(entry[name] for entry in first) for name in ("cpu", "rss", "pss"))
     return first[0]["time"] - began, cpu, rss, pss
 
@@ -120,7 +120,7 @@ def starts(arguments: argparse.Namespace) -> int:
         data = Path(scratch)
         for size in sizes:
             write_rows(data / f"rows-{size}.jsonl", size)
-        time.sleep(3)  # each start would hash a file again that changed just now
+        time.sleep(3)  # a start hashes recently changed files again
         for repeat in range(-1, arguments.repeats):
             for size in sizes:
                 with tempfile.TemporaryDirectory(prefix="rlhf-growth-") as folder:

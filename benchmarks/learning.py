@@ -39,7 +39,7 @@ SETTINGS = (
     "trainer.device=cpu",
 )
 CRITIC = (
-    # Not the weakened policy, which would have to learn to add before it can estimate values.
+    # Do not start the critic from the weakened policy: it would have to learn to add before it can estimate values.
     f"critic.path={tiny.FOLDER}",
     "critic.ppo_epochs=2",
 )

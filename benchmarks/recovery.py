@@ -5,8 +5,8 @@ ranks. Both columns and the ratio of the two totals are medians over the same ru
 brackets. The phases of rank 0:
 
 detection       until the supervisor has detected the crash and every rank has ended
-start           until the new process exists; includes the wait of trainer.restart_backoff_s after a crash, and the
-                supervisor with its launcher's imports in a cold start
+start           until the new process exists; after a crash with the wait of trainer.restart_backoff_s, in a cold start
+                with the imports of supervisor and launcher
 import          until all imports of the rank; plain starts (trainer.warm_start=false) import here
 build           until model, data and all other components are built
 load            loading the checkpoint

@@ -4,7 +4,7 @@ The trainer's client, fleet loop and dispatch generate a batch on simulated serv
 lengths (4 to 20,480 tokens) and several numbers of servers. Figures:
 
 - live slots: running samples over slots, until the last sample has been sent
-- time over best: virtual time over that of a perfect schedule (the longest sample, or all tokens over all slots)
+- time over best: virtual time divided by a perfect schedule's (the longest sample, or all tokens on all slots)
 - groups: both figures if servers take whole groups of siblings
 - moved, repeated: samples taken back from a server's queue, and samples sent again after a failure
 

@@ -155,8 +155,8 @@ def load_figures(
     yield "load, the leader parses: seconds", seconds / world_size
     message = encode(manifest)
     _, seconds = timed(lambda: decode(message))
-    yield f"load, a rank receives of the manifest, {PER_ENTRY}: bytes", len(message) / _entries(manifest)
-    yield f"load, a rank receives of the manifest, {PER_ENTRY}: seconds", seconds / _entries(manifest)
+    yield f"load, a rank receives the manifest, {PER_ENTRY}: bytes", len(message) / _entries(manifest)
+    yield f"load, a rank receives the manifest, {PER_ENTRY}: seconds", seconds / _entries(manifest)
     for what, of_ranks in (("the same ranks", world_size), ("half the ranks", max(1, world_size // 2))):
         rank = of_ranks // 2
         components = shards_of(shapes, rank, of_ranks)
@@ -176,8 +176,8 @@ def load_figures(
         lambda: BlockNumbers(FileLocations.whole(folder, manifest), CheckedFiles(folder, manifest.files))
     )
     bits, more = timed(lambda: numbers.bits({}))
-    yield f"load, a rank tells what is proven, {PER_ENTRY}: bytes", len(bits) / _entries(manifest)
-    yield f"load, a rank tells what is proven, {PER_ENTRY}: seconds", (seconds + more) / _entries(manifest)
+    yield f"load, a rank reports verified blocks, {PER_ENTRY}: bytes", len(bits) / _entries(manifest)
+    yield f"load, a rank reports verified blocks, {PER_ENTRY}: seconds", (seconds + more) / _entries(manifest)
 
 
 def _entries(manifest: Manifest) -> int:

@@ -77,7 +77,7 @@ class ScriptedServer:
     async def generate(self, body: dict[str, Any]) -> bytes:
         length, seed = self.length_of(body), body["sampling_params"]["seed"]
         tokens = await self.decode(tuple(body["token_ids"]), length, body["request_id"])
-        # Other tokens for each sibling, so that the prefix cache knows their responses apart.
+        # Give each sibling other tokens, so that the prefix cache can distinguish their responses.
         return answer(tokens, self.label, token=2 + seed % 8, aborted=tokens < length)
 
     async def decode(self, key: tuple[int, ...], length: int, name: str) -> int:

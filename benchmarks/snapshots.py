@@ -1,8 +1,8 @@
 """python -m benchmarks.snapshots: measures how much a snapshot in memory after each step lengthens the steps.
 
 One rank with one thread computes a simulated step (matrix products) with and without a snapshot of the same state, in
-turn. A step with a snapshot has the copy before its work, the publication beside its work, and the wait for the
-publication after its work. The ratio is the median over the pairs of steps.
+turn. In a step with a snapshot, the copy comes before the work. The publication runs during the work, and the wait for
+the publication comes after it. The ratio is the median over the pairs of steps.
 """
 
 import argparse

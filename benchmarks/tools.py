@@ -1,9 +1,10 @@
 """python -m benchmarks.tools: compares time and memory of `merge` with a copy of the checkpoint's bytes.
 
 Separate processes merge and copy a checkpoint of a random Llama (float32, sharded over two ranks like FSDP2), from
-memory to disk: in the stored type, and in bfloat16, which imports torch. The copy is `cp` plus `sync`, since a merge
-ends with its files on disk. A merge also hashes its input and reads back its output. Seconds are of the whole command,
-with Python's imports shown beside. On a busy machine processor seconds are more reliable. Memory is the peak RSS.
+memory to disk. One merge keeps the stored dtype; another converts to bfloat16, for which it imports torch. The copy is
+`cp` plus `sync`, since a merge ends with its files on disk. A merge also hashes its input and reads back its output.
+Seconds are of the whole command; the row `imports` shows the part of Python's imports. On a busy machine processor
+seconds are more reliable. Memory is the peak RSS.
 """
 
 import argparse
@@ -36,7 +37,7 @@ class Cost:
 def make(root: Path, nbytes: int) -> Path:
     """Make the checkpoint. Call this in a separate process, because it imports torch.
 
-    A command starts with the memory of the process that starts it, which would count in the command's peak.
+    A command inherits the memory of the process that starts it, and torch's memory would count in the command's peak.
     """
     from benchmarks.random_checkpoint import make_checkpoint
 

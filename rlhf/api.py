@@ -171,7 +171,7 @@ def evaluate_policy(config: Config, title: str) -> int:
 def check_inputs(config: Config, *, trains: bool = True) -> None:
     """Raise UserError for mistakes whose checks need slow imports. Call this after all quick checks.
 
-    Without training, the memory plan does not apply; only the split of the policy over an engine's GPUs counts.
+    With `trains=False`, skip the memory plan, and check only whether an engine's GPUs can split the policy.
     """
     from rlhf.models.config_check import check_flash_attention
 

@@ -52,8 +52,8 @@ class Batch:
     def sizes(self) -> np.ndarray:
         """[3, N] int64, per sample: tokens of the prompt, of the response, and in `response_mask`.
 
-        The sizes are on the host, which decides the shapes: so a batch waits for the device once, and its micro-batches
-        never. Nothing may change the lengths or the mask of a batch; `replace` makes another batch.
+        The host needs the sizes to choose shapes. A batch waits for the device once, to copy the sizes; micro-batches
+        never wait. Nothing may change the lengths or the mask of a batch; `replace` makes another batch.
         """
         return torch.stack([self.prompt_lengths, self.response_lengths, self.response_mask.sum(dim=1)]).cpu().numpy()
 

@@ -99,7 +99,7 @@ def composition(
     composed = _compose(choices, library, stored)
     chosen = {group: name.strip("[]") for group, _, name in (choice.partition("=") for choice in choices)}
     for key in ConfigFolder.required_by_files - ConfigFolder.set_by_files if stored is None else ():
-        if key.partition(".")[0] not in chosen:  # model=tiny sets the model that the recipe leaves open
+        if key.partition(".")[0] not in chosen:  # model=tiny sets the model.path that a recipe requires
             OmegaConf.update(composed, key, "???")
     problems = list(_replaced_entries(chosen, composed, library, {key for key, _ in values}))
     problems += [problem for key, value in values if (problem := _set(composed, key, value))]
@@ -133,9 +133,9 @@ def _sorted_overrides(overrides: list[str], library: Library) -> tuple[list[str]
 
 
 def _replaced_entries(chosen: dict[str, str], composed: DictConfig, library: Library, typed: Set[str]) -> Iterator[str]:
-    """Yield a message for each chosen entry whose only setting is overridden by a recipe, so that it has no effect.
+    """Yield a message for each chosen entry without effect: a recipe overrides the entry's only setting.
 
-    A setting that is also `typed` on the command line is what the user wants.
+    Skip a setting that is also `typed` on the command line, because the user has chosen its value.
     """
     values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False))
     for group in sorted(chosen.keys() & set(library.groups)):
@@ -309,7 +309,7 @@ def _compose(choices: list[str], library: Library, stored: DictConfig | None) ->
         raise UserError(f"{' '.join(choices)}: not a text file in YAML: {str(error).splitlines()[0]}.") from error
     except MissingConfigException as error:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        if (head := group.partition("/")[0]) in library.groups:  # the name of a Hub model has a slash of its own
+        if (head := group.partition("/")[0]) in library.groups:  # a Hub model's name contains a slash, too
             group, name = head, f"{group}/{name}".removeprefix(f"{head}/")
         where = f"{' '.join(choices)}: the defaults name {group + '=' * bool(group)}{name}, which does not exist."
         known = library.entries(group) if group in (*library.groups, "recipes") else {}

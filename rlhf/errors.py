@@ -47,7 +47,7 @@ class Unsaved(Exception):
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice most similar to `word`, or None if no choice is near.
 
-    Choices with the same letters, in another order or with one typed twice, come first.
+    Choices with the same set of letters come first: letters in another order, or a letter typed twice.
     """
     known = list(choices)
     same = [choice for choice in known if set(choice) == set(word) and abs(len(choice) - len(word)) <= 1]
@@ -56,8 +56,10 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def nearest_path(path: Path, is_right: Callable[[Path], bool]) -> str | None:
-    """Return the path most similar to `path` for which `is_right`: each name that does not exist is replaced by the
-    nearest name in its folder. Return None if no path is near."""
+    """Return the path most similar to `path` that satisfies `is_right`, or None if no path is near.
+
+    The nearest name in the same folder replaces each name that does not exist.
+    """
     found = Path(path.anchor)
     for number, part in enumerate(names := path.parts[bool(path.anchor) :], 1):
         fits = is_right if number == len(names) else Path.is_dir
@@ -79,5 +81,5 @@ def did_you_mean(found: str | None) -> str:
 
 
 def nearby(path: Path, is_right: Callable[[Path], bool]) -> str:
-    """Return the sentence that ends a message about a missing path: the nearest path, or to correct it."""
+    """Return the last sentence of a message about a missing path: it suggests the nearest path, or to correct it."""
     return did_you_mean(nearest_path(path, is_right)) or " Correct the path."

@@ -1,8 +1,8 @@
 """Publishes the events and phases of a process to its listeners.
 
 Every part of the trainer announces events: `announce("rollout.before")`. A rank writes the newest event into its status
-file, where the supervisor reads how far the rank came. The fault campaign kills processes at events. `report` is for
-progress displays. A call without listeners does nothing.
+file, which the supervisor reads. The fault campaign kills processes at events. `report` publishes phases for progress
+displays. A call without listeners does nothing.
 """
 
 import importlib

@@ -104,7 +104,7 @@ def _unrecorded(kind: Kind, **facts: Any) -> None:
 
 @contextmanager
 def _recorded_end(record: Callable[..., None]) -> Iterator[None]:
-    """Record the error that ends the training in this process. A supervisor's `train` records ends itself."""
+    """Record the error that ends the training in this process. The supervisor's `train` records the end itself."""
     try:
         yield
     except (Preempted, Unsaved) as error:

@@ -119,7 +119,7 @@ def _train(c: Components) -> None:
         timings = c.clock.collect()
         seconds = time.monotonic() - started
         driver.finish_step(collected.tokens.total, c.samples_per_step, seconds, collected.epochs)
-        if c.guards.rejected is None:  # else the updates were cut short
+        if c.guards.rejected is None:  # a rejection cuts the updates short
             metrics |= c.utilization.metrics(collected.tokens, timings)
         metrics |= (
             timings
@@ -133,7 +133,7 @@ def _train(c: Components) -> None:
         )
         metrics |= c.evaluator.maybe_evaluate(step, last=last)
         driver.note_accuracy(metrics.get("val/accuracy"))
-        # Before the checkpoint: if a committed step had no record, nothing could restore the record.
+        # Log before the save: after a crash, nothing could restore a missing record of a committed step.
         c.run_log.step(step, metrics)
         c.run_log.note(c.checkpointer.maybe_save(step, metrics, last=last))
         if c.stop_requested() and not last:
@@ -194,7 +194,7 @@ def roll_back(c: Components) -> None:
     memory = c.guards.remember(c.collector.position)
     c.collector.invalidate_policy()
     c.clock.collect()
-    # Promise 16: the same way as after a crash.
+    # Resume as after a crash (promise 16).
     if not c.checkpointer.resume():
         raise UserError(
             f"guards.action=rollback: no checkpoint is left in {c.run_dir} to roll back to. Set guards.action=skip, or "

@@ -19,12 +19,12 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return `text` with each line `printable`."""
+    """Return `text` with `printable` applied to each line."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def printable_output(text: str) -> str:
-    """Return a program's output with each line `printable`, colours removed and tabs expanded."""
+    """Return a program's output without colours, with tabs expanded and `printable` applied to each line."""
     return printable_lines(_COLOUR.sub("", text.replace("\r\n", "\n")).expandtabs())
 
 

@@ -1,4 +1,4 @@
-"""Notes events of a run with the memory of its GPU, and kills the run once at one of them (`RLHF_EVENT_LISTENER`)."""
+"""Records a run's events with its GPU memory, and kills the run once at a chosen event (`RLHF_EVENT_LISTENER`)."""
 
 import json
 import os
@@ -12,18 +12,18 @@ _seen = 0
 
 
 def listening(folder: Path, kill: str = "") -> dict[str, str]:
-    """Return the environment of a run that notes its events in `folder`. `kill`: an event whose second one kills it."""
+    """Return the environment of a run that records its events in `folder` and dies at the second event named `kill`."""
     listener = f"{__name__}:on_event"
     return {"RLHF_EVENT_LISTENER": listener, FOLDER: str(folder), KILL: kill}
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """Return the notes of the runs in `folder` so far, oldest first."""
+    """Return the recorded events of the runs in `folder` so far, oldest first."""
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
 def on_event(event: str) -> None:
-    """Note time and memory, and kill this rank if planned and not done yet."""
+    """Record time and memory, and kill this rank if that is requested and not done yet."""
     global _seen
     import torch
 

@@ -1,4 +1,4 @@
-"""Shares between all parts: the machine, sizes of models, training runs, and reasons of failed or skipped parts."""
+"""Provides what all parts share: machine, model sizes, training runs, and reasons why a part failed or was skipped."""
 
 import json
 import os
@@ -161,7 +161,7 @@ def watched(device: str) -> Iterator[dict[str, list[float]]]:
 
 
 def seconds_of(device: str, function: Any) -> float:
-    """Return the wall seconds of a call, with all work of the GPU."""
+    """Return the wall seconds of a call, including all GPU work that it starts."""
     import torch
 
     if device == "cuda":

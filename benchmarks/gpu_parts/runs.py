@@ -1,4 +1,4 @@
-"""Training runs: speed, memory beside the plan, fragmentation, and vLLM in the rank."""
+"""Training runs: speed, memory compared with the plan, fragmentation, and vLLM in the rank."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def step(place: Place) -> Figures:
     figures = {
         name: value for name, value in last.items() if name.startswith(("timing_s/", "perf/mfu", "perf/max_mem"))
     }
-    # The first second of a run has no kernels: only samples from the first busy one on count.
+    # The first second of a run has no kernels: count only the samples since the first busy sample.
     busy = [share for share in gpu["busy"] if share] or [0.0]
     figures["mean utilization of nvidia-smi, %"] = fmean(busy)
     place.goal(fmean(busy) >= 80, f"kernels ran {fmean(busy):.0f} % of the time, not 80")
@@ -43,7 +43,7 @@ def step(place: Place) -> Figures:
 
 
 def lora(place: Place) -> Figures:
-    """Train adapters of a random 7B policy on 16k tokens: the peak of memory beside the plan, and MFU."""
+    """Train adapters of a random 7B policy on 16k tokens: peak memory compared with the plan, and MFU."""
     from rlhf.compose import compose_config
     from rlhf.config.library import Library
     from rlhf.planning.check import plan_of
@@ -67,7 +67,7 @@ def lora(place: Place) -> Figures:
 
 
 def fragmentation(place: Place) -> Figures:
-    """Train on 20 ragged micro-batches: what torch reserves beside what it allocates."""
+    """Train on 20 ragged micro-batches: memory that torch reserves, relative to memory that it allocates."""
     more = ("rollout.ignore_eos=false", "trainer.total_training_steps=2", "actor.ppo_max_token_len_per_gpu=4096")
     last = place.train(place.overrides(place.model("half-b", QWEN_HALF_B), "ragged", *more))[-1]
     figures = {name: value for name, value in last.items() if name.startswith("perf/max_memory")}
@@ -79,7 +79,7 @@ def fragmentation(place: Place) -> Figures:
 
 
 def vllm(place: Place) -> Figures:
-    """Train five steps with vLLM in the rank: log-probs beside the trainer's, the weight sync, memory asleep."""
+    """Train five steps with vLLM in the rank: log-probs against the trainer's, weight sync, memory during sleep."""
     from rlhf.planning.memory_plan import CUDA_BASE
     from rlhf.planning.rollout_memory import ENGINE_BASE
 

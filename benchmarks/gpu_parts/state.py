@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def contents(place: Place) -> Figures:
-    """Save every subset of `checkpoint.contents`; look for the parts, each GPU's generator, and the EMA's cadence."""
+    """Save each subset of `checkpoint.contents`; check saved parts, each GPU's generator and the reference's EMA."""
     import torch
     from safetensors import safe_open
 
@@ -55,7 +55,7 @@ def contents(place: Place) -> Figures:
 
 
 def save(place: Place) -> Figures:
-    """Save a random 1.5B policy asynchronously: how long training waits, host memory, and time over a raw copy."""
+    """Save a random 1.5B policy asynchronously: how long training waits, host memory, and the time of a raw copy."""
     more = ("trainer.save_freq=1", "checkpoint.max_to_keep=1", "trainer.total_training_steps=4")
     records = place.train(place.overrides(place.model("1.5b", QWEN_1_5B), "save", *more))
     saves = [record for record in records if record.get("perf/save_seconds")]
@@ -76,7 +76,7 @@ def save(place: Place) -> Figures:
 
 
 def kills(place: Place) -> Figures:
-    """Kill runs in a generation and in a save, in deterministic mode: equal bits, and no GPU memory left taken."""
+    """Kill runs in a generation and in a save, in deterministic mode: equal bits, and no GPU memory still in use."""
     model = place.model("small", SMALL)
     more = ["trainer.deterministic=true", "trainer.save_freq=1", "trainer.restart_backoff_s=0.1"]
     more += ["data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "data.max_response_length=16"]
@@ -96,8 +96,8 @@ def kills(place: Place) -> Figures:
             place.problems.append(f"{event}: the metrics differ: {different}; files that differ: {files}")
         figures[event] = "equal" if not different and not files else "different"
     left = _used(place) - before
-    figures["MiB of the GPU left taken"] = left
-    place.goal(left < 64, f"{left:.0f} MiB of the GPU are taken after all runs have ended")
+    figures["MiB of the GPU still in use"] = left
+    place.goal(left < 64, f"{left:.0f} MiB of the GPU are still in use after all runs have ended")
     return figures
 
 
@@ -115,7 +115,7 @@ def _different_files(one: Path, other: Path) -> list[str]:
 
 
 def _used(place: Place) -> float:
-    """Return the MiB of the first GPU that are taken; 0 on a CPU."""
+    """Return the used memory of the first GPU in MiB; 0 on a CPU."""
     if place.device == "cpu":
         return 0.0
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]

@@ -15,7 +15,7 @@ GROUP_EPSILON = 1e-6
 
 
 def only_rank(tensor: Tensor) -> Tensor:
-    """Return `tensor`, the sum over a single rank."""
+    """Return `tensor` unchanged, because the sum over a single rank is the tensor itself."""
     return tensor
 
 

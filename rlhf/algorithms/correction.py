@@ -29,8 +29,8 @@ def rollout_is_weights(
         mask: [N, R], 1 on response tokens.
         level: `token` for a weight per token; `sequence` for one weight per response, the product of its tokens'
             ratios. The logarithm is clamped to +-20.
-        threshold: the largest weight; with `lower`=None, larger weights are truncated to it. lower: the smallest
-        weight; weights outside of both bounds become 0.
+        threshold: the largest weight; with `lower`=None, larger weights are truncated to `threshold`.
+        lower: the smallest weight; weights outside [lower, threshold] become 0.
 
     Returns:
         The weights, and an indicator that is 1 where a weight was truncated or set to 0; both [N, R], 0 outside the

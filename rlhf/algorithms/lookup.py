@@ -14,7 +14,7 @@ AdvantageEstimator = Callable[[EstimatorInput, AlgorithmConfig], Estimate]
 PolicyLossFunction = Callable[..., PolicyLoss]
 """Takes log-probs, log-probs before the update, advantages and mask, [N, R] each, and the settings `actor`.
 
-A loss with a choice of tokens in `POLICY_LOSSES` also takes the chosen tokens, [N, R]."""
+A loss that selects tokens (see `POLICY_LOSSES`) also takes the chosen tokens, [N, R]."""
 
 
 def load_estimator(name: str) -> AdvantageEstimator:

@@ -133,7 +133,7 @@ def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
 class _Sum:
     """Sums the gradient of a parameter over the chunks of `tokens` tokens in float32 or wider.
 
-    Products are added for many chunks at once: a large sum costs a GPU more than the products of a chunk.
+    Adds the products of many chunks at once: on a GPU, adding to a large sum takes longer than one chunk's product.
     """
 
     def __init__(self, parameter: Tensor, tokens: int) -> None:

@@ -123,12 +123,12 @@ def _models(setup: Setup, scratch: Path) -> ModelSources:
 
 
 def _policy(setup: Setup, loaded: PendingModel) -> Fsdp2Policy:
-    """Shard the model over the ranks, add new adapters if `model.lora` has some, and load the model's weights."""
+    """Shard the model over the ranks, add new adapters if `model.lora.enabled`, and load the model's weights."""
     config, device, lora = setup.config, setup.device, setup.config.model.lora
     if lora.enabled:
         add_adapters(loaded.model, lora, getattr(torch, base_dtype(lora, config.backend)))
     frozen = loaded.model.requires_grad_(False).eval()
-    # In host memory: only weight syncs read the weights, and the engine needs the device.
+    # Keep the weights in host memory: only weight syncs read them, and the engine needs the device's memory.
     policy = Fsdp2Policy(frozen, config.backend, device, param_offload=device.type == "cuda")
     loaded.fill(policy.base_shards() or policy.model_shards())
     if lora.enabled:
@@ -151,5 +151,5 @@ def _restore(
         raise UserError(
             f"{located.path} has no weights (checkpoint.contents={manifest.contents}). Name another checkpoint."
         )
-    actor: Any = policy  # a `TrainState` as far as weights go
+    actor: Any = policy  # has the methods of `TrainState` that a load of weights calls
     load_state(located, RunState({"actor": actor}, driver), contents, setup.config.trainer.seed, setup.coordinator)

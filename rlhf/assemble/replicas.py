@@ -1,4 +1,4 @@
-"""Chooses the replicas of a run on several ranks: those of its checkpoint, or what its memory plan allows."""
+"""Chooses a run's number of replicas on several ranks: as in its checkpoint, or as its memory plan allows."""
 
 import logging
 
@@ -15,8 +15,9 @@ log = logging.getLogger(__name__)
 def settle_replicas(config: Config, coordinator: Coordinator) -> Config:
     """Return the configuration with a number in place of a null `backend.dp_replicate`, on several ranks. Collective.
 
-    A run that resumes on as many ranks keeps its replicas. With others, sums of gradients would round differently.
-    Whole replicas need ranks on one machine, because the processors of several machines may round differently.
+    A resume on the same number of ranks keeps the number of replicas, because sums of gradients over other replicas
+    round differently. Whole replicas need ranks on one machine, because processors of several machines may round
+    differently.
     """
     if config.backend.name != "fsdp2" or config.backend.dp_replicate is not None or coordinator.world_size == 1:
         return config
@@ -40,11 +41,11 @@ def settle_replicas(config: Config, coordinator: Coordinator) -> Config:
 
 
 def _fits(config: Config, replicas: int) -> bool:
-    """Return whether whole replicas fit on this machine's CPUs."""
+    """Return whether whole replicas fit into this machine's memory; always False on GPUs."""
     models, target = models_of(config, from_config=False), target_of(config)
     if target.cuda:
         return False
-    if models is None or target.memory is None:  # the need or the memory is not known
+    if models is None or target.memory is None:  # the memory needed or available is not known
         return True
     return memory_plan(with_replicas(config, replicas), models, target).peak.total <= target.memory
 

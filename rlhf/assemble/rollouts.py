@@ -70,7 +70,7 @@ def build_reward(setup: Setup, models: ModelSources, day: date) -> Reward:
 def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel, *, trains: bool = True) -> RolloutEngine:
     """Build the rollout engine `rollout.name`, for a policy with the architecture of `model`. Collective.
 
-    Without training, vLLM gets the memory that an evaluation leaves.
+    With `trains=False`, vLLM gets the memory that an evaluation leaves free.
     """
     config, coordinator, device = setup.config, setup.coordinator, setup.device
     if config.rollout.name == "embedded":
@@ -113,7 +113,7 @@ def build_episodes(
     day: date,
     sampler: PolicySampler,
 ) -> Episodes | None:
-    """Build the player of episodes, if there are environments. Raise UserError for an unfit chat template."""
+    """Build the player of episodes, if there are environments. Raise UserError if the chat template does not fit."""
     if pool is None:
         return None
     env, data = setup.config.env, setup.config.data

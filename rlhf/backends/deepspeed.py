@@ -80,7 +80,7 @@ class DeepSpeedBackend(Scheduled, TrainingBackend):
         return self._state.for_passes()
 
     def backward(self, loss: Tensor) -> None:
-        """Undo DeepSpeed's average over ranks, because the interface requires a sum."""
+        """Scale the loss by the number of ranks: DeepSpeed averages over ranks, but the interface requires a sum."""
         self._engine.backward(loss * dims.data().size)
 
     def optimizer_step(self) -> dict[str, float]:
@@ -179,7 +179,8 @@ def import_deepspeed(device: torch.device) -> Any:
         ) from error
     logging.getLogger("DeepSpeed").addFilter(_is_useful)
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
-    # On a CPU, DeepSpeed would compile an op that only inference uses: needs ninja, a C++ compiler and half a minute.
+    # On a CPU, DeepSpeed would compile an op that only inference uses. That needs ninja, a C++ compiler and half a
+    # minute.
     deepspeed.ops.__compatible_ops__ = {}
     # Give DeepSpeed our process group. Its own group would not have the timeout trainer.collective_timeout_s.
     groups._WORLD_GROUP = dims.everyone().group

@@ -76,7 +76,7 @@ class Fsdp2Model:
         """Replace gathered weights by their shards.
 
         With `reshard_after_forward=false`, a forward pass without a backward pass leaves gathered weights in the
-        module. FSDP2 would discard writes to these, and reads would not return shards.
+        module. FSDP2 would discard writes to the gathered weights, and reads would not return shards.
         """
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
@@ -156,8 +156,8 @@ class Fsdp2Backend(Fsdp2Policy, Scheduled, TrainingBackend):
         return (local_part(state[moment]) for state in self.optimizer.state.values() for moment in MOMENTS)
 
     def backward(self, loss: Tensor) -> None:
-        """Undo FSDP2's average over ranks, because the interface requires a sum. Whole replicas sum their gradients in
-        the optimizer step."""
+        """Scale the loss by the number of ranks: FSDP2 averages over ranks, but the interface requires a sum.
+        Whole replicas sum their gradients in the optimizer step."""
         (loss if self._is_plain else loss * dims.data().size).backward()
 
     def optimizer_step(self) -> dict[str, float]:
@@ -216,10 +216,11 @@ def _apply_fsdp2(model: PreTrainedModel, config: BackendConfig, device: torch.de
 
 
 def stays_plain(model: PreTrainedModel, config: BackendConfig) -> bool:
-    """Return whether each rank has a whole replica without FSDP2: if passes compute in the type of the weights.
+    """Return whether each rank keeps a whole replica without FSDP2.
 
-    FSDP2 would copy every weight in each pass, and every gradient, and reduce the gradients of each micro-batch. On one
-    rank the bits are the same.
+    This needs as many replicas as ranks, and passes that compute in the dtype of the weights. FSDP2 would copy every
+    weight in each pass, and every gradient, and reduce the gradients of each micro-batch. On one rank the bits are the
+    same with and without FSDP2.
     """
     return dims.everyone().size == config.replicas and precision_of(model, config).param_dtype is None
 
@@ -250,8 +251,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
     """Return this rank's part of each tensor.
 
-    One replica saves a replicated tensor: the first a single element, such as a step count, and otherwise the replicas
-    share this work about equally.
+    One replica saves each replicated tensor. The first replica saves tensors of a single element, such as step counts.
+    The replicas divide all other tensors about equally.
     """
     shards: dict[str, Shard] = {}
     saved: dict[int, list[int]] = {}
@@ -266,8 +267,8 @@ def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
 
 
 def replica_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the index of this rank's replica of `tensor`, and the number of replicas. Every rank has an unsharded
-    tensor."""
+    """Return the index of this rank's replica of `tensor`, and the number of replicas. An unsharded tensor has a
+    replica on every rank."""
     if not isinstance(tensor, DTensor):
         return dims.everyone().rank, dims.everyone().size
     replica, replicas = 0, 1

@@ -30,7 +30,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
         total = all_sum(flat[0] if len(flat) == 1 else torch.cat(flat))
         for gradient, part in zip(bucket, total.split([each.numel() for each in flat]), strict=True):
             gradient.copy_(part.view_as(gradient))
-    # Read the counts only here, where some rank may have no gradient: on a GPU the read waits.
+    # Read the counts only if this rank lacks a gradient, because on a GPU the read waits for earlier work.
     found = counts.tolist() if absent else []
     for i in absent:
         if not found[i]:

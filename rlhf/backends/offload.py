@@ -37,7 +37,7 @@ class Offload:
         self._users = 0
         # By storage: the offloaded storages with their copies, and the page-locked memory of GPU storages.
         self._away: dict[int, tuple[UntypedStorage, Tensor]] = {}
-        # Copies of frozen storages that are on the device; they stay valid.
+        # Host copies of frozen storages that are on the device. They stay valid, because nothing writes the storages.
         self._kept: dict[int, Tensor] = {}
         self._pinned: dict[int, Tensor] = {}
         self._blocks: list[PageLockedMemory] = []

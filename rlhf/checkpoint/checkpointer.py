@@ -90,9 +90,9 @@ class Checkpointer:
     def resume(self) -> bool:
         """Restore the newest intact checkpoint or snapshot, or return False if the run has neither.
 
-        In a process that has already trained, this is a rollback, which ignores snapshots: the later bits must not
-        depend on the memory that is free. Raises UserError when the checkpoint and the configuration do not fit, or
-        when no intact checkpoint is left.
+        In a process that has already trained, this is a rollback. A rollback ignores snapshots: whether they exist
+        depends on free memory, but the later bits must not. Raises UserError when the checkpoint and the configuration
+        do not fit, or when no intact checkpoint is left.
         """
         self._settle()
         timeout_s = self._settings.timeout_s
@@ -130,11 +130,11 @@ class Checkpointer:
             facts = {"seconds": round(seconds, 3), "bytes": loaded.total_bytes}
             record_event(self._run_dir, "rolled back" if rolls_back else "resumed", step=manifest.step, **facts)
             for difference in same_bits_problems(manifest, self._identity, self._coordinator.world_size):
-                log.warning("%s: the state is exact, the bits of further steps are not promised.", difference)
+                log.warning("%s: the state is exact, but later steps may not be bit-identical.", difference)
         return True
 
     def _check_memory(self) -> None:
-        """Raise UserError on every rank if a machine lacks memory for the copies. A rollback finds them allocated."""
+        """Raise UserError on every rank if a machine lacks memory for the copies. A rollback has allocated them."""
         if self._background is not None:
             copied = self._state.copied_bytes(self._settings.contents, self._settings.hf_adapter)
             check_memory(copied, self._coordinator)
@@ -142,9 +142,11 @@ class Checkpointer:
             self._memory.check_room()
 
     def save_restored(self, *, last: bool, rolls_back: bool = False) -> SaveResult | None:
-        """Save the step that `resume` has restored from memory, if its checkpoint is due and the crash prevented it, or
-        if the run may roll back and has no checkpoint. Call when the metric history is open. Return the same as
-        `save`."""
+        """Save the step that `resume` has restored from memory, if the step lacks a checkpoint that it needs.
+
+        It needs one if a save was due and the crash prevented it, or if the run may roll back and has no checkpoint.
+        Call when the metric history is open. Return the same as `save`.
+        """
         every = self._trainer.save_freq
         if self.loaded is None:
             return None
@@ -337,7 +339,7 @@ class Checkpointer:
         self._record_saved(result.path, save.step, save.reference_at)
 
     def _continues_after(self, error: BaseException, last: bool) -> bool:
-        # Once the ranks have lost each other, no later save can succeed.
+        # After the loss of a rank, no later save can succeed.
         lost = isinstance(error.__cause__, LostPeer)
         return self._settings.on_save_error == "continue" and isinstance(error, SaveFailed) and not lost and not last
 

@@ -34,7 +34,7 @@ def guarded(run: Callable[[list[str]], int], argv: list[str] | None) -> int:
 
 
 def printed(show: Callable[[], None]) -> int:
-    """Return the exit code of a command whose work `show` is to print. Report a user's mistake on stderr."""
+    """Call `show`, which prints a command's output, and return the exit code. Report a user's mistake on stderr."""
     try:
         show()
     except UserError as error:

@@ -9,7 +9,7 @@ from rlhf.config.library import Library
 from rlhf.errors import UserError
 
 SHELLS = ("bash", "zsh")
-# The query receives the line unchanged and answers with whole words, which `=` must not divide.
+# The query gets the whole line and answers with whole words. If bash splits words at `=`, drop the text up to `=`.
 SCRIPT = """\
 _rlhf() {
     case "$COMP_LINE" in

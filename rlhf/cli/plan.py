@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks",
         type=count_of("ranks", 1),
         metavar="N",
-        help="ranks (one per GPU) of all machines together, as torchrun starts them (default: trainer.nnodes * nproc)",
+        help="ranks (one per GPU) on all machines together, as torchrun's WORLD_SIZE (default: trainer.nnodes * nproc)",
     )
     parser.add_argument(
         "--device-memory",

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         type=count_of("seconds", 1),
         default=TIMEOUT_S,
         metavar="S",
-        help=f"time for the page, default: {TIMEOUT_S}",
+        help=f"seconds in which to write the page (default: {TIMEOUT_S})",
     )
     arguments = parser.parse_args(argv)
     return printed(lambda: _report(arguments.runs, arguments.output, arguments.timeout))

@@ -32,7 +32,8 @@ def checked_runs(
         machine: the machines of the runs, for device defaults.
 
     Raises:
-        UserError: with the mistakes of all runs, or the runs of a sweep differ in their machines.
+        UserError: settings are wrong (the message lists the mistakes of all runs), a file is missing, or the runs of a
+            sweep need different machines.
     """
     library = Library.find(config_dir)
     extra = () if config_dir is None else (f"--config-dir={config_dir.expanduser().absolute()}",)

@@ -35,7 +35,7 @@ class PlannedRun:
     swept: tuple[str, ...]
     config: Config
     overrides: tuple[str, ...]
-    """Arguments of `python -m rlhf.train` for this run alone."""
+    """Arguments of `python -m rlhf.train` that start only this run."""
     experiment: str
     """The name of the experiment without the run's own values."""
 

@@ -56,7 +56,7 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
-        # User code may change the working directory later: a run then wrote into the directory of another run.
+        # If user code changes the working directory later, the run must not write into another run's directory.
         self._working_dir = Path.cwd()
 
     @property

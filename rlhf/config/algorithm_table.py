@@ -41,8 +41,8 @@ POLICY_LOSSES: dict[str, Literal["at random", "largest", "none"]] = {
     "clip_cov": "at random",
     "kl_cov": "largest",
 }
-"""Maps each policy loss, a function of the same name in `rlhf.algorithms.losses`, to its choice of tokens: how the loss
-selects tokens of a mini-batch by the covariance of their log-probs and advantages."""
+"""Maps each policy loss to how it selects tokens of a mini-batch by the covariance of log-probs and advantages. The
+function of the same name in `rlhf.algorithms.losses` computes the loss."""
 
 SETTINGS_OF_ONE_FUNCTION = {
     "algorithm.pass_at_k": "pass_at_k",

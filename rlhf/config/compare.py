@@ -29,11 +29,11 @@ TENSOR_SETTINGS = frozenset(
 # The length of a run affects its numbers only through a decaying learning rate.
 RUN_LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 MODEL_NAMES = ("model.path", "model.revision", "critic.path", "reward_model.path", "reward_model.revision")
-"""Settings that a resume compares by the files that they name."""
+"""Settings that name models: a resume compares the models' files, not the names."""
 KEPT_BY_NULL = ("backend.dp_replicate",)
-"""Settings whose null stands for the checkpoint's value in a run that resumes."""
+"""Settings for which null means the checkpoint's value when a run resumes."""
 OF_EVALUATIONS = ("data.val_files", "data.val_max_samples", "rollout.val_kwargs.")
-"""Prefixes of settings that a training run does not depend on, but its evaluations do."""
+"""Prefixes of settings that affect evaluations, but not training."""
 NEW_RUN = (
     "give the new run a directory of its own with trainer.experiment_name=NAME (or trainer.default_local_dir=FOLDER), "
     "or start over in this one with trainer.overwrite=true"

@@ -78,7 +78,7 @@ def samples_per_step(data: DataConfig, rollout: RolloutConfig) -> int:
 
 
 def prompts_per_generation(data: DataConfig, filter_groups: FilterGroupsConfig) -> int:
-    """Return the number of prompts, over all ranks, of one generation: of a step, or of a round of dynamic sampling."""
+    """Return the prompts per generation over all ranks. With dynamic sampling, a step may need several generations."""
     return (data.gen_batch_size if filter_groups.enable else None) or data.train_batch_size
 
 

@@ -75,7 +75,7 @@ class Library:
         if given:
             try:
                 names = yaml.safe_load(given[-1])
-            except yaml.YAMLError:  # the values of a sweep
+            except yaml.YAMLError:  # several values of a sweep, such as [a],[b]
                 names = given[-1]
         else:
             defaults = yaml.safe_load((self.conf / "train.yaml").read_text())["defaults"]

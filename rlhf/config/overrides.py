@@ -1,4 +1,4 @@
-"""Returns the command line that reproduces a stored configuration, relative to a start without a recipe."""
+"""Writes a command line without a recipe that reproduces a stored configuration."""
 
 import re
 import shlex
@@ -27,7 +27,7 @@ NAMES = (
     "trainer.nnodes",
     "trainer.test_freq",
 )
-"""Settings that do not affect the numbers of a resumed run, but that a new run needs to compute the same numbers."""
+"""Settings that a resumed run may change, but that a new run must copy to compute the same numbers."""
 TINY = PACKAGE / "models/tiny_policy"
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:@-]*")
 
@@ -44,7 +44,7 @@ def stored_settings(text: str | bytes, release: str | None = None) -> dict[str, 
 def command_of(settings: Mapping[str, Any]) -> list[str]:
     """Return arguments of `python -m rlhf.train` for a run that computes the same numbers as one with `settings`.
 
-    The values are `publishable`.
+    `publishable` redacts secrets in the values and cuts absolute paths.
     """
     base, arguments = _without_recipe(), ["recipes=null"]
     # Without a critic, critic settings have no effect: a recipe may have them, but the command line rejects them.

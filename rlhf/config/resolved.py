@@ -28,7 +28,7 @@ class _CachedSection:
 
 
 def to_yaml(config: Config) -> str:
-    """Return the configuration as YAML, with all values resolved but secrets: these are interpolations."""
+    """Return the configuration as YAML. All values are resolved except secrets, which stay interpolations."""
     sections = {part.name: getattr(config, part.name) for part in fields(config)}
     return "".join(_to_yaml(name, _CachedSection(repr(section), section)) for name, section in sections.items())
 
@@ -70,7 +70,7 @@ def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
 
 
 def stored_tree(text: str, release: str | None, *, without: Collection[str]) -> DictConfig:
-    """Return a stored configuration, with its interpolations, and with the defaults of the sections `without`.
+    """Return a stored configuration with its interpolations. The sections `without` have the defaults instead.
 
     Raises like `from_stored`.
     """

@@ -12,7 +12,7 @@ COMPARED_BY_SUFFIX = (
     "critic.path",
     "reward_model.path",
 )
-"""Settings with files whose relative paths count as equal if they have the same end: the working directory may differ.
+"""Settings in which a stored relative path equals a present path that ends with it: the working directory may differ.
 
 A resume also compares the content of these files, of the chat template and of user functions by fingerprint. A chat
 template with another path but the same text is not a change: see `rlhf.checkpoint.load.stored_config`.
@@ -36,8 +36,8 @@ PATHS = (
 def same_value(key: str, stored: Any, present: Any) -> bool:
     """Return whether both values of a setting are equal, or name the same files in the same order.
 
-    A stored relative path that does not exist here was given in another working directory. For `COMPARED_BY_SUFFIX`,
-    the same end of the path is then enough.
+    A stored relative path that does not exist here came from another working directory. For `COMPARED_BY_SUFFIX`, it
+    then equals a present path that ends with it.
     """
     if stored == present:
         return True

@@ -41,7 +41,8 @@ def hide(value: T, raw: Any, path: str = "RLHF", *, free: bool = False) -> T:
     Secrets are:
     - in free mappings (with the user's own keys, such as `reward.kwargs`): interpolations, texts under a key such as
       `api_key`, and texts that look like a token;
-    - elsewhere: interpolations of environment variables, in addresses or of variables such as `..._TOKEN`;
+    - elsewhere: interpolations of environment variables, if the value is an address or a variable is called
+      `..._TOKEN` or similar;
     - everywhere: logins and queries of addresses, and settings that the schema declares as secret.
 
     Args:
@@ -105,7 +106,7 @@ def _typed(value: str, path: str, free: bool) -> str:
 
 
 def export(config: object) -> None:
-    """Set the environment variables from which the processes of a run take the secrets that the user typed."""
+    """Set the environment variables from which the processes of a run read the secrets that the user typed."""
     os.environ.update(hidden.variable for hidden in _hidden_in(config) if hidden.variable is not None)
 
 
@@ -119,7 +120,7 @@ def _hidden_in(value: Any) -> Iterator[Hidden]:
 
 
 def with_texts(value: T) -> T:
-    """Return a copy of a section for a file: each `Hidden` as its text, and `${` escaped in all other texts."""
+    """Return a copy of a section to write to a file: each `Hidden` becomes its `text`; other texts get `${` escaped."""
     found: Any = value
     if isinstance(value, str):
         found = value.text if isinstance(value, Hidden) else _escaped(value)
@@ -146,7 +147,7 @@ def as_literals(tree: Any) -> Any:
 def masked(value: Any, name: str = "") -> Any:
     """Return a section or a setting as plain containers without secrets, for trackers, messages and comparisons.
 
-    `name` is the key of `value` in a free mapping. In a mapping under a secret's name, it is that name for all keys.
+    `name` is the key of `value` in a free mapping. If it is a secret's name, all texts in a mapping are masked.
     """
     if is_dataclass(value):
         return {field.name: masked(getattr(value, field.name)) for field in fields(value)}

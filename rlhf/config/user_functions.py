@@ -30,7 +30,7 @@ def split_spec(setting: str, spec: str) -> tuple[Path, str]:
 
 
 def likely_spec(spec: str) -> str | None:
-    """Return `file.py:name` for a spec with another separator, such as `file.name`; None if it has none."""
+    """Return `file.py:name` for a spec with another separator, such as `file.name`; None for any other text."""
     file, _, name = spec.replace(":", ".").rpartition(".")
     file = file.removesuffix(".py")
     if not file or not name.isidentifier() or spec.endswith(".py"):
@@ -58,7 +58,7 @@ def find_function(setting: str, spec: str) -> ast.arguments | None:
 
 
 def find_definition(setting: str, spec: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Return the whole definition, which may be async; otherwise as `find_function`."""
+    """Return the whole definition, also of an async function; None and errors as `find_function`."""
     binding = _find_binding(setting, spec)
     if isinstance(binding, ast.ClassDef) and setting not in (CUSTOM_CLS, ENV_CLASSES):
         raise UserError(_is_class(f"{setting}={spec}", binding.name))
@@ -96,7 +96,7 @@ def _find_binding(setting: str, spec: str) -> ast.AST:
 def check_positional(
     setting: str, spec: str, arguments: Sequence[str], more: Collection[str] = ()
 ) -> Collection[str] | None:
-    """Check as `find_function`, and that the function accepts `arguments` (names, for the message) by position.
+    """Check the function as `find_function` does, and that it accepts `arguments` (names, for the message) by position.
 
     Args:
         more: names of arguments that are passed by keyword to a function that accepts them.

@@ -1,4 +1,4 @@
-"""Reads a tensor of which several files store parts.
+"""Reads a tensor whose parts are stored in several files.
 
 The tensor is a matrix here: its rows are all dimensions but the last, flattened. A vector has one row per element. A
 part is read as bands. A band is a block of consecutive rows and columns of the matrix.
@@ -25,8 +25,8 @@ class StoredPart(Protocol):
 
 @dataclass(frozen=True)
 class Band:
-    """Rows [row, row + rows) and columns [column, column + columns) of a tensor. The part `stored` has them from its
-    element `at` on."""
+    """Rows [row, row + rows) and columns [column, column + columns) of a tensor. In the part `stored`, they
+    begin at element `at`."""
 
     row: int
     rows: int
@@ -44,7 +44,7 @@ def bands_of(
         yield Band(sum(offsets), torch.Size(sizes).numel(), 0, 1, 0, stored)
         return
     outer, columns = shape[:-1], sizes[-1]
-    # Rows are consecutive over the last outer dimensions that the part covers whole, and over one more: `split`.
+    # The rows of a band span the last outer dimensions that the part covers whole, and one more: `split`.
     split = len(outer) - 1
     while split > 0 and sizes[split] == shape[split]:
         split -= 1

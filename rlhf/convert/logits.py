@@ -33,7 +33,7 @@ def _logits(source: TensorSource, folder: Path, architecture: Architecture, toke
     """Return logits [rows, ROW_TOKENS, vocabulary], on the CPU in the dtype of the weights. A value model returns one
     value per token."""
     dtypes = [info.dtype for info in source.contents.tensors.values() if info.dtype.is_floating_point]
-    # Do not trust config.json: in verl's FSDP checkpoints, it has the dtype of the base.
+    # Do not trust config.json: in verl's FSDP checkpoints, it has the base model's dtype.
     dtype = max(set(dtypes), key=dtypes.count)
     if source.layout == HUGGING_FACE:
         model = architecture.kind.from_pretrained(folder, dtype=dtype)

@@ -21,7 +21,7 @@ from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 Allowed = Sequence[type | Callable[..., Any] | tuple[Any, str]]
-"""Classes and functions that a pickle may use. A pair `(class, "module.name")` gives the name in the pickle."""
+"""Classes and functions that a pickle may use. A pair `(class, "module.name")` allows the class under this name."""
 
 BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of a file that torch wrote before its files were zip archives."""
@@ -79,7 +79,7 @@ def open_archive(path: Path, start: int = 0, size: int | None = None) -> Iterato
 
 
 def _check_archive(path: Path, file: "_Part") -> dict[int, tuple[int, int]]:
-    """Return the end and CRC-32 of each entry, by its first byte. Verify the CRC-32 of all entries but tensors."""
+    """Return the end and CRC-32 of each entry, by its offset. Verify the CRC-32 of all entries but tensors."""
     try:
         with zipfile.ZipFile(file) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
@@ -210,8 +210,8 @@ def _first_sentence(error: Exception) -> str:
 
 
 class _Part(io.RawIOBase):
-    """Presents a range of an open file as a file. `records` maps the first byte of each archive entry to its end
-    and CRC-32."""
+    """Presents a range of an open file as a file. `records` maps the offset of each archive entry to the
+    entry's end and CRC-32."""
 
     records: Mapping[int, tuple[int, int]]
 

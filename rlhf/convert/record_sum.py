@@ -18,8 +18,8 @@ class RecordSum:
     """Compares bytes [start, stop) of a file with the archive's `crc`; 0 means that the writer computed none.
 
     Several threads may read ranges in any order. A range that continues the summed bytes is added at once. When at most
-    a quarter is left, or half was read out of order, `update` reads the rest itself. Otherwise a record with rarely
-    read bytes, such as padding at the end of a partition, would never be compared.
+    a quarter is left, or half was read and a gap remains, `update` reads the rest itself. Otherwise a record with
+    rarely read bytes, such as padding at the end of a partition, would never be compared.
     """
 
     path: Path

@@ -38,8 +38,8 @@ def is_large(sources: Sequence[Source]) -> bool:
 
 
 def tokenizer_identity(tokenizer: Any, day: date) -> list[Any] | None:
-    """Return everything that the tokens of a chat depend on. Return None for a tokenizer in Python, whose code cannot
-    be described.
+    """Return everything that the tokens of a chat depend on. Return None for a tokenizer written in Python, whose
+    code cannot be described.
 
     `day` is the day that templates print. The result contains the day only if the template prints a date.
     """
@@ -95,8 +95,8 @@ def cached_prompts(
 def file_hash(path: Path, folder: Path, *, again: bool = False) -> str:
     """Return the xxh3-128 of a data file in hex, from the cache `folder` or by reading the file.
 
-    A cached hash needs the same inode, size and times, and a last change well before the file was read. `again` always
-    reads. Raises UserError for a file that cannot be read.
+    Use a cached hash only if inode, size and times are the same and the last change was well before the file was read.
+    `again` always reads. Raises UserError for a file that cannot be read.
     """
     entry = folder / "files" / f"{xxhash.xxh3_128_hexdigest(os.fsencode(path.resolve()))}.json"
     try:

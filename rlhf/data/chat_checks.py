@@ -53,7 +53,7 @@ class ChatChecks:
         prompt = self._render(row.messages, False)
         if prompt is None or prompt != self._render(row.messages, True):
             return
-        # Mistral's templates need none: the response follows the prompt at once.
+        # Mistral's templates need no generation prompt: the response directly follows the prompt.
         answered = self._render([*row.messages, {"role": "assistant", "content": _ANSWER}], False)
         if answered is None or not answered.startswith(prompt) or _ANSWER not in answered.removeprefix(prompt):
             return

@@ -19,16 +19,16 @@ from rlhf.errors import UserError
 from rlhf.reward import WantedColumns
 
 FOR_VERL = {"return_raw_chat": True, "filter_overlong_prompts": False, "truncation": "left"}
-"""verl's settings that make its own classes return all rows with their messages."""
+"""verl settings with which verl's own Dataset classes return all rows, with messages."""
 RAW_PROMPT = "raw_prompt"
-"""Name under which items of verl's classes have their messages."""
+"""Key of the messages in an item of verl's Dataset classes."""
 
 CustomRecord = tuple[str, str, dict[str, Any]]
 """The row's default data source, its location for messages, and its columns."""
 
 
 def check_custom(spec: str) -> None:
-    """Raise UserError if the file or name is missing, or is a function that does not accept one row. Runs no code."""
+    """Raise UserError if the file or name is missing, or if a function does not accept one row. Runs no code."""
     check_positional(CUSTOM_CLS, spec, ["row"])
 
 
@@ -51,7 +51,7 @@ def custom_records(
     seed_everything(seed, 0)
     try:
         made = load_function(CUSTOM_CLS, spec)
-        seed_everything(seed, 0)  # seed again, because the import of the file, in the first call only, may draw
+        seed_everything(seed, 0)  # the import, in the first call only, may have drawn random numbers
         if isinstance(made, type):
             records = _of_class(made, spec, data, sources, tokenizer, max_samples)
         else:

@@ -1,8 +1,8 @@
 """Stores tokenized prompts in Arrow's streaming format (`datasets.Dataset.from_file` reads it), mapped into memory.
 
 Columns: `index` (of the row in its source), `row` (JSON: messages, data source, reference answer, extra info, and
-columns for rewards, if any), `token_ids`, `check`, the xxh3-64 of these three columns, which each read verifies, and
-`prompt_hash`, the xxh3-64 of the tokens. The file contains no code, and a rank loads only the rows in use.
+columns for rewards, if any), `token_ids`, `check` (the xxh3-64 of these three columns, verified at each read) and
+`prompt_hash` (the xxh3-64 of the tokens). The file contains no code, and a rank loads only the rows in use.
 """
 
 import json

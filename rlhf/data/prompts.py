@@ -117,7 +117,7 @@ class PromptsInMemory:
 
 
 class PromptsHash:
-    """Hashes rows in order (xxh3-128), with all fields that can affect a run. A second hash is of the rows' tokens."""
+    """Hashes rows in order (xxh3-128), with all fields that can affect a run. A second hash covers only the tokens."""
 
     def __init__(self) -> None:
         self.rows, self._rows, self._tokens = 0, xxhash.xxh3_128(), xxhash.xxh3_128()

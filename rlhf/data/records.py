@@ -36,7 +36,7 @@ class Source:
     def label(self) -> str:
         """Return the `data_source` of rows without their own."""
         if self.path is not None and (file := self.path.resolve()).suffix == self.path.suffix:
-            return file.stem  # of a link's target, but not in the Hub's cache, where targets are named by their hash
+            return file.stem  # a link's target, except in the Hub's cache, where a hash names the target
         return self.path.stem if self.path else self.spec.partition("@")[0].partition(":")[0]
 
     @cached_property

@@ -67,7 +67,7 @@ def with_last_turn_as_answer(record: dict[str, Any], where: str, data: DataConfi
     """Return the record with the chat before its last turn as the prompt, and this turn's text as the answer."""
     chat = record.get(data.prompt_key)
     if data.prompt_key not in record or _is_sharegpt(chat):
-        return record  # `parse_row` reports it
+        return record  # `parse_row` reports the error
     turns = chat if isinstance(chat, list) else []
     last = turns[-1] if len(turns) > 1 else None
     if not isinstance(last, dict) or last.get("role") not in ANSWERING or not isinstance(last.get("content"), str):

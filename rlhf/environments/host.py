@@ -2,8 +2,8 @@
 
 `python -m rlhf.environments.host PARENT_PID CONFINEMENT CHANNEL`, where CONFINEMENT is a `Confinement` as JSON and
 CHANNEL the number of an inherited SEQPACKET socket. The first message to the host names the classes. The host answers
-with their definitions or an error. Then each message asks to fork a process, with a socket on which that process
-receives the socket of each environment, or to kill a process.
+with their definitions or an error. Each later message asks the host to fork or to kill a process. A request to fork
+comes with a socket, on which the new process receives one socket per environment.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def _serve_all(
 ) -> None:
     """Serve each socket that arrives on `control` in a thread, until the trainer closes `control`. Never return."""
     try:
-        os.setsid()  # a kill reaches all processes that the user's code started
+        os.setsid()  # so that a kill of the group reaches all processes of the user's code
         if sys.platform == "linux":
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         channel.close()

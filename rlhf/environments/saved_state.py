@@ -2,7 +2,7 @@
 
 Plain values are None, bool, int, float, str, lists, tuples and dicts of these with keys of type str, and
 `random.Random`. The state is JSON, so that loading it executes no code. An object with other attributes cannot be
-saved, nor an object with one list in two attributes.
+saved. Neither can an object that has the same list in two attributes.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Makes the calls of episodes, each within a deadline, and restores environments that are gone."""
+"""Calls the environments of episodes, each call within a deadline, and restores environments that were lost."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from rlhf.environments.host_handle import Host, Process
 from rlhf.events import announce
 
 ANNOUNCE_S = 20.0
-"""Seconds after which a slow round of calls is announced."""
+"""Seconds between the events of a slow round of calls."""
 MAX_REPLY_BYTES = 1 << 24
 _TRIES = 3
 """Attempts of a call, each in a new process, if the process ends for a reason other than the call."""
@@ -41,9 +41,9 @@ class _ProcessGoneError(Exception):
 class Session:
     """The environment of one episode. One thread at a time uses it.
 
-    The object exists in a process only while calls need it. If it is gone, because its process was killed or the
-    trainer has restarted, the next call restores it: from `state`, or else by repeating `made`, whose replies must be
-    the same again (promise 20).
+    A process creates the environment's object when a call needs it. If the object is lost, because its process was
+    killed or the trainer has restarted, the next call restores it from `state`. Without a state, the next call first
+    repeats the calls in `made`, whose replies must be the same again (promise 20).
     """
 
     pool: "EnvironmentPool"
@@ -97,7 +97,7 @@ class Session:
         """Send one request and return its reply, both before the deadline."""
         assert self._channel is not None
         assert self._process is not None
-        # The number is random, so that code that a tool runs cannot write the next reply in advance.
+        # The reply must repeat a random number. So code that a tool runs cannot write the next reply in advance.
         number = secrets.token_hex(8)
         try:
             self._channel.settimeout(self.pool.config.timeout_s)
@@ -140,7 +140,7 @@ class Session:
 
 
 class EnvironmentPool:
-    """The processes of a rank's environments. Each call has `env.timeout_s`."""
+    """Manages the processes of a rank's environments. Each call must return within `env.timeout_s` seconds."""
 
     def __init__(self, config: EnvConfig) -> None:
         self.config = config
@@ -161,7 +161,7 @@ class EnvironmentPool:
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run the jobs, `env.max_concurrent` at a time, and return their results in order."""
         futures = [self._threads.submit(job) for job in jobs]
-        # Each call has a deadline, so the loop ends. The loop may exceed the watchdog's deadline, so announce it.
+        # Each call has a deadline, so the loop ends. Announce events, as the loop may outlast the watchdog's deadline.
         while wait(futures, ANNOUNCE_S).not_done:
             announce("env.wait")
         return [future.result() for future in futures]
@@ -179,7 +179,7 @@ class EnvironmentPool:
             return process
 
     def leave(self, process: Process) -> None:
-        """Count one environment less in the process; end a process that served one environment."""
+        """End a process that serves a single environment; otherwise count one environment less in the process."""
         if process.single:
             if not process.gone:
                 self._host.release(process)
@@ -202,7 +202,7 @@ def _without_state(reply: Reply) -> Reply:
 
 
 def _is_valid(operation: str, reply: Reply) -> bool:
-    """Return whether the reply has the values that the operation promises."""
+    """Return whether the reply has the values and types of the operation's result, or of an error or rejection."""
     if (text := reply.get("error", reply.get("rejected"))) is not None:
         return isinstance(text, str) and ("error" in reply or (operation == "tool" and _has_state(reply)))
     value, promised = reply.get("value"), "value" in reply and _has_state(reply)

@@ -44,15 +44,15 @@ def _run(words: Sequence[str]) -> int:
     targets = [find_target(name) for name in dict.fromkeys(arguments.targets)]
     if is_rank() and len(targets) > 1:
         raise UserError(
-            f"{targets[1].name}: a command under torchrun evaluates one target. Evaluate each target by a command of "
-            "its own; python -m rlhf.evaluate with all targets then shows one table."
+            f"{targets[1].name}: a command under torchrun evaluates one target. Run one command for each target. Then "
+            "python -m rlhf.evaluate with all targets shows one table."
         )
     planned = plan(targets, overrides, Library.find(arguments.config_dir))
     # Compare stored results before the first evaluation, to report changed settings at once. Under torchrun, other
     # nodes may lack the files, so do not compare there.
     stored = [None if is_rank() else stored_result(each) for each in planned]
     results: list[dict[str, Any]] = []
-    # Hashed before the first evaluation, so that no file may change between two targets.
+    # Hash all files before the first evaluation, to reject a file that changes between two targets.
     files = [files_of(each) for each in planned]
     for number, (each, before, earlier) in enumerate(zip(planned, files, stored, strict=True), 1):
         if earlier is None:

@@ -34,7 +34,7 @@ AFFECTING = (
     "reward_model.",
 )
 HARMLESS = ("data.train_", "data.shuffle", "data.gen_batch_size", "model.path", "model.enable_gradient_checkpointing")
-"""Results depend on settings with a prefix in AFFECTING and none in HARMLESS; a hash covers the model's files."""
+"""Results depend on settings with a prefix in AFFECTING but not in HARMLESS, and on the files in `files_of`."""
 
 
 def files_of(planned: PlannedEvaluation) -> dict[str, str]:
@@ -63,7 +63,7 @@ def check_same(planned: PlannedEvaluation, before: Mapping[str, str], now: Mappi
     if changed := sorted(key for key, value in before.items() if now.get(key) != value):
         raise UserError(
             f"{', '.join(changed)}: the file changed during the command, so {planned.target.name} has no result. Run "
-            "the command again, with trainer.overwrite=true if earlier targets shall have the new file, too."
+            "the command again, with trainer.overwrite=true if earlier targets must use the new file, too."
         )
 
 
@@ -100,7 +100,7 @@ def stored_result(planned: PlannedEvaluation) -> dict[str, Any] | None:
     if lines:
         raise UserError(
             f"{path} has the result of {planned.target.name} with other settings or files:\n" + "\n".join(lines) + "\n"
-            "Set trainer.experiment_name=NAME for results of their own, or trainer.overwrite=true to replace this one."
+            "Set trainer.experiment_name=NAME to store a second result, or trainer.overwrite=true to replace this one."
         )
     return result
 

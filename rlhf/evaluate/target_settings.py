@@ -19,7 +19,8 @@ from rlhf.evaluate.targets import EvaluationTarget
 EVALUATIONS = "evaluations"
 DEFAULT_NAME = "default"
 STEPS_LEFT = 1_000_000
-"""Total training steps of an evaluation's configuration, which runs none: so many that any stored warm-up fits."""
+"""Added to the target's step for `trainer.total_training_steps`. An evaluation trains no step, but the total must be
+longer than any stored warm-up."""
 NAMED_BY_TARGETS = {"model.path", "trainer.resume_mode", "trainer.resume_from_path"}
 RECIPE = "recipes=minimal"
 """Recipe for a model, if the command names neither a run nor a recipe."""
@@ -32,7 +33,7 @@ class PlannedEvaluation:
     target: EvaluationTarget
     config: Config
     again: bool
-    """Whether earlier results do not count (`trainer.overwrite`)."""
+    """Whether to evaluate again and replace a stored result (`trainer.overwrite`)."""
 
 
 def plan(targets: Sequence[EvaluationTarget], overrides: Sequence[str], library: Library) -> list[PlannedEvaluation]:
@@ -97,7 +98,7 @@ def _composed(
         recipe = [] if any(text.startswith("recipes=") for text in overrides) else [RECIPE]
         return composition([*recipe, *overrides], library)
     tree = stored.copy()
-    OmegaConf.update(tree, "backend.dp_replicate", None)  # an evaluation may have other ranks
+    OmegaConf.update(tree, "backend.dp_replicate", None)  # an evaluation may have more or fewer ranks
     if target.checkpoint is None:  # the run's adapters do not fit another model
         OmegaConf.update(tree, "model.lora", OmegaConf.structured(LoraConfig), merge=False)
         OmegaConf.update(tree, "rollout.lora", RolloutConfig().lora)
@@ -106,7 +107,7 @@ def _composed(
 
 
 def _own_settings(target: EvaluationTarget) -> dict[str, Any]:
-    """Return the settings with which a run begins at the target."""
+    """Return the settings that every evaluation of the target overrides, such as the checkpoint to start from."""
     starts = target.checkpoint is not None
     settings: dict[str, Any] = {
         "trainer.resume_mode": "resume_path" if starts else "auto",

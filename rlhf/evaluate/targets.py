@@ -20,7 +20,7 @@ from rlhf.storage.layout import CONFIG, HF_FOLDER, MANIFEST, POINTER, scan, step
 from rlhf.storage.reading import CheckedFiles
 
 UNUSED = ("tracking", "checkpoint", "guards")
-"""Sections of a run's settings that an evaluation ignores, because they may name secrets and folders that are gone."""
+"""Sections of a run's settings that an evaluation ignores, as they may name secrets or missing folders."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,7 @@ class Begun:
 
 
 def replaced(begun: Sequence[Begun], newer: Sequence[Sample]) -> list[list[Sample]]:
-    """Return the samples of each prompt, with those in `newer` in place of older ones."""
+    """Return the samples of each prompt. A sample in `newer` replaces the older sample of the same uid and number."""
     new = {(sample.uid, sample.sample): sample for sample in newer}
     return [[new.get((s.uid, s.sample), s) for s in each.samples] for each in begun]
 
@@ -50,9 +50,9 @@ def begun_to_tensors(begun: Sequence[Begun]) -> dict[str, Tensor]:
 
 
 def begun_from_tensors(part: Mapping[str, Tensor], prompt: Callable[[int], Prompt]) -> list[Begun]:
-    """Return the prompts in flight in the tensors of a rank. `prompt` returns the prompt of a uid.
+    """Return the prompts in flight from the tensors of a rank. `prompt` returns the prompt of a uid.
 
-    The samples that release 0.1 generated a step ahead are among them, without their rewards.
+    The result includes the samples that release 0.1 generated a step ahead, without their rewards.
     """
     of_prompt: dict[int, list[Sample]] = {}
     if f"{PREFIX}rows" in part:

@@ -12,7 +12,7 @@ from rlhf.experience.groups import Group
 
 
 def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.device) -> RolloutBatch:
-    """Return the samples of `groups` as a batch, in the order of the groups. No groups give a batch without rows.
+    """Return the samples of `groups` as a batch, in the order of the groups. Without groups, the batch has no rows.
 
     The scores include the over-long penalty. `version` is the number of training steps so far; a token's staleness
     is `version` minus the version of the policy that drew the token. `pad_id` is the token id of the padding.

@@ -48,8 +48,8 @@ class Collector:
     """Collects the batch of each step, with `DynamicSampling` if `algorithm.filter_groups` is enabled.
 
     Surplus groups are carried over to the next step. Checkpoints include them, and they stay on the rank that
-    generated them. With `rollout.async_steps`, unfinished responses are left to the next steps (`PartialRollouts`).
-    Servers continue them while the ranks train; a save stops the servers and includes the responses.
+    generated them. With `rollout.async_steps`, later steps continue unfinished responses (`PartialRollouts`). Servers
+    continue these responses while the ranks train. A save stops the servers and includes the responses.
     """
 
     data: InitVar[DataConfig]
@@ -60,7 +60,7 @@ class Collector:
     generation: Generation
     device: torch.device
     ends_with: Callable[[int, float], bool]
-    """Returns whether a step is the run's last, given the epochs so far. Then no generation begins ahead."""
+    """Returns whether a step is the run's last, given the epochs so far. The last step starts no generation ahead."""
     windows: frozenset[int] = frozenset()
     """Sliding windows of the models' layers, for the token counts."""
     _source: NewPrompts | PartialRollouts = field(init=False)
@@ -83,8 +83,8 @@ class Collector:
     def collect(self, step: int) -> Collected:
         """Return the batch of `step`. Collective.
 
-        New tokens are drawn by the policy after `step` - 1 steps. Their noise is keyed by `step`. A rank returns the
-        groups that it generated, possibly none.
+        The policy after `step` - 1 steps draws the new tokens, with noise keyed by `step`. A rank returns the groups
+        that it generated, possibly none.
 
         Raises:
             UserError: dynamic sampling cannot fill the batch.
@@ -160,9 +160,9 @@ class Collector:
         return to_tensors(self._sampling.carried) | self._source.tensors()
 
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> None:
-        """Replace this rank's carried groups by the groups in `parts`, each the `tensors` of one rank.
+        """Replace this rank's carried groups and prompts in flight by those in `parts`, each one rank's `tensors`.
 
-        Drop groups that do not fit the current settings, and log a warning.
+        Drop groups and prompts that do not fit the current settings, and log a warning.
         """
         groups = [group for part in parts for group in from_tensors(part)]
         fitting = [group for group in groups if self.generation.fits(group)]

@@ -1,4 +1,4 @@
-"""Fills the batch of each step with groups: of the next prompts, or only groups with a signal (dynamic sampling)."""
+"""Fills the batch of each step with the next prompts' groups, or with groups that have a signal (dynamic sampling)."""
 
 import logging
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ class DynamicSampling:
             rounds += 1
             fresh = self.source.groups(drawn, stats, step)
             kept = kept + [group for group in fresh if group.has_signal(metric)]
-            # Keep only the newest `wanted` groups without signal, because on_limit=fill needs no more.
+            # Keep only the newest `wanted` groups without signal, because on_limit=fill uses no more.
             dropped = (dropped + [group for group in fresh if not group.has_signal(metric)])[-wanted:]
             uids = uids_everywhere(kept, self.coordinator)
         chosen = set(uids[:wanted])
@@ -140,6 +140,6 @@ class DynamicSampling:
             )
         if with_signal + without < wanted:
             raise UserError(
-                f"{facts}. Together with the {without} prompts without signal these are too few for the batch. Raise "
+                f"{facts}. With the {without} prompts without signal, the batch still has too few prompts. Raise "
                 f"max_num_gen_batches or data.gen_batch_size: their product must be at least {wanted}."
             )

@@ -37,6 +37,6 @@ def check_probe(actor: PolicyWeights, sample: Sample) -> None:
     if apart > BOUND:
         raise UserError(
             f"rollout.sleep_level=2: after its first sleep, vLLM's log-probs differ from the trainer's by {apart:.3g} "
-            f"in the mean (limit {BOUND}). vLLM seems to lose tensors of this model when it sleeps without a copy of "
+            f"on average (limit {BOUND}). vLLM seems to lose tensors of this model when it sleeps without a copy of "
             "the weights. Set rollout.sleep_level=1."
         )

@@ -1,4 +1,4 @@
-"""One episode: the policy's turns and its environment's answers as tokens, without any input or output."""
+"""Represents one episode as tokens: the policy's turns and the environment's answers. Makes no calls itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ LONGEST_TOKEN = 1024
 
 
 class Stage(Enum):
-    """The next need of an episode: calls to its environment, or a turn of the policy."""
+    """State of an episode: it waits for calls to its environment or for a turn of the policy, or it has ended."""
 
     CALLS, POLICY, DONE, FAILED = range(4)
 
@@ -88,7 +88,7 @@ class Episode:
 
     @property
     def key(self) -> tuple[int, int, int, int]:
-        """Name of the next turn, or of the next calls, in the journal."""
+        """Key of the next turn, or of the next calls, in the journal."""
         return self.uid, self.sample, self.attempt, self.turn
 
     @property
@@ -98,8 +98,10 @@ class Episode:
 
     @property
     def asked(self) -> str:
-        """Name of the next calls in the journal. The name depends on the tokens so far, because on another number of
-        ranks the tokens of a turn may differ from the journal's, and then the journal's replies do not fit."""
+        """Name of the next calls in the journal: the operation, and a hash of the response so far.
+
+        On another number of ranks, a turn's tokens may differ from the journal's, whose replies then do not fit.
+        """
         return f"{self.operation} {xxhash.xxh3_64_hexdigest(np.array(self.response, np.int32).tobytes())}"
 
     def request(self) -> Request:
@@ -216,8 +218,10 @@ class Episode:
         self.phase, self.calls = Stage.CALLS, [{"op": "reward"}]
 
     def finished(self, version: int) -> Sample:
-        """Return the sample of a finished episode. The sample of a failed episode has no tokens, and its policy is the
-        one after `version` steps."""
+        """Return the sample of a finished episode.
+
+        The sample of a failed episode has no tokens, and `version` as the number of steps of its policy.
+        """
         if self.phase is Stage.FAILED:
             return Sample.of(self.uid, self.sample, [], [], "failed", version)
         return self._sample(self._reason)
@@ -250,7 +254,7 @@ def with_head(sample: Sample, head: Sequence[int]) -> Sample:
 
 
 def _merged(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Join successive runs of one version."""
+    """Join successive runs of tokens of the same policy version."""
     merged: list[tuple[int, int]] = []
     for version, end in runs:
         if merged and merged[-1][0] == version:
@@ -265,7 +269,7 @@ def _characters(messages: Sequence[dict[str, Any]]) -> int:
 
 
 def _too_long(messages: Sequence[dict[str, Any]], tokens: int) -> bool:
-    """Return whether the messages exceed `tokens` so far that to tokenize them would waste minutes."""
+    """Return whether the messages surely have more than `tokens` tokens. Tokenizing such texts could take minutes."""
     return _characters(messages) > tokens * LONGEST_TOKEN
 
 

@@ -14,7 +14,7 @@ from rlhf.reward import Reward, RewardItem, RewardResult
 from rlhf.rollout import Sample
 
 FAILURE = "environment_failure"
-"""Key of the note that says why a sample's environment failed."""
+"""Key of a sample's note with the reason why its environment failed."""
 
 
 def with_one_prompt(episodes: Sequence[Episode], version: int) -> tuple[list[int], list[Sample]]:
@@ -103,7 +103,7 @@ def count(stats: RolloutStats, episodes: Sequence[Episode]) -> None:
 
 
 def check_failures(episodes: Sequence[Episode], most: float, coordinator: Coordinator) -> None:
-    """Raise UserError if more than `most` of all ranks' episodes failed, or all of them. Collective."""
+    """Raise UserError if more than the fraction `most` of all ranks' episodes failed, or all failed. Collective."""
     failed = [episode for episode in episodes if episode.phase is Stage.FAILED]
     own = len(episodes), len(failed), failed[-1].failures[-1] if failed else ""
     totals, counts, texts = zip(*coordinator.all_gather(own), strict=True)

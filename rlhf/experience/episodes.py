@@ -1,8 +1,8 @@
-"""Plays episodes in rounds: all live episodes generate a turn in one engine call, then all their calls are made.
+"""Plays episodes in rounds: one engine call generates a turn of every live episode, then their environments are called.
 
-A round's batch does not depend on the time that calls take. The journal stores the turns of a round before it makes
-their calls, and all replies of a round, with one sync, before an episode uses one. A restart after a crash repeats the
-rounds with the turns and replies in the journal, and generates or calls only what is missing there (promise 20).
+The time that calls take does not change a round's batch. The journal stores the turns of a round before any of their
+calls, and all replies of a round, with one sync, before an episode uses any reply. A restart after a crash repeats the
+rounds with the turns and replies in the journal. It generates or calls only what the journal lacks (promise 20).
 """
 
 import hashlib
@@ -55,7 +55,7 @@ class Episodes:
     ) -> list[list[Episode]]:
         """Return the finished episodes of each of this rank's prompts, by the policy after `version` steps. Collective.
 
-        Every rank makes an engine call in each round in which any rank needs one.
+        If any rank needs an engine call in a round, every rank makes an engine call.
         """
         groups = [self._episodes(each) for each in asked]
         episodes = [episode for group in groups for episode in group]

@@ -30,7 +30,7 @@ Responses = list[tuple[Prompt, list[Sample]]]
 class Evaluator:
     """Evaluates the policy on the held-out prompts.
 
-    A response is right if a reward function returned `acc` = 1, or without `acc` if the first function scores >= 1.
+    A response is right if a reward function returned `acc` = 1. Without `acc`, the first function's score must be >= 1.
     """
 
     prompts: PromptSet | None
@@ -85,7 +85,7 @@ class Evaluator:
         return responses, score_responses(self.reward, self.tokenizer, responses)
 
     def _played(self, prompts: list[Prompt], step: int) -> tuple[Responses, list[list[RewardResult]]]:
-        """Return prompts, samples and rewards of episodes, without prompts whose environment failed in any sample."""
+        """Return prompts, samples and rewards of episodes, without prompts with a failed episode."""
         assert self.episodes is not None
         asked = [Asked(prompt.index, prompt, [self.params] * self.n) for prompt in prompts]
         played = self.episodes.play(asked, version=step, step=step)

@@ -76,7 +76,7 @@ class Generation:
         reached. Return the prompts with all their samples. Collective."""
 
         def make(known: bool) -> list[list[Sample]]:
-            # A rank with a journal of this generation sends no requests, so nothing would reach its quotas.
+            # A rank whose samples are in the journal sends no requests, so its quotas would never be reached.
             wanted = [] if known or not quotas else self.continued(begun)
             reach = () if known else quotas
             return replaced(begun, self.sampler.generate_until(wanted, reach, version=version, step=step))
@@ -86,7 +86,7 @@ class Generation:
     def stop(self, begun: Sequence[Begun], stats: RolloutStats) -> list[Begun]:
         """End the generation in the background, if there is one. Return the prompts with the tokens so far.
 
-        Collective. Which tokens these are depends on the clock, so the journal stores them before any use.
+        Collective. The clock decides how many tokens there are, so the journal stores the tokens before any use.
         """
         made = replaced(begun, self.sampler.stop())
         return self._in_flight(begun, stats, lambda known: made)
@@ -188,8 +188,8 @@ class Generation:
         """Score the samples and return the group of each prompt. Collective.
 
         Raises:
-            UserError: `reward.on_error=stop`, and the reward failed on all samples of the step so far, on all ranks,
-                which would fill its batch.
+            UserError: with `reward.on_error=stop`, if the reward failed on all samples of the step on all ranks, and
+                these are enough samples for a batch.
         """
         started, n = time.monotonic(), self.n
         groups = []
@@ -249,7 +249,7 @@ class Generation:
         answered = [] if known is not None else [(d.prompt, s) for d, s in zip(drawn, samples, strict=True)]
         results = score_responses(self.reward, self.tokenizer, answered)
         stats.failed += failed_samples(results if known is None else known)
-        # Before the journal: after the user's correction, the next start scores the samples again.
+        # Check before the journal stores the results: after the user's fix, the next start must score them again.
         check_scored(self.reward, stats.failed, self.coordinator, self.batch_size * self.n)
         if known is not None:
             return known

@@ -64,7 +64,7 @@ def uids_everywhere(groups: Sequence[Group], coordinator: Coordinator) -> list[i
 
 
 def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:
-    """Encode `groups` losslessly as 1-D tensors whose names begin with `prefix`. No groups give no tensors.
+    """Encode `groups` losslessly as 1-D tensors whose names begin with `prefix`. Return {} without groups.
 
     The tensors are the samples' arrays (`rollout.sample_codec`), the concatenated prompt token ids (int32), and all
     other fields as bytes of JSON (uint8).

@@ -60,11 +60,11 @@ class Journal:
     """Stores this rank's samples and rewards, and returns those that any rank stored before a crash.
 
     Each step and rank has an append-only file of records, `journal/step_N.rank_RRRRR`. The first record contains what
-    the samples depend on: the trajectory hash, the policy's steps, and a hash of the last batch that was trained on. If
-    any of the three differs, the journal drops the file and the files of later steps. So the journal never returns
-    samples of other weights after a rollback or a change of rewards. The first step after a resume accepts any hash of
-    a batch, because the checkpoint determines the weights. The journal returns rewards only if the reward functions'
-    files are unchanged.
+    the samples depend on: the trajectory hash, the policy's number of steps, and a hash of the previous step's batch.
+    If any of the three differs, the journal drops the file and the files of later steps. So after a rollback or a
+    change of rewards, the journal never returns samples of other weights. The first step after a resume accepts any
+    hash of a batch, because the checkpoint determines the weights. The journal returns rewards only if the reward
+    functions' files are unchanged.
 
     Rank r of n owns the files of the ranks r, r + n, r + 2n and so on, since an earlier start may have had more ranks.
     A rank whose files lack samples also reads other ranks' files. A journal makes no collective calls. If a write
@@ -159,7 +159,7 @@ class Journal:
                 records.samples_payload(self._generation, uid, of_prompt) for uid, of_prompt in samples.items()
             )
             self._known.newest |= dict.fromkeys(samples, self._generation)
-            for uid in samples:  # rewards of samples whose record was damaged
+            for uid in samples:  # drop the rewards of replaced samples, whose record was damaged
                 self._known.results.pop(uid, None)
 
     def add_results(self, results: Mapping[int, Sequence[RewardResult]]) -> None:
@@ -261,12 +261,12 @@ class Journal:
             known.samples[document["call"], uid] = records.samples_of(document, tail)
             known.newest[uid] = document["call"]
             known.results.pop(uid, None)
-        # The record of the samples may be damaged.
+        # Keep rewards only with the samples that they belong to, because the samples' record may be damaged.
         elif (known.newest.get(uid), self._scored_by) == (document["call"], document["scored_by"]):
             known.results[uid] = records.results_of(document)
 
     def _fits(self, header: dict[str, Any]) -> bool:
-        # A process that has just resumed has no hash of the previous batch; the checkpoint has the batch's effect.
+        # A process that has just resumed has no hash of the previous batch, and needs none: it loaded the weights.
         accepted = {"after": header.get("after")} if self._header["after"] is None else {}
         return header == self._header | accepted
 

@@ -24,7 +24,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Summary":
-        """Return the summary of `values`. The summary of no values is the zero of `+`."""
+        """Return the summary of `values`. Adding the summary of no values changes nothing."""
         numbers = list(values)
         return cls(
             len(numbers),

@@ -20,10 +20,10 @@ class PartialRollouts:
     """Generates until this rank's share of a batch is complete, and continues the other responses in later steps.
 
     A share is the number of a rank's prompts in a batch. A step draws new prompts until `steps` + 1 shares are in
-    flight, generates with its weights until one share is complete, and removes this share: oldest weights first, then
-    by uid. Servers continue the other prompts while the ranks train (`begin`). No token gets older than `steps` steps,
-    because the engine waits for groups that are due in this step. If more than a share is due (after a change of the
-    number of ranks or of the batch size), the surplus is dropped and counted.
+    flight and generates with its weights until one share is complete. It then removes this share: groups with the
+    oldest tokens first, then by uid. Servers continue the other prompts while the ranks train (`begin`). No token gets
+    older than `steps` steps, because the engine waits for groups that are due in this step. If more than a share is due
+    (after a change of the number of ranks or of the batch size), the surplus is dropped and counted.
 
     With the embedded engine, all of this follows from tokens and settings, never from the clock, so a resumed run
     repeats it bit for bit. With servers, the clock decides how many tokens the responses have when the weights change.
@@ -63,7 +63,7 @@ class PartialRollouts:
     def begin(self, stats: RolloutStats, step: int) -> None:
         """Let servers continue the prompts in flight while the ranks train, by the policy after `step` - 1 steps.
 
-        Collective. Do nothing if the next step's journal already has what they would generate.
+        Collective. Do nothing if the journal already has samples of the next step.
         """
         sampler, journal = self.generation.sampler, self.generation.journal
         if not sampler.background:
@@ -121,7 +121,7 @@ class PartialRollouts:
     def _stop(self, stats: RolloutStats, step: int) -> None:
         """End the generation in the background, and store its samples in the journal. Collective.
 
-        Store complete ones, too: a save may have stopped the generation before, and a replay may have no such save.
+        Store complete samples, too: a save may have stopped the generation before, and a replay may skip this save.
         """
         if self.generation.sampler.background:
             self.begun = self.generation.stop(self.begun, stats)
@@ -159,7 +159,7 @@ class PartialRollouts:
         quotas = []
         for age in range(self.steps, -1, -1):
             due = [each for each in self.begun if ages[each.drawn.uid] >= age]
-            # `steps` - age later batches can still remove groups of this age. The youngest groups fill the share.
+            # Groups of this age may wait for `steps` - age later batches. At age 0, all groups together fill the share.
             needed = min(share, len(due) - (self.steps - age) * share) if age else share
             missing = needed - sum(each.complete for each in due)
             if missing > 0:

@@ -37,8 +37,10 @@ class PolicySampler:
     def generate_until(
         self, requests: Sequence[Request], quotas: Sequence[Quota], *, version: int, step: int
     ) -> list[Sample]:
-        """Return samples as `generate`, some of them partial, once every quota is reached. `engine` must be a
-        `PartialEngine`. In the background, the partial samples go on until `stop`. Collective."""
+        """Return samples like `generate`, some of them partial, once every quota is reached. Collective.
+
+        `engine` must be a `PartialEngine`. With `background`, it continues the partial samples until `stop`.
+        """
         self.stop()
         self._sync_weights(version)
         started = time.monotonic()

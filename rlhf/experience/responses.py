@@ -54,9 +54,9 @@ def failed_samples(results: Iterable[Sequence[RewardResult]]) -> list[bool]:
 
 
 def check_scored(reward: Reward, failed: Sequence[bool], coordinator: Coordinator, least: int = 1) -> None:
-    """Raise UserError if the reward failed on all samples of all ranks, and these are at least `least`. Collective.
+    """Raise UserError if the reward failed on all samples of all ranks, at least `least` in number. Collective.
 
-    `failed` are this rank's samples. Do nothing with `reward.on_error=score`.
+    `failed` has an entry for each sample of this rank. Do nothing with `reward.on_error=score`.
     """
     if not reward.stops:
         return

@@ -27,7 +27,7 @@ class RolloutViewer:
     """Rollouts per step over all ranks; -1 for all."""
     coordinator: Coordinator
     own_prompts: bool = True
-    """Whether groups have the data's prompts. With environments, tools and the text of `reset` are added to prompts."""
+    """Whether a group's prompt is the data's prompt. Environments add their tools and the text of `reset`."""
 
     def shown(self, groups: Sequence[Group], advantages: Sequence[float]) -> list[ShownSample]:
         """Return the picked rollouts of all ranks on the leader, and an empty list on other ranks. Collective.

@@ -44,7 +44,7 @@ def accuracy_of(result: RewardResult) -> float | None:
 
 
 def is_right(result: RewardResult) -> bool:
-    """Return whether a reward function returned `acc` = 1, or without `acc`, the first score is at least 1."""
+    """Return whether a reward function returned `acc` = 1. Without `acc`, the first score must be at least 1."""
     return result.extra["acc"] == 1 if "acc" in result.extra else result.correct
 
 

@@ -24,9 +24,9 @@ class Attempt:
     """Waits for the ranks, and kills the remaining ranks after a failure.
 
     After a crash or a user error of one rank, its peers have `PEER_GRACE_S` seconds to end. After a stop request, or
-    after a rank left to be requeued, the ranks have `grace_s` seconds. The attempt then kills the ranks that are alive.
-    It kills them at once after a second signal, and in a hang that `detector` finds. It also kills them at once if a
-    stop is requested before any rank has reached a step, because there is nothing to save.
+    after a rank ended with EXIT_REQUEUE, the ranks have `grace_s` seconds. The attempt then kills the ranks that are
+    alive. It kills them at once after a second signal, and in a hang that `detector` finds. It also kills them at once
+    if a stop is requested before any rank has reached a step, because there is nothing to save.
     """
 
     def __init__(

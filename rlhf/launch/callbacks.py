@@ -18,7 +18,7 @@ Callback = Callable[[int, Mapping[str, float]], object]
 
 
 def load_callbacks(trainer: TrainerConfig) -> list[Callback]:
-    """Run the files of `trainer.callbacks`, and return the functions. Their errors are UserErrors with a traceback."""
+    """Run the files of `trainer.callbacks`, and return functions that raise errors as UserError with traceback."""
     return [_loaded(spec, trainer.callback_kwargs) for spec in trainer.callbacks]
 
 
@@ -42,7 +42,7 @@ def _loaded(spec: str, kwargs: Mapping[str, Any]) -> Callback:
                 f"command continues it.\n{lines}"
             ) from error
         finally:
-            os.fchdir(directory)  # relative paths in settings, which a restarted rank reads
+            os.fchdir(directory)  # undo a chdir: a restarted rank resolves relative paths of settings
             os.close(directory)
 
     return callback

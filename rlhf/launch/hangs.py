@@ -12,7 +12,7 @@ from rlhf.launch.watchdog import Overdue, Watchdog
 from rlhf.ranks.status import RankStatus
 
 LOOK_EVERY_S = 0.5
-# Most frames to log: for the rank that hangs, and for each rank that waits for it.
+# Maximum number of frames to log: for the rank that hangs, and for each rank that waits for it.
 _FRAMES, _FRAMES_OF_OTHERS = 12, 6
 
 
@@ -20,10 +20,10 @@ class OtherRanks(Protocol):
     """The hang detectors of the other nodes. Each detector sees the ranks of its node only."""
 
     def report(self, *, save: bool) -> None:
-        """Report to the other nodes that a rank of this node is in time, in its loop or (`save`) background save."""
+        """Report to the other nodes that a rank here is within the deadline of its loop, or with `save` of its save."""
 
     def are_silent(self, *, save: bool) -> bool:
-        """Return whether no other node has called `report` with this `save` recently, or a node has found a hang."""
+        """Return True if no other node has called `report` with this `save` recently, or if a node has found a hang."""
 
 
 class HangDetector:

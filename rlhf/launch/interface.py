@@ -73,7 +73,7 @@ class RankStarter(Protocol):
     """Starts the ranks of successive attempts. Each rank runs `python *command`."""
 
     def check_devices(self) -> None:
-        """Raise UserError if there are too few devices. For a run that seems finished, `start` makes this check."""
+        """Raise UserError if there are too few devices. If the run seems finished, `start` checks instead."""
 
     def start(self, command: Sequence[str], stop: StopRequest) -> Ranks | None:
         """Clear old statuses and start all ranks. Return None if `stop` is requested before the ranks run."""

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 REPORT_EVERY_S = 2.0
 SILENCE_S = 10.0
-"""Seconds without a report after which all ranks of another node count as overdue. After a hang, a node waits at most
-as long for the other nodes to log their evidence."""
+"""Seconds without a report after which all ranks of another node count as overdue. After a hang, also the longest time
+that a node waits until the other nodes have logged their evidence."""
 STORE_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class OtherNodes:
             self._count(self._node, _phase(save), 1)
 
     def are_silent(self, *, save: bool) -> bool:
-        """Return whether no counter has changed during SILENCE_S seconds of calls, or a node has found the hang."""
+        """Return True if calls over SILENCE_S seconds saw no other node's counter change, or if a node found a hang."""
         counts, now = [self._count(other, _phase(save), 0) for other in self._others], time.monotonic()
         before, since = self._last_counts.get(save, ([], now))
         if counts != before:

@@ -69,7 +69,7 @@ def supervise(
             if not is_unreadable(error):
                 raise
             where = error.filename or "A file"
-            log.error("%s: %s. Run the same command again; if the error stays, check the disk.", where, error.strerror)
+            log.error("%s: %s. Run the same command again. If it fails again, check the disk.", where, error.strerror)
             return EXIT_CRASHED
 
 
@@ -177,7 +177,7 @@ def _report_crash(
     decision: Restart | GiveUp,
     starter: RankStarter,
 ) -> None:
-    """Log and record a crash, with the evidence if a rank left any or the run ends."""
+    """Log and record a crash. Log the evidence if ranks hung, the failed rank left an error, or the run ends."""
     t, step = config.trainer, evidence.furthest_step(statuses)
     what = evidence.describe_crash(attempt, statuses)
     how = evidence.report(attempt, t.ranks, statuses, checkpoint)

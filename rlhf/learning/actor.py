@@ -54,7 +54,7 @@ class Actor(Policy):
     def update(
         self, batch: ActorBatch, balance: SampleBalance, guards: Guards, shuffle: Shuffle | None = None
     ) -> Metrics:
-        """Take the optimizer steps of a training step, as `update`. Collective.
+        """Take the optimizer steps of a training step with `rlhf.learning.update.update`. Collective.
 
         Return `actor/...` and `rollout/...` metrics. `batch` has `old_log_probs` if
         `rlhf.config.derived.needs_old_log_probs`. If a log-prob of the rollout engine is not finite, the guards reject
@@ -62,8 +62,8 @@ class Actor(Policy):
         """
         rejected: Metrics = {}
         sampled = all_sum(masked(batch.rollout_log_probs, batch.response_mask).double().sum()).item()
-        # Check now that log-probs are finite: later, comparisons with NaN are false, and a rejection would silently
-        # mask the tokens.
+        # Check here that log-probs are finite: comparisons with NaN are false, so `_reject` would silently mask the
+        # tokens.
         rejection, old = self._correction.rollout_rs, batch.old_log_probs
         if guards.allows("actor", rollout_log_probs=sampled) and rejection is not None and old is not None:
             batch, rejected = self._reject(batch, old, rejection)
@@ -75,7 +75,7 @@ class Actor(Policy):
         )
         if weights:  # on all ranks or on none, because all have equally many micro-batches
             sums = all_sum(torch.stack(weights).sum(dim=0))
-            if sums[0] > 0:  # tokens
+            if sums[0] > 0:  # the number of tokens
                 metrics["rollout/is_eff_sample_size"] = effective_sample_size(sums)
         return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
 

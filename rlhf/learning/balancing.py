@@ -61,7 +61,7 @@ class SampleBalance:
 
     @classmethod
     def owned(cls, lengths: Sequence[int], owners: Sequence[int], mini_batches: int, ranks: int) -> "SampleBalance":
-        """Return the split with each sample on its rank in `owners` (see `balance_samples`), in the same order."""
+        """Return the split with each sample on its rank in `owners` (from `balance_samples`), in the given order."""
         found: list[list[list[int]]] = []
         for part in _parts(len(lengths), mini_batches):
             of_ranks: list[list[int]] = [[] for _ in range(ranks)]
@@ -153,7 +153,7 @@ def _in_lockstep(
         target = max(cost(longest), -(-max(rank.cost for rank in waiting) // to_come))
         for rank, micros in zip(waiting, plan, strict=True):
             micros.append(rank.pop_micro_batch(target))
-    # A rank with samples left over uses its fewest micro-batches instead, costliest first.
+    # If samples of a rank are left over, the rank uses its plan from `_fewest` instead, costliest micro-batch first.
     plan = [
         sorted(fewest, key=_cost, reverse=True) if rank.samples else micros
         for rank, micros, fewest in zip(waiting, plan, fewest_of_each, strict=True)

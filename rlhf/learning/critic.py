@@ -49,7 +49,7 @@ class Critic:
     def update(
         self, batch: CriticBatch, balance: SampleBalance, guards: Guards, shuffle: Shuffle | None = None
     ) -> Metrics:
-        """Take the optimizer steps of a training step, as `update`; return `critic/...` metrics. Collective."""
+        """Take the optimizer steps with `rlhf.learning.update.update`; return `critic/...` metrics. Collective."""
         metrics = update(self.backend, batch, balance, self._passes, self._micro_batch_loss, guards, "critic", shuffle)
         if metrics:
             metrics |= _explained_variance(batch)

@@ -67,7 +67,7 @@ class Guards:
         self._row: list[Event] = []
 
     def begin(self, step: int, reward_mean: float) -> None:
-        """Begin a batch. Reject it if its mean reward is not finite, or too far below that of accepted batches."""
+        """Begin a batch. Reject it if its mean reward is not finite, or too far below the moving average."""
         self.step, self._reward, self.rejected = step, reward_mean, None
         drop = 0.0 if self._average is None else self._average - reward_mean
         if not math.isfinite(reward_mean):

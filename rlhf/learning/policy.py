@@ -41,7 +41,7 @@ class Policy:
 def response_log_probs(
     model: nn.Module, batch: Batch, temperature: float, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs of the response tokens, and entropies before them if wanted, [N, R] float32. Collective.
+    """Return log-probs of the response tokens, and entropies if `with_entropy`, [N, R] float32 each. Collective.
 
     Both are zero on padding, and have gradients if autograd is enabled. `model` is a model from `with_log_probs`, or a
     training engine around one.

@@ -52,7 +52,7 @@ class RewardScaling:
         return scores.to(batch.scores.dtype), None if baselines is None else baselines.to(batch.scores.dtype), metrics
 
     def _moments(self, scores: Tensor, guards: Guards) -> tuple[float, float]:
-        """Return mean and deviation of all ranks' `scores`, or with `running` the updated ones of the run."""
+        """Return mean and deviation of all ranks' `scores`; with `running`, of all scores of the run so far."""
         total, count = all_sum(torch.stack([scores.sum(), scores.new_tensor(len(scores))])).tolist()
         mean = total / max(count, 1.0)
         squares = all_sum((scores - mean).square().sum()).item()

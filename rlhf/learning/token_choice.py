@@ -17,7 +17,7 @@ RANKS = OverRanks(all_sum, all_gather)
 
 
 class TokenChoice:
-    """Chooses tokens by the covariance of their log-probs and advantages, in the way that the policy loss needs.
+    """Chooses tokens by the covariance of log-probs and advantages: the largest (`kl_cov`), or random ones in a range.
 
     A hash of (seed, step, uid, sample, position) decides ties and random choices. So the choice does not depend on the
     number of ranks, the micro-batches, or the state of a random generator.

@@ -73,7 +73,7 @@ def update(
 ) -> Metrics:
     """Take the optimizer steps of a training step, and return their metrics. Collective.
 
-    A metric is the mean over the mini-batches that have it, of `lr` the last value, in `LARGEST` the maximum.
+    A metric is the mean over the mini-batches that have it; `lr` is the last value, and `LARGEST` the maximum.
     The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
     loss nor gradient (up to rounding). If no token of a mini-batch counts, the gradient is 0 and the optimizer still
     steps, as in verl and TRL: weights decay, momentum continues, and the schedule counts the step. `empty_mini_batches`

@@ -33,7 +33,7 @@ def peft_settings(lora: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "task_type": "CAUSAL_LM",
         "r": lora["rank"],
-        # peft writes the value into its files unchanged, and other tools read whole numbers.
+        # peft writes the value into its files unchanged, and other tools expect a whole number.
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": lora["dropout"],
         "use_rslora": lora["use_rslora"],

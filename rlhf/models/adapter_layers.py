@@ -34,7 +34,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.d
     """Freeze the weights of `model`, cast them to `base_dtype`, and add float32 adapters on the meta device.
 
     Raises:
-        UserError: as `target_names`; or peft would adapt other layers.
+        UserError: as in `target_names`, or if peft would adapt layers that `config` does not select.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model

@@ -38,7 +38,7 @@ def fill_from_seed(shards: Shards, seed: int) -> None:
 
 
 def check_adapter_tensors(shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
-    """Raise UserError unless the peft folder's header has exactly these adapters, in these shapes and as `FLOATS`."""
+    """Raise UserError unless the peft folder has exactly the adapters in `shapes`, each with a type in `FLOATS`."""
     prefix = f"model.lora.path={folder}: {WEIGHTS}"
     with _reading(folder) as (opened, stored):
         for name in sorted(shapes.keys() ^ stored.keys()):

@@ -17,7 +17,7 @@ CAUSAL, CLASSIFIER = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CL
 """transformers' tables of architectures with a class for policies, and with a class for reward models."""
 KNOWN = "CONFIG_MAPPING_NAMES"
 WRITES_TEXT = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-"""Ends of the names of classes that write text."""
+"""Suffixes of the names of classes that generate text."""
 _TASKS = {CAUSAL: "generates text from text (a causal LM)", CLASSIFIER: "gives a text a score (a sequence classifier)"}
 
 
@@ -48,8 +48,8 @@ def check_reward_model(name: str, trust_remote_code: bool) -> None:
         if labels != 1 and isinstance(named, list) and any(str(each).endswith(WRITES_TEXT) for each in named):
             raise UserError(
                 f"reward_model.path={name}: {' '.join(named)} in config.json writes text, and gives no score. Set a "
-                "sequence-classification model with one label; a model that writes text can judge from a function of "
-                "your own in reward.functions."
+                "sequence-classification model with one label. To let a model that writes text judge, call it "
+                "from a function of your own in reward.functions."
             )
         check_labels(f"reward_model.path={name}", labels)
 

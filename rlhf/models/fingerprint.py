@@ -17,7 +17,7 @@ def fingerprint(folder: Path) -> str:
     """Return a hash of a model folder's file names, sizes and content, to check that a resume uses the same model.
 
     Of a file above 16 MiB, only 16 evenly spaced blocks of 1 MiB and the first 64 KiB of each tensor are hashed. Every
-    tensor is sampled because training may leave some tensors frozen; the tensors that it trains change everywhere.
+    tensor is sampled because training may change only some tensors. A trained tensor changes everywhere.
     """
     digest = xxhash.xxh3_128()
     # Read regular files only: a pipe would block forever.

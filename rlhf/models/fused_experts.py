@@ -96,8 +96,8 @@ class FileConversions:
 def parts_in_files(shapes: Mapping[str, Sequence[int]], conversions: FileConversions) -> FileParts:
     """Return the file tensors of each weight that transformers splits or renames when it writes files.
 
-    `shapes` are the shapes of the model's weights. If the file tensors of a weight are not slices of the weight, it
-    keeps its name, under which transformers reads it, too.
+    `shapes` are the shapes of the model's weights. A weight whose file tensors are not slices of it is left out. Files
+    then store the weight under its own name, which transformers also reads.
     """
     known = [entry for entry in conversions.entries if isinstance(entry, WeightRenaming) or _is_joined(entry)]
     if not known:

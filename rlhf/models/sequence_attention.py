@@ -47,7 +47,7 @@ class RowMasks:
     def __init__(self, make: Callable[..., Any], plain_up_to: int | None, options: dict[str, Any]) -> None:
         self._make, self.plain_up_to, self._options = make, plain_up_to, options
         # If the model passes position ids, transformers' rule separates sequences by their place in the row, so a mask
-        # needs the sequence's real offset. Otherwise the rule counts from the row's beginning.
+        # needs the sequence's real offset. Otherwise the rule sees one sequence, so every mask uses offset 0.
         self._knows_sequences = not options.get("allow_is_causal_skip", True)
         self._made: dict[int | None, Any] = {}
 

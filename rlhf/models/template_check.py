@@ -51,7 +51,7 @@ def check_rendering(
         variables: `data.apply_chat_template_kwargs`.
 
     Raises:
-        UserError: the template fails on the prompt, or has no such variables.
+        UserError: the template fails on the prompt, or does not use one of the variables.
     """
     folder = Path(name).expanduser()
     if template is not None:
@@ -115,7 +115,7 @@ def check_syntax(where: str, text: str) -> None:
 
 
 def _templates(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield file, name and text of all chat templates in `folder`; of equal names the first counts."""
+    """Yield file, name and text of all chat templates in `folder`; if two have the same name, the first counts."""
     if (path := folder / "chat_template.jinja").is_file():
         yield path.name, _DEFAULT, read_template(path)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):

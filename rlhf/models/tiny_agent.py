@@ -89,7 +89,7 @@ def sums(entry: dict, careful: bool) -> Turns:
 def write(
     tokenizer: PreTrainedTokenizerBase, chat: ChatTurns, prompt: str, turns: Turns, results: bool
 ) -> WrittenEpisode:
-    """Return the tokens of an episode, as the trainer appends them. `results`: whether a tool gives the answers."""
+    """Return the tokens of an episode, as the trainer appends them. `results`: whether answers are tool results."""
 
     @cache
     def encoded(text: str) -> list[int]:

@@ -34,8 +34,8 @@ def varlen_attention(
 
     Args:
         query: [1, heads, T, dimension]; `key` and `value` may have fewer heads.
-        limit: number of tokens that a token may attend to, including itself; None: itself and all before it. options:
-        transformers' options of the attention, with `cu_seq_lens_q` and `max_length_q` of the row.
+        limit: number of tokens that a token may attend to, including itself; None: itself and all before it.
+        options: transformers' options of the attention, with `cu_seq_lens_q` and `max_length_q` of the row.
     """
     if query.device.type not in DEVICES or query.dtype not in DTYPES or query.shape[-1] != value.shape[-1]:
         return None

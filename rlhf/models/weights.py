@@ -58,7 +58,7 @@ class PendingModel:
         with contextlib.suppress(ReaderFailed):
             for name, shard in shards.items():
                 first, stop = bounds(shard.box, shard.shape)
-                for part in self._parts.get(name, ()):  # a new head has no part
+                for part in self._parts.get(name, ()):  # a new head has no tensor in the files
                     for start, chunk in self._reader.chunks(part.name, first - part.start, stop - part.start):
                         begin = part.start + start
                         read = range_box(begin, begin + chunk.numel())

@@ -52,7 +52,7 @@ class Adapted:
     def token_cost(self, width: int) -> TokenCost:
         """Return the adapters' cost per token and layer, in a pass in a dtype of `width` bytes.
 
-        Kept are the output of A, and tensors of dropout and DoRA. The largest output of an adapter is transient.
+        Autograd keeps the output of A, and tensors of dropout and DoRA. The largest output of an adapter is transient.
         """
         kept = transient = 0
         # With a 16-bit base in a float32 pass, the input is cast for the adapter.
@@ -71,7 +71,7 @@ class Adapted:
 
 
 def adapted(model: ModelShapes, lora: LoraConfig, backend: BackendConfig) -> Adapted:
-    """Return the policy that `model` becomes with adapters."""
+    """Return `model` as a frozen base, with the adapters that `lora` selects."""
     width = WIDTHS[base_dtype(lora, backend)]
     units: dict[str, Shapes] = {}
     linear: dict[str, list[tuple[int, int]]] = {}
@@ -99,7 +99,7 @@ def linear_layers(weights: Shapes) -> Shapes:
 
 
 def adapted_state(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingState:
-    """Return the memory of the policy in training, as `trained_state`."""
+    """Return the memory of the policy in training, like `trained_state` for a model without adapters."""
     if config.name == "deepspeed":
         return _deepspeed(policy, config, ranks)
     if stays_plain(config, ranks, policy.base_width):

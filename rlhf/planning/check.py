@@ -71,7 +71,7 @@ def models_of(config: Config, *, from_config: bool) -> Models | None:
 
 
 def plan_of(config: Config) -> tuple[Models, Plan] | None:
-    """Return the plan of a run here from headers of model files; None if they are not enough. Imports no torch."""
+    """Return the plan of a run on this machine; None if headers of model files are not enough. Imports no torch."""
     models = models_of(config, from_config=False)
     return None if models is None else (models, memory_plan(config, models, target_of(config)))
 
@@ -130,7 +130,8 @@ def check_snapshots(config: Config, plan: Plan) -> None:
 def check_fits(config: Config) -> None:
     """Raise UserError with the peak and remedies if the plan exceeds a GPU's memory or its part of the host's.
 
-    Without GPUs only log a warning. Raise UserError also if vLLM can't split the attention heads.
+    Without GPUs only log a warning. Raise UserError also if vLLM can't split the attention heads, or if snapshots do
+    not fit.
     """
     found = plan_of(config)
     if found is None:

@@ -1,4 +1,4 @@
-"""Finds settings that together make a run fit: the smallest set of changes, those with the least effect first."""
+"""Finds settings that together make a run fit: few changes, and those with the least effect on training first."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ class FittingChanges:
     changes: dict[str, Any]
     plan: Plan
     memory: int | None = None
-    """If the plan does not fit: the bytes of the smallest device on which it does, in whole GiB. None if none does."""
+    """If the plan does not fit: bytes of the smallest device on which it fits, in whole GiB; None if none suffices."""
     ranks: int | None = None
-    """If the plan does not fit: the smallest number of such devices, doubled from the target's; None if none does."""
+    """If the plan does not fit: number of the target's devices on which it fits, found by doubling; None if none."""
 
     @property
     def overrides(self) -> list[str]:
@@ -36,10 +36,9 @@ class FittingChanges:
 
 
 def combination(config: Config, models: Models, plan: Plan) -> FittingChanges:
-    """Return the changes that make the run fit. If no changes do, return those that come nearest, and the devices that
-    the run then needs.
+    """Return the changes that make the run fit; if none do, the nearest changes and the devices that the run needs.
 
-    First without a change to the training, then with each set of such changes, the smallest first.
+    Try first without changes to the training, then with each set of changes to the training, the smallest first.
     """
     training = [(row.setting, value) for row, value in candidates(config, plan) if row.effect == "training"]
     nearest: FittingChanges | None = None

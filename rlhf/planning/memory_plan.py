@@ -25,7 +25,7 @@ from rlhf.ranks.memory_folder import SNAPSHOTS
 
 CUDA_BASE, NCCL_BASE = 3 << 29, 3 << 29
 """Estimates for a device: 1.5 GiB for CUDA's context and the libraries' workspaces. With several ranks, NCCL's
-communicators of the trainer and of vLLM take as much again."""
+communicators of the trainer and of vLLM take another 1.5 GiB."""
 HOST_BASE = 390 << 20
 """Memory of a rank with its imports and no model, on a CPU (measured: Python 3.11, torch 2.13, transformers 5.23)."""
 DEEPSPEED_BASE = 60 << 20
@@ -33,7 +33,7 @@ DEEPSPEED_BASE = 60 << 20
 CUDA_HOST_BASE = 3 << 30
 """Estimate for the host memory of a rank with a GPU and no model, with driver and kernels."""
 ROOM_OF_REPLICAS = 2
-"""A rank's memory over the planned peak, from which on null chooses one replica per rank."""
+"""A null `backend.dp_replicate` means a replica per rank if a rank's memory is this many times the planned peak."""
 TOKEN_RECORD = 16
 """Bytes per response token: int32 and float32 in its sample, and again in a copy that is sent or journaled."""
 
@@ -176,9 +176,9 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
 
 
 def chosen_replicas(config: Config, models: Models, target: Target) -> int:
-    """Return the value for which a null `backend.dp_replicate` stands in a run without a checkpoint.
+    """Return the value that a null `backend.dp_replicate` means in a run without a checkpoint.
 
-    Ranks of different machines may round differently, and would then train different replicas.
+    Ranks of different machines share one replica: they may round differently, and their replicas would diverge.
     """
     on_one_machine = target.ranks <= config.trainer.ranks
     dtypes = {compute_dtype(config.backend), base_dtype(config.model.lora, config.backend)}
@@ -212,8 +212,8 @@ def evaluation_share(config: Config, models: Models, target: Target) -> float | 
     reward = by_role.get("reward model")
     taken = 0 if reward is None else sum(reward.resident("generation").values())
     if not rollout.sleep_level:
-        # The engine starts first and keeps its cache while the policy's shard is on the device, before it moves to the
-        # host, and during the passes of the reward model.
+        # The engine starts first and keeps its cache. Beside the cache, the device needs room for the policy's shard
+        # until the shard moves to the host, and later for the passes of the reward model.
         taken += by_role["actor"].state.weights
         if reward is not None:
             budget = config.token_budgets.reward_model
@@ -312,7 +312,7 @@ def _host(
     items = {
         "Python and torch": imports + (DEEPSPEED_BASE if backend == "deepspeed" else 0),
         "copy for saves": checkpoint.copied,
-        "snapshots in memory": (SNAPSHOTS + 2) * checkpoint.snapshot,  # and the next, and its source
+        "snapshots in memory": (SNAPSHOTS + 2) * checkpoint.snapshot,  # plus the one being written, and its source
         "offloaded": sum(each.host for each in by_role.values()),
         "sleeping engine's weights": engine.host,
         "rollouts": step.scored * step.response * TOKEN_RECORD,

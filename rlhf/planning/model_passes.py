@@ -37,7 +37,7 @@ class ModelPasses:
     def resident(self, phase: str) -> dict[str, int]:
         """Return the bytes on the device throughout a phase. While models load, tensors are not offloaded yet."""
         items = {"weights": self.state.weights, "optimizer": self.state.optimizer, "buffers": self.state.permanent}
-        # The reference is the actor's base.
+        # With adapters, the reference passes use the actor's base.
         phases = PHASES[self.role] if self.adapted is None else (*PHASES[self.role], *PHASES["reference"])
         if self.param_offload and phase not in (*phases, LOADING):
             del items["weights"], items["buffers"]

@@ -50,7 +50,7 @@ def plan_page(
     """Return tables of all phases, host, disk and tokens, then whether the run fits, and what makes it fit.
 
     Args:
-        together: the changes that make a run fit that does not.
+        together: the combined changes for a run that does not fit.
         typed: the overrides of the command line.
     """
     parts = (

@@ -43,8 +43,8 @@ def token_bytes(model: ModelShapes, rollout: RolloutConfig) -> int:
 def vllm_token_bytes(model: ModelShapes, rollout: RolloutConfig, longest: int) -> int:
     """Return the bytes of a token in a vLLM device's cache, averaged over a sample of `longest` tokens.
 
-    A layer with a sliding window keeps only the window's tokens. Devices of an engine split the heads of the keys;
-    devices beyond the number of heads get copies.
+    A layer with a sliding window keeps only the window's tokens. The devices of an engine split the key heads. If there
+    are more devices than key heads, the extra devices store copies.
     """
     kept = sum(min(longest, window or longest) for window in model.windows)
     devices = min(rollout.tensor_model_parallel_size, model.key_heads)
@@ -72,7 +72,7 @@ def engine_memory(
 
     Args:
         device_memory: bytes of a GPU; None on a CPU, or if unknown.
-        taken: bytes of everything else on the GPU while it has vLLM's cache.
+        taken: bytes of everything else on the GPU while vLLM's cache is allocated.
         policy: the policy with adapters, if `model` is its base.
     """
     synced = _weight_sync(model, WIDTHS[rollout.engine_dtype], ranks)
@@ -143,7 +143,8 @@ def _embedded(
     columns = cache_columns(prompt, response)
     prompts = math.ceil(rows / rollout.n)
     prefill = min(max(PREFILL_TOKENS, prompt), prompts * prompt)
-    # When the cache grows, one layer at a time has its old and its new columns. Prefilled keys wait for free rows.
+    # The cache grows layer by layer, so one layer at a time has both its old and its new columns. Prefilled keys stay
+    # until rows are free.
     cache = per_token * (rows * columns + prefill) + per_token * rows * columns // max(len(model.layers), 1)
     float32 = 2 + (rollout.temperature != 1)
     return {

@@ -78,7 +78,7 @@ def stays_plain(config: BackendConfig, ranks: int, width: int) -> bool:
 
 
 def summed_bucket(count: int, ranks: int) -> int:
-    """Return the bytes of a bucket in which replicas on `ranks` sum the gradients of `count` weights."""
+    """Return the bytes of the bucket in which `ranks` replicas sum the gradients of `count` weights."""
     return min(4 * count, GRADIENT_BUCKET) if ranks > 1 else 0
 
 
@@ -95,7 +95,7 @@ def gathered(model: ModelShapes, units: Mapping[str, int], config: BackendConfig
     if not config.reshard_after_forward:
         return sum(units.values())
     root = units[ROOT]
-    # Neighbours are two layers, or the last layer and the head.
+    # A unit and the next unit are two layers, or the last layer and the head.
     layer = max((units[name] for name in model.layer_names), default=0)
     unit = max((size for name, size in units.items() if name != ROOT), default=0)
     arriving = unit if ranks > 1 else 0
@@ -113,7 +113,8 @@ def _plain(model: ModelShapes, ranks: int) -> TrainingState:
         4 * model.count,
         4 * MOMENTS * model.count,
         4 * model.count,
-        # Gradients of one micro-batch wait until they are added to the sum; a tied head's waits for the embedding's.
+        # A micro-batch's gradients stay until they are added to the sum. A tied head's gradient stays until the
+        # embedding's gradient is added to it.
         head=4 * head,
         head_left=4 * head,
         layer=4 * max(map(elements, model.layers), default=0),

@@ -1,8 +1,8 @@
 """Counts the memory of ZeRO: DeepSpeed's state of the trained weights, and the buffers of gradient reduction.
 
 The numbers follow the code of DeepSpeed 0.19 as `rlhf.backends.deepspeed` configures it (Rajbhandari et al., arXiv
-1910.02054, section 5), and were compared with measurements. Memory counts from its allocation on, because
-`trainer.deterministic` makes torch fill it at once.
+1910.02054, section 5), and were compared with measurements. Memory counts from its allocation, not from its first use,
+because `trainer.deterministic` makes torch fill new memory at once.
 """
 
 import math
@@ -35,7 +35,7 @@ class ZeroShares:
 
     @property
     def optimizer(self) -> int:
-        """Return the bytes of master weights (a copy even if the module's are float32) and moments."""
+        """Return the bytes of master weights (a copy even if the module's weights are float32) and Adam's moments."""
         return (self.share if self.stage or self.width == 2 else 0) + MOMENTS * self.share
 
     @property
@@ -47,8 +47,8 @@ class ZeroShares:
     def permanent(self) -> int:
         """Return the bytes of permanent buffers.
 
-        At stage 3 these are the rank's gradients and the bucket, at stage 1 in bfloat16 (BF16_Optimizer) all gradients
-        in float32.
+        At stage 3 the buffers hold the rank's gradients and the bucket. At stage 1 in bfloat16 (BF16_Optimizer) they
+        hold all gradients in float32.
         """
         if self.stage == 3:
             return self.share + self._bucket(4)
@@ -61,14 +61,14 @@ class ZeroShares:
 
     @property
     def micro_batch_gradients(self) -> int:
-        """Return the bytes of a micro-batch's gradients besides the earlier sum; 0 if they are added in place."""
+        """Return the bytes of a micro-batch's gradients besides the sum so far; 0 if they are added in place."""
         return self.share if self.stage == 2 and self.width == 4 else 0
 
     @property
     def reduction_copies(self) -> int:
         """Return the bytes of copies in the last reduction of a backward pass.
 
-        Stage 3 has two copies of the bucket (in rank order, and to send), stage 2 copies of one rank's part.
+        Stage 3 has two copies of the bucket: one in rank order, and one to send. Stage 2 has copies of one rank's part.
         """
         if self.stage == 3:
             return 2 * self._bucket(4)
@@ -80,7 +80,7 @@ class ZeroShares:
         """Return the bytes of temporaries in the optimizer's step: a rank's concatenated gradients.
 
         Stage 1 reduces gradients only in the optimizer's step. With float32 passes it needs the larger of the bucket
-        and the ranks' parts, with bfloat16 passes a float32 copy of the bucket to send.
+        and the ranks' parts. With bfloat16 passes it needs a float32 copy of the bucket to send.
         """
         if self.stage == 1:
             parts = self.share * (2 if self.ranks > 1 else 1)

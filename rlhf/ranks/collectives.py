@@ -32,8 +32,8 @@ def pick_device(name: str) -> torch.device:
     gpus, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
     if 1 < gpus <= local_rank:
         raise UserError(
-            f"trainer.device={name}: rank {os.environ.get('RANK', '0')} is number {local_rank} on its machine (from "
-            f"0), where only {gpus} GPUs are visible, and each rank needs its own. {START_FEWER_RANKS}"
+            f"trainer.device={name}: rank {os.environ.get('RANK', '0')} has local rank {local_rank} (counted from 0), "
+            f"but sees only {gpus} GPUs, and each rank needs its own. {START_FEWER_RANKS}"
         )
     return torch.device("cuda", 0 if gpus == 1 else local_rank)
 
@@ -70,12 +70,12 @@ def start(config: TrainerConfig, *, remote_servers: bool = False) -> torch.devic
 
 
 def configure_cuda(*, tf32: bool) -> None:
-    """Set this process's switches of torch for CUDA."""
+    """Set torch's CUDA options in this process."""
     # Deterministic mode raises without this variable, which cuBLAS reads at its first call.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # cuDNN's attention, torch's first choice on Hopper, builds a plan for every new shape, which may take half a
-    # second. Packed rows are attended sequence by sequence, so nearly every length of a response is a new shape.
+    # second. Packed rows call attention once per sequence, so nearly every response length is a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -114,7 +114,8 @@ def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: ti
     while waiting:
         for peer in waiting:
             if store.check([f"asks/{peer}"]):
-                # The key may be a dead rank's. Its successor will overwrite it, and this loop answers again.
+                # A dead rank may have written this key. The new rank will overwrite the key, and this loop then
+                # answers again.
                 store.set(f"answer/{store.get(f'asks/{peer}').decode()}", own)
         waiting = {peer for peer in waiting if not store.check([f"knows/{own}/{peer}"])}
         if time.monotonic() > deadline:

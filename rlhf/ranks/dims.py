@@ -44,7 +44,7 @@ class RankGroup:
 
 
 def everyone() -> RankGroup:
-    """Return the group of all ranks, for the coordinator, files, and agreements to stop."""
+    """Return the group of all ranks, which the coordinator, checkpoint files and the flag to stop use."""
     if not dist.is_initialized():
         return RankGroup(0, range(1), None)
     return RankGroup(dist.get_rank(), range(dist.get_world_size()), dist.group.WORLD)

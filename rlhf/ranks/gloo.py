@@ -111,7 +111,7 @@ def gather_bytes(content: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def _sizes(own: int, group: dist.ProcessGroup) -> tuple[int, list[int]]:
-    """Return the longest size and the sizes of all ranks. Collective."""
+    """Return the largest size and the sizes of all ranks. Collective."""
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([own]), group=group)
     found = [int(size) for size in sizes]
@@ -119,7 +119,7 @@ def _sizes(own: int, group: dist.ProcessGroup) -> tuple[int, list[int]]:
 
 
 def _padded(content: bytes, size: int) -> Tensor:
-    """Return `content` as a tensor of `size` bytes. The ranks' tensors in a gloo collective have one size."""
+    """Return `content` as a tensor of `size` bytes. A gloo collective needs tensors of equal size on all ranks."""
     padded = torch.zeros(size, dtype=torch.uint8)
     if content:
         padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -90,7 +90,8 @@ class Launcher:
         except Exception as error:  # a rank in a new process fails likewise, and reports the traceback
             self._problem = f"it cannot import {module} ({type(error).__name__}: {error})"
         self._sources.add_modules()
-        # Freeze the objects: marks of the garbage collector would copy every page that ranks share with this process.
+        # Freeze the objects: the garbage collector writes marks into objects, and each write would copy a page that
+        # the ranks share with this process.
         gc.collect()
         gc.freeze()
 

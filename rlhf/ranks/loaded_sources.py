@@ -9,14 +9,14 @@ _SITES = ("site-packages", "dist-packages")
 _INSTALLED = (".dist-info", ".egg-info")
 
 Mark = tuple[int, int, int] | None
-"""Inode, size and time of the last change of a file; None without the file."""
+"""Inode, size and time of the last change of a file; None if the file does not exist."""
 
 
 class LoadedSources:
     """Stores marks of the trainer's own files, of all loaded modules' files, and of the installed distributions.
 
-    Create this object before the imports, and call `add_modules` after them. Then a change of the trainer or of a
-    distribution during the imports is found, too.
+    Create this object before the imports, and call `add_modules` after them. Then `problem` also finds a change of the
+    trainer or of a distribution that happened during the imports.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ def _own() -> Iterator[tuple[Path, Mark]]:
 
 
 def _installed() -> Iterator[tuple[Path, Mark]]:
-    """Yield the metadata folders of the installed distributions. An installation makes a new folder."""
+    """Yield the metadata folders of the installed distributions. Each installation creates a new folder."""
     for folder in map(Path, dict.fromkeys(sys.path)):
         if folder.name in _SITES and folder.is_dir():
             yield from ((path, _mark(path)) for path in folder.iterdir() if path.suffix in _INSTALLED)

@@ -67,7 +67,7 @@ def lock_if_free(path: Path, setting: str) -> Iterator[bool]:
 
 @contextmanager
 def shared_lock(path: Path, setting: str) -> Iterator[None]:
-    """Share the lock of the file `path` with other processes of this run; wait for a process that has it alone.
+    """Share the lock of the file `path` with other processes of this run; wait while a process has it exclusively.
 
     Raise UserError, naming the `setting` that decides `path`, if the file system has no locks.
     """
@@ -94,13 +94,13 @@ def run_lock(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> Iterator[None]:
 
 @contextmanager
 def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]:
-    """Lock the run directory, on each node's disk if there are several, for all ranks of one launch. Collective.
+    """Lock the run directory for all ranks of one launch, on each disk if nodes have disks of their own. Collective.
 
     The first rank that locks a directory writes the launch into the lock file. The other ranks then share the lock. The
     lock is free when the last rank has left or died.
 
     Raises:
-        UserError: on every rank, if another run has a lock. Nothing is written but the lock file.
+        UserError: on every rank, if another run has a lock. No file but the lock file has been written by then.
     """
     if coordinator.world_size == 1:
         with run_lock(run_dir):
@@ -136,7 +136,8 @@ def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]
 
 
 def _lock_run(run_dir: Path, launch: str = "") -> int | None:
-    """Return the descriptor of the run lock, with this process in its file; None if another process has the lock."""
+    """Take the run lock, write this process into the lock file, and return the lock's descriptor. Return None if
+    another process has the lock."""
     fd = _lock(run_dir / RUN_LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if fd is None:
         return None
@@ -171,7 +172,7 @@ def _is_held_by(launch: str, run_dir: Path) -> bool:
 def holder_is_alive(run_dir: Path) -> bool | None:
     """Return whether the process that last locked the run directory lives; None if it ran on another machine.
 
-    Takes no lock: a reader must never be in the way of a run that starts.
+    Takes no lock, because a reader's lock could keep a run from starting.
     """
     try:
         holder = _holder(run_dir)

@@ -26,8 +26,8 @@ START_FEWER_RANKS = (
 def settle_places(store: "Store", rank: int, world_size: int, gpu: str, *, remote_servers: bool) -> None:
     """Exchange the ranks' places through `store`, and set this rank's environment accordingly. Collective.
 
-    If all ranks run on one machine, they listen on its loopback interface only, unless the variables in the environment
-    name another one. LOCAL_WORLD_SIZE becomes the number of ranks on this machine, if the launcher has not set it.
+    If all ranks run on one machine, they listen on its loopback interface only, unless an environment variable names
+    another interface. LOCAL_WORLD_SIZE becomes the number of ranks on this machine, if the launcher has not set it.
 
     Args:
         gpu: unique name of this rank's GPU; empty on a CPU.

@@ -1,7 +1,7 @@
 """Names, leases and measures the folder in memory (tmpfs) where a node stores a run's snapshots. Imports no torch.
 
 A folder belongs to one run directory and run id. The lease is a file lock in the folder; a living run holds the lock on
-each of its nodes. When the lease ends, a folder without a snapshot is removed.
+each of its nodes. A run that gives up the lease removes the folder, unless the folder has a snapshot.
 """
 
 import logging
@@ -119,8 +119,8 @@ def lease(folder: Path) -> Iterator[None]:
 
 
 def remove_abandoned(base: str | Path, run_dir: Path, keep: Path | None = None) -> None:
-    """Remove the folders of dead runs, never a living run's. Remove folders of `run_dir`, except `keep`, at once, and
-    other folders `LEASE_S` seconds after their last snapshot. The caller holds the lock of `run_dir`."""
+    """Remove the folders of dead runs, never a living run's folder. Remove folders of `run_dir`, except `keep`, at
+    once. Remove other folders `LEASE_S` seconds after their last snapshot. The caller holds the lock of `run_dir`."""
     own = folders_of(base, run_dir)
     for folder in _folders(Path(base)):
         if folder == keep or (folder not in own and not _is_old(folder)):

@@ -18,7 +18,8 @@ from typing import Any
 _SCALARS = frozenset({type(None), bool, float, str})
 _COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _LENGTH_BYTES = 8
-# JSON's decimal digits are slow for longer integers, such as bitmaps of files, and Python limits their number.
+# Integers with more bits are sent in hexadecimal: JSON's decimal digits are slow for long integers, such as bitmaps of
+# files, and Python limits the number of digits.
 _DECIMAL_BITS = 64
 
 
@@ -58,7 +59,7 @@ def sendable(error: Exception) -> Exception:
 
 
 def _to_json(value: Any, contents: list[bytes]) -> Any:
-    """Return scalars and lists as they are, and every other value as an object with one name, the value's kind."""
+    """Return scalars and lists as they are, and every other value as a JSON object whose only key is its kind."""
     kind = type(value)
     if kind in _SCALARS or (kind is int and value.bit_length() < _DECIMAL_BITS):
         return value
@@ -110,7 +111,7 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 def _parts_of(error: Exception) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an error's class, and the error's attributes."""
+    """Return the arguments to construct an equal error, and the error's attributes."""
     reduced = error.__reduce__()
     assert isinstance(reduced, tuple)
     return reduced[1], (reduced[2] if len(reduced) > 2 else None) or {}

@@ -34,7 +34,7 @@ class PhaseClock:
     def collect(self) -> dict[str, float]:
         """Return `timing_s/NAME` of each phase since the last call, in seconds.
 
-        On CUDA, wait for the device to end the last phase. The next use of the weights would wait for the same.
+        On CUDA, wait for the device to end the last phase. The next use of the weights would have to wait anyway.
         """
         seconds: dict[str, float] = {}
         for name, began, ended in self._spans:

@@ -34,9 +34,9 @@ Kind = Literal[
 ENDS = ("stopped", "failed", "finished")
 """Events after which the command ends: on request, by an error that a restart cannot fix, or with the last step."""
 KILLED = "killed"
-"""Kind of an event that nobody could record."""
+"""Kind of the event that `with_kills` inserts: a killed command cannot record its own end."""
 _LONGEST = 4000
-"""Characters of a text in an event."""
+"""Largest number of characters of a text in an event."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RunEvent:
 
 
 def record_event(run_dir: Path, kind: Kind, **facts: Any) -> None:
-    """Append an event, without secrets. A failure to write is a warning and never ends the run."""
+    """Append an event, without secrets. If the write fails, log a warning; the run goes on."""
     redact = Redaction(os.environ)
     texts = {key: redact(value)[:_LONGEST] for key, value in facts.items() if isinstance(value, str)}
     line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts, **texts}) + "\n"
@@ -96,14 +96,14 @@ def read_events(run_dir: Path) -> list[RunEvent]:
 
 
 def with_kills(events: Sequence[RunEvent], *, killed_now: bool = False) -> list[RunEvent]:
-    """Insert a KILLED event before each start without an end before it, as when a kill or a power cut ended the run.
+    """Insert a KILLED event before each start that does not follow an end: a kill or a power cut ended the run there.
 
     `killed_now`: the command has ended, so an end may be missing after the last event as well.
     """
     found: list[RunEvent] = []
     for event in [*events, *([RunEvent(0.0, "started")] if killed_now else [])]:
         if event.kind == "started" and found and found[-1].kind not in ENDS:
-            cause = "the command was killed, or machine or disk failed; the time is that of the last event"
+            cause = "the command was killed, or machine or disk failed; the time shown is the last event's time"
             found.append(RunEvent(found[-1].time, KILLED, {"cause": cause}))
         found.append(event)
     return found[:-1] if killed_now else found

@@ -20,16 +20,16 @@ SAVE_BEGINS, SAVE_ENDS = "commit.before", "commit.after"
 """First and last event of a background save, which runs in a thread of its own."""
 SCORED = "reward.scored"
 WAITS_FOR_SCORE = "reward.wait"
-"""Events of scoring a sample, or waiting for a score with a deadline, in a thread that the loop waits for."""
+"""Events of a thread that the loop waits for: it has scored a sample, or waits for a score with a deadline."""
 
 _PAGE = 4096
-# Repeated events within this time are written once, which suffices to show that the rank moves.
+# Equal events within this many seconds are written once, which suffices to show that the rank makes progress.
 _REPEAT_S = 0.1
 
 
 @dataclass(frozen=True)
 class RankError:
-    """The error that ended a rank. A `user` error needs the user, a `crash` a restart.
+    """The error that ended a rank. A `user` error needs a fix by the user, a `crash` needs a restart.
 
     `unsaved`: the rank obeyed a request to stop, or finished, but could not save. `traceback` is formatted, or empty.
     """
@@ -63,7 +63,7 @@ class RankStatus:
     """A rank's step, the newest event of its loop and its time, and the rank's error.
 
     Times are seconds of the monotonic clock, which all processes of a machine share and which is never set. `thread` is
-    the identity of the loop's thread, `save` a background save that runs.
+    the identity of the loop's thread. `save` is the status of the running background save, if any.
     """
 
     step: int | None
@@ -78,9 +78,9 @@ class RankStatus:
 class StatusWriter:
     """Writes the status of one rank in place into one page. SIGUSR2 writes the rank's stacks into a file beside it.
 
-    Create the writer in the thread of the loop. An event costs about 20 microseconds (a rename takes a thousand on
-    ext4). A kill cannot tear a write within one page. The page exists from the start, so that a full disk can be
-    reported. Nothing is fsynced, because after a power failure it does not matter which rank failed first.
+    Create the writer in the thread of the loop. Writing an event takes about 20 microseconds (a rename takes about 1000
+    on ext4). A kill cannot tear a write within one page. The page is written at the start, so that a rank can report a
+    full disk later. Nothing is fsynced, because after a power failure it does not matter which rank failed first.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -97,9 +97,9 @@ class StatusWriter:
     def event(self, step: int | None, event: str) -> None:
         """Write that `event` happens now, in `step` (None before the first step is known).
 
-        Of other threads than the loop's, this method writes two kinds of events. Events of a background save, from
-        SAVE_BEGINS to SAVE_ENDS, go to `save`. SCORED and WAITS_FOR_SCORE renew the time, because the loop waits for
-        these threads.
+        For threads other than the loop's, this method writes only two kinds of events. Events of a background save,
+        from SAVE_BEGINS to SAVE_ENDS, go to `save`. SCORED and WAITS_FOR_SCORE renew the time, because the loop waits
+        for the threads that announce them.
         """
         thread, now = threading.get_ident(), time.monotonic()
         with self._lock:
@@ -149,7 +149,7 @@ class StatusWriter:
 
 
 def read_statuses(run_dir: Path) -> dict[int, RankStatus]:
-    """Return the statuses by rank. A live rank's may be missing for a moment."""
+    """Return the statuses by rank. The status of a live rank may be missing for a moment."""
     statuses = {}
     for path in (run_dir / STATUS_DIR).glob("rank_*.json"):
         try:

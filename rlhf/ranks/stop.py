@@ -26,7 +26,7 @@ def exit_on_stop_signal() -> None:
     This is for the time before, between and after attempts, when no ranks run.
     """
     for number in STOP_SIGNALS:
-        # Do not change ignored signals, and handlers that other code has set.
+        # Do not change ignored signals, or handlers that other code has set.
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _leave)
 

@@ -180,7 +180,7 @@ def as_score(value: Any, setting: str, may_abstain: bool = False) -> Score:
 
 
 def _plain(value: Any) -> Any:
-    """Convert an array without axes (NumPy, torch) to a number; return other values unchanged."""
+    """Convert a zero-dimensional array (NumPy, torch) to a number; return other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 

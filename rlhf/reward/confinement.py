@@ -53,7 +53,8 @@ class Confined:
     """Result of `confine`, for the trainer."""
 
     folder: str
-    """The process' folder outside its namespaces, for the trainer to remove. Empty if a tmpfs was mounted over it."""
+    """Path of the process' folder outside its namespaces; the trainer removes this folder. The folder has no files if a
+    tmpfs was mounted over it."""
     missing: list[str]
     """Protections that this machine does not allow, each with the consequence."""
 
@@ -82,15 +83,15 @@ def confine(confinement: Confinement) -> Confined:
 
 
 class CpuTime:
-    """Limits this process' CPU time to all cores for `timeout_s` per sample. Started processes inherit the limit. Only
-    processes that outlive their sample reach it, because the trainer kills the reward process after `timeout_s`."""
+    """Limits this process' CPU time per sample to `timeout_s` on all cores. Child processes inherit the limit. Only
+    processes that outlive their sample reach the limit: the trainer kills the reward process after `timeout_s`."""
 
     def __init__(self, timeout_s: float):
         self._allowance = timeout_s * (os.cpu_count() or 1)
         self._limit = 0
 
     def renew(self, count: int = 1) -> None:
-        """Raise the limit, if needed, so that CPU time for `count` samples is left; at most twice as much, plus 1 s."""
+        """Raise the limit, if needed, to leave CPU time for `count` samples (at most twice that time, plus 1 s)."""
         used, allowance = time.process_time(), self._allowance * count
         if self._limit - used < allowance:
             self._limit = math.ceil(used + 2 * allowance)
@@ -131,7 +132,7 @@ def _set_limits(memory_gb: float | None) -> None:
     _limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
     _limit(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
     if memory_gb is not None:
-        # Not the address space: CUDA and other libraries reserve far more than they use.
+        # Limit the data, not the address space: CUDA and other libraries reserve far more than they use.
         _limit(resource.RLIMIT_DATA, int(memory_gb * (1 << 30)))
 
 

@@ -20,7 +20,7 @@ ALLOWED = (
     # devices
     *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_VISIBLE_DEVICES"),
     *("NVIDIA_DRIVER_CAPABILITIES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-    # trusted certificates; models that are already here
+    # trusted certificates; models that are already downloaded
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
     *("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_VERBOSITY"),
 )

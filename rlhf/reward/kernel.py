@@ -100,8 +100,8 @@ def landlock_version() -> int:
 
 
 def restrict_writing(version: int, paths: Sequence[str], *, abstract_sockets: bool) -> None:
-    """With Landlock, allow writes only to `paths` and below, for good, in this process and all that it starts. These
-    processes also cannot trace other processes, and from version 6 cannot signal them."""
+    """With Landlock, allow writes only to `paths` and below, for good, in this process and all its child processes.
+    These processes also cannot trace other processes, and from version 6 cannot signal other processes."""
     to_file = _WRITE_FILE | (_TRUNCATE if version >= 3 else 0)
     anything = to_file | _REMOVE_AND_MAKE | (_REFER if version >= 2 else 0)
     scoped = (_SCOPE_SIGNALS | (0 if abstract_sockets else _SCOPE_ABSTRACT_SOCKETS)) if version >= 6 else 0
@@ -125,7 +125,7 @@ def _allow(ruleset: int, path: str, to_file: int, anything: int) -> None:
 
 
 def forbid_calls(names: Sequence[str]) -> None:
-    """With seccomp, let the system calls `names` fail with EPERM, for good, in this process and all that it starts."""
+    """With seccomp, let the system calls `names` fail with EPERM, for good, in this process and all its children."""
     architecture, column = _ARCHITECTURES.get(platform.machine(), (0, 0))
     if not architecture:
         raise OSError(f"the system call numbers of {platform.machine()} are unknown")

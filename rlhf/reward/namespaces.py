@@ -1,7 +1,7 @@
 """Puts a reward process into Linux namespaces: its own processes, a folder in memory, a layer over /dev/shm.
 
-When the first process of the namespace ends, the kernel kills all its other processes, whatever sessions they created.
-The files in memory vanish with them, however they ended.
+When the first process of the namespace ends, the kernel kills all other processes of the namespace, whatever sessions
+they created. The files in memory vanish with these processes, however the processes ended.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ _FOLDER_BYTES, _FOLDER_FILES = 1 << 30, 100_000
 def enter(folder: str, writable: Sequence[str], missing: list[str]) -> str:
     """Continue in new namespaces, in a grandchild; this process ends with the grandchild's exit status or signal.
 
-    Mounts a file system over the empty `folder` and returns a writable folder in it. The folders `writable` stay
-    writable outside. Appends a line to `missing` for each protection that the machine does not allow.
+    Mounts a file system over the empty `folder` and returns a writable folder in it. Writes to the folders `writable`
+    stay visible outside. Appends a line to `missing` for each protection that the machine does not allow.
     """
     user, group = os.geteuid(), os.getegid()
     flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
@@ -82,7 +82,7 @@ def _become_a_grandchild() -> None:
     if child := os.fork():
         _end_like(child)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Fails in a container that hides parts of /proc. /proc/self is right in either case.
+    # This mount fails in a container that hides parts of /proc. /proc/self is right in either case.
     with contextlib.suppress(OSError):
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     # The first process of a namespace ignores signals that it does not handle, so the verifier runs in a second
@@ -93,7 +93,7 @@ def _become_a_grandchild() -> None:
 
 def _end_like(child: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for fd in (0, 1, 2):  # a pipe ends with the last process that has it open
+    for fd in (0, 1, 2):  # the trainer sees a pipe's end only when no process has the pipe open
         os.close(fd)
     ended = 0
     while ended != child:

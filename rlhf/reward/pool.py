@@ -38,9 +38,10 @@ class ProcessPool:
         """Return one score for each item, in order.
 
         Raises:
-            UserError: the function failed on a sample, and `reward.on_error=stop`; or a process cannot start.
-            RewardError: a process cannot start, was stopped by `close`, or was killed twice on one sample (unless
-                `forgive_deaths`).
+            UserError: the function failed on a sample, and `reward.on_error=stop`; or the start of a process raised
+                UserError.
+            RewardError: a process cannot start for another reason, was stopped by `close`, or was killed twice on one
+                sample (unless `forgive_deaths`).
         """
         if not items:
             return []
@@ -49,7 +50,8 @@ class ProcessPool:
         futures = [self._threads.submit(self._score_together, part) for part in parts]
         try:
             for future in futures:
-                # Each request has a deadline, so the loop ends. It may exceed the watchdog's deadline, so announce it.
+                # Each request has a deadline, so the loop ends. The wait may exceed the watchdog's deadline, so
+                # announce an event.
                 while not wait([future], ANNOUNCE_S).done:
                     announce("reward.wait")
                 scores += future.result()

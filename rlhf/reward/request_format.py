@@ -14,7 +14,7 @@ SINGLE, CONCURRENT, PROMPT_GROUP = "single", "concurrent", "prompt_group"
 
 @dataclass(frozen=True)
 class RequestFormat:
-    """Batching and fields of the requests to one verifier. Its reward process reports the format when it is ready."""
+    """Batching and fields of the requests to one verifier, as its reward process reports them after the start."""
 
     parts: str = SINGLE
     """Samples of one request. `SINGLE`: one sample. `CONCURRENT`: an equal part for each process, which scores these

@@ -92,8 +92,8 @@ class RewardModel(Scorer):
         templated = self._tokenizer.chat_template is not None
         plain = ("".join(message["content"] for message in item.messages) + item.response for item in items)
         texts = [self._render(item) for item in items] if templated else list(plain)
-        # A template writes its special tokens itself. The tokenizer's own truncation keeps the special tokens that it
-        # adds.
+        # A template writes its special tokens itself. Truncation by the tokenizer keeps the special tokens that the
+        # tokenizer adds.
         return self._tokenizer(texts, add_special_tokens=not templated, truncation=True, max_length=self._max_length)[
             "input_ids"
         ]
@@ -126,13 +126,14 @@ class RewardModel(Scorer):
         return of_tokens[0].flatten()[rows.starts + last].float().tolist()
 
     def _scored(self, sequence: list[int]) -> int:
-        """Return the index of the token whose score the class uses: the last one that is not padding, if any."""
+        """Return the index of the token whose score the model class uses: the last non-padding token, else 0."""
         return next((i for i in reversed(range(len(sequence))) if sequence[i] != self._pad), 0)
 
     def _padded(self, sequences: list[list[int]]) -> list[float]:
         pad = self._pad
         if pad is None:
-            # The class uses the last token that is not padding, so any id works that ends no sequence.
+            # The model class scores at the last token that is not padding. So the padding id may be any id that no
+            # sequence ends with.
             ends = {ids[-1] for ids in sequences}
             pad = next(i for i in itertools.count() if i not in ends)
             self._hf_config.pad_token_id = pad

@@ -49,7 +49,7 @@ class Score:
     score: float | None
     extra: dict[str, float] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
-    """Further values of the function, as JSON, for readers."""
+    """Further values that the function returned, as JSON. Users see them in the samples; they are not metrics."""
     timed_out: bool = False
     failed: bool = False
 
@@ -68,7 +68,7 @@ class RewardResult:
     failures: int = 0
     """Functions that failed on the sample."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """Texts, lists and the like for readers."""
+    """The notes of all functions (see `Score.notes`)."""
 
     @property
     def correct(self) -> bool:

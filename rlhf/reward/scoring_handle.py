@@ -79,7 +79,7 @@ class ScoringProcess:
         """Return an entry for each item: the fields of a `Score`, or of an error, which `failure` converts to an
         exception.
 
-        Each item has `reward.timeout_s`. Raises TimeoutError or ProcessDiedError after the process has been killed,
+        Each item may take `reward.timeout_s`. Kills the process before raising TimeoutError or ProcessDiedError. Raises
         RewardError or UserError if the process cannot start.
         """
         request_format = self.start()
@@ -173,7 +173,7 @@ class ScoringProcess:
             self.kill()
             raise ProcessDiedError("invalid reply") from error
         except BrokenPipeError as error:
-            # A closed pipe precedes the exit status slightly.
+            # The pipe closes slightly before the exit status is available.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(0.5)
             status = self.kill()
@@ -181,7 +181,7 @@ class ScoringProcess:
             raise ProcessDiedError(how, killed=status == -signal.SIGKILL) from error
 
     def _has_unrequested_reply(self, from_child: int) -> bool:
-        """Return whether output waits before a request is sent. The output could pass for the reply."""
+        """Return whether the process wrote to its reply pipe before any request. The output could pass for a reply."""
         poll = select.poll()
         poll.register(from_child, select.POLLIN)
         return bool(self._unread) or any(events & select.POLLIN for _, events in poll.poll(0))
@@ -233,7 +233,7 @@ class ScoringProcess:
         popen, self._popen = self._popen, None
         _kill_group(popen)
         status = popen.wait()
-        # The last output has the reason.
+        # The last output may say why the process ended.
         poll = select.poll()
         poll.register(self._stderr, select.POLLIN)
         while self._output_left and poll.poll(0) and self._forward_output(self._stderr.fileno()):

@@ -115,7 +115,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _caused_by_confinement(error: BaseException | None, network: bool) -> bool:
-    """Return whether the cause is a missing right or environment variable, also in a chain of errors.
+    """Return whether a missing right or environment variable caused `error` or an error in its chain.
 
     Without the right to use the `network`, host names cannot be resolved.
     """

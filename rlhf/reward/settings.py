@@ -21,7 +21,7 @@ RESERVED = (*OF_THE_BATCH, "kl", "kl_coef", "clip_frac", "norm_mean", "norm_std"
 
 
 def label_of(function: str) -> str:
-    """Return the metric name of an entry of `reward.functions`: a verifier's name, or a function's without its file."""
+    """Return the metric name of an entry of `reward.functions`: the verifier's or function's name without a file."""
     return function if function in NAMES else split_spec(SETTING, function)[1]
 
 
@@ -45,7 +45,7 @@ def check_reward(config: RewardConfig, reward_model: RewardModelConfig, *, witho
 def check_functions(config: RewardConfig, *, without_functions: bool = False) -> None:
     """Check the section `reward` as `check_reward` does, but not the reward model's path.
 
-    `without_functions`: environments reward, so there need be no function.
+    `without_functions`: environments give the rewards, so `reward.functions` may be empty.
     """
     setting = f"{SETTING}={config.functions}"
     if not config.functions and not without_functions:
@@ -98,8 +98,8 @@ def _check_weights(config: RewardConfig) -> None:
 
 
 def signature_in_file(spec: str) -> Signature | None:
-    """Return the signature of the function `spec`; None if no `def` in the file binds its name, as for an import. Raise
-    UserError if the file is missing or is not valid Python, or the name is not in it."""
+    """Return the signature of the function `spec`; None if the file binds the name without a `def`, as by an import.
+    Raise UserError if the file is missing or is not valid Python, or the name is not in it."""
     found = find_definition(SETTING, spec)
     return None if found is None else Signature.of_definition(found)
 
@@ -155,7 +155,7 @@ class WantedColumns:
         return [self.reads_all, sorted(self.named), sorted(name for name, _ in self.required)]
 
     def of_record(self, record: dict[str, Any], prompt_key: str, where: str) -> dict[str, Any]:
-        """Return a record's columns for the functions; raise UserError, naming `where`, if a required one is
+        """Return a record's columns for the functions; raise UserError, naming `where`, if a required column is
         missing."""
         for name, function in self.required:
             if name not in record:

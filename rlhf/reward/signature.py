@@ -32,7 +32,7 @@ GIVEN = {
     Convention.BATCH: ("solution_strs", "messages", *(f"{name}s" for name in FIELDS)),
     Convention.TRL: ("prompts", "completions", "completion_ids", "log_extra", "log_metric"),
 }
-"""Arguments of a function besides columns of the rows and `reward.kwargs`."""
+"""Arguments that the trainer passes to a function besides columns of the rows and `reward.kwargs`."""
 _USUAL = {
     Convention.SAMPLE: ("solution_str", *FIELDS),
     Convention.BATCH: ("solution_strs", *(f"{name}s" for name in FIELDS)),

@@ -68,7 +68,7 @@ def math_verify(item: RewardItem) -> Score:
 
 def reasoning_gym(item: RewardItem) -> Score:
     """Return `score_answer` of the task that generated the problem, on the stripped response. reasoning-gym's verifiers
-    raise on answers that they cannot read; such an answer is wrong and counted."""
+    raise on answers that they cannot read. Such an answer scores 0 and counts as unreadable."""
     entry = {
         "question": item.extra_info["question"],
         "answer": item.ground_truth,

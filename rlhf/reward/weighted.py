@@ -21,7 +21,7 @@ class Term:
 
 
 class Reward:
-    """The weighted sum of `terms`, whose labels differ."""
+    """Computes the weighted sum of `terms`. Each term has a label of its own."""
 
     def __init__(self, terms: Sequence[Term]):
         self._terms = terms
@@ -42,7 +42,7 @@ class Reward:
             [self._checked(term, given, item) for given, item in zip(scores[term.label], items, strict=True)]
             for term in self._terms
         ]
-        if not self._terms:  # only environments reward
+        if not self._terms:  # only environments give rewards
             return [RewardResult(0.0, {}) for _ in items]
         return [self._sum(row, item) for row, item in zip(zip(*columns, strict=True), items, strict=True)]
 

@@ -28,7 +28,7 @@ SAMPLE, START, BIRTH, KEY, TOKEN = range(5)
 class Decoding:
     """State of one `generate` call over requests with equal `params`. Siblings share the prefill of their prompt.
 
-    The host keeps a copy of the state that it decides by, and reads each row's newest token. So host and device
+    The host keeps a copy of the state that its decisions need, and reads each row's newest token. So host and device
     synchronize once per token, or twice with top-k.
     """
 
@@ -242,7 +242,7 @@ class Decoding:
         self._rows_changed()
 
     def _rows_changed(self) -> None:
-        """Narrow the columns to the longest row, and mask the columns before shorter rows. Equal rows need no mask."""
+        """Narrow the columns to the longest row, and mask the columns before shorter rows (not for equal lengths)."""
         span = self.cache.span
         if not span.rows:
             span.start, self.mask = span.end, None

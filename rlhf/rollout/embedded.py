@@ -62,7 +62,7 @@ class EmbeddedEngine(PartialEngine):
 
         Raises:
             ValueError: an unknown name, another shape, or missing names.
-            WeightsMismatch: the model does not have the weights afterwards.
+            WeightsMismatch: the model's weights differ from the sent weights afterwards.
         """
         targets = self.model.state_dict(keep_vars=True)
         updated, sent = set(), {}
@@ -92,8 +92,8 @@ class EmbeddedEngine(PartialEngine):
         the tokens that it would have got without the interruption.
 
         Raises:
-            ValueError: an empty prompt, or a response so far that already has `max_tokens` tokens. UserError: prompt
-            and response exceed the model's positions.
+            ValueError: an empty prompt, or a response so far that already has `max_tokens` tokens.
+            UserError: prompt and response exceed the model's positions.
         """
         return self._generate(requests, (), seed, step)
 
@@ -128,7 +128,7 @@ def build_embedded_engine(
     """Build an engine over a copy of `model`, the policy before sharding, in `config.dtype` on `device` (default: the
     model's). If the weights are on the meta device, the engine has none before the first `update_weights`."""
     dtype = getattr(torch, config.engine_dtype)
-    # Convert weights only: buffers such as rotary frequencies lose distant positions in half precision.
+    # Convert weights only: in half precision, buffers such as rotary frequencies are wrong at distant positions.
     memo: dict[int, Any] = {
         id(p): nn.Parameter(_own(p.detach(), device, dtype), requires_grad=False) for p in model.parameters()
     }

@@ -175,15 +175,15 @@ class PartialEngine(RolloutEngine, Protocol):
     ) -> list[Sample]:
         """Return a sample for each of this rank's requests as soon as every quota is reached. A group is complete once
         all requests of its uid are answered. The other samples have the finish reason `partial` and the tokens so far,
-        perhaps none. Without a `BackgroundEngine`, the requests and the tokens decide which groups are complete, never
-        the clock."""
+        perhaps none. Which groups are complete depends only on the requests and the tokens, never on the clock, except
+        with a `BackgroundEngine`."""
 
 
 class BackgroundEngine(PartialEngine, Protocol):
     """An engine with devices of its own, which can generate while the rank trains. All calls are collective.
 
-    After `generate_until`, the partial samples go on under the same weights. Until `stop`, only `metrics` and `sleep`
-    may be called.
+    After `generate_until`, the engine continues the partial samples with the same weights. Until `stop`, only `metrics`
+    and `sleep` may be called.
     """
 
     def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:

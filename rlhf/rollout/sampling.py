@@ -88,7 +88,7 @@ def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Divide positive `logits` [rows, vocab] of tokens in `seen` [rows, vocab] bool by `penalty`; multiply others.
+    """Penalize `logits` [rows, vocab] of tokens in `seen` [rows, vocab] bool: divide positive ones, multiply the rest.
 
     Source: Keskar et al., "CTRL" (arXiv 1909.05858), section 4.1; negative logits as in transformers and vLLM.
     """

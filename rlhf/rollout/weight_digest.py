@@ -29,7 +29,7 @@ class WeightsMismatch(RuntimeError):
 
 
 def digest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the digest of the bits of `tensor` as integers, [4] int64 on the tensor's device, without a host wait.
+    """Return the digest of the bits of `tensor`, [4] int64 on the tensor's device. Does not wait for the device.
 
     Floating-point tensors count as if cast to `dtype`. A flipped bit always changes the sum. A swap of two unequal
     words changes the place sum. The sum and the sum of squares ignore the order of elements and additional zeros; for a
@@ -203,7 +203,7 @@ class WeightCheck:
         return len(parts) > 1 and joined(parts)[:2] == sent[:2]
 
     def _changed(self, group: str, expected: Digests, actual: Sequence[Digests]) -> tuple[bool, bool]:
-        """Return whether the weights sent changed since the last check, and whether the engine's did."""
+        """Return whether the sent weights changed since the last check, and whether the engine's weights changed."""
         assert self._before is not None
         sent_before, actual_before = self._before
         return expected[group] != sent_before.get(group), [rank.get(group) for rank in actual] != [

@@ -111,7 +111,7 @@ def boxes_of(part: Box, shape: Sequence[int]) -> list[Box]:
 
 
 def overlaps(one: Box, other: Box, shape: Sequence[int]) -> Iterator[Box]:
-    """Yield the intersection of two parts of a tensor, in row-major order: a range of two ranges, otherwise boxes."""
+    """Yield the intersection of two parts of a tensor, in row-major order: a range for two ranges, otherwise boxes."""
     ranges = one.is_range and other.is_range
     for a, b in [(one, other)] if ranges else product(boxes_of(one, shape), boxes_of(other, shape)):
         low = tuple(map(max, a.offsets, b.offsets))

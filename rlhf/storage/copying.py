@@ -15,7 +15,7 @@ from rlhf.storage.hashing import BLOCK
 from rlhf.storage.reading import PART, THREADS, CheckedFiles
 
 AT_A_TIME = 256
-"""Blocks queued for threads: a GiB."""
+"""Number of blocks queued for the threads: together 1 GiB."""
 Block = tuple[str, int]
 """A source file, and the index of a block in this file."""
 
@@ -116,7 +116,7 @@ class CheckedCopy:
             raise DamagedCheckpoint(f"{names} was not written correctly, try again: {error}") from None
 
     def _read_back(self, block: Block) -> Iterator[memoryview]:
-        """Yield a block's bytes as the targets have them. Read bytes that no target has from the source."""
+        """Yield a block's bytes, read from the targets. Bytes that no target contains are read from the source."""
         name, number = block
         end, memory = min((number + 1) * BLOCK, self._files.size(name)), memoryview(bytearray(PART))
         for start in range(number * BLOCK, end, PART):

@@ -49,7 +49,7 @@ def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> W
     with _naming(target), target.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         for number, chunk in enumerate(chunks):
             view = memoryview(chunk).cast("B")
-            # Even in memory, a write takes three times as long as its hash, so a hash on a free core costs no time.
+            # Even a write into memory takes three times as long as its hash, so hashing on a free core costs no time.
             hashing = hasher.submit(hashes.update, view) if len(view) >= BLOCK else None
             if hashing is None:
                 hashes.update(view)
@@ -324,7 +324,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError of write or fsync, which has none. The name also shows the rank that failed."""
+    """Add the missing file name to an OSError of write or fsync. The name also shows which rank failed."""
     try:
         yield
     except OSError as error:

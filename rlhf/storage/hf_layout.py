@@ -67,7 +67,7 @@ def _file(name: str, tensors: Tensors) -> WeightsFile:
 
 
 def index_of_weights(files: Iterable[WeightsFile]) -> dict[str, bytes]:
-    """Return the index of numbered files by its name; empty for a single file."""
+    """Return the index of numbered files as file name -> content; empty for a single file."""
     files = list(files)
     if len(files) == 1:
         return {}

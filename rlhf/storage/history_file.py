@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-# Long enough to contain a record, which has times and so differs between runs and attempts.
+# Bytes to hash: enough to contain a whole record. Records contain times, so they differ between runs and attempts.
 TAIL = 4096
 _STEP_FIRST = re.compile(rb'\{"step": (\d+)[,}]')
 
@@ -20,7 +20,7 @@ class DamagedHistory(Exception):
 
 @dataclass(frozen=True)
 class HistoryMark:
-    """Marks the position after `size` bytes of the history. `tail` is the xxh3-128 in hex of the last TAIL of them."""
+    """Marks the position after `size` bytes of the history. `tail`: xxh3-128 in hex of the last TAIL bytes before."""
 
     size: int
     tail: str
@@ -32,7 +32,7 @@ class HistoryMark:
         return cls(size, _tail(path, size) or "")
 
     def fits(self, path: Path) -> bool:
-        """Return whether the file has the same bytes up to this mark."""
+        """Return whether the file has the same last TAIL bytes before this mark."""
         return (_tail(path, self.size) or "") == self.tail
 
 

@@ -83,7 +83,7 @@ class Parts(NamedTuple):
 
 
 def parse_rows(rows: Rows, table: Table) -> Parts:
-    """Parse `rows`; raise ValueError for a row of no tensor or outside its tensor, or a box without a dimension."""
+    """Parse `rows`; raise ValueError for an unknown tensor, a row outside its tensor, or a box without a dimension."""
     number, start, stop = rows.T
     boxed = number < 0
     tensor = np.where(boxed, -1 - number, number) if boxed.any() else number

@@ -36,7 +36,7 @@ class PageLockedMemory:
 def _clear_last_error() -> None:
     """Clear CUDA's last error, which the next kernel would report as its own. torch does not offer the call."""
     with suppress(OSError, AttributeError):
-        # The loader returns the runtime that torch has loaded.
+        # The dynamic loader returns the CUDA runtime that torch has already loaded.
         CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaGetLastError()
 
 

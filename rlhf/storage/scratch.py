@@ -30,7 +30,7 @@ class Scratch:
 
     def __init__(self, *, large: bool = False) -> None:
         where = Path(tempfile.gettempdir())
-        # Large content goes to the user's TMPDIR, which has the space. It contains no sockets, so the path may be long.
+        # Large content goes to the user's TMPDIR, which has the space. It includes no sockets, so a long path is fine.
         where = where if large or len(str(where)) <= LONGEST else Path("/tmp")
         sweep(where)
         self._lock: int | None = None

@@ -48,7 +48,8 @@ class FileShards:
 
 
 class Piece(NamedTuple):
-    """A wanted part `box` of a tensor, which is in the row-major part `shard` from byte `position` of `file` on."""
+    """A wanted part `box` of a tensor, and the stored part `shard` that contains it. The row-major bytes of `shard`
+    begin at byte `position` of `file`."""
 
     name: str
     box: Box

@@ -219,7 +219,7 @@ class TensorReader:
 
 
 class _Read(NamedTuple):
-    """Reads the bytes [start, stop) of a file into `into`: all their elements, or only the view `layout` of them."""
+    """A read of the bytes [start, stop) of a file. `into` receives all their elements, or only those in `layout`."""
 
     start: int
     stop: int

@@ -25,7 +25,7 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 2.0, 60.0
 LAST_RETRY_S = 0.5
 """Time between two attempts during `finish`."""
 FINISH_TIMEOUT_S, LOST_TIMEOUT_S = 30.0, 2.0
-"""Longest waits of `finish`: for a server that answers, and for a server whose last answer is missing."""
+"""Longest waits of `finish`: for a server that answers, and for a server that did not answer the last request."""
 SYSTEM_METRICS_S = 10.0
 MARK_TIMEOUT_S = 20.0
 
@@ -33,8 +33,8 @@ MARK_TIMEOUT_S = 20.0
 class Mlflow:
     """Sends the records of metrics.jsonl to the MLflow run of `run_id`.
 
-    The training only wakes a thread, which sends what the server lacks. Without an answer, the thread warns once,
-    retries, and asks the server for its newest step before it sends again.
+    The training only wakes a thread, which sends the records that the server lacks. If the server does not answer, the
+    thread logs one warning and retries. It asks the server for its newest step before it sends again.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Mlflow:
         self._outcome: Outcome = "finished"
         self._times: dict[int, int] = {}
         """Milliseconds since 1970 at which each unsent step was logged. A repeated request has the same times, so that
-        the server ignores what it already has."""
+        the server ignores the metrics that it already has."""
         self._begun = int(time.time() * 1000)
         """Time of steps that earlier starts logged: before all times of this start, because MLflow sorts by time."""
         self._follower: HistoryFollower | None = None
@@ -80,7 +80,7 @@ class Mlflow:
         """Send the remaining steps and the status of the run.
 
         Raises:
-            TimeoutError: the server did not answer in time. A start of the run or of the finished run sends the rest.
+            TimeoutError: the server did not answer in time. The next start sends the rest, even of a finished run.
         """
         if (thread := self._thread) is None:
             return
@@ -119,15 +119,15 @@ class Mlflow:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "mlflow: the server does not take the metrics (%s). The training goes on; the steps are sent when the "
-                "server answers.",
+                "mlflow: the server does not accept the metrics (%s). The training goes on; the steps are sent when "
+                "the server answers.",
                 _line(error),
             )
 
     def _send_news(self) -> None:
         """Send the records that the server lacks, and system metrics when they are due."""
         if self._follower is None:
-            # The follower first: a record that is appended meanwhile is found twice, not missed.
+            # Create the follower first: a record that is appended meanwhile is then found twice instead of missed.
             follower = HistoryFollower(self._history.path)
             self._run.connect()
             self._upload(SETTINGS_FILE, json.dumps(self._settings, indent=1, default=str))
@@ -153,7 +153,7 @@ class Mlflow:
             self._times.pop(step, None)
 
     def _upload(self, name: str, text: str) -> None:
-        """Write a file of the run. Without the server's store of files, warn once and go on."""
+        """Write a file of the run. If the server cannot store files, warn once and go on."""
         if self._files_fail:
             return
         try:
@@ -165,7 +165,7 @@ class Mlflow:
 
 
 def mark_failed(trainer: TrainerConfig, config: MlflowConfig, run_id: str) -> None:
-    """Set the final status of a run whose ranks are dead, in at most MARK_TIMEOUT_S. A failure is a warning."""
+    """Set the final status of a run whose ranks are dead, in at most MARK_TIMEOUT_S. Log a warning on failure."""
 
     def mark() -> None:
         try:

@@ -20,7 +20,7 @@ MOST_METRICS, MOST_PARAMS, LONGEST_NAME, LONGEST_VALUE = 1000, 100, 250, 6000
 """Limits of a request, and of texts (mlflow/utils/validation.py)."""
 STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _SYSTEM = "system/"
-# A request may take 10 s, and is sent once more. The user's own variables win.
+# A request may take 10 s, and is retried once. Variables that the user has set win.
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -76,7 +76,7 @@ def params_of(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 class MlflowRun:
-    """Sends to one run on the server. Errors of the server propagate; `connect` then finds what the server has."""
+    """Sends to one run on the server. Errors of the server propagate; `connect` then reads what the server has."""
 
     def __init__(self, trainer: TrainerConfig, config: MlflowConfig, settings: Mapping[str, Any], run_id: str) -> None:
         self._experiment, self._name = trainer.project_name, trainer.experiment_name
@@ -127,7 +127,7 @@ class MlflowRun:
         if known is None:
             try:
                 return str(self._client.create_experiment(self._experiment))
-            except MlflowException:  # another run of a sweep may have created it
+            except MlflowException:  # another run of a sweep may have created the experiment
                 known = self._client.get_experiment_by_name(self._experiment)
                 if known is None:
                     raise
@@ -159,7 +159,7 @@ class MlflowRun:
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
         if self._monitor is None:
-            # Never started: its own thread would end at the first failure of the server.
+            # Never start the monitor: its own thread would end at the first failure of the server.
             self._monitor = SystemMetricsMonitor(self._id, tracking_uri=self._uri)
         self._monitor.collect_metrics()
         found = {f"{_SYSTEM}{name}": value for name, value in self._monitor.aggregate_metrics().items()}

@@ -128,7 +128,7 @@ class RunOutput:
         self._write([text])
 
     def only_log(self, text: str) -> None:
-        """Write lines to the log that the terminal already shows."""
+        """Write lines to the log only, because the terminal already shows them."""
         self._write([self._sanitized(text)])
 
     def note(self, text: str) -> None:

@@ -102,7 +102,7 @@ def test_a_start_says_where_it_is_from_and_what_begins_anew(tmp_path, trained, s
     assert "with actor's weights, actor's moments, actor's schedule" in line
     assert "It does not continue that run bit for bit: reference, generators, data start afresh." in line
     assert stream.state == {"count": 7}, "as it was at the start"
-    assert "bits of further steps" not in caplog.text
+    assert "bit-identical" not in caplog.text
     assert "RNG state" not in caplog.text
     run = json.loads((config.run_dir / "run.json").read_text())
     driver = json.loads((target / "driver_state.json").read_text())

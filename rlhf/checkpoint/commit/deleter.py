@@ -22,8 +22,8 @@ class Deleter:
                 threading.Thread(target=self._run, name="checkpoint-deleter", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` seconds for the thread; return whether the thread is done with all trash: each
-        directory is deleted, or an error says that it could not be."""
+        """Wait at most `timeout_s` seconds for the thread. Return whether the thread is done with all trash: it has
+        deleted each directory, or has logged why it could not."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._trash, timeout_s)
 

@@ -26,7 +26,7 @@ LARGEST_BYTES = 256 << 20
 BLOCKS_AT_A_TIME = 64
 """Blocks verified between two progress reports."""
 DOMAINS = "domains"
-"""Key of a file's entry: the storage domains (`rlhf.ranks.coordinator`) that saved the file; without the key, all."""
+"""Key of a file's entry: the storage domains (`rlhf.ranks.coordinator`) that saved the file; by default all."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def manifest_bytes(root: Path) -> bytes:
     """Return the manifest's bytes, not verified; raise DamagedCheckpoint without a manifest, and for a link."""
     path = root / MANIFEST
     if path.is_symlink():
-        raise DamagedCheckpoint(f"{path} is a symbolic link, and a save writes a file: copy the checkpoint again")
+        raise DamagedCheckpoint(f"{path} is a symbolic link, but a save writes files: copy the checkpoint again")
     try:
         return read_regular(path, LARGEST_BYTES)
     except (FileNotFoundError, NotADirectoryError):

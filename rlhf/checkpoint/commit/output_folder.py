@@ -118,8 +118,8 @@ def _find_checkpoint(target: Path) -> Path | None:
 
 
 def step_named(target: Path, source: Path) -> int:
-    """Return the step in the name `target`; raise UserError, with a step found in the name `source`, for another
-    name."""
+    """Return the step in the name of `target`. If the name has no step, raise UserError, and suggest the step in the
+    name of `source`."""
     step = step_of(target.absolute())
     if step is None:
         found = re.search(r"(?:step|iter|checkpoint)[-_]0*(\d+)(/[^/]*)?$", str(source.absolute()))
@@ -205,9 +205,9 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
 
 
 def _put_back(replaced: Path, folder: Path, target: Path, reason: BaseException) -> None:
-    """Give the earlier output its name again, since the new one may not survive a power cut.
+    """Give the earlier output its name again, because the new output may not survive a power cut.
 
-    Raises OSError with the paths of both if that fails.
+    Raises OSError with the paths of both outputs if the rename fails.
     """
     try:
         if replaced == folder:

@@ -20,7 +20,7 @@ def read_pointer(run_dir: Path) -> int | None:
 
 
 def point_to(run_dir: Path, step: int | None) -> None:
-    """Write `step` into the pointer, or remove it for None. After a failed write, log an error and remove it."""
+    """Write `step` into the pointer; None removes it. After a failed write, log an error and remove the pointer."""
     pointer = run_dir / POINTER
     if step is None:
         remove_file_durably(pointer)
@@ -40,7 +40,7 @@ def point_elsewhere(leaving: Path) -> None:
 
 
 def point_to_newest(run_dir: Path) -> None:
-    """Write the newest checkpoint into the pointer. After a kill, the pointer may name one that retention removes."""
+    """Write the newest checkpoint into the pointer, which after a kill may name a checkpoint that retention removes."""
     newest = next((step_of(path) for path in scan(run_dir)), None)
     if read_pointer(run_dir) != newest:
         # A killed run may not have synced the checkpoint's name, and then a power cut would leave only the pointer.

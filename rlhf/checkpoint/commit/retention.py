@@ -119,7 +119,7 @@ def _metrics(path: Path, version: tuple[int, ...]) -> dict[str, float]:
 def retire(run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter, coordinator: Coordinator) -> None:
     """Remove the checkpoints that no rule keeps, the same in all storage domains. Call after a publication. Collective.
 
-    Never raises for a disk error: an old checkpoint that cannot be removed costs disk space, not the run.
+    Never raises for a disk error, because an old checkpoint that cannot be removed only costs disk space.
     """
     try:
         paths = victims(run_dir, settings, step, coordinator)

@@ -58,7 +58,7 @@ def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> Non
 
 
 def explain_no_export(run_dir: Path, settings: CheckpointConfig, step: int) -> None:
-    """Log the folder of the export that `settings` request, or how to export, for a run in a read-only directory."""
+    """For a run in a read-only directory, log the folder of the export that `settings` request, or how to export."""
     if "hf_model" not in settings.contents:
         return
     checkpoint, target = step_dir(run_dir, step), run_dir / HF_FOLDER
@@ -90,7 +90,7 @@ def _origin(checkpoint: Path, settings: CheckpointConfig) -> dict[str, Any]:
 
 
 def _form(settings: Mapping[str, Any]) -> list[str]:
-    """Return an export's dtype (training is in float32), and whether adapters are kept, by the section `checkpoint`."""
+    """Return an export's dtype (default: float32, as in training) and adapter setting from the section `checkpoint`."""
     return [settings.get("hf_dtype") or "float32", settings.get("hf_adapter") or "keep"]
 
 

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def recognises(origin: Origin) -> bool:
-    """Return whether `origin` is or contains a folder with a manifest: the name global_step_N alone may be verl's."""
+    """Return whether `origin` is or contains a folder with a manifest. verl, too, names folders global_step_N."""
     return any((path / MANIFEST).is_file() for path in (origin.path, *scan(origin.path)))
 
 

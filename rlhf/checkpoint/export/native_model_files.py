@@ -78,7 +78,7 @@ def base_folder(checkpoint: Path, manifest: Manifest, files: CheckedFiles, given
 
 
 def _start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: str) -> tuple[Any, str, str, str | None]:
-    """Return the section `model` of the configuration, and the setting, path and revision of the role's start."""
+    """Return the configuration's section `model`, and setting, path and revision of the role's initial model."""
     try:
         config: Any = stored_sections(files.content(CONFIG), manifest.release)
         model = config["model"]

@@ -9,8 +9,8 @@ from rlhf.models.hf.source import TensorInfo
 from rlhf.storage.shards import DTYPES, Shard, TensorReader
 
 READ_AHEAD, MOST_AHEAD = 16 << 20, 128 << 20
-"""Least and most bytes of whole tensors per read; with the files of many ranks, reads are larger. A block of a file is
-verified as a whole, so if small tensors were read one by one, each block would be read again and again."""
+"""Least and most bytes of whole tensors per read; reads grow with the number of ranks. Each read verifies whole blocks
+of a file, so reading small tensors one by one would read each block many times."""
 
 
 class NativeTensors:

@@ -27,8 +27,8 @@ def check_compatible(
     """Raise UserError unless the run `identity` with `config` may continue from this checkpoint; log differences.
 
     Return the settings whose values or files change the run. `moving_reference`: the run's reference policy moves.
-    `allow_change`: `trainer.allow_config_change`. Of an imported checkpoint only the contents are checked: it belongs
-    to no run.
+    `allow_change`: `trainer.allow_config_change`. For an imported checkpoint, check only the contents, because it
+    belongs to no run.
     """
     if not {"model", "hf_model"} & set(load_contents):
         raise UserError(
@@ -68,7 +68,7 @@ def check_compatible(
 def _other_files(
     path: Path, manifest: Manifest, config: ResolvedConfig, fingerprints: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return a line for each setting whose files are not those of the checkpoint."""
+    """Return a line for each setting whose files differ from the files at the checkpoint's save."""
     lines = {}
     for setting in sorted(manifest.fingerprints.keys() | fingerprints.keys()):
         stored, present = manifest.fingerprints.get(setting), fingerprints.get(setting)

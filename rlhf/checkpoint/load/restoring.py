@@ -71,8 +71,8 @@ def load_state(
 
     Ranks first fetch the files that they need from other nodes' disks. Raises DamagedCheckpoint on every rank
     unless each byte of the checkpoint matches its hash; by then tensors may be overwritten, but nothing else. A part
-    that the stored driver state lacks starts afresh, with a warning. The settings `changed` since the save discard
-    obsolete state: generators of another seed, and samples carried over to later steps.
+    that the stored driver state lacks starts afresh, with a warning. If settings `changed` since the save make
+    generators or carried-over samples obsolete, these are not restored.
     """
     started = time.monotonic()
     loading = _Loading(located, state, load_contents, coordinator, changed)
@@ -251,7 +251,7 @@ class _Loading:
             files = [f for f in map(PurePosixPath, self._manifest.files) if f.parent == PurePosixPath(folder)]
             weights = [f.name for f in files if f.suffix == ".safetensors"]
             reader = TensorReader.of_whole_tensors(self.files, folder, weights)
-            # Release 0.1.0 stored most weights under the model's names, whatever files of other tools call them.
+            # Release 0.1.0 stored most weights under the module's names, even if Hugging Face files use other names.
             parts = self._state.roles[part].hf_parts()
             shards = shards_in_files(shards, {name: parts[name] for name in parts.keys() - reader.tensors.keys()})
         else:
@@ -281,7 +281,7 @@ class _Loading:
         return names
 
     def _carried(self) -> list[str]:
-        """Return the carried samples that this rank restores: its own, and at another world size every W-th rank's."""
+        """Return the carried samples that this rank restores: those of saved ranks r, r + W, ... (rank r of W now)."""
         saved = range(self._rank, self._manifest.world_size, self._world_size)
         names = [f"{CARRIED}/{rank_file(rank)}" for rank in saved]
         return [name for name in names if name in self._manifest.files]

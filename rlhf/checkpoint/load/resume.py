@@ -168,7 +168,7 @@ def _attempt_complete(
     attempt: Callable[[FileLocations, Coordinator], T],
     incomplete: list[FileLocations],
 ) -> T | None:
-    """Return the result of `attempt`. If a disk may have missing files, add the checkpoint to `incomplete` instead."""
+    """Return the result of `attempt`. If missing files may be on an absent disk, add the checkpoint to `incomplete`."""
     located = locate_files(path, coordinator)
     if located.missing and located.may_be_elsewhere:
         incomplete.append(located)

@@ -41,7 +41,7 @@ class MemorySnapshots:
     """Takes and publishes the snapshots of a run. All methods are collective, except `metrics` and `wait_for_end`.
 
     A thread publishes a copy of the state over process groups of its own, so that a save on disk may run meanwhile. The
-    next snapshot waits for the thread. A failed snapshot costs only itself: the run logs a warning and trains on.
+    next snapshot waits for the thread. A failed snapshot does not end the run, which logs a warning.
 
     Args:
         settings: section `checkpoint`; its contents and retention do not apply.

@@ -17,7 +17,7 @@ class SaveInFlight:
     """Runs the save of `step`.
 
     `reference_at`: the step at which the saved moving reference last changed, or None. `last`: whether no training
-    follows the save. `name` is the first part of the names of its events.
+    follows the save. `name`: prefix of the save's events.
     """
 
     step: int

@@ -15,8 +15,8 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Return the bytes that this process can still allocate, or None if the system does not report them: the kernel's
-    available memory, or less under a limit of a control group (version 1 or 2, own or parent)."""
+    """Return the bytes that this process can still allocate: the least of the kernel's available memory and what
+    each control group's limit leaves (version 1 or 2, own or parent). None if the system reports neither."""
     known = [*_of_kernel(proc), *_of_groups(proc, cgroups)]
     return max(0, min(known)) if known else None
 

@@ -17,9 +17,9 @@ ALIGNMENT = 64
 class Stager:
     """Copies the live tensors of a snapshot into memory that is reused from save to save.
 
-    To allocate memory takes several times as long as the copy, so a save allocates only if it needs more than any
-    earlier save.
-    CUDA tensors go into page-locked memory on a separate stream. `remedy` is the setting that needs no copies.
+    Allocating memory takes several times as long as the copy, so a save allocates only if it needs more than any
+    earlier save. CUDA tensors are copied to page-locked memory on a separate stream. `remedy` is the setting that needs
+    no copies.
     """
 
     def __init__(self, remedy: str = "checkpoint.async_save=false") -> None:

@@ -96,7 +96,7 @@ def write_checkpoint(
 
 
 def _needed(snapshot: Snapshot, linked: Collection[str], coordinator: Coordinator) -> int:
-    """Return the bytes that the save needs on the disk of this rank's domain; 0 unless this rank leads it.
+    """Return the bytes that the save needs on the disk of this rank's domain; 0 on ranks that do not lead a domain.
     Collective."""
     exported = sum(export.plan.weights_bytes for export in snapshot.exports.values()) if coordinator.is_leader else 0
     sizes = coordinator.collect(lambda: (snapshot.nbytes(linked) + exported, snapshot.index_rows(linked))) or []
@@ -167,7 +167,7 @@ def _write_files(root: Path, snapshot: Snapshot, linked: Collection[str], rank: 
 
 
 def _add_exported(ranks: list[RankFiles], exported: Exported, roles: list[str]) -> None:
-    """Add the exported files to the files of the leader, on whose disk they are, and each rank's seconds to its own."""
+    """Add the exported files to those of the leader, whose disk has them, and each rank's seconds to that rank."""
     ranks[0].files += exported.files
     for rank, seconds in zip(ranks, exported.seconds, strict=True):
         for folder, spent in seconds.items():

@@ -21,7 +21,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.layout import CONFIG
 
 EXPORT_SETTINGS = ("checkpoint.contents", "checkpoint.hf_dtype", "checkpoint.hf_adapter")
-"""Settings of the Hugging Face export. If `checkpoint.contents` has `hf_model`, they have an effect even on a finished
+"""Settings of the Hugging Face export. If `checkpoint.contents` has `hf_model`, these settings affect even a finished
 run."""
 
 

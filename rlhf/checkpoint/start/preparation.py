@@ -157,7 +157,7 @@ def _download_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> N
     if longest != 0:
         _move_to_driver(path, longest, lengths[longest], coordinator)
     if any(lengths[domain] for domain in lengths if domain != 0):
-        # Remove the other histories: after the next swap, an old history could look like a newer one.
+        # Remove the other histories: after the next swap of nodes, an old history could look like a newer one.
         coordinator.on_domain_leaders(lambda: None if coordinator.is_leader else remove_file(path, missing_ok=True))
 
 

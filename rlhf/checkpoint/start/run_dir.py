@@ -60,7 +60,7 @@ def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
 
 
 def reject_shared(run_dir: Path) -> None:
-    """Raise UserError if a file to which the run appends has a second name: the run would change another folder."""
+    """Raise UserError if a file to which the run appends has another hard link, whose folder would change, too."""
     for path in (run_dir / HISTORY, run_dir / EVENTS):
         if path.exists() and path.stat().st_nlink > 1:
             raise UserError(
@@ -95,8 +95,8 @@ def prepared_by(launch: Collection[str], run_dir: Path) -> bool:
 
 
 def set_aside_for(run_dir: Path, source: Path) -> None:
-    """Set aside the records, and the checkpoints later than `source`, from which the run starts again. Set aside all
-    checkpoints if `source` is in another directory."""
+    """Set aside the run's records and the checkpoints later than `source`: the run starts again from `source`. Set
+    aside all checkpoints if `source` is in another directory."""
     for path in scan(run_dir):
         if source.parent != run_dir.resolve() or (step_of(path) or 0) > (step_of(source) or 0):
             aside = set_aside(path, "superseded").name

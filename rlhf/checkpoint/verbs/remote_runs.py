@@ -58,7 +58,7 @@ class RemoteCheckpoint:
 
 
 def find_remote_runs(url: str) -> tuple[list[FoundRun], list[str]]:
-    """Return the runs at `url`, sorted by name, and no problems; raise UserError without any checkpoint."""
+    """Return the runs at `url`, sorted by name, and an empty list of problems; raise UserError without a checkpoint."""
     url = url.rstrip("/")
     retries = Retries(url, stalled_s=RETRY_S, give_up_s=RETRY_S)
     parent, _, last = url.rpartition("/")

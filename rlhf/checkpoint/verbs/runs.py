@@ -144,7 +144,7 @@ def snapshots_of(run_dir: Path) -> list[LocalCheckpoint]:
 
 
 def read_checkpoint(checkpoint: FoundCheckpoint, look: Callable[[], T]) -> T | Unreadable:
-    """Return the result of `look` at a checkpoint, or the line about its error. Its run may remove it meanwhile."""
+    """Return the result of `look`, or a line about its error; the run may remove `checkpoint` during `look`."""
     found = read_or_problem(Path(checkpoint.name), look)
     if isinstance(found, Unreadable) and read_or_problem(Path(checkpoint.name), checkpoint.is_removed) is True:
         return Unreadable(f"{checkpoint.name} was removed while this command read it", REMOVED)

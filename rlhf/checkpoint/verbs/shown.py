@@ -68,7 +68,7 @@ def show_checkpoints(
 
 
 def show_end(document: dict[str, Any], unreadable: list[str], console: Console, *, in_json: bool) -> None:
-    """Print the document and the folders that cannot be read as JSON, or these folders in a line each."""
+    """Print the document and the unreadable folders as JSON; without `in_json`, print a line per unreadable folder."""
     if in_json:
         console.out(as_json(document | {"unreadable": unreadable}))
         return

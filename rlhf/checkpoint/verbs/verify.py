@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _verified(checkpoint: FoundCheckpoint, *, named: bool) -> tuple[list[str], dict[str, Any]]:
-    """Return the lines and the document of a checkpoint. Its removal is a problem only if the user `named` it."""
+    """Return a checkpoint's lines and document. A removal by its run is a problem only if the user `named` it."""
     document: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
     manifest = read_checkpoint(checkpoint, lambda: verify_found(checkpoint))
     if isinstance(manifest, Unreadable):
@@ -41,7 +41,7 @@ def _verified(checkpoint: FoundCheckpoint, *, named: bool) -> tuple[list[str], d
 
 
 def verify_found(checkpoint: FoundCheckpoint) -> Manifest:
-    """Read every byte of a checkpoint that must be here; raises DamagedCheckpoint with a list of the damage."""
+    """Read every byte of the files that must be here; raise DamagedCheckpoint with a list of the damage."""
     manifest = checkpoint.manifest()
     files, here = checkpoint.files(manifest), checkpoint.here(manifest)
     with work_bar(checkpoint.name, sum(files.size(name) for name in here)) as progress:

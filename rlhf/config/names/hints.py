@@ -12,7 +12,7 @@ from rlhf.errors import did_you_mean, nearest
 
 DATA_ENDINGS = (".csv", ".json", ".jsonl", ".parquet")
 GENERAL = frozenset({"device", "enable", "enabled", "mode", "name", "path", "type"})
-"""Last parts of settings' names that mean nothing without the part before."""
+"""Last parts of setting names that are ambiguous without the part before them."""
 
 
 def recipe_hint() -> str:

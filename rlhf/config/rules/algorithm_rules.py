@@ -76,7 +76,7 @@ def _wrong_name(setting: str, name: str, known: Collection[str], arguments: tupl
 
 
 def correction_problems(config: Config) -> Iterator[str]:
-    """Yield one line per bound of `rollout_correction` that is missing, crossed or without effect."""
+    """Yield one line per bound of `rollout_correction` that is missing, in the wrong order, or without effect."""
     c, section = config.algorithm.rollout_correction, "algorithm.rollout_correction"
     lower, least, kind = c.rollout_is_threshold_lower, c.rollout_rs_threshold_lower, c.rollout_rs
     if c.rollout_is is None:
@@ -106,7 +106,7 @@ def correction_problems(config: Config) -> Iterator[str]:
 
 
 def reward_problems(config: Config) -> Iterator[str]:
-    """Yield one line per reward normalization without effect, and per clip without a range."""
+    """Yield one line for a reward normalization without effect, and one for an invalid `reward_clip_range`."""
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     kind, bounds = algorithm.normalize_reward, algorithm.reward_clip_range
     if bounds is not None and not (len(bounds) == 2 and all(map(math.isfinite, bounds)) and bounds[0] < bounds[1]):
@@ -121,7 +121,7 @@ def reward_problems(config: Config) -> Iterator[str]:
 
 
 def entropy_problems(config: Config) -> Iterator[str]:
-    """Yield one line per setting of the adaptive entropy bonus without effect or in contradiction."""
+    """Yield one line per setting of the adaptive entropy bonus that has no effect or contradicts another."""
     control, start = config.actor.entropy_ctrl, config.actor.entropy_coeff
     if control.type != "adaptive":
         keys = (f"actor.entropy_ctrl.{field.name}" for field in fields(control))

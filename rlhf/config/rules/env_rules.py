@@ -1,4 +1,4 @@
-"""Rules of the settings `env`."""
+"""Checks the section `env`, also against the rollout settings."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from rlhf.config import Config
 
 
 def env_problems(config: Config) -> Iterator[str]:
-    """Yield one line for each setting that environments do not allow."""
+    """Yield one line per rollout setting that a run with environments cannot use."""
     if not config.env.classes:
         return
     rollout, shown = config.rollout, f"env.classes={config.env.classes}"

@@ -69,7 +69,7 @@ def on_one_machine(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def model_problems(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield one line per model or chat template that is missing, and for a reward model without effect."""
+    """Yield one line per missing model or chat template, and one for a reward model without effect."""
     here = on_one_machine(environ)
     yield from model_folder_problems("model.path", config.model.path, here)
     for key, optional in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
@@ -87,8 +87,8 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def model_folder_problems(key: str, name: str, here: bool) -> Iterator[str]:
-    """Yield a line if `name`, the value of `key`, cannot be a Hub name, or is a path without a model. Only if `here`
-    does a path have to exist on this machine."""
+    """Yield a line if `name`, the value of `key`, cannot be a Hub name, or is a path without a model. With `here`, a
+    path must also exist on this machine."""
     path = Path(name).expanduser()
     looks_local = name.startswith(("/", "./", "../", "~")) or ("/" in name and path.parent.is_dir())
     if not name:

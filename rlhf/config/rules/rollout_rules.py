@@ -123,8 +123,8 @@ def _asynchronous(config: Config) -> Iterator[str]:
         )
     if config.rollout.structured_outputs:
         yield (
-            f"rollout.structured_outputs={config.rollout.structured_outputs}: with {ahead} a response goes on after a "
-            "weight sync as a new request, whose structure would begin again; set rollout.async_steps=0."
+            f"rollout.structured_outputs={config.rollout.structured_outputs}: with {ahead} a response continues after "
+            "a weight sync as a new request, whose structure would begin again; set rollout.async_steps=0."
         )
     filters = config.algorithm.filter_groups
     if filters.enable and filters.max_staleness < config.rollout.async_steps:

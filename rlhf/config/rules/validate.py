@@ -129,7 +129,7 @@ def _run(config: Config) -> Iterator[str]:
 
 
 def _callbacks(config: Config) -> Iterator[str]:
-    """Yield one line per callback that is not a function of a step and its metrics, and per argument without use."""
+    """Yield one line per callback that does not accept a step and its metrics, and per argument that none accepts."""
     t, accepted, known = config.trainer, set[str](), True
     for spec in t.callbacks:
         try:

@@ -11,7 +11,7 @@ from rlhf.config.secrets import masked
 def without_effect(
     config: Config, keys: Iterable[str], needs: str, now: object = None, remedy: str = ""
 ) -> Iterator[str]:
-    """Yield one line per setting in `keys` that differs from its default, although it has effect only with `needs`.
+    """Yield one line per setting in `keys` that differs from its default and has no effect without `needs`.
 
     Args:
         needs: the setting and its value, or another condition.

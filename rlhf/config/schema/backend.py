@@ -17,8 +17,8 @@ class BackendConfig:
     """Free gathered weights between forward and backward: less memory, more communication."""
     dp_replicate: int | None = setting(None, ge=1, resume="harmless")
     """Replicas of each model (HSDP); each shards over ranks / dp_replicate ranks. More replicas need more memory and
-    send less. null: as in the checkpoint, or on one machine's CPUs one per rank if half of the memory suffices, else
-    1."""
+    send less. null: as in the checkpoint; without a checkpoint, 1, or one per rank on one machine's CPUs if half of
+    the memory suffices."""
     zero_stage: int = setting(2, ge=0, le=3, resume="harmless")
     """State that DeepSpeed shards: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     offload_optimizer: bool = setting(False, resume="harmless")

@@ -6,7 +6,7 @@ from rlhf.config.schema.fields import setting
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 STATE = ("model", "optimizer", "extra")
-"""The parts with which a run continues bit for bit."""
+"""Parts that a run needs to continue bit for bit."""
 REMOTES = {"s3": "s3fs", "gs": "gcsfs", "hdfs": "pyarrow", "file": "fsspec"}
 """Schemes of `checkpoint.remote`, each with the package that implements it."""
 

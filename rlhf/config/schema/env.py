@@ -11,8 +11,8 @@ class EnvConfig:
     """Environment classes, `path/to/file.py:Class`. With several, the column `environment` names the class of each
     row. Empty: each response is one turn."""
     template: str | None = setting(None)
-    """Chat template (Jinja file) for episodes; null: the tokenizer's, or ours for families whose template changes
-    earlier turns."""
+    """Chat template (Jinja file) for episodes; null: the tokenizer's, or a bundled one if the tokenizer's
+    template changes earlier turns."""
     announce_tools: bool = setting(True)
     """List the tools in the system message if the chat template has no tools."""
     max_turns: int = setting(8, ge=1)
@@ -22,7 +22,7 @@ class EnvConfig:
     timeout_s: float = setting(30.0, gt=0)
     """Seconds for each call: `reset`, a tool, `get_reward`. Then the environment's process is killed."""
     retries: int = setting(1, ge=0)
-    """New starts of an episode whose environment raised, hung or died. If the last start fails, too, the sample has
+    """Restarts of an episode whose environment raised, hung or died. If the last restart fails, too, the sample has
     failed and is not trained on."""
     max_failed: float = setting(0.5, ge=0, le=1)
     """Largest fraction of failed samples in a step; with more, the run stops."""

@@ -1,4 +1,4 @@
-"""Section `guards`: bounds for a batch and the action beyond the bounds."""
+"""Section `guards`: bounds that reject a batch, and the action after a rejected batch."""
 
 from dataclasses import dataclass
 

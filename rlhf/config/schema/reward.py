@@ -25,8 +25,8 @@ class OverlongBufferConfig:
 class RewardConfig:
     functions: list[str] = setting(["reasoning_gym"])
     """Rewards to sum: `reasoning_gym`, `math_verify`, `exact_match`, `reward_model`, or `path/to/file.py:name`, a
-    function in verl's or TRL's form. A response counts as right if the first function's score is at least 1, or, if a
-    function returns `acc`, if that is 1."""
+    function in verl's or TRL's form. A response is right if the first function's score is at least 1. If a function
+    returns `acc`, the response is right if `acc` is 1."""
     kwargs: dict[str, Any] = setting({})
     """Extra arguments for functions in files; each function gets those it accepts (verl's `reward_kwargs`)."""
     weights: list[float] | None = setting(None)

@@ -15,7 +15,7 @@ class TrainerConfig:
     default_local_dir: str = setting("checkpoints", resume="harmless")
     """Parent of run directories: `<default_local_dir>/<project_name>/<experiment_name>`."""
     nproc: int | None = setting(1, ge=1, resume="harmless", by_device=True)
-    """Ranks on this machine; null means one per GPU (without those of `rollout=vllm_server`), or 1 on a CPU.
+    """Ranks on this machine; null means one per GPU that `rollout=vllm_server` does not use, or 1 on a CPU.
     Checkpoints are exact across values; later steps are bit-identical only with the same `nproc`."""
     nnodes: int = setting(1, ge=1, resume="harmless")
     """Machines, each with `nproc` ranks. `python -m rlhf.launch.slurm` starts them all, `python -m rlhf.train` starts

@@ -79,7 +79,7 @@ def _kl(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def _batches(theirs: Theirs, recipe: Recipe) -> None:
-    """Prompts per update: samples per update / samples per prompt. Budgets: samples * (prompt + response) tokens."""
+    """Set prompts per update (samples / samples per prompt) and budgets of samples * (prompt + response) tokens."""
     n = int(theirs.number("n_samples_per_prompt", "rollout.n_samples_per_prompt", least=1))
     prompts = int(theirs.number("rollout_batch_size", "rollout.batch_size", least=1))
     samples = int(theirs.number("train_batch_size", "train.batch_size", least=1))

@@ -79,7 +79,7 @@ class Recipe:
     """Names that need no setting here."""
 
     def set(self, key: str, value: Any, name: str) -> None:
-        """Set `key` to `value` of their setting `name`. A wrong value, or a second value, becomes a line in `lost`.
+        """Set `key` to the `value` of the other trainer's `name`. A wrong or second value becomes a line in `lost`.
 
         Ignore None if `key` cannot be null, because other trainers write null for their default.
         """
@@ -101,7 +101,7 @@ class Recipe:
         self.lost.append(f"{name}={value}: {why}")
 
     def as_yaml(self, head: str) -> str:
-        """Return the recipe as YAML, after the comment `head`. What was lost is in comments at the end."""
+        """Return the recipe as YAML, after the comment `head`. Comments at the end list the settings that it lacks."""
         parts = ["# @package _global_\n", *(f"# {line}\n" for line in head.splitlines())]
         if self.groups:
             parts.append("defaults:\n")
@@ -128,7 +128,7 @@ class Recipe:
 
 
 def _ours(key: str, value: Any) -> Any:
-    """Return our value for their `value` of a setting, for example instead of verl's -1."""
+    """Return our value of a setting for the other trainer's `value`, for example null or 0 for verl's -1."""
     setting, tables = setting_of(key), other_trainers()
     assert setting is not None
     if value == -1 and not isinstance(value, bool) and (meaning := tables.minus_one.get(key)):

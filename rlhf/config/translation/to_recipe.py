@@ -33,7 +33,7 @@ def translate(trainer: str, settings: Mapping[str, Any]) -> Recipe:
     given = {name: value for name, value in named.items() if value is not None or name not in defaults}
     theirs, recipe = Theirs(defaults | given), Recipe()
     CONVERSIONS[trainer](theirs, recipe)
-    # The file first: it may use another name than the table of defaults for the same setting.
+    # Translate the file's settings before the defaults, which may have another name for the same setting.
     for name in sorted(theirs.left, key=lambda name: name not in named):
         if name in named or _key(trainer, name) not in recipe.settings:
             _by_name(trainer, name, theirs.left[name], recipe)
@@ -58,7 +58,7 @@ def _by_name(trainer: str, name: str, value: Any, recipe: Recipe) -> None:
     if why is not None and why.startswith("Leave it out"):
         recipe.needless.append(name)
     elif value in (None, "", False) or value == [] or value == {} or name.endswith("_target_"):
-        return  # switched off, or Hydra's class of a section
+        return  # disabled in the other trainer, or a class name for Hydra
     elif why is not None:
         recipe.lose(name, value, why)
     else:

@@ -199,7 +199,7 @@ class _RestrictedUnpickler(pickle._Unpickler):
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-    del dispatch[pickle.BYTEARRAY8[0]]  # also allocates what the pickle claims; no `.metadata` has one
+    del dispatch[pickle.BYTEARRAY8[0]]  # would also allocate the claimed size; unused in `.metadata`
 
     def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file)

@@ -27,7 +27,7 @@ def write_dcp_folder(
     """Write an open checkpoint into the empty `folder`, which `torch.distributed.checkpoint.load` opens under any
     parallel layout. Return the written files with hashes, computed in memory before the write.
 
-    Parameters are at the top under their names in transformers; the moments are `optimizer.state.NAME.exp_avg`,
+    Parameters are top-level entries under their transformers names; the moments are `optimizer.state.NAME.exp_avg`,
     `.exp_avg_sq` and `.step`, as torch flattens them (`flatten_optimizer_state_dict`). `dtype` (float32, ...) converts
     the weights, not the moments; None keeps each dtype. Config and tokenizer are copied if they are known.
     """

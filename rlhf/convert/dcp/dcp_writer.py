@@ -48,8 +48,9 @@ def write_dcp(
     """Write the tensors of `source` into the folder `root`: data files `__0_N.distcp`, then `.metadata`.
 
     Chunks are rows of the first dimension, so that a loader reads its part without the whole tensor. `paths` has the
-    keys of each tensor in the nested state dict (default: all at the top). `objects` are files of `torch.save` for the
-    other entries, by name. torch's own writer would keep every tensor of a file in memory until the file is complete.
+    keys of each tensor in the nested state dict (default: all at the top level). `objects` has the other entries by
+    name, as bytes of `torch.save`. torch's own writer would keep every tensor of a file in memory until the file is
+    complete.
     """
     stored: dict[MetadataIndex, _StorageInfo] = {}
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}

@@ -82,8 +82,8 @@ def _optimizer(content: Mapping[str, Any], save: Path) -> dict[str, Any]:
 
 
 def _stage_0(states: Mapping[str, Any]) -> Assembled:
-    """Assemble whole parameters. Float32 copies and moments are in the order of the optimizer, which follows from
-    `param_names` (torch stores them for an optimizer of named parameters) or from the float32 copies."""
+    """Assemble whole parameters. Float32 copies and moments are in the optimizer's order. This order follows from
+    `param_names`, if the optimizer was given named parameters, or from a comparison of the float32 copies."""
     made = Assembled()
     for name, tensor in _unique_tensors(states["module"], {}):
         made.add_weight(name, tensor.shape, as_pieces([tensor]))
@@ -136,7 +136,7 @@ def _stages_1_and_2(save: Path, states: Mapping[str, Any], ranks: Sequence[Mappi
         paddings = ranks[0].get("param_alignment_paddings")
         gaps = paddings[group] if paddings else [0] * len(shapes)
         needed, found = sum(map(math.prod, shapes.values())) + sum(gaps), numel_of(weights)
-        # The end is padded; the padding depends on the version, at most to a multiple of twice the ranks.
+        # DeepSpeed pads the end, depending on its version, at most to a multiple of twice the number of ranks.
         if not needed <= found < needed + 2 * len(ranks) or len(gaps) != len(shapes):
             raise DamagedCheckpoint(_wrong_size(save, group, found, needed))
         moments, step = _moments(ranks, group)

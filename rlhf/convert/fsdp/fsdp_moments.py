@@ -27,8 +27,8 @@ def read_moments(
 ) -> dict[str, ReadableTensor]:
     """Return `NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step` of the optimizer of `parameters`, in the model's order.
 
-    `shard_ranks` are the ranks that together have the model once, in the order of their pieces. Raises Unmapped when
-    the optimizer is missing or does not fit the parameters; DamagedCheckpoint for files of different steps.
+    `shard_ranks` are the ranks whose pieces, in this order, form one copy of the model. Raises Unmapped when the
+    optimizer is missing or does not fit the parameters; DamagedCheckpoint for files of different steps.
     """
     paths = paths_of(folder, OPTIMIZER, world_size)
     if missing := missing_among(paths):

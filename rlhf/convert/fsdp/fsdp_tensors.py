@@ -112,11 +112,11 @@ class DTensorPart:
 
     @property
     def is_copy(self) -> bool:
-        """Whether a rank at coordinate 0 of the replicating mesh dimensions has the same part."""
+        """Whether another rank, at coordinate 0 of the replicating mesh dimensions, has the same part."""
         return any(at for at, split in zip(self.coordinates, self.splits, strict=True) if split is None)
 
     def place(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return begin and extent of this rank's part in the whole, in a mesh of these `sizes`."""
+        """Return offset and shape of this rank's part in the whole tensor, in a mesh of these `sizes`."""
         begin, extent = [0] * len(self.shape), list(self.shape)
         for at, count, split in zip(self.coordinates, sizes, self.splits, strict=True):
             if split is not None:

@@ -1,8 +1,8 @@
 """Reads layout `fsdp`: verl's checkpoints of FSDP1 and FSDP2, one file per rank.
 
 A folder (verl's `global_step_N/actor` or `critic`) has `model_world_size_W_rank_R.pt` of every rank R. Usually it also
-has `optim_...` and `extra_state_...`, `fsdp_config.json`, `lora_train_meta.json` with a LoRA adapter, and in
-`huggingface/` the model's config and tokenizer.
+has `optim_...` and `extra_state_...`, `fsdp_config.json`, and in `huggingface/` the model's config and tokenizer. With
+a LoRA adapter, it also has `lora_train_meta.json`.
 """
 
 import re

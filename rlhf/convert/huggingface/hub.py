@@ -22,9 +22,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 CARD = "README.md"
 SILENCE_S = 300.0
-"""Longest wait for an answer, or until the Hub accepts the next bytes, before a request fails."""
+"""A request fails after this many seconds without an answer, or without bytes that the Hub accepts."""
 WAITS_S = (1.0, 5.0, 20.0)
-"""Waits before the retries of errors that may pass; the client retries within each try."""
+"""Seconds before each retry after an error that may pass. Within each try, the Hub's client also retries."""
 FILES_AT_A_TIME = 4
 """Weights files per upload call. A killed upload loses at most one such group."""
 TRANSIENT = {408, 409, 412, 429, 500, 502, 503, 504}
@@ -206,7 +206,7 @@ def _default_client() -> Any:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return the error of a transfer thread, if `error` only names the file."""
+    """Return the cause of a transfer thread's RuntimeError, which only names the file; else return `error`."""
     return error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ is not None else error
 
 

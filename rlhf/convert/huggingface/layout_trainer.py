@@ -1,7 +1,8 @@
 """Reads layout `trainer`: `checkpoint-N` of the Trainer of transformers and of TRL, and folders of peft adapters.
 
 The weights are a Hugging Face folder or an adapter's `adapter_model.safetensors`; beside them are `optimizer.pt`,
-`scheduler.pt` and `trainer_state.json`. Files that DeepSpeed or FSDP wrote for the Trainer belong to their layouts.
+`scheduler.pt` and `trainer_state.json`. Layouts `deepspeed` and `dcp` read files that
+DeepSpeed or FSDP wrote for the Trainer.
 """
 
 import json

@@ -23,7 +23,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 NAME = "megatron"
 RANK = re.compile(r"mp_rank_(\d\d+)(?:_(\d\d\d+))?")
 FILES = ("model_states.pt", "model_optim_rng.pt", "model.pt")
-"""The documented name, Megatron-LM's, and the name in verl's first releases."""
+"""Names of a rank's file: the documented name, Megatron-LM's name, and the name in verl's first releases."""
 LAYER = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
 
 

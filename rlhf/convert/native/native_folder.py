@@ -33,9 +33,9 @@ class RolePlan:
 
     path: Path
     source: TensorSource
-    """With the names and shapes of training."""
+    """Tensors with the names and shapes that they have in training."""
     in_files: TensorSource
-    """With the names and shapes of the Hugging Face folder."""
+    """Tensors with the names and shapes that they have in the Hugging Face folder."""
     named: Mapping[str, TrainedTensor]
     hf: HfPlan
 
@@ -80,7 +80,7 @@ def write_native_folder(
     """Write the checkpoint `target` of `step`, verify it, and rename it into place.
 
     The weights are stored in float32, and in their own dtype in a Hugging Face folder. Weights without moments get zero
-    moments if others have some. Only one range of a tensor is in memory at a time.
+    moments if other weights have moments. Only one range of a tensor is in memory at a time.
     """
     done = WrittenCheckpoint(target, _manifest(step, plans))
     with output_folder(target, overwrite=overwrite, sources=[plan.path for plan in plans.values()]) as root:

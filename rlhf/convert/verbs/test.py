@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         first, *parts = arguments.local_dir
         given = arguments.hf_model_path, arguments.role, arguments.tag, arguments.adapter
         origin = Origin(first, *given, parts=tuple(parts))
-        # A layout without a configuration uses that of the reference, unless an adapter needs its own base.
+        # A checkpoint without a configuration uses the reference's, unless an adapter needs its own base model.
         if origin.adapter != "merge":
             origin = replace(origin, model_files=origin.model_files or arguments.test_hf_dir)
         with closing(open_source(origin, arguments.backend)) as source:

@@ -122,7 +122,7 @@ class ChatTurns:
 
         Args:
             sampled: the tokens of the turn. If the turn was cut, they do not end with one of `stop_token_ids`.
-            messages: results of all its calls, or user messages, or both.
+            messages: results of all calls of the turn, or user messages, or both.
 
         Raises:
             UserError: the template rejects the messages.

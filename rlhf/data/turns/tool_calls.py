@@ -11,7 +11,7 @@ BROKEN_JSON = (ValueError, RecursionError)
 NO_NAME = "unknown"
 """The name in the result of an invalid call that names no tool."""
 ID_LENGTH = 9
-"""Mistral's templates accept no other length."""
+"""Characters of a call's id; Mistral's templates accept no other length."""
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),

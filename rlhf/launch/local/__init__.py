@@ -1,1 +1,1 @@
-"""Ranks as processes of this machine, forked from a launcher or started as new processes."""
+"""Runs the ranks as processes of this machine: forks of a launcher, or new processes."""

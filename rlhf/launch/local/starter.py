@@ -27,7 +27,7 @@ from rlhf.ranks.parent import SUPERVISOR_PID
 from rlhf.ranks.status import clear_statuses
 
 _LOOK_S = 0.1
-# After this many looks, give up a stopped launcher. Wait so long because all processes of a run may pause together.
+# Checks, 0.1 s apart, before giving up a stopped launcher. Not fewer: all processes of a run may pause together.
 _STOPPED_LOOKS = 30
 # With the default handler of SIGINT, Ctrl-C leaves no traceback of this process on the terminal.
 _COUNT_GPUS = """
@@ -223,7 +223,7 @@ def _modules(trainer: TrainerConfig, data: DataConfig, backend: BackendConfig) -
     if data.train_files is None:
         modules.append("reasoning_gym")
     if backend.name == "deepspeed":
-        modules.append("torch._inductor.compile_fx")  # imported by its optimizers
+        modules.append("torch._inductor.compile_fx")  # DeepSpeed's optimizers import it
         if trainer.device != "auto":  # DeepSpeed reads the device from DS_ACCELERATOR when it is imported
             modules.append("deepspeed")
     return modules

@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print the batch script, and submit nothing")
     parser.add_argument("-m", "--multirun", action="store_true", help="a sweep as a job array, one task for each run")
     parser.add_argument(
-        "--array-parallelism", type=count_of("jobs", 1), metavar="N", help="most jobs of a sweep at a time"
+        "--array-parallelism", type=count_of("jobs", 1), metavar="N", help="maximum jobs of a sweep at a time"
     )
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="as for python -m rlhf.train")
     return parser

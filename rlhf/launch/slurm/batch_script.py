@@ -13,8 +13,8 @@ from rlhf.ranks.parent import LAUNCH
 from rlhf.storage.layout import POINTER
 
 SPARE_S = 60
-"""Seconds between the end of `trainer.preempt_grace_s` and the time limit, in which the script ends. SLURM's signal may
-come this much early or late."""
+"""Seconds between the end of `trainer.preempt_grace_s` and the time limit, for the script to end. SLURM may send its
+signal this much early or late."""
 _PEERS_S = 120
 """Seconds after the end of one rank until srun kills the ranks that wait for it."""
 
@@ -43,7 +43,7 @@ def batch_script(
 
     Args:
         jobs: one run, or with `array` the runs of a sweep, where the index is the task id.
-        trainer: settings of the machines of each run, and of when the job gives up.
+        trainer: number of machines and ranks, time to save, and attempts without progress until the job gives up.
         sbatch: the user's options for sbatch.
         gpus_per_node: None if `sbatch` asks for GPUs, or the run needs none.
     """
@@ -128,7 +128,7 @@ trap 'stop=yes; kill -USR1 "$step" 2>/dev/null' USR1
 trap 'stop=yes' TERM
 
 newest() {{ cat "$run_dir/{pointer}" 2>/dev/null || echo none; }}
-# The newest checkpoint, and how many attempts in a row have saved no other one. The file outlives requeues.
+# The newest checkpoint, and the number of attempts in a row without a new checkpoint. The file outlives requeues.
 progress=rlhf-$job.progress
 read -r saved idle 2>/dev/null <"$progress" || {{ saved=$(newest); idle=0; }}
 

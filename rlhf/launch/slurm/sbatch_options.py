@@ -14,9 +14,9 @@ SET_HERE = {
     "ntasks-per-node": "Set trainer.nproc.",
     "gpus-per-task": "Write --gpus-per-node: each rank chooses its GPU among those of its machine.",
     "array": "Write -m for a sweep, and --array-parallelism=N for N jobs at a time.",
-    "signal": "Set trainer.preempt_grace_s, the time of the run for its last step and save.",
-    "requeue": "The script always allows it.",
-    "no-requeue": "A job continues by being requeued. To stop it, use scancel.",
+    "signal": "Set trainer.preempt_grace_s, the time for the run's last step and save.",
+    "requeue": "The script always allows requeues.",
+    "no-requeue": "A job continues only if SLURM requeues it. To stop the job, use scancel.",
     "wrap": "The command writes the script.",
 }
 """Options of sbatch that the script sets itself, and what users write instead."""
@@ -34,7 +34,7 @@ class SortedWords:
 
 
 def sort_words(words: Sequence[str]) -> SortedWords:
-    """Return the sorted words. Raise one UserError for all options that sbatch must not get."""
+    """Return the sorted words. Raise one UserError for all options that users must not pass to sbatch."""
     found, problems = SortedWords(), list[str]()
     remaining = list(words)
     while remaining:

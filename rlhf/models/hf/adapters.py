@@ -32,7 +32,7 @@ class Adapter:
 
 
 def adapter_choice(choice: str | None, path: Path) -> str:
-    """Return `choice`, the value of `--adapter`; raise UserError, which names `path`, without a choice."""
+    """Return `choice`, the value of `--adapter`. If it is not set, raise UserError with `path` in the message."""
     if choice in (KEEP, MERGE):
         return str(choice)
     raise UserError(

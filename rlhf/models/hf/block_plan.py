@@ -1,6 +1,6 @@
 """Assigns each block of a file to the rank that writes it, if many ranks have its bytes. Imports no torch.
 
-Each block of 4 MiB has one hash, so one rank writes it: the rank with the largest part. Other ranks send their parts.
+Each block of 4 MiB has one hash, so one rank writes it: the writer with the largest part. Others send their parts.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Serves any readable tensors as an open checkpoint, also tensors that consist of pieces of other tensors."""
+"""Presents readable tensors as an open checkpoint; a tensor may consist of pieces of other tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -50,8 +50,11 @@ class Origin:
 
 @dataclass(frozen=True)
 class TrainedSoFar:
-    """Progress of the run that wrote a checkpoint, as far as the checkpoint records it: `step` as the tool counts
-    steps, updates of the weights, and the learning rate schedule's state with torch's names (`last_epoch`, `base_lrs`).
+    """Progress of the run that wrote a checkpoint; a field is None if the checkpoint does not record it.
+
+    step: training steps, as the tool counts them.
+    optimizer_steps: updates of the weights.
+    schedule: state of the learning rate schedule with torch's names (`last_epoch`, `base_lrs`).
     """
 
     step: int | None = None

@@ -22,7 +22,7 @@ ROUNDING = 1e-3  # tolerance for log-probs above 0
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 ENGINE_ID = "generate-tokens-"
-"""vLLM's engine puts this before the names of requests."""
+"""Prefix that vLLM's engine adds to the names of requests."""
 SHOWN = 200  # maximal number of characters of an answer in an error
 
 
@@ -132,7 +132,7 @@ class ServerClient:
         return cut_at_seam(sample, request, settings.tokenizer)
 
     async def abort(self, names: Sequence[str]) -> None:
-        """Make the server answer the requests `names` with the tokens so far. Unknown names do nothing."""
+        """Make the server answer the requests `names` with the tokens so far. Unknown names have no effect."""
         await self._call("POST", "/abort_requests", self._short, {"request_ids": [ENGINE_ID + name for name in names]})
 
     async def _call(

@@ -1,4 +1,4 @@
-"""Decides which server generates which sample next, and how many at once. No I/O, no clock."""
+"""Decides which sample a server generates next, and how many samples it generates at once. No I/O, no clock."""
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -21,7 +21,8 @@ class Concurrency:
     """Limits the samples in flight on one server by the load that the server reports.
 
     - If samples wait on the server in two reports in a row, the limit falls to the running samples plus a small queue.
-      The queue refills the server's slots without a round trip; more samples would miss a slot on another server.
+      The queue refills the server's slots without a round trip. A longer queue would keep samples from free slots on
+      other servers.
     - The limit grows if no sample waits and, while the server was full, as many samples as the limit have finished.
 
     A preemption does not lower the limit, because vLLM preempts its youngest sample, which is cheap to compute again.
@@ -35,7 +36,7 @@ class Concurrency:
         self.limit, self.in_flight = start, 0
         self.waiting = 0  # samples that wait on the server, if samples waited in the last two reports
         self._waited = False
-        self._turned_over = 0  # samples finished at the limit since the limit changed
+        self._turned_over = 0  # samples finished while the server was full, since the limit changed
 
     @property
     def room(self) -> float:
@@ -80,7 +81,7 @@ class SampleQueue:
     def __init__(self, groups: Iterable[Sequence[int]]) -> None:
         self._groups = deque(deque(group) for group in groups)
         self._group_of = {index: number for number, group in enumerate(self._groups) for index in group}
-        self._left: dict[Hashable, deque[int]] = {}  # siblings of the samples that a server got, by server
+        self._left: dict[Hashable, deque[int]] = {}  # by server: siblings of samples that the server got
 
     def __bool__(self) -> bool:
         return bool(self._groups or self._left)
@@ -99,7 +100,7 @@ class SampleQueue:
         return index
 
     def put_back(self, server: Hashable, indices: Iterable[int]) -> None:
-        """Put the samples `indices` that `server` lost, and their siblings that wait for it, at the head."""
+        """Put the samples `indices` that `server` lost, and siblings that wait for `server`, at the queue's head."""
         by_group: dict[int, deque[int]] = {}
         for index in sorted([*indices, *self._left.pop(server, ())]):
             by_group.setdefault(self._group_of[index], deque()).append(index)

@@ -112,7 +112,7 @@ class FleetLoop:
             while (outcome := outcome_now()) is None and (left := end - _now()) > 0:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), left)
-        if outcome in ("done", "ready"):  # failed pushes of weights count
+        if outcome in ("done", "ready"):  # after "weights", keep counting failures: a push may fail, too
             self._budget.needed = False
         return outcome
 
@@ -316,7 +316,7 @@ class FleetLoop:
                 task.cancel()
 
     async def _abort(self, member: Member) -> None:
-        """Ask the server for the tokens so far of its requests."""
+        """Make the server end its requests and answer with the tokens so far."""
         try:
             await member.client.abort([task.get_name() for task in member.tasks])
             # A request that the server received after the call is aborted by the next call.

@@ -90,7 +90,7 @@ class ServerHealth:
 
     def probing(self, now: float) -> None:
         if self.state == "dead":
-            # If a process of this run answers, it needs no time to start.
+            # A dead server of this run is only probed while its process runs, so it needs no time to start.
             s = self._settings
             self._become_starting(now, s.answer_timeout_s if self._ours else s.start_timeout_s)
         self._next_probe = now + (PROBE_EVERY_S if self.state == "starting" else WATCH_EVERY_S)
@@ -147,7 +147,7 @@ class ServerHealth:
         self.in_flight -= 1
 
     def outdated(self, reason: str) -> None:
-        """Record that the server uses other weights than wanted; its requests count as dropped."""
+        """Record that the server uses weights other than the wanted weights; its requests count as dropped."""
         self._count(reason)
         self.state = "stale"
 

@@ -1,4 +1,4 @@
-"""One generation on the rollout servers: its requests, the samples so far, and when it is over. No I/O, no clock."""
+"""Tracks one generation on the rollout servers: its requests, its samples so far, and its end. No I/O, no clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -73,8 +73,9 @@ class ServerEngine:
     def generate_until(
         self, requests: Sequence[Request], quotas: Sequence[Quota], *, seed: int, step: int
     ) -> list[Sample]:
-        """Return the sample of each of this rank's requests as soon as all ranks' quotas are reached. Partial samples
-        go on, and come back with the tokens that they began with. Raises ServersFailed as `generate`."""
+        """Return the sample of each of this rank's requests as soon as all ranks' quotas are reached. The servers go on
+        with unfinished requests. Such a request's sample is partial and has only the tokens that the request began
+        with. Raises ServersFailed as `generate`."""
         self.begin(requests, quotas, seed=seed, step=step)
         # A server that restarted receives the weights at once.
         while self._outcome() == "weights":
@@ -178,7 +179,7 @@ def build_server_engine(
 
     Args:
         logs: folder for the run's secret, and for the logs of servers that this run starts.
-        parts: the separate tensors of the files, as slices of the trainer's and vLLM's fused weights.
+        parts: the Hugging Face tensors in each weight (such as fused experts) that the trainer and vLLM store fused.
 
     Raises:
         UserError: too few GPUs for the servers; or a server has another secret or an unsupported release of vLLM.

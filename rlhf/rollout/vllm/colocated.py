@@ -44,7 +44,7 @@ class WeightsInFiles:
 
     shapes: Mapping[tuple[str, ...], Sequence[int]]
     """Shapes by names in files; all names of a tied weight form one key."""
-    parts: FileParts  # the separate tensors of the files, as slices of the trainer's and vLLM's fused weights
+    parts: FileParts  # the Hugging Face tensors in each weight that the trainer and vLLM store fused
 
 
 class VllmEngine(RolloutEngine):
@@ -175,7 +175,7 @@ class VllmEngine(RolloutEngine):
         try:
             self._load(stream)
         finally:
-            # The other ranks still gather the weights.
+            # Iterate to the end, because the other ranks still gather the weights.
             for _ in stream:
                 pass
 

@@ -33,8 +33,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 SPLITS_GROUPS = "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
-"""vLLM's variable (from 0.32 on) that makes the groups of a kind in one split of the communicator. Otherwise every rank
-takes part in a split for each group: 636 splits with 64 ranks."""
+"""vLLM's variable (from 0.32 on) that creates all groups of a kind with one split of the communicator. Otherwise every
+rank takes part in a split for each group: 636 splits with 64 ranks."""
 BLOCK = 128  # tokens per block of vLLM's CPU cache
 
 

@@ -26,7 +26,7 @@ class HiddenTensors:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write the saved values back, after the memory of the weights is there again."""
+        """Write the saved values back, after vLLM has allocated the memory of the weights again."""
         for tensor, saved in self._copies:
             tensor.copy_(saved)
 

@@ -71,7 +71,7 @@ def model_digests(model: nn.Module, dtype: torch.dtype, buffers: Collection[str]
 
 
 def unsent_digests(model: nn.Module) -> dict[str, Tensor]:
-    """Return digests, unread, of the buffers, which no weight sync changes."""
+    """Return the digests of the buffers, which no weight sync changes, as tensors on the device."""
     return {name: digest(buffer, buffer.dtype) for name, buffer in model.named_buffers() if buffer.numel()}
 
 

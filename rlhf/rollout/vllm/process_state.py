@@ -32,8 +32,8 @@ class ProcessState:
     """Switches between two process states: the rank's, and vLLM's, which starts with `environment` added.
 
     A state has environment variables, torch's settings and patched functions, log handlers and signal handlers. Random
-    number generators always stay as they were. On a GPU vLLM makes its own stream current; the stream stays, so
-    training runs on it, too.
+    number generators always stay as they were. On a GPU vLLM makes its own stream the current stream. The stream stays
+    current, so training runs on it, too.
 
     Args:
         compiles: False disables torch.compile inside vLLM.

@@ -15,7 +15,7 @@ from rlhf.config.redaction import Redaction
 
 ATTEMPTS = 3
 RETRY_S = 1.0
-"""Wait before the second request to a webhook. It doubles before each further one."""
+"""Seconds before the second request to a webhook. The wait doubles before each further request."""
 _LONGEST_OUTPUT = 300
 
 
@@ -51,7 +51,7 @@ def run_command(config: AlertsConfig, facts: dict[str, object]) -> str | None:
         return f"{config.command[0]} took longer than tracking.alerts.timeout_s={config.timeout_s:g} and was killed"
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what the command left behind holds its output open
+            os.killpg(process.pid, signal.SIGKILL)  # child processes that are left keep the output open
         process.wait()
     if process.returncode == 0:
         return None
@@ -75,7 +75,7 @@ async def _post(address: str, timeout_s: float, facts: dict[str, object]) -> str
         if attempt:
             await asyncio.sleep(RETRY_S * 2 ** (attempt - 1))
         try:
-            # trust_env: proxies. A redirect could take the alert to anybody.
+            # `trust_env` uses the proxies in the environment. A redirect could send the alert to any host.
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), trust_env=True) as session,
                 session.post(address, json=facts, allow_redirects=False) as answer,

@@ -18,7 +18,7 @@ class AlertLedger:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / ALERTS
-        self._unwritten: set[tuple[str, str]] = set()  # alerts that a full disk does not record
+        self._unwritten: set[tuple[str, str]] = set()  # alerts that could not be recorded, as on a full disk
 
     def claim(self, alert: Alert) -> bool:
         """Record the alert before it is sent. Return False if it was recorded before.
@@ -35,7 +35,7 @@ class AlertLedger:
                 self._append(fd, {"alert": alert.kind, "cause": alert.cause, "step": alert.step, "text": alert.text})
             finally:
                 os.close(fd)
-        except OSError:  # a disk that is full may be why there is an alert
+        except OSError:  # the alert may be about the full disk
             new = key not in self._unwritten
             self._unwritten.add(key)
             return new
@@ -60,6 +60,6 @@ class AlertLedger:
             try:
                 facts = json.loads(line)
                 found.add((facts["alert"], facts["cause"]))
-            except (ValueError, TypeError, LookupError):  # a delivery, or the torn line of a full disk
+            except (ValueError, TypeError, LookupError):  # the line of a delivery, or one that a full disk tore
                 continue
         return found

@@ -1,8 +1,8 @@
 """Watches the files of a run and sends its alerts: python -m rlhf.tracking.alerts.alert_process RUN_DIR STARTS.
 
 STARTS is the number of earlier starts in events.jsonl. The process only reads what the training writes. Its stdin is a
-pipe from the process that finishes the run: the pipe's end ends this process after a last look. stderr is a pipe for
-warnings.
+pipe from the process that finishes the run. When this pipe closes, the process takes a last look and ends. stderr is a
+pipe for warnings.
 """
 
 import os
@@ -117,7 +117,7 @@ def _warn(text: str) -> None:
 def main(run_dir: Path, starts: int) -> None:
     """Watch the run until the process that finishes it has ended."""
     for number in (*STOP_SIGNALS, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)  # SLURM signals all processes of a job; alerts follow its last steps
+        signal.signal(number, signal.SIG_IGN)  # SLURM signals all processes of a job; the last alerts come after that
     config, parent = load(run_dir / RESOLVED), os.getppid()
     alerts = config.tracking.alerts
     name = f"{config.trainer.project_name}/{config.trainer.experiment_name}"

@@ -17,12 +17,12 @@ from rlhf.ranks.run_events import read_events
 
 MODULE = "rlhf.tracking.alerts.alert_process"
 _START_S = 20.0
-"""Longest time that the process needs to start, after a run that ended at once."""
+"""Seconds that the process may still need to start, if the run ended at once."""
 log = logging.getLogger(__name__)
 
 
 def last_look_s(config: AlertsConfig) -> float:
-    """Return the longest time of the alerts after the end of a command."""
+    """Return the seconds that alerts may take after the end of a command."""
     return 10 + 4 * config.timeout_s
 
 
@@ -46,9 +46,9 @@ def check_alerts(config: AlertsConfig) -> None:
 
 @contextmanager
 def sends_alerts(config: AlertsConfig, run_dir: Path) -> Iterator[None]:
-    """Send the alerts of the run in `run_dir` during the body, and those of its end after the body.
+    """Send the alerts of the run in `run_dir` during the `with` body, and the alerts of the run's end after the body.
 
-    No failure of an alert reaches the body. The end waits at most for the time-outs of the last alerts.
+    No failure of an alert reaches the body. The exit waits at most for the timeouts of the last alerts.
     """
     if not has_alerts(config):
         yield
@@ -78,7 +78,7 @@ def sends_alerts(config: AlertsConfig, run_dir: Path) -> Iterator[None]:
             process.wait(last_look_s(config) + _START_S)
         if process.poll() != 0:
             process.kill()
-            log.warning("The process that sends alerts did not end in order; alerts of the end may be lost.")
+            log.warning("The process that sends alerts did not end normally; alerts of the run's end may be lost.")
         relay.join(1.0)
 
 

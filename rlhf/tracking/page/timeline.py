@@ -69,7 +69,7 @@ def _saves(saves: Sequence[RunEvent]) -> str:
 
 
 def drawing(events: Sequence[RunEvent]) -> Markup:
-    """Return a drawing of the step over time: each crash or kill falls back to the step that was loaded."""
+    """Return a drawing of the step over time. At each crash or kill, the curve falls back to the step loaded next."""
     first = events[0].time
     line: Points = [(event.time - first, event.step) for event in events if event.step is not None]
     if len(line) < 2 or line[0][0] == line[-1][0]:

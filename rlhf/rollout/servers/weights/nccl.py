@@ -36,7 +36,8 @@ class NcclGroup:
     def join(self, urls: Sequence[str]) -> bool:
         """Join a group with exactly these servers. Return False on failure; the same servers are not tried again.
 
-        A server that was restarted at its old address lacks the label of the last update. The group is then made again.
+        A server that was restarted at its old address lacks the label of the last update. This call then makes a new
+        group.
         """
         if self._communicator is not None:
             try:
@@ -106,7 +107,7 @@ class NcclGroup:
         def receive(url: str) -> None:
             self._control.post(url, "/update_weights", {"update_info": update})
 
-        torch.cuda.current_stream(self.device).synchronize()  # the producer packs on its own stream
+        torch.cuda.current_stream(self.device).synchronize()  # vLLM's producer packs on a stream of its own
         sent, errors = self._with_servers(broadcast, receive, urls)
         if not sent or errors:
             self.leave()
@@ -115,8 +116,8 @@ class NcclGroup:
     def _with_servers(
         self, ours: Callable[[], Any], theirs: Callable[[str], None], urls: Sequence[str]
     ) -> tuple[Any, dict[str, str]]:
-        """Run `ours` while each server runs `theirs`; return its result (None: failed or interrupted) and the errors.
-        `ours` may hang in NCCL if a peer is missing, so it runs in a thread that can be abandoned."""
+        """Run `ours` while each server runs `theirs`. Return the result of `ours` (None: failed or interrupted) and the
+        servers' errors. `ours` may hang in NCCL if a peer is missing, so it runs in a thread that can be abandoned."""
         results: list[Any] = []
         ended, failed = threading.Event(), threading.Event()
 

@@ -59,8 +59,8 @@ class WeightPush:
         iteration. Errors of `tensors` propagate. The servers store `label` as vLLM's weight version.
 
         Returns:
-            For each URL None, or why the server lacks the weights: an error, or digests that differ from those sent.
-            Such a server does not generate until a later call succeeds.
+            For each URL None, or why the server lacks the weights: an error, or digests that differ from the digests
+            sent. Such a server does not generate until a later call succeeds.
         """
         failed: dict[str, str] = {}
         left = iter(tensors)
