@@ -1,4 +1,4 @@
-"""An RLHF trainer with fault tolerance built in. Start at `rlhf/loop.py`; CONTRIBUTING.md has the map of the house."""
+"""An RLHF trainer with fault tolerance built in. Start at `rlhf/loop.py`; CONTRIBUTING.md has a map of the code."""
 
 import importlib
 from typing import Any

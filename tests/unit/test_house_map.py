@@ -1,4 +1,4 @@
-"""The map of the house in CONTRIBUTING.md names every folder, and every module says in one line what it is."""
+"""The map of the code in CONTRIBUTING.md names every folder, and every module says in one line what it is."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ RIDDLE = re.compile(r"(What|How|Where|When|Which|Who|Whoever|Why)\b")
 def mapped() -> set[Path]:
     """The folders of the map, by their paths; two columns of indentation are one level."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    block = text[text.index("\n## The map of the house") :].split("```")[1]
+    block = text[text.index("\n## Map of the code") :].split("```")[1]
     found: set[Path] = set()
     parents: list[str] = []
     for indent, name in re.findall(r"^( *)([\w.]+)/  ", block, re.MULTILINE):

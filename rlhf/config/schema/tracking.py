@@ -33,7 +33,7 @@ class AlertsConfig:
     webhook: str | None = setting(None, resume="harmless", secret=True)
     """Address that each alert is posted to as JSON."""
     first_step: int = setting(100, ge=10, resume="harmless")
-    """First step at which a running run is judged as stuck or unstable."""
+    """First step at which a run can be reported as stuck or unstable."""
     timeout_s: float = setting(10.0, gt=0, le=60, resume="harmless")
     """Longest time of the command, and of a request to the webhook."""
 
