@@ -1,4 +1,4 @@
-"""Marks tests that need a CUDA device, and lists the devices of tests that are cheap enough for both."""
+"""Marks tests that need a CUDA device, and lists both devices for tests cheap enough to run on each."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ def nearness(data_source: str, solution_str: str, ground_truth: str, extra_info:
 
 
 async def others(prompts: list, completions: list, ground_truth: list, log_extra: Callable, **columns: list) -> list:
-    """Return the fraction of a prompt's samples that differ (TRL's convention), after a pause for kills."""
+    """Return for each sample the fraction of its prompt's samples that differ (TRL's signature), after a pause."""
     await asyncio.sleep(0.002 * len(completions))
     texts = [completion[0]["content"] for completion in completions]
     log_extra("beside", [sorted(set(texts) - {text}) for text in texts])

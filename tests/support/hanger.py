@@ -17,7 +17,7 @@ _seen: dict[str, int] = {}
 
 
 def hangs(folder: Path, *plan: tuple[str, int, int, str]) -> dict[str, str]:
-    """Return the environment for hangs (event, number in this start, rank, way of WAYS), with markers in `folder`."""
+    """Return the environment for hangs (event, its number in this start, rank, key of WAYS); markers go to `folder`."""
     entries = [
         {"event": event, "number": number, "rank": rank, "way": way, "marker": str(folder / f"hung_{i}")}
         for i, (event, number, rank, way) in enumerate(plan)

@@ -24,7 +24,8 @@ def at(
     `event`.
 
     `what` is a signal's name or "raise". With `to="job"`, SLURM sends the signal to the batch script of this rank's
-    job, as before the time limit. With the marker file `once`, only the first start there is interrupted.
+    job, as before the time limit. With `once`, a marker file, only the first start that reaches the event
+    is interrupted.
     """
     plan = {"event": event, "number": number, "what": what, "to": to, "rank": rank, "once": str(once or "")}
     return {LISTENER_VARIABLE: f"{__name__}:on_event", VARIABLE: json.dumps(plan)}

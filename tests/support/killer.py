@@ -4,8 +4,8 @@ The plan is a JSON list of kills. Each rank finds the first kill that has not fi
 for its `event` after the publication of a checkpoint of at least `after_step`, and sends SIGKILL to the `victim`. A
 marker file, written before the signal, shows that the kill fired and prevents another kill after the restart.
 
-An event of a background save is blocked until the loop is some events (`ahead`) further or waits for the save. The
-marker then contains the number of events.
+At an event of a background save, its thread blocks until the loop has passed `ahead` more events or waits for the save.
+The marker then contains the number of events that the loop passed.
 """
 
 import json

@@ -74,7 +74,7 @@ def note(phase: str) -> None:
 
 
 def seen(event: str) -> None:
-    """Note memory at events around the phases without a clock."""
+    """Note memory at events around the phases that `PhaseClock` does not time."""
     if event == "step.begin":
         begin_anew()
     elif event == "update.before":

@@ -41,7 +41,7 @@ def tiny_lm(architecture: str, dtype: torch.dtype = torch.float64, attention: st
 
 
 def skewed_batch(seed: int = 5) -> EveryBatch:
-    """Return 28 samples of lengths 1, 2, 2, the models' limit, and others, partly equal, with random `advantages`."""
+    """Return 28 samples with lengths of 1, 2, 2, the models' limit and random numbers, and with random `advantages`."""
     batch = random_batch(seed, 24, prompt=(1, 6), response=(1, 12))
     long = random_batch(seed + 1, 1, prompt=(4, 4), response=(LIMIT - 4, LIMIT - 4))
     short = random_batch(seed + 2, 3, prompt=(1, 1), response=(1, 1))

@@ -56,9 +56,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Sums:
-    """Scores 1 for the right sum, 0.5 for an odd first digit, 0 without an answer.
+    """Scores 1 for the right sum plus 0.5 for an odd first digit, or 0 without a reference answer.
 
-    Answers that are not numbers fail, and a final 9 times out.
+    A response that is not a number counts as failed, and one that ends in 9 as timed out.
     """
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:

@@ -1,4 +1,4 @@
-"""Compares starts after a power cut with the promises before it."""
+"""Checks that a start after a simulated power cut finds what the run had promised before."""
 
 import shutil
 import traceback
@@ -37,7 +37,7 @@ def wrong(promises: Promises, root: Path, *, go_on: bool = True) -> list[str]:
 
 
 def wrong_on_an_empty_disk(promises: Promises) -> list[str]:
-    """Do the same on another machine, with the remote's copies."""
+    """Start as on another machine, with only the remote's copies, and return broken promises as lines."""
     shutil.rmtree(promises.start.config.run_dir, ignore_errors=True)
     run = TinyRun(promises.start, trajectory=9)
     run.finish()
@@ -67,7 +67,7 @@ def wrong_pointer(run_dir: Path) -> list[str]:
 
 
 def _halves(run_dir: Path) -> list[str]:
-    """Return published checkpoints that lack files, since a deletion first renames a checkpoint."""
+    """Return published checkpoints that lack files. A deletion leaves none, because it renames a checkpoint first."""
     found = []
     for path in scan(run_dir):
         try:
@@ -90,7 +90,7 @@ def _wrong_files(promises: Promises, root: Path) -> list[str]:
 
 
 def _wrong_start(promises: Promises, rank: int, go_on: bool) -> list[str]:
-    """Check the state that the start finds on this rank, and a save from there."""
+    """Start this rank; check the state that it finds and, with `go_on`, its next save."""
     run = TinyRun(promises.start, rank, trajectory=9)
     found = _wrong_state(promises, run)
     if rank == 0 and promises.run_id is not None and run.run_id != promises.run_id:

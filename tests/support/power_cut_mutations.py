@@ -1,5 +1,5 @@
-"""Finds the project's sync calls, removes one call's syncs from records, and yields the states that a power cut may
-leave only then."""
+"""Finds the project's sync calls, removes one call's syncs from records, and yields the states that a power cut can
+leave only without these syncs."""
 
 import ast
 import random
@@ -17,7 +17,7 @@ from tests.support.recorded_files import Op, Site
 TRIED = 2000
 """States in which to search for a promise broken by a missing call."""
 SINGLES = 4
-"""Largest number of changes of one point of which each is lost alone."""
+"""At one point, at most this many changes of names and of contents are each lost alone."""
 DRAWN = 4
 """Number of states drawn per point."""
 
@@ -25,7 +25,7 @@ ROOT = Path(rlhf.__file__).parent
 
 
 FOR_OTHER_NODES = "ranks/lock.py"
-"""Its sync shows a lock's owner to other nodes of a network file system, and no lock outlives a power cut."""
+"""This file syncs to show a lock's owner to other nodes of a network file system; no lock outlives a power cut."""
 
 
 def sync_calls() -> list[Site]:
@@ -56,7 +56,7 @@ def calls_before_a_rename() -> list[Site]:
 
 
 def without(ops: list[Op], call: Site) -> list[Op]:
-    """Return the operations as if `call` synced nothing, in the same number, so that points keep their numbers."""
+    """Return the operations as if `call` synced nothing. Their count stays the same, so points keep their numbers."""
     return [replace(op, kind="nothing") if call in op.sites else op for op in ops]
 
 
@@ -91,7 +91,7 @@ def hunt(records: list[Record], call: Site, mutation: str, rng: random.Random) -
                     if sum(bench.states for bench in benches) >= TRIED:
                         return None, TRIED
             tried = sum(bench.states for bench in benches)
-            # A random state may be one of before: only many of them in a row show that there are no others.
+            # A random state may repeat an earlier one: only many repeats in a row show that no new states are left.
             idle = idle + 1 if tried == before else 0
             if idle > 30:
                 break
@@ -104,7 +104,7 @@ def hunt(records: list[Record], call: Site, mutation: str, rng: random.Random) -
 def only_without(made: Record, ops: list[Op], depth: int, rng: random.Random) -> Iterator[tuple[int, Tree]]:
     """Yield states that a power cut may leave of `ops` but not of the record, point after point.
 
-    First all changes that only `ops` leaves not durable are lost, then single changes, then random ones.
+    First lose all changes that are durable in the record but not with `ops`, then single ones, then random ones.
     """
     disk, mutant = Disk([REMOTE]), Disk([REMOTE])
     for moment, (op, other) in enumerate(zip(made.ops, ops, strict=True), 1):

@@ -45,7 +45,7 @@ def verified(made: Record, recorder: Recorder) -> Record:
     """Return `made` after checking that the recorder missed no change."""
     assert not recorder.missed, f"{made.kind}: not recorded: {recorder.missed}"
     differing = compare(after(made.ops), made.root)
-    assert not differing, f"{made.kind}: the record does not lead to what is there: {differing}"
+    assert not differing, f"{made.kind}: the recorded operations give other content than the folder has: {differing}"
     return made
 
 
@@ -58,10 +58,10 @@ def after(ops: list[Op]) -> Tree:
 
 
 def killed(made: Record, rng: random.Random) -> list[Record]:
-    """Return records up to a kill, each followed by the next start: a kill before a sync of each call, drawn by `rng`.
+    """Return a record per sync call, up to a kill before one of its syncs (drawn by `rng`), and then of the next start.
 
-    The next start sees unsynced changes, and a power cut after that start loses them. So each sync of the start, which
-    makes durable what a killed process left, has something to make durable in one of the records.
+    The next start sees unsynced changes, and a power cut after that start loses them. A start syncs changes that a
+    killed process left, so every such sync has changes to make durable in one of the records.
     """
     starts = next(number for number, what, _ in made.notes if what == "begun")
     by_call: dict[tuple[Site, ...], list[int]] = {}

@@ -1,5 +1,7 @@
-"""Small runs for power cuts: real start code, resumes, saves, history and journal around a state of a few tensors, with
-notes of each promise at its time."""
+"""Small runs for power cuts: real start, resume, save, history and journal code around a state of a few tensors.
+
+A run notes each promise when it makes it.
+"""
 
 import pickle
 from collections.abc import Callable
@@ -91,7 +93,7 @@ class Promises:
             steps = [saved.step for saved in self.allowed]
             self.allowed = self.allowed[len(steps) - 1 - steps[::-1].index(value) :]
             self.may_be_none = False
-        elif what == "only":  # a different start began from here, or from nothing
+        elif what == "only":  # a different start began from these saves, or from none
             self.allowed, self.may_be_none, self.run_id, self.journal = [*value], not value, None, set()
         elif what == "also":
             self.allowed = [value, *self.allowed]
@@ -160,7 +162,7 @@ def promises_at(notes: list[tuple[int, str, Any]], moment: int) -> Promises:
 class TinyRun:
     """One rank of a run, started by the real start code, with the loop's `history`.
 
-    `course` distinguishes this start's steps from another start's steps with the same numbers.
+    `trajectory` distinguishes this start's steps from another start's steps with the same numbers.
     """
 
     shows = False

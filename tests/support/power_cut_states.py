@@ -35,7 +35,7 @@ class Change:
     """Number of the operation."""
     other: "tuple[Node, Change] | None" = None
     follows: bool = False
-    """Whether the other change decides for both."""
+    """Whether the other change decides if both are lost."""
 
     @property
     def decides(self) -> "Change":
@@ -259,7 +259,7 @@ def states(disk: Disk, wanted: int, rng: random.Random) -> Iterator[Tree]:
     old = {id(node): node.synced for node in files}
     yield disk.tree(lambda change: False, lambda node: new[id(node)])
     yield disk.tree(lambda change: True, lambda node: old[id(node)])
-    # Names without bytes, and the reverse.
+    # All new names but no new bytes, and the reverse.
     zeros = {id(node): extremes(node)[-2] for node in files}
     yield disk.tree(lambda change: False, lambda node: old[id(node)])
     yield disk.tree(lambda change: False, lambda node: zeros[id(node)])

@@ -1,7 +1,7 @@
 """Records changes of files below a folder: every write, truncation, sync, and change of a name, in order.
 
-The recorder replaces the calls of `os` and `io` that change files. Python's audit events reveal changes by other calls,
-and a final comparison of record and folder, byte for byte, reveals writes by other calls.
+The recorder replaces the calls of `os` and `io` that change files. Python's audit events reveal other calls that open
+files for writing or change names. A final byte-for-byte comparison of record and folder reveals all other writes.
 """
 
 import builtins

@@ -9,7 +9,7 @@ import math
 import torch
 
 FLOAT32 = torch.finfo(torch.float32).eps
-"""Largest difference between two numbers that are the nearest float32 to almost the same number, as a share of it."""
+"""Largest relative difference between the float32 roundings of two numbers that are almost equal."""
 
 
 def sum_bound(terms: int, dtype: torch.dtype = torch.float32) -> float:
@@ -39,20 +39,21 @@ def forward_terms(*, layers: int, hidden: int, intermediate: int, head: int, tok
 
 
 def independent_bound(roundings: int, dtype: torch.dtype) -> float:
-    """Estimate the relative error of a result after `roundings` to `dtype`, one after another: three deviations.
+    """Estimate the relative error after `roundings` successive roundings to `dtype`: three standard deviations.
 
     The error of a rounding is within half a unit in the last place. If it is uniform there, its standard deviation is
     at most half a unit / sqrt(3); deviations of independent errors add up as squares. No operation may amplify the
-    relative error. For half precision, where the worst case of a whole pass is as large as the result.
+    relative error. Use this for half precision, where the worst case of a whole pass is as large as the result.
     """
     return 3 * math.sqrt(roundings / 3) * torch.finfo(dtype).eps / 2
 
 
 def log_softmax_bound(terms: int, largest: float, dtype: torch.dtype = torch.float32) -> float:
-    """Largest difference between two computations of a log-softmax over `terms` logits, with a temperature or without.
+    """Return the largest difference between two computations of a log-softmax over `terms` logits.
 
-    In half units in the last place, where L is `largest`, the largest absolute value of a logit after the temperature:
-    a difference of two logits is off by 4 L, with its own rounding. The logarithm of the sum of their exponentials is
-    off by 4 L + terms + 4, its own rounding included up to log(terms). The result adds 2 L + log(terms).
+    The logits may have a temperature; L is `largest`, the largest absolute value of a logit after it. In half units in
+    the last place, a difference of two logits is off by 4 L, including its own rounding. The logarithm of the sum of
+    their exponentials is off by 4 L + terms + 4. This includes its own rounding up to log(terms). The result adds
+    2 L + log(terms).
     """
     return (10 * largest + 2 * terms + 4) * torch.finfo(dtype).eps

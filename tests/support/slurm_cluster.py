@@ -18,7 +18,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 NODES = ("n1", "n2")
 START_S = 60
 REVOKED_S = 3
-"""Seconds after a job's end until its nodes accept a start of the same job. They count whole seconds."""
+"""Seconds after a job's end until its nodes accept a start of the same job. The nodes count whole seconds."""
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -92,8 +92,8 @@ class Cluster:
         return self.wait_until(number, lambda: False, deadline_s)
 
     def wait_until(self, number: str, happened: Callable[[], bool], deadline_s: float = DEADLINE_S) -> dict[str, str]:
-        """Return the fields of the job once `happened`, or after the job's end. A requeued job starts again at once,
-        not after two minutes."""
+        """Return the job's fields once `happened()` is true or the job has ended. A requeued job starts again after
+        `REVOKED_S`, not after SLURM's two minutes."""
         end, requeued_at = time.monotonic() + deadline_s, None
         while time.monotonic() < end:
             job = self.job(number)

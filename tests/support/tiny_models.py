@@ -59,7 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bert": COMMON,
     # Adds its position biases (ALiBi) to the mask. GPT-J, used here before, can be packed since transformers 5.24.
     "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 4},
-    # Linear attention, which without its kernels continues across packed sequences.
+    # Linear attention, whose state continues across packed sequences without its kernels.
     "qwen3_5_text": GQA
     | {
         "head_dim": 8,

@@ -59,7 +59,7 @@ def tiny_gemma2(seed: int = 0) -> PreTrainedModel:
 
 
 def tiny_value_model(seed: int = 0) -> PreTrainedModel:
-    """Return the same trunk with a non-zero value head."""
+    """Return a value model with `tiny_qwen2`'s configuration and random weights, its head included."""
     config = tiny_qwen2().config
     config.num_labels, config.classifier_dropout = 1, 0.0
     torch.manual_seed(seed)
@@ -68,7 +68,7 @@ def tiny_value_model(seed: int = 0) -> PreTrainedModel:
 
 @dataclass(kw_only=True)
 class EveryBatch(RolloutBatch, ActorBatch, CriticBatch):
-    """A batch of all stages, for tests of one part; unset fields are None."""
+    """A batch with the fields of all stages, so that a test can run one part alone; unset fields are None."""
 
     scores: Any = None
     truncated: Any = None

@@ -272,7 +272,7 @@ def share(batch: EveryBatch, mini_batches: int, way: str) -> tuple[EveryBatch, S
 
 
 def shuffled(batch: EveryBatch, mini_batches: int) -> tuple[EveryBatch, SampleBalance, Shuffle | None]:
-    """Return this rank's rows of the first epoch and the balance of all, when rank 0 generated all samples."""
+    """Return this rank's rows of the first epoch, the balance of all samples (made on rank 0), and the shuffle."""
     coordinator = Coordinator(GlooTransport())
     rows = list(range(len(batch))) if coordinator.is_leader else []
     rollout = batch.select(torch.tensor(rows, dtype=torch.int64))

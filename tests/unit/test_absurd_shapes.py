@@ -1,4 +1,4 @@
-"""Files that claim shapes which no tensor can have: `merge` says so in one line."""
+"""Files that claim impossible tensor shapes: `merge` rejects them with a one-line error."""
 
 import json
 import pickle
@@ -72,7 +72,7 @@ def test_in_a_safetensors_header(model, tmp_path, capsys, shape, name):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("whole", [True, False])
 def test_in_the_metadata_of_a_dcp_folder(model, tmp_path, capsys, shape, whole):
-    """Of the tensor alone, or of the tensor and its only part."""
+    """The tensor has the impossible shape, or both the tensor and its only chunk have it."""
     folder = tmp_path / "bad"
     dcp.save({"model": load_file(model / "model.safetensors")}, checkpoint_id=str(folder), no_dist=True)
     shutil.copy(model / "config.json", folder)

@@ -50,7 +50,7 @@ def test_crashes_kills_and_the_end_are_alerts_from_the_first_start_with_alerts_o
     assert [kind for kind, _ in found] == ["crashed", "crashed", "finished"]
     assert "rank 1 died" in found[0][1]
     assert found[1] == ("crashed", "killed after 5")
-    # A kill that the process itself sees is the same alert as that which the next start derives.
+    # A kill that the process itself notices gives the same alert as one that the next start finds.
     assert of(before + life[:3], ended=True) == found[:2]
     assert of(before + life[:5], ended=True) == found[:2]
 
@@ -72,7 +72,7 @@ def test_of_processes_that_find_the_same_alert_one_sends_it(tmp_path: Path):
 
 
 def listener(folder: Path) -> list[str]:
-    """A command that appends its facts to a file."""
+    """Return a command that appends an alert's facts to a file."""
     script = folder / "listener.py"
     script.write_text(
         "import json, os, sys\n"
@@ -191,7 +191,7 @@ def test_a_run_that_does_not_learn_is_one_alert_from_the_first_step_on(tmp_path:
         write_steps(tmp_path, [0.5, 0.4] * 10, first)
         watcher.look()
         assert heard(tmp_path) == (["stuck"] if first == 21 else [])
-    # Neither later steps, nor a restart, nor the end of the run repeat it; other alerts come.
+    # Neither later steps, nor a restart, nor the end of the run repeat the alert; other alerts are sent.
     write_steps(tmp_path, [0.5, 0.4] * 30, 41)
     watcher.look()
     again = watcher_of(tmp_path, first_step=40)

@@ -1,4 +1,4 @@
-"""`rlhf.train` as a function: mistakes in how it is called are one message each, before anything is started."""
+"""`rlhf.train` as a function: each mistake in a call raises one message before anything starts."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The benchmark of the balance: the planner stays near what is possible, and the exit code says when it does not."""
+"""The benchmark of balancing: the planner stays near the optimum, and the benchmark exits with 1 if it does not."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_too_few_samples_wait_for_the_longest():
 
 
 def test_a_poor_plan_fails(monkeypatch, capsys):
-    """Samples that go round the ranks in turn, whatever their lengths."""
+    """The poor plan gives samples to the ranks in turn, whatever their lengths."""
     turns = lambda lengths, mini_batches, ranks: [row % ranks for row in range(len(lengths))]  # noqa: E731
     monkeypatch.setattr(balance, "balance_samples", turns)
     assert balance.main(["--ranks", "8"]) == 1

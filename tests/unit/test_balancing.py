@@ -1,4 +1,7 @@
-"""Balance of samples over ranks and micro-batches: all once, equally many, within the budget, alike in cost, pure."""
+"""Balance of samples over ranks and micro-batches.
+
+Each sample occurs once. Micro-batches keep the budget, ranks have similar costs, and a plan depends on lengths only.
+"""
 
 import random
 import time
@@ -24,7 +27,7 @@ def flat(micros: list[list[int]]) -> list[int]:
 @given(lengths_of_a_step, st.integers(1, 4), st.integers(1, 9), st.integers(1, 500), st.booleans())
 @example([5, 5], 1, 9, 5, False)  # ranks without a sample
 @example([], 2, 3, 1, True)
-@example([300, 299, 1], 1, 1, 250, True)  # two that exceed the budget
+@example([300, 299, 1], 1, 1, 250, True)  # two samples exceed the budget
 def test_every_sample_is_once_in_micro_batches_within_the_budget(lengths, mini_batches, ranks, budget, padded):
     owners = balance_samples(lengths, mini_batches, ranks)
     plan = SampleBalance.owned(lengths, owners, mini_batches, ranks)
@@ -87,7 +90,7 @@ def test_a_rank_that_had_less_gets_the_larger_share_next():
 
 
 def test_costs_grow_more_than_lengths():
-    """One sample of 20,000 tokens costs what many short ones with more tokens together do."""
+    """One sample of 20,000 tokens costs as much as many short samples with more tokens in total."""
     lengths = [20000] + [500] * 80
     owners = balance_samples(lengths, 1, 2)
     tokens = [sum(length for length, owner in zip(lengths, owners, strict=True) if owner == rank) for rank in (0, 1)]
@@ -109,7 +112,7 @@ def test_padded_micro_batches_have_like_lengths():
 
 
 def test_what_fits_tightly_is_found():
-    """Six pairs fill the budget exactly; filled to an equal cost, some would be left over."""
+    """Six pairs fill the budget exactly; if micro-batches were filled to equal costs, samples would be left over."""
     lengths = [9, 1, 8, 2, 7, 3, 6, 4, 5, 5, 9, 1]
     [micros] = SampleBalance([[lengths]]).micro_batches(10)
     assert [sum(lengths[row] for row in micro) for micro in micros] == [10] * 6

@@ -1,4 +1,4 @@
-"""Banner of a run: what is known of it before anything heavy is imported."""
+"""Banner of a run: shows facts that are known before heavy imports."""
 
 import json
 from pathlib import Path

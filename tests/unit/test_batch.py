@@ -36,7 +36,7 @@ def group_of(uid: int, prompt: list[int], samples: list[Sample], scores: list[fl
 
 
 def random_groups(seed: int, prompts: int = 5, n: int = 3, *, baseline: bool = True) -> list[Group]:
-    """Token ids are unique over the whole batch, so that a misplaced one shows; so are scores and baselines."""
+    """Return groups whose token ids, scores and baselines are unique, so that a misplaced value shows."""
     rng, ids = random.Random(seed), iter(range(100, 10_000))
     groups = []
     for place, uid in enumerate(range(70, 70 + prompts)):
@@ -61,7 +61,7 @@ def mask_of(sample: Sample) -> list[float]:
 
 
 def full_batch(seed: int) -> tuple[list[Group], EveryBatch]:
-    """A batch with every optional tensor filled by a value that tells its row and token."""
+    """Return groups and their batch; every optional tensor has values that identify row and token."""
     groups = random_groups(seed)
     batch = EveryBatch(**collate(groups, PAD, VERSION, CPU).present())
     for number, name in enumerate(PER_TOKEN, 1):
@@ -70,7 +70,7 @@ def full_batch(seed: int) -> tuple[list[Group], EveryBatch]:
 
 
 def check_row(batch: EveryBatch, row: int, number: int, groups: list[Group]) -> None:
-    """Row `row` of `batch` is sample `number` of all groups, with its numbers in their places."""
+    """Check that row `row` of `batch` has the data of sample `number`, counted over all groups."""
     group, sample = [(group, sample) for group in groups for sample in group.samples][number]
     prompt = group.prompt_ids
     whole, count = [*prompt, *sample.token_ids.tolist()], len(sample)

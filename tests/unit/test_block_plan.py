@@ -1,4 +1,4 @@
-"""Of a file whose bytes lie on many ranks each block is written once, from the parts of those who have them."""
+"""A file's bytes are spread over ranks: each block is written once, by one rank that gets the other ranks' parts."""
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ def small_blocks(monkeypatch):
 
 @st.composite
 def holdings(draw) -> tuple[list[tuple[int, int, int]], int, list[int]]:
-    """Who has which bytes of a file after its header, in any order; its size; and who may write."""
+    """Draw (begin, end, rank) of a file's bytes after the header, in any order, its size, and the writing ranks."""
     ranks = draw(st.integers(1, 5))
     begin, held = draw(st.integers(1, 25)), []
     for length in draw(st.lists(st.integers(1, 30), max_size=12)):
@@ -55,7 +55,7 @@ def test_every_byte_reaches_the_one_writer_of_its_block(case):
             }
             there = range(mixed.number * BLOCK, min(size, (mixed.number + 1) * BLOCK))
             assert got == {byte: owner[byte] for byte in there if owner.get(byte, rank) != rank}
-            for source in mixed.others:  # who sends knows of it
+            for source in mixed.others:  # the sender's plan has this block, too
                 assert mixed.number in [m.number for m in plans[source].mixed]
     assert sorted(written) == list(range(-(-size // BLOCK)))
 

@@ -1,4 +1,4 @@
-"""Parts of tensors against sets of elements, one by one."""
+"""Parts of tensors: each operation is compared with the same operation on sets of single elements."""
 
 import math
 
@@ -26,7 +26,7 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 def elements(part: Box, shape: tuple[int, ...]) -> list[int]:
-    """The elements of a part in the flattened tensor, in its own order."""
+    """Return the positions of a part's elements in the flattened tensor, in the part's order."""
     every = np.arange(math.prod(shape))
     if part.is_range:
         return every[part.offsets[0] : part.offsets[0] + part.sizes[0]].tolist()
@@ -124,7 +124,7 @@ def test_rows_that_nobody_writes(rows):
 
 
 def test_what_the_cuts_of_these_tests_are():
-    """Columns, among others: the rest would prove little without."""
+    """The cuts include columns; without them the other tests would prove little."""
     kinds = set()
 
     @settings(deadline=None, max_examples=200, database=None)

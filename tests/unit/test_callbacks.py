@@ -1,4 +1,4 @@
-"""Callbacks that settings name: their rules, their arguments, and a resume with others."""
+"""Callbacks that settings name: their rules, their arguments, and a resume with other callbacks."""
 
 from pathlib import Path
 

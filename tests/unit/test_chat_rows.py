@@ -1,4 +1,4 @@
-"""Chats as prompts: a last turn with the answer, ShareGPT's layout, roles and templates that lose text, other names."""
+"""Chats as prompts: a last turn with the answer, ShareGPT's layout, roles and templates that lose text, columns."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def build(data: DataConfig, template: str = CHATML, reward: RewardConfig = EXACT
 
 
 def rejected(data: DataConfig, *texts: str) -> None:
-    """By the check before the ranks start, and by the ranks."""
+    """Check that both the check before the ranks start and the ranks' build reject `data` with `texts`."""
     says(user_error(check_sources, data, EXACT, 1), *texts)
     says(user_error(build, data), *texts)
 
@@ -44,7 +44,7 @@ def test_a_prompt_with_the_answer_as_last_turn(tmp_path, role):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_chat_that_ends_with_two_turns_of_the_model(tmp_path, last):
-    """The remedy is not data.last_turn_as_answer=true alone: it leaves a turn, and may be set already."""
+    """data.last_turn_as_answer=true alone is no remedy: one such turn would remain, and it may already be set."""
     row = {"messages": [ASKED, ANSWERED, ANSWERED | {"content": "two"}], "answer": "2"}
     data = data_of(tmp_path, row, prompt_key="messages", last_turn_as_answer=last)
     rejected(data, "t.jsonl line 1", "messages", "2 turns of role assistant", "Remove these turns", "only one of them")
@@ -90,7 +90,7 @@ def test_a_role_that_the_template_leaves_out(tmp_path):
 
 
 def test_a_template_that_rejects_messages_in_another_order(tmp_path):
-    """As Gemma's: roles must alternate, so the checks cannot leave messages out."""
+    """The template requires alternating roles, like Gemma's, so the checks cannot leave messages out."""
     template = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('!') }}"
         "{% endif %}{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt else '' }}"
@@ -130,7 +130,7 @@ def test_a_missing_prompt_column_names_the_overrides(tmp_path, columns, override
 
 def test_a_missing_answer_column_names_the_override(tmp_path):
     rejected(data_of(tmp_path, {"prompt": "1 + 1", "solution": "2"}), "data.answer_key", "data.answer_key=solution?")
-    # The column with the prompt is no answer.
+    # The message does not offer the prompt's own column as the answer.
     message = user_error(check_sources, data_of(tmp_path, {"target": "1 + 1"}, prompt_key="target"), EXACT, 1)
     assert "data.answer_key=target" not in message
 
@@ -158,4 +158,4 @@ def test_calls_of_tools_are_not_left_out(tmp_path, last, name):
     data = data_of(tmp_path, *({"prompt": chat, "answer": "2"} for chat in rows), last_turn_as_answer=last)
     rejected(data, "t.jsonl line 1", "prompt", name, "content")
     parquet = {"prompt": [ASKED | {name: None}, ANSWERED | {name: []}, ASKED], "answer": "2"}
-    build(data_of(tmp_path, parquet))  # parquet gives every message the fields of all
+    build(data_of(tmp_path, parquet))  # in parquet every message has the fields of all messages

@@ -1,4 +1,4 @@
-"""Turns joined as tokens equal the tokens of the whole conversation, for all families, and calls are read back."""
+"""Turns joined as tokens equal the whole conversation's tokens for all families, and tool calls are parsed back."""
 
 import json
 from datetime import date
@@ -94,7 +94,7 @@ FAMILIES = {
     "mistral_small": ("mistral", mistral_small, {}),
     "harmony": ("harmony", harmony, {}),
 }
-"""The tokenizer, what the policy writes, and variables of the template."""
+"""The tokenizer, a function that writes the policy's turn, and variables of the template."""
 NO_TEXT_BESIDE_CALLS = {"llama3", "mistral", "harmony"}
 NO_THOUGHTS = {"mistral", "mistral_small", "qwen3 without thinking"}
 REWRITES = {"qwen3", "qwen3 without thinking", "llama3", "mistral", "mistral_small", "harmony"}
@@ -253,7 +253,7 @@ def test_calls_in_an_unknown_format():
 
 
 def test_a_family_with_other_separators_is_not_recognised():
-    """A training template that prints other text after a turn than the tokenizer's is not used."""
+    """The family's training template is not used if it prints other text after a turn than the tokenizer's template."""
     stock = chat_template("qwen3").replace("<tool_response>", "<result>")
     says(
         user_error(partial(of_text, *TOOLS, stock=stock)),
@@ -301,7 +301,7 @@ def test_templates_print_the_day_of_the_run():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_environments_text_cannot_end_its_message(family):
-    """Special tokens in a result or user message are text: the special tokens are those of a harmless message."""
+    """Special tokens in a result or user message become plain text, so only the template's special tokens remain."""
     turns, tokenizer = opened(family)
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     sampled = tokenizer(FAMILIES[family][1]("", None, [("look", {})]), add_special_tokens=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""Checkpoints looked at in a folder of many runs and in remote folders, for people and for scripts."""
+"""Checkpoint verbs on a folder of many runs and on remote folders, with output for users and for scripts."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def tree(saved, tmp_path) -> Path:
-    """Three runs: at the depth that the trainer makes, beside it, and further down."""
+    """Make three runs: two at the depth that the trainer uses, and one further down."""
     root = tmp_path / "checkpoints"
     for place in ("project/one", "project/two", "a/b/c/three"):
         shutil.copytree(saved, root / place)
@@ -71,7 +71,7 @@ def test_what_is_not_looked_into(tree, tmp_path, command):
     shutil.copytree(tmp_path / "elsewhere", tree / "project/one/rollout_model/run")
     runs = json.loads(command("list", tree, "--json")[1])["runs"]
     assert [run["path"] for run in runs] == [str(tree / "a/b/c/three"), str(tree / "project/one")]
-    # A link that is named is followed, and so is that of a checkpoint within a run.
+    # A link that the command names is followed, and so is a checkpoint's link within a run.
     assert command("list", tree / "project/linked")[1].count("committed") == 2
 
 
@@ -128,7 +128,7 @@ def test_details_for_scripts(saved, command):
 
 @pytest.fixture(params=["memory", "file", "faulty"])
 def remote(request, tmp_path, monkeypatch) -> str:
-    """The remote folder of a run with copies of steps 2 and 4, in a folder of others."""
+    """Return the remote folder of one run, with copies of steps 2 and 4, within the remote of all runs."""
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.02)
     WEATHER.__init__()
@@ -143,7 +143,7 @@ def harm(remote: str, name: str, change) -> None:
 
 
 def test_a_remote_folder_is_looked_at_without_a_disk(remote, command, tmp_path):
-    command("inspect", remote)  # what an import writes, it has written
+    command("inspect", remote)  # imports write their files now, not below
     written = []
     sys.addaudithook(lambda event, arguments: _note(written, event, arguments))
     _note.on = True
@@ -171,7 +171,7 @@ def _note(written: list, event: str, arguments: tuple) -> None:
 
 
 def _of_another_test(path: Path, tmp_path: Path) -> bool:
-    """Whether a thread that another test left behind may have written there: such a one failed CI once."""
+    """Return whether `path` is another test's. A thread that a test left behind wrote there once and failed CI."""
     return path.is_relative_to(tmp_path.parent) and not path.is_relative_to(tmp_path)
 
 
@@ -216,7 +216,7 @@ def test_what_is_not_there(remote, command):
 
 @pytest.mark.parametrize("read", [False, True])
 def test_a_remote_copy_that_is_removed_is_not_called_damaged(remote, read, command, monkeypatch):
-    """Before its manifest is read, or between the manifest and the files."""
+    """The copy is removed before its manifest is read, or between the reads of manifest and files."""
     manifest = RemoteCheckpoint.manifest
 
     def removed(checkpoint: RemoteCheckpoint) -> Manifest:

@@ -69,7 +69,7 @@ def test_list_says_why_each_is_kept(tmp_path, command):
         places = [(heading.index(name), ends[heading.index(name)]) for name in names]
         return [[row[start:end].strip() for start, end in places] for row in rows]
 
-    # Of no start and no save are settings known: figures, but no reasons.
+    # Without the settings of a start or a save, the list has metric values, but no reasons.
     figures = [["10", ""], ["9", ""], ["8", ""], ["6", "0.5000"], ["4", "0.7500"], ["2", "0.2500"]]
     assert column("step", "accuracy") == figures
     assert column("kept") == [[""]] * 6
@@ -82,7 +82,7 @@ def test_list_says_why_each_is_kept(tmp_path, command):
     assert column("kept") == reasons
     (step_dir(config.run_dir, 11) / "config.yaml").write_text("checkpoint: {max_to_keep: x}")
     assert column("kept") == [[""]] * 7
-    # What one copy is kept for, it does not say itself.
+    # The list of a single checkpoint does not say why it is kept.
     assert "newest" not in command("list", step_dir(config.run_dir, 8))[1]
 
 
@@ -142,7 +142,7 @@ def test_verify_names_the_damaged_file_and_goes_on(run_dir, command):
 
 
 RETIRED = ("before", "while reading", "replaced")
-"""When a run retires step 9: before a verb reads it, while it reads, or so that another checkpoint has its name."""
+"""When a run retires step 9: before a verb reads it, while the verb reads it, or with another one in its place."""
 
 
 @pytest.fixture(params=RETIRED)

@@ -48,7 +48,7 @@ def pointer(run_dir: Path) -> str | None:
 
 
 class Witness:
-    """Notes at every event what is on disk."""
+    """Records the run directory's content at every event."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -68,7 +68,7 @@ def test_each_window_of_a_save_leaves_the_old_state_or_the_new_one(tmp_path):
 
     before, after = {"global_step_2", ".tmp", POINTER}, {"global_step_2", "global_step_4", POINTER}
     writes = [entry for entry in witness.seen if entry[0] in ("commit.file_write", "commit.fsync")]
-    # Two components with their indices, schedule, RNG, two files of the export, driver state, configuration, manifest.
+    # 11 files: two components with indices, schedule, RNG, two of the export, driver state, configuration, manifest.
     assert [entry[0] for entry in writes] == ["commit.file_write", "commit.fsync"] * 11
     # The manifest is the last file: it exists only from its own opening on.
     assert [entry[1:] for entry in writes[:-2]] == [(before, "2\n", False)] * 20
@@ -82,7 +82,7 @@ def test_each_window_of_a_save_leaves_the_old_state_or_the_new_one(tmp_path):
         ("commit.trash", {"global_step_4", ".trash", POINTER}, "4\n", False),
     ]
     assert [event for event, *_ in witness.seen].index("commit.manifest") == 20
-    # The bytes go behind the save.
+    # The old checkpoint's bytes are deleted in the background, after the save.
     eventually(lambda: names(tmp_path) == {"global_step_4", POINTER})
 
 

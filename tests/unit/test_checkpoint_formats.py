@@ -1,4 +1,4 @@
-"""Manifests of older formats: read with the fields of the present one, and never written to."""
+"""Manifests of older formats: read with the fields of the present format, and never changed."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.support.published import make_manifest
 
 
 def leave(root: Path, **changes: object) -> bytes:
-    """Leave a manifest with `changes` at `root`, None for a field that it does not have; returns its bytes."""
+    """Write a manifest with `changes` at `root` (None omits a field), and return its bytes."""
     payload = {name: value for name, value in (asdict(make_manifest(3, {}, {})) | changes).items() if value is not None}
     root.mkdir(exist_ok=True)
     (root / "manifest.json").write_bytes(manifest._text(payload))

@@ -70,7 +70,7 @@ def test_every_single_bit_flip_of_the_manifest_is_detected(checkpoint):
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is damaged"):
             parse_manifest(bytes(changed), path)
-    # On the disk it is the same: the first and the last bits, and some between them.
+    # The same holds for flips on disk: of the first and the last bit, and of some between them.
     for bit in sorted({0, 8 * len(raw) - 1, *random.Random(1).sample(range(8 * len(raw)), 18)}):
         flip_bit(path, bit)
         for read in (read_manifest, verify):

@@ -55,7 +55,7 @@ def kept(figures: dict[int, float | None], settings: CheckpointConfig) -> dict[i
 def test_the_three_rules_and_their_union():
     figures: dict[int, float | None] = {4: 0.9, 8: 0.5, 12: NO_VALUE, 16: 0.7, 20: 0.1, 24: 0.6, 28: 0.2}
     assert kept(figures, rules(2)) == {28: "newest", 24: "newest"}
-    # Saves at multiples of 4: of the multiples of 10 only those of 20 are there.
+    # Saves are at multiples of 4, so the only multiples of 10 are those of 20.
     assert kept(figures, rules(1, keep_every=10)) == {28: "newest", 20: "for good"}
     assert kept(figures, rules(1, keep_best=2)) == {28: "newest", 16: "best", 4: "best"}
     assert kept(figures, rules(2, keep_every=12, keep_best=3)) == {
@@ -90,7 +90,7 @@ def test_the_start_is_not_kept_for_good():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_was_removed_would_never_have_been_wanted_again(seed, tmp_path, deleter):
-    """After every save of a run, what lies there is what the rules choose from everything that was ever saved."""
+    """After every save, the checkpoints on disk are those that the rules choose from all that were ever saved."""
     draw = random.Random(seed)
     settings = rules(draw.randint(1, 3), draw.choice([None, 6, 7]), draw.randint(0, 3))
     ever: dict[int, float | None] = {}
@@ -107,7 +107,7 @@ def test_removed_ones_lose_their_name_at_once_and_their_bytes_soon(tmp_path, del
         publish(tmp_path, step)
     seen = []
     with listening(lambda event: seen.append((event, steps(tmp_path)))):
-        # Numbers, not texts: 10 is newer than 9.
+        # Steps are compared as numbers, not as texts: 10 is newer than 9.
         assert retired(tmp_path, rules(2), 11, deleter) == [8, 9]
     assert seen == [
         ("commit.prune", [8, 9, 10, 11]),
@@ -132,7 +132,7 @@ def test_ranking_reads_the_metric_that_is_asked_for(tmp_path, deleter):
 
 
 def test_ranking_follows_the_headline_unless_told(tmp_path, deleter):
-    """The accuracy of scores that are not 0 or 1 says nothing; one evaluation of zeros alone does not change that."""
+    """Accuracy does not rank runs whose scores are not 0 or 1, even if all scores of one evaluation are 0."""
     publish(tmp_path, 2, {ACCURACY: 0.0, "val/reward": 0.0})
     publish(tmp_path, 4, {ACCURACY: 0.1, "val/reward": -1.0, "val-core/all/reward/mean@1": -1.0})
     publish(tmp_path, 6, {ACCURACY: 0.0, "val/reward": -2.0, "val-core/all/reward/mean@1": -2.0})
@@ -150,7 +150,7 @@ def test_ranking_follows_the_headline_unless_told(tmp_path, deleter):
 def test_a_later_checkpoint_that_could_not_be_set_aside_pushes_nothing_out(tmp_path, deleter):
     for step, accuracy in ((2, 0.1), (4, 0.5), (6, 0.9)):
         publish(tmp_path, step, {ACCURACY: accuracy})
-    # 6 cannot be read: the run went back to 4 and has come to 5.
+    # 6 is unreadable: the run resumed at 4 and has now saved 5.
     flip_bit(step_dir(tmp_path, 6) / MANIFEST, 100)
     publish(tmp_path, 5, {ACCURACY: 0.3})
     assert retired(tmp_path, rules(1, keep_best=1), 5, deleter) == [2]
@@ -169,7 +169,7 @@ def test_a_checkpoint_whose_figure_cannot_be_known_is_not_removed_by_a_ranking(t
         flip_bit(manifest, 100)
     else:
         manifest.unlink()
-    if harm == "unreadable":  # a link to itself: the system's error is none of those that mean damage
+    if harm == "unreadable":  # a link to itself, whose error does not count as damage
         manifest.symlink_to(manifest)
     assert retired(tmp_path, rules(1, keep_best=1), 8, deleter) == [2, 6]
     assert "global_step_4 is kept, because it may be among the best" in caplog.text
@@ -196,7 +196,7 @@ def test_a_checkpoint_to_come_counts_as_if_it_were_there(tmp_path):
 def test_what_is_no_published_checkpoint_is_left_alone(tmp_path, deleter):
     for step in (2, 4, 6):
         publish(tmp_path, step, {ACCURACY: 1 / step})
-    # The best one is set aside: it neither counts nor goes.
+    # The best one is set aside: it neither counts as best nor is removed.
     set_aside(step_dir(tmp_path, 2), "superseded")
     for name in ("global_step_1.damaged-1", "global_step_x", "my_global_step_1", "best"):
         (tmp_path / name).mkdir()
@@ -264,7 +264,7 @@ def test_the_reaper_takes_more_while_it_works(tmp_path):
 
 
 def opened(folder: Path) -> Counter[str]:
-    """How often each manifest below `folder` is opened from now on, however that is done."""
+    """Count how often each manifest below `folder` is opened from now on, by any call."""
     count: Counter[str] = Counter()
 
     def note(event: str, arguments: tuple) -> None:
@@ -286,17 +286,17 @@ def test_of_a_thousand_checkpoints_no_manifest_is_read_twice(tmp_path, deleter, 
     assert set(count.values()) == {1}
     assert len(count) == number
     count.clear()
-    # Three saves, each of which asks which are the best of all.
+    # Each of three saves looks for the best of all checkpoints.
     settings = rules(900, keep_best=10)
     for step in range(number + 1, number + 4):
         write_manifest(step_dir(run_dir, step), replace(manifest, step=step, metrics={ACCURACY: 0.0}))
         victims(run_dir, settings, step, SINGLE_PROCESS, {ACCURACY: 0.0})
         retire(run_dir, settings, step, deleter, SINGLE_PROCESS)
     assert len(count) == number + 3
-    assert max(count.values()) <= 2  # one as it was written, one as it was read
+    assert max(count.values()) <= 2  # once to write it, once to read it
     assert sum(count.values()) <= number + 3 + 3
     assert len(steps(run_dir)) == 900 + 10
-    # What is not the file that was read is read anew.
+    # A manifest that changed since it was read is read again.
     flip_bit(step_dir(run_dir, 5) / MANIFEST, 100)
     retire(run_dir, rules(1, keep_best=1), number + 3, deleter, SINGLE_PROCESS)
     assert steps(run_dir) == [1, 5, number + 3]

@@ -1,4 +1,4 @@
-"""Copies of a snapshot's tensors: equal, apart from the live ones, and in memory that stays."""
+"""Copies of a snapshot's tensors: equal, separate from the live tensors, and in memory that the next save reuses."""
 
 import mmap
 from functools import partial
@@ -31,7 +31,7 @@ def snapshot_of(size: int):
 
 
 def addresses(snapshot) -> dict[str, int]:
-    """Where each tensor that the rank writes lies."""
+    """Return the address of each tensor that the rank writes."""
     found = {}
     for folder, component in snapshot.components.items():
         written = {name: shard.local for name, shard in component.items() if shard.saved_here and shard.local.numel()}
@@ -50,7 +50,7 @@ def test_copies_lie_in_the_same_memory_from_save_to_save():
                 assert (copy.shape, copy.offsets, copy.saved_here) == (shard.shape, shard.offsets, shard.saved_here)
                 assert equal_bits(copy.local, shard.local)
         own = {name for name, address in addresses(staged).items() if address != addresses(live)[name]}
-        # What nobody reads is not copied.
+        # A linked component is not written, so it is not copied.
         assert own == addresses(live).keys() - {"ref/model/weight"}
         elsewhere = [snapshot.components["critic/model"]["elsewhere"].local.data_ptr() for snapshot in (live, staged)]
         assert elsewhere[0] == elsewhere[1]
@@ -58,7 +58,7 @@ def test_copies_lie_in_the_same_memory_from_save_to_save():
         here = {name: addresses(staged)[name] for name in own}
         first = first or here
         assert here == first
-    # A save that needs more grows the memory once, and smaller ones stay in it.
+    # A save that needs more memory grows it once, and smaller saves reuse it.
     large, small_again, large_again = (stager.copy(snapshot_of(size)) for size in (5000, 1000, 5000))
     assert addresses(large) == addresses(large_again)
     assert addresses(small_again)["actor/model/weight"] == addresses(large)["actor/model/weight"]
@@ -71,7 +71,7 @@ def test_page_locked_memory_has_the_size_that_the_plan_counts(monkeypatch):
         memory = stager._memory[True]
         assert memory.nbytes >= nbytes
         assert memory.data_ptr() % page == 0
-        # The memory of earlier saves is free again.
+        # The memory of earlier saves is no longer locked.
         assert locks.spans == {memory.data_ptr(): -(-memory.nbytes // page) * page}
     locks.failure = 2
     message = user_error(partial(stager._reserve, pinned=True), 10 * page)

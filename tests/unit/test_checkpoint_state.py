@@ -149,7 +149,7 @@ def test_a_part_that_the_checkpoint_does_not_know_starts_at_its_beginning(config
     assert (data.state, guards.state) == ({"count": 7}, {"count": 100})
     [line] = caplog.messages
     assert line == f"{step_dir(config.run_dir, 2)} has no state of guards, which starts afresh."
-    # Also on the way back to that checkpoint later on.
+    # A later rollback to that checkpoint starts the guards afresh, too.
     guards.state["count"] = 105
     checkpointer.resume()
     assert guards.state == {"count": 100}

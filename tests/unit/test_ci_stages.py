@@ -1,4 +1,4 @@
-"""Stages of .ci/run side by side: whose output is whose, what fails with what, and that nothing is left of any."""
+"""Parallel stages of .ci/run: separate outputs, stages that fail with others, and no process or file left behind."""
 
 import os
 import re
@@ -26,7 +26,7 @@ patience_s=2
 
 @contextmanager
 def started(folder: Path, stages: str) -> "Iterator[subprocess.Popen[str]]":
-    """The script, which ends with the block at the latest. Who started this in the background has Ctrl-C ignored."""
+    """Run the script until the block ends. It reacts to Ctrl-C even if a shell started pytest in the background."""
     (folder / "script").write_text(HEAD + stages + "run_stages\n")
     (folder / "tmp").mkdir()
     script = subprocess.Popen(
@@ -46,7 +46,7 @@ def started(folder: Path, stages: str) -> "Iterator[subprocess.Popen[str]]":
 
 
 def finish(script: "subprocess.Popen[str]", folder: Path) -> str:
-    """All that it said. Its folder is gone, and so is every process that left its number."""
+    """Return the script's output. Check that its folder and every process with a PID file are gone."""
     output = script.communicate(timeout=DEADLINE_S)[0]
     assert not list((folder / "tmp").iterdir()), output
     for path in folder.glob("*.pid"):
@@ -86,7 +86,7 @@ def test_what_fails_is_named_and_what_needs_it_does_not_run(tmp_path):
 
 
 def test_stages_share_the_places_and_each_speaks_in_one_piece(tmp_path):
-    """Two of them talk in turns; a large one that would make five places of three waits for both."""
+    """Two stages print in turns. A third, with which they would need five of three places, waits."""
     talk = "for i in 1 2 3; do echo {0}$i; touch {0}$i; until [ -e {1}$i ]; do sleep 0.01; done; done"
     stages = f"""
     stage "x" 2 "" "alone" bash -c 'nice; {talk.format("x", "y")}'
@@ -126,7 +126,7 @@ stage "deaf" 1 "" "alone" deaf
 
 @contextmanager
 def staying(folder: Path) -> "Iterator[subprocess.Popen[str]]":
-    """A stage that ends when it is asked, one that is deaf, and a process that has left its group; all of them run."""
+    """Run a stage that ends on a signal, one that ignores signals, and a process that has left its group."""
     pids = [folder / f"{name}.pid" for name in ("tidy", "deaf", "gone")]
     with started(folder, STAYING) as script:
         eventually(lambda: all(path.exists() and path.read_text().strip() for path in pids), DEADLINE_S)
@@ -145,7 +145,7 @@ def test_whatever_ends_it_nothing_is_left_behind(tmp_path, number):
 
 
 def test_nothing_is_left_behind_when_nobody_reads_any_more(tmp_path):
-    """As after Ctrl-C with `| tee log`."""
+    """Like Ctrl-C in `.ci/run | tee log`, which also ends the reader of the output."""
     with staying(tmp_path) as script:
         script.stdout.close()
         script.stdout = None
@@ -155,7 +155,7 @@ def test_nothing_is_left_behind_when_nobody_reads_any_more(tmp_path):
 
 
 def test_a_file_with_tests_of_a_stage_names_their_marker():
-    """A stage of .ci/run gives pytest no others."""
+    """A stage of .ci/run passes pytest only the files that contain its marker."""
     tests = ROOT / "tests"
     marked = [path for path in tests.rglob("*.py") if re.search(r"mark\.(slow|vllm|peers)\b", path.read_text())]
     assert {path for path in marked if not path.name.startswith("test_")} == set()

@@ -1,4 +1,4 @@
-"""python -m rlhf.compare: one table for any runs; folders that are not runs, or damaged, have one message."""
+"""python -m rlhf.compare: one table for any runs, and one message for a folder that is damaged or not a run."""
 
 import json
 from pathlib import Path

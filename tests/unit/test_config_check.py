@@ -1,4 +1,4 @@
-"""config.json of models against their role and the lengths of the data, read before torch is there."""
+"""config.json of models, checked against their role and the data's lengths before torch is imported."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def folder(tmp_path) -> Path:
 
 
 def changed(folder: Path, **entries: object) -> str:
-    """The folder, entries of its config.json replaced, and removed where they are None."""
+    """Replace entries of the folder's config.json, or remove them if None, and return the folder."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | entries
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))

@@ -110,7 +110,7 @@ def test_harmless_differences_are_logged(caplog):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """A working folder with a file, a link to it, and the same from `~`."""
+    """Make a folder with a file and a link to it; it is the working folder and `~`."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.jsonl").write_text("")
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "data" / "a.jsonl")
@@ -133,7 +133,7 @@ def test_the_same_file_spelled_otherwise_is_the_same(places, key, spelled):
 
 
 def test_a_chat_template_is_compared_by_its_content(places):
-    """Wherever the file lies now, `~` included; and another text under another name is another run."""
+    """The file may have moved, also to or from `~`; but a template with another text makes another run."""
     config = Config()
     config.model.path, config.model.chat_template = "m", "~/gone.jinja"
     (places / "gone.jinja").write_text("{{ messages }}")

@@ -1,4 +1,4 @@
-"""Stored configurations of older releases under the present names; and no setting changes without its line."""
+"""Stored configurations of older releases get the present names, and each changed setting needs a migration."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from tests.support.commands import compose
 from tests.support.configurations import make
 from tests.support.published import publish
 
-# The present schema as the newest of three: what 0.8.0 stored has other names.
+# The present schema is the newest of three; 0.8.0 stored other names.
 TABLE = {
     "0.9.0": (
         Renamed("actor.optim.learning_rate", "actor.lr"),
@@ -41,7 +41,7 @@ def sections(text: str) -> dict[str, Any]:
 
 
 def stored_by_0_8_0(config: Config, *, speed: int = 3) -> str:
-    """What 0.8.0 stored of a run with the settings `config`."""
+    """Return the text that 0.8.0 stored for a run with the settings `config`."""
     tree = sections(to_yaml(config))
     tree["actor"]["optim"]["learning_rate"] = tree["actor"]["optim"].pop("lr")
     del tree["rollout"]["min_p"]
@@ -75,7 +75,7 @@ def test_only_later_releases_changed_what_a_release_stored(table):
         "rollout": {"min_p": 0.25},
     }
     assert migrate(tree, "1.0.0").tree == migrate(tree, "1.1.0.dev0").tree == tree
-    # Before 1.0.0 itself, so some of its changes may not be there yet.
+    # This version precedes 1.0.0, so it may lack some of 1.0.0's changes.
     assert migrate(tree, "1.0.0.dev0").tree == migrate(tree, "0.9.0").tree
 
 

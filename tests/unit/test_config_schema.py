@@ -74,7 +74,7 @@ def test_resolved_file_round_trip():
 
 
 def test_resolved_text_follows_changes_of_either_side():
-    """Both ways are kept in memory."""
+    """Both directions of the conversion are cached."""
     config = Config()
     config.model.path = "org/name"
     text = to_yaml(config)
@@ -84,7 +84,7 @@ def test_resolved_text_follows_changes_of_either_side():
     assert to_yaml(config) == text.replace("lr: 1.0e-06", "lr: 0.0003", 1) != text
     assert from_yaml(text).actor.optim.betas == config.actor.optim.betas
     assert from_yaml(text).actor.optim.lr == 1e-6
-    # Equal values of two types are two texts.
+    # Equal values of different types give different texts.
     config.data.reasoning_gym.config = {"a": 1}
     whole = to_yaml(config)
     config.data.reasoning_gym.config = {"a": True}
@@ -92,7 +92,7 @@ def test_resolved_text_follows_changes_of_either_side():
 
 
 def test_what_one_text_sets_is_unset_in_the_next():
-    """All are laid over one schema."""
+    """All texts are merged with the same schema."""
     own = from_yaml("actor: {optim: {betas: [0.5, 0.6]}}\nmodel: {path: org/a}")
     other = from_yaml("model: {path: org/b}")
     assert own.actor.optim.betas == [0.5, 0.6]

@@ -1,4 +1,4 @@
-"""Secrets in settings: what is stored, shown and compared is never their values."""
+"""Secrets in settings: their values are never stored, shown or compared."""
 
 import json
 from typing import Any
@@ -104,7 +104,7 @@ def test_another_value_is_a_changed_setting(change):
 
 
 def test_a_checkpoint_with_resolved_secrets_is_equal():
-    """As 0.1.0 stored them."""
+    """Release 0.1.0 stored secrets in this form."""
     config = composed(KWARGS)
     stored = yaml.safe_load(to_yaml(config))
     stored["reward"]["kwargs"] = plain(config)[0]

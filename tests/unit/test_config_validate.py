@@ -1,4 +1,4 @@
-"""Configurations that are accepted and refused, each refusal in its words."""
+"""Configurations that are accepted or rejected, and the message of each rejection."""
 
 from typing import Any
 
@@ -464,7 +464,7 @@ def test_refused(changes, message):
 def test_vllm_in_the_ranks_has_no_partial_rollouts():
     corrected = {"algorithm__rollout_correction__rollout_is": "token"}
     lines = problems(make(rollout__name="vllm", rollout__async_steps=1, **corrected))
-    # Another line names the missing vLLM where it is not installed.
+    # Where vLLM is not installed, another line reports that.
     assert any("rollout.async_steps=1: vLLM in the ranks ends each generation before" in line for line in lines)
 
 

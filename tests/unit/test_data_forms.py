@@ -35,7 +35,7 @@ def error_message(path: Path) -> str:
 
 
 def write(path: Path, mark: str = "") -> Path:
-    """ROWS in the form that the name says."""
+    """Write ROWS in the format of the path's suffix, and return the path."""
     with path.open("w", encoding="utf-8", newline="") as file:
         file.write(mark)
         if path.suffix == ".csv":

@@ -1,4 +1,4 @@
-"""Over-long prompts, chat templates, fingerprints, and the cursor that must continue where it stood."""
+"""Over-long prompts, chat templates, fingerprints, and the position at which a resumed stream continues."""
 
 import logging
 import random

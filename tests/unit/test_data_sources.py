@@ -1,4 +1,4 @@
-"""Sources of prompts: real files and reasoning-gym tasks, and one clear error for each thing that can be wrong."""
+"""Sources of prompts: real files and reasoning-gym tasks, and one clear error for each possible mistake."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def config_of(train=None, val=None, *, reward="exact_match", function=None, seed
 
 
 def sections(config: Config) -> tuple[DataConfig, RewardConfig, int]:
-    """What the prompt sets are made from."""
+    """Return the sections and the seed from which prompt sets are built."""
     return config.data, config.reward, config.trainer.seed
 
 
@@ -59,7 +59,7 @@ def parquet(path: Path, *rows) -> str:
 
 
 def fails(config: Config, tokenizer, *parts: str, checked: bool = True) -> None:
-    """The build is refused with a message that has all `parts`; if `checked`, so is the early check."""
+    """Check that the build and, if `checked`, the early check raise an error whose message has all `parts`."""
     calls = [lambda: build_train_set(*sections(config), tokenizer)] + (
         [lambda: check_sources(*sections(config))] if checked else []
     )
@@ -282,7 +282,7 @@ for name in sys.argv[1:]:
 
 
 def check_hub_names(home: Path, *names: str) -> list[str]:
-    """One answer for each name, with a Hub that refuses connections. The libraries read their environment at import."""
+    """Return one answer per name, from a process whose Hub refuses connections: libraries read this at import."""
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(home)}
     command = [sys.executable, "-c", CHECK_HUB_NAMES, *names]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)

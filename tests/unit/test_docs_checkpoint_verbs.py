@@ -1,4 +1,4 @@
-"""Commands of docs/checkpoints.md that look at checkpoints or prune them: each is run as it stands there."""
+"""Commands of docs/checkpoints.md that inspect or prune checkpoints: each is run as written on the page."""
 
 import re
 import shlex
@@ -34,7 +34,7 @@ def test_it_does_what_its_remark_says(run_dir, tmp_path, monkeypatch, command, c
     (RUN / "global_step_10.damaged-1").mkdir()
     Path("folder/rlhf").mkdir(parents=True)
     Path("folder/rlhf/offline").symlink_to(RUN.absolute())
-    # The one part that nobody here has: a bucket. Its copies are a folder's.
+    # Tests have no bucket, so a local folder replaces it.
     arguments = shlex.split(command.replace("s3://bucket/", f"file://{tmp_path}/"), comments=True)
     rules = ["--max-to-keep", "2"] if arguments[0] == "prune" and "--max-to-keep" not in arguments else []
     assert main([*arguments, *rules]) == 0

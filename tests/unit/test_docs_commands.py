@@ -1,4 +1,4 @@
-"""Commands of the trainer on the pages that have no test of their own: each is valid, and is answered as shown."""
+"""Trainer commands on pages without a test of their own: each command is valid, and its answer is as shown."""
 
 import re
 import shlex
@@ -33,7 +33,7 @@ def blocks(page: str) -> list[str]:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Page and arguments of each `-m rlhf.train`, without what stands for settings of the reader's."""
+    """Return page and arguments of each `-m rlhf.train`, with placeholders for the reader's settings replaced."""
     found = []
     for page in PAGES:
         for block in blocks(page):

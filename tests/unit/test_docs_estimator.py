@@ -1,4 +1,4 @@
-"""docs/algorithms.md: the table of what an estimator of the user's gets has every field, and no other."""
+"""docs/algorithms.md: the table of an estimator's input has exactly the fields of `EstimatorInput`."""
 
 import inspect
 import re

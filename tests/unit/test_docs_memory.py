@@ -1,4 +1,4 @@
-"""docs/memory.md: each command prints what the page shows; of the model only the config.json that stands there."""
+"""docs/memory.md: each command prints what the page shows; the model has only the page's config.json."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ NAMED = "model.path=/models/qwen2.5-7b"
 
 
 def unwrapped(text: str) -> str:
-    """The wrapping of a command depends on the length of its paths."""
+    """Join a command's wrapped lines, since their breaks depend on the length of its paths."""
     return re.sub(r" \\\n +", " ", text)
 
 

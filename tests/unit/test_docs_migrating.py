@@ -1,4 +1,4 @@
-"""docs/migrating.md: its commands are valid here, and its tables say what the command line answers to those names."""
+"""docs/migrating.md: its commands are valid, and its tables agree with the command line's answers to the names."""
 
 import json
 import os
@@ -32,13 +32,13 @@ ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startsw
 NAMES = [(row[0], row[1]) for row in ROWS if len(row) == 2]
 NAMES = [(name, ours) for theirs, ours in NAMES for name in re.findall(r"`([^`]+)`", theirs)]
 DEFAULTS = [(name, row[1]) for row in ROWS if len(row) == 3 for name in re.findall(r"`([^`]+)`", row[0])]
-# In the answer to its whole name, or valid here with another meaning; the row says more.
+# The setting is in the answer to the whole name, or the name is valid here with another meaning; the row says more.
 ELSEWHERE = {"beta": "actor.use_kl_loss", "algorithm.adv_estimator": None, "algorithm.kl_ctrl.kl_coef": None}
 
 
 @pytest.fixture
 def user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the page's commands name."""
+    """Make the files that the page's commands name."""
     monkeypatch.chdir(tmp_path)
     row = {"data_source": "sums", "prompt": [{"role": "user", "content": "1 + 1 ="}], "extra_info": {"index": 0}}
     verl = pyarrow.Table.from_pylist([row | {"reward_model": {"style": "rule", "ground_truth": "2"}}])

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: the messages that it explains are those of the code, and its settings are there."""
+"""docs/troubleshooting.md: the messages that it explains are in the code, and its settings exist."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ OF_OTHERS = {"CUDA out of memory"}
 
 @pytest.fixture(scope="module")
 def texts() -> str:
-    """Every text of the code; the parts that change in a message are line breaks."""
+    """Return all string literals of the package, with a line break in place of each formatted value."""
     found = []
     for path in (ROOT / "rlhf").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

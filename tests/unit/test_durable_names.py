@@ -27,7 +27,7 @@ def record_of(root: Path, work: Callable[[], object]) -> list[Op]:
 
 
 def least(ops: list[Op]) -> Tree:
-    """What a power cut after `ops` leaves at least."""
+    """Return the tree if a power cut after `ops` loses everything that is not durable."""
     disk = Disk()
     for op in ops:
         disk.apply(op)
@@ -35,7 +35,7 @@ def least(ops: list[Op]) -> Tree:
 
 
 def cuts(ops: list[Op]) -> Iterator[Tree]:
-    """States of every moment."""
+    """Yield states that a power cut may leave after each operation."""
     disk = Disk()
     for op in ops:
         disk.apply(op)

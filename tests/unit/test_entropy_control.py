@@ -1,4 +1,4 @@
-"""The adaptive entropy bonus goes on from its state as if nothing had happened."""
+"""The adaptive entropy bonus: a resumed run continues with the same coefficients as an undisturbed run."""
 
 import json
 from dataclasses import replace
@@ -29,11 +29,11 @@ def test_a_state_through_json_goes_on_with_the_same_weights(steps):
     resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
     assert begun_weights + weights(resumed, entropies[steps:]) == expected
     assert resumed.state_dict() == whole.state_dict()
-    assert {0.0, 0.1} <= set(expected), "idle above the target, and not only that"
+    assert {0.0, 0.1} <= set(expected), "the run must have both idle and active steps"
 
 
 def test_it_adapts_below_the_target_and_idles_above_it():
-    """At the target it stays, and its bonus counts."""
+    """At the target the coefficient stays the same, and the bonus remains in the loss."""
     control = EntropyControl(ActorConfig(entropy_coeff=0.1, entropy_ctrl=ADAPTIVE))
     found = weights(control, [0.5, 0.7, 0.1, 0.1, 0.1, 0.9, 0.5, 0.5])
     assert found == pytest.approx([0.1, 0.1, 0.0, 0.35, 0.65, 0.9, 0.0, 0.6])
@@ -48,7 +48,7 @@ def test_another_start_is_the_configurations_word():
 
 
 def test_a_fixed_one_and_other_bounds_are_the_configurations_word():
-    """A coefficient that the controller had moved must not stay on when the controller is switched off."""
+    """When the controller is switched off, the coefficient that it had moved must not remain."""
     control = EntropyControl(ActorConfig(entropy_coeff=0.1, entropy_ctrl=ADAPTIVE))
     weights(control, [0.1, 0.1])
     fixed = EntropyControl(ActorConfig(entropy_coeff=0.1))

@@ -205,7 +205,7 @@ class Bad:
 
 
 def children() -> set[str]:
-    """The processes that descend from this one."""
+    """Return the ids of this process' descendants."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -307,7 +307,7 @@ def call(session: Session, name: str, **arguments: str) -> dict:
 
 
 def test_a_process_of_its_own_keeps_its_global_generators(hostile, monkeypatch):
-    """Promise 7: attributes are not the whole state of code with global state."""
+    """Promise 7: an environment that uses global generators has more state than its attributes."""
     monkeypatch.setattr(hostile.config, "process", "episode")
     undisturbed, resumed = opened(hostile), opened(hostile)
     expected = [call(undisturbed, "draw") for _ in range(3)]

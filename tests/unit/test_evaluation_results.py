@@ -1,4 +1,4 @@
-"""A stored evaluation is shown again only for the same question: other adapters, judges or precisions are an error."""
+"""A stored evaluation is shown again only for equal inputs: other adapters, judges or precisions are an error."""
 
 import json
 import shutil

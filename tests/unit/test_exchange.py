@@ -32,7 +32,7 @@ PARAMS = [
 
 
 def requests_of(rank: int) -> list[Request]:
-    """For as many prompts as the rank's number, but rank 2 has none; with odd values, and not always from sample 0."""
+    """Return requests for `rank` + 1 prompts (none on rank 2), with unusual values; every second starts at sample 1."""
     requests = []
     for i in range(0 if rank == 2 else rank + 1):
         n, params = PARAMS[(rank + i) % 3]
@@ -42,7 +42,7 @@ def requests_of(rank: int) -> list[Request]:
 
 
 def answer_of(prompt: Sequence[int], number: int) -> tuple[list[int], list[float], str]:
-    """What the policy answers a prompt: token ids, log-probs and the finish reason."""
+    """Return the policy's answer to a prompt: token ids, log-probs and the finish reason."""
     tokens = [sum(prompt) % VOCAB, *range(number)]
     return tokens, [-(token % 7 + 1) / 3 for token in tokens], ["stop", "length"][number % 2]
 
@@ -96,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(json.dumps({"choices": [choice | {"logprobs": {"content": content}}]}))
 
     def answer(self, text: str) -> None:
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # the client may have disconnected
             self.send_response(200)
             self.end_headers()
             self.wfile.write(text.encode())
@@ -116,7 +116,7 @@ def nothing_is_pickled(monkeypatch):
 
 
 def generate(rank: int) -> tuple[bool, list[int]]:
-    """Whether this rank gets what its requests are answered, twice; and how many requests the engine knows of whom."""
+    """Return whether this rank twice gets the samples of its requests, and the engine's number of requests per rank."""
     coordinator, resources = make_coordinator(), ExitStack()
     fleet = server = None
     if rank == 0:
@@ -141,14 +141,14 @@ def generate(rank: int) -> tuple[bool, list[int]]:
 
 
 def test_requests_go_to_the_leader_and_samples_to_their_rank():
-    """They were pickled, and the requests of all ranks went to every rank."""
+    """Earlier they were pickled, and every rank received the requests of all ranks."""
     received = run_thread_ranks(4, generate)
     sizes = [len(requests_of(rank)) for rank in range(4)]
     assert received == [(True, sizes), (True, []), (True, []), (True, [])]
 
 
 def exchange_in_group(rank: int, size: int) -> list[int]:
-    """The uids that this rank gets from its group of `size` consecutive ranks."""
+    """Return the uids that this rank receives from its group of `size` consecutive ranks."""
     coordinator, first = make_coordinator(), rank // size * size
     group = range(first, first + size)
     gathered = gather_requests(requests_of(rank), group, group, coordinator)
@@ -174,7 +174,7 @@ def test_requests_keep_their_responses_so_far():
 
 
 def hand_out(rank: int, parts: list[list[int]]) -> bool:
-    """Whether this rank gets its part, to the bit; the leader has the parts of all."""
+    """Return whether this rank receives exactly its part of the leader's samples for all ranks."""
     held = [[observed(n) for n in part] for part in parts]
     return scatter_samples(held if rank == 0 else [], make_coordinator()) == held[rank]
 

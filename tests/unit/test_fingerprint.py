@@ -1,4 +1,4 @@
-"""Fingerprints of model folders: which changes of a file show."""
+"""Fingerprints of model folders: the changes of files that they reveal."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ LAYER = SAMPLES * SAMPLE_BYTES // LAYERS // 4 + 1000
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A model of many layers, of which samples at even distances miss some."""
+    """Make a model of many layers; byte samples at even distances would miss some layers."""
     torch.manual_seed(0)
     tensors = {f"layers.{i}.weight": torch.randn(2 * LAYER) for i in range(LAYERS)}
     save_file(tensors, tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Operations of an update against torch's own count, and the devices whose peak is known."""
+"""FLOPs of an update, compared with torch's own count, and the devices whose peak is known."""
 
 from collections.abc import Callable
 
@@ -38,10 +38,10 @@ def counted(model: PreTrainedModel, outputs: Callable[[PreTrainedModel, Batch], 
     ("model", "outputs"), [(tiny_qwen2, log_probs), (gpt2, log_probs), (tiny_value_model, response_values)]
 )
 def test_operations_are_those_that_torch_counts(model, outputs):
-    """But for the half of attention that a causal mask leaves out.
+    """Except for the half of attention that a causal mask leaves out.
 
-    The head's logits are made twice, which is no work that the mathematics takes; and its gradient is added in place,
-    which torch does not count: one evens the other out.
+    Torch counts the head's logits twice, because they are recomputed, and misses the head's gradient, which is added in
+    place. The two differences cancel.
     """
     policy = model()
     policy.set_attn_implementation("eager")  # torch does not count the CPU's kernel of attention
@@ -65,8 +65,8 @@ def test_frozen_weights_take_no_gradient_of_their_own():
     flops, samples, length = UpdateFlops.of(policy), 3, 25
     assert flops is not None
     tokens = TokenCounts(samples * length, samples * 20, samples * length**2)
-    # Of the first layer's q, k and v and of their A nobody wants the gradient of the input; and the head's logits are
-    # made twice.
+    # Torch skips the gradient of the input of the first layer's q, k and v and of their A, which nothing needs. It
+    # counts the head's logits twice, because they are recomputed.
     first = policy.model.layers[0].self_attn
     projections = [getattr(first, f"{name}_proj") for name in "qkv"]
     inputs = sum(p.base_layer.weight.numel() + p.lora_A["default"].weight.numel() for p in projections)

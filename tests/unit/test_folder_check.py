@@ -1,4 +1,4 @@
-"""Folders of models that lack something, told before anything is loaded."""
+"""Model folders with missing or invalid files are rejected before anything is loaded."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def test_a_part_that_the_index_names_is_missed(folder):
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 1}', "[" * 100_000], ids=["torn", "list", "one", "deep"])
 def test_an_index_that_is_none_is_told(folder, text):
     (folder / "model.safetensors.index.json").write_text(text)
-    check_folder("model.path", str(folder))  # beside the only file it is not read
+    check_folder("model.path", str(folder))  # beside a single file of weights, the index is not read
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     message = user_error(check_folder, "model.path", str(folder))
     assert message.startswith(f"model.path={folder}: model.safetensors.index.json is not an index of weights (")

@@ -1,5 +1,7 @@
-"""Fused experts: read tensor by tensor from files that have one per expert, each rank its own; written under the
-model's names and opened again."""
+"""Fused experts: each rank reads only its part from files with one tensor per expert.
+
+Files that are written under the model's names can be opened again.
+"""
 
 from dataclasses import replace
 
@@ -53,7 +55,7 @@ def test_a_rank_reads_the_experts_that_it_owns(model, tmp_path, monkeypatch):
     files = ModelFiles(ModelSource("model.path", str(tmp_path)), tmp_path, None, headers, "")
     expected = model.get_parameter(GATE_UP).detach()
     size = expected.numel()
-    # From within the up part of an expert to within the gate part of another.
+    # The fourth range goes from inside the up part of one expert to inside the gate part of another.
     for start, stop in ((0, size), (0, size // 2), (size // 2, size), (80, size - 90), (size, size)):
         read.clear()
         local = torch.full((stop - start,), torch.nan)

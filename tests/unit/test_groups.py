@@ -1,5 +1,4 @@
-"""Groups on their way through a checkpoint are the same ones, and only those without a difference are without
-signal."""
+"""Groups are equal after a save and a load, and only groups without a difference between samples lack a signal."""
 
 import json
 import math
@@ -43,7 +42,7 @@ def test_the_round_trip_is_exact():
     tensors = to_tensors(groups)
     restored = from_tensors(tensors)
     assert restored == groups
-    # Equality takes 0.0 for -0.0 and ignores the order of names, which says what the first reward is.
+    # Compared as text, because == ignores the sign of -0.0 and the order of names, which tells the first reward.
     assert [repr(group.results) for group in restored] == [repr(group.results) for group in groups]
     assert all(tensor.dtype in DTYPE_NAMES and tensor.dim() == 1 for tensor in tensors.values())
 
@@ -94,7 +93,7 @@ def test_no_groups_are_no_tensors():
 
 
 def with_scores(*samples: tuple[float, float, float]) -> Group:
-    """Of each sample the first term, the weighted sum and the penalty."""
+    """Return a group; each of `samples` is the first term, the weighted sum and the penalty of a sample."""
     results = [RewardResult(score, {"first": first, "second": 0.5}) for first, score, _ in samples]
     whole = [Sample.of(1, i, [1], [-1.0], "stop") for i in range(len(samples))]
     return Group(1, [1], whole, results, [penalty for *_, penalty in samples], baseline=None)

@@ -99,7 +99,7 @@ def test_a_run_that_trained_nothing_for_figures_that_are_not_finite_does_not_end
     again.begin(2, math.nan)
     with pytest.raises(UserError, match=r"(?s)rejected every batch of the run.*step 1: actor loss nan.*step 2: reward"):
         again.settle(2, last=True)
-    # What is beyond a bound has been trained on up to there, and one step that counts is a run.
+    # A batch beyond a bound has been trained on up to that point, and one trained step is enough for a run.
     for figures in ({"kl": 3.0}, {}):
         guards = Guards(GuardsConfig(max_kl=1.0))
         judge(guards, 1, **figures)
@@ -144,7 +144,7 @@ def test_a_rollback_survives_the_restoring() -> None:
     assert (guards.skip_for(2), guards.skip_for(3)) == (None, 48)
     assert guards.state_dict()["reward_average"] == 0.5
 
-    # Step 2 comes again: it is not in a position to end the row, nor does its record know what is still to come.
+    # Step 2 runs again: it must not end the row of rejected batches, and its record must not count the later rollback.
     assert judge(guards, 2, reward=1.0) == "train"
     assert guards.metrics()["guards/rollbacks"] == 0
     assert len(guards.state_dict()["row"]) == 1
@@ -173,7 +173,7 @@ def test_the_state_is_whole_and_json() -> None:
     assert other.skip_for(1) == 16
 
 
-# A simulated run. `Run` is what a process has in memory and loses in a crash, `Disk` what is left of it.
+# A simulated run. `Run` is a process' memory, which a crash loses; `Disk` is the state that remains.
 
 STEPS, SAVE_FREQ, BATCH = 12, 4, 8
 
@@ -195,8 +195,7 @@ def dice(*words: object) -> float:
 
 @dataclass
 class Run:
-    """Training whose weights are a digest of everything that it was trained on, and whose batches are refused by
-    chance."""
+    """Training whose weights are a digest of all batches that it trained on. Batches are rejected by chance."""
 
     config: GuardsConfig
     seed: int
@@ -206,7 +205,7 @@ class Run:
     preemptions: frozenset[int] = frozenset()
 
     def moment(self) -> None:
-        """Something that a crash can come before; counted over all attempts, so that each crash happens once."""
+        """Count a point, and crash there if planned. The count spans all attempts, so each crash happens once."""
         self.disk.moments += 1
         assert self.disk.moments < 10_000, "an endless rollback"
         if self.disk.moments in self.crashes:
@@ -260,7 +259,7 @@ class Run:
 def finished(
     config: GuardsConfig, seed: int, rate: float, crashes: set[int] = frozenset(), preemptions: set[int] = frozenset()
 ) -> tuple[Disk, str]:
-    """What is on the disk at the end, and the message that ended the run, if any."""
+    """Run to the end; return the disk, and the message that ended the run ("" if it finished)."""
     start = {"step": 0, "weights": 0.0, "consumed": 0, "guards": Guards(config).state_dict()}
     disk = Disk(json.dumps(start))
     while True:
@@ -309,7 +308,7 @@ def test_the_simulation_meets_what_it_is_about() -> None:
 
 @dataclass
 class Spiteful(Run):
-    """Refuses whenever that does not end the run, whatever the batch."""
+    """Rejects every batch, except when one more rejection would end the run."""
 
     rollbacks: int = 0
 
@@ -349,5 +348,5 @@ def test_rollbacks_are_bounded_when_every_batch_is_refused_and_crashes_take_the_
     crashes = {4, 9, 20}
     disk, ending = finished(config, 0, 1.0, crashes)
     assert ending.startswith("The guards rejected 4 batches in a row")
-    # Moments of one attempt: four batches with three moments each, and two for each of the three rollbacks.
+    # Points of one attempt: four batches with three points each, and two for each of the three rollbacks.
     assert disk.moments <= (len(crashes) + 1) * (4 * 3 + 3 * 2)

@@ -1,4 +1,4 @@
-"""Weights that lie on many ranks become a Hugging Face folder, bit for bit, in the memory of a few blocks."""
+"""Weights of many ranks become a Hugging Face folder, bit for bit; the export takes the memory of a few blocks."""
 
 import errno
 import threading
@@ -39,7 +39,7 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @pytest.fixture
 def small(monkeypatch):
-    """Blocks and files of few bytes."""
+    """Make blocks and files a few bytes small."""
     for module in (files, block_plan, hf_writer):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
     monkeypatch.setattr(hf_layout, "SHARD_BYTES", 700)
@@ -53,8 +53,10 @@ def whole(shapes: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
 
 
 def held_by(rank: int, tensors: dict[str, torch.Tensor], cuts: list[list[int]]) -> Shards:
-    """The parts of a rank: `cuts` has for each tensor where, in percent, a rank's part ends; one for each rank. Every
-    other matrix is cut by columns."""
+    """Return a rank's shards. For each tensor `cuts` has the percentages at which the ranks' parts end.
+
+    Every other matrix is cut by columns.
+    """
     shards = {}
     for i, ((name, tensor), ends) in enumerate(zip(tensors.items(), cuts, strict=True)):
         if i % 2 and tensor.dim() == 2 and tensor.dtype != torch.uint8:
@@ -119,7 +121,7 @@ def test_any_split_over_ranks_and_disks_is_one_folder(tmp_path_factory, case):
 
 
 def failing(rank: int, root: Path, action: str) -> str:
-    """The error of a rank when the disk of the second is full, and the writes of it after that."""
+    """Export while rank 1's disk is full; return this rank's error and its number of failed writes."""
     coordinator, writes = make_coordinator(), []
 
     def fail(*_: object) -> None:
@@ -161,7 +163,7 @@ def test_values_that_float16_does_not_have_end_the_run_with_what_to_do(tmp_path)
     with pytest.raises(UserError, match=r"float16: weight has values beyond 65504.*set checkpoint\.hf_dtype=bfloat16"):
         make_checkpointer(config, role, 2).save(2)
     assert {path.name for path in config.run_dir.iterdir() if path.is_dir()} == {"global_step_1"}
-    role.weight[7] = torch.inf  # was there before
+    role.weight[7] = torch.inf  # infinite before the conversion, too
     make_checkpointer(config, role, 2).save(2)
 
 
@@ -184,7 +186,7 @@ def test_copy_of_the_weights_is_shared_with_the_export_and_counted_once(tmp_path
 
 
 class Slowly:
-    """A method that begins when it is told to."""
+    """A method that waits for `go` before it begins."""
 
     def __init__(self, original) -> None:
         self.go, self._original = threading.Event(), original
@@ -195,12 +197,12 @@ class Slowly:
 
 
 def peak(rank: int, root: Path, nbytes: int) -> tuple[int, int]:
-    """How far the memory of this process has grown over what it was, in a save of `nbytes`; and by the weights."""
+    """Export `nbytes`; return the growth of this process' peak memory, and the size of its weights."""
     coordinator = make_coordinator()
     rows = nbytes // 4 // 2
     tensors = {f"t{i}": torch.ones(rows // 8) for i in range(8)}
     shards = {name: Shard((2 * len(t),), (rank * len(t),), t) for name, t in tensors.items()}
-    # The first time everything is imported, and threads have their stacks.
+    # The first export imports modules and creates the threads' stacks.
     write_exports(root / "warm", {FOLDER: HfExport.of({"a": replace(shards["t0"])}, "bfloat16", {}, {})}, coordinator)
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
@@ -209,7 +211,7 @@ def peak(rank: int, root: Path, nbytes: int) -> tuple[int, int]:
 
 
 def status(name: str) -> int:
-    """A figure of the kernel about this process, in bytes."""
+    """Return a size from /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
 

@@ -1,4 +1,4 @@
-"""Follower of metrics.jsonl: each record once, those after a cut again, however fast the file grows past it."""
+"""Follower of metrics.jsonl: each record once, and those after a cut again, even if the file soon grows past it."""
 
 from pathlib import Path
 

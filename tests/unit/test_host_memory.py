@@ -1,4 +1,4 @@
-"""Memory that is left for the copies of saves, as systems of several kinds describe it."""
+"""Memory that is available for copies of saves, read from the files of several kinds of systems."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def system(folder: Path, files: dict[str, str]) -> int | None:
-    """What is available on a machine with such files, of 100 MiB by its kernel."""
+    """Return the available memory of a machine with `files`; its kernel reports 100 MiB."""
     for name, text in {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {100 * 1024} kB\n", **files}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -37,7 +37,7 @@ def test_a_limit_counts_less_what_is_used_and_cannot_be_dropped(tmp_path):
         "groups/slice/job/memory.stat": f"anon {20 * MIB}\ninactive_file {10 * MIB}\n",
     }
     assert system(tmp_path, files) == 40 * MIB
-    # A group around it has less left.
+    # The parent cgroup has less memory left.
     files |= {"groups/slice/memory.max": f"{90 * MIB}\n", "groups/slice/memory.current": f"{85 * MIB}\n"}
     assert system(tmp_path, files) == 5 * MIB
     files |= {"groups/slice/memory.current": f"{95 * MIB}\n"}
@@ -83,7 +83,7 @@ def test_a_run_whose_copies_do_not_fit_ends_before_it_trains(tmp_path, monkeypat
     config.checkpoint.contents = ["model"]
     checkpointer = make_checkpointer(config, role)
     assert not checkpointer.resume()
-    # A way back in the running process has its copy already.
+    # A rollback in the running process needs no memory for a copy, because the copy exists already.
     assert checkpointer.save(1) is None
     checkpointer.finish()
     monkeypatch.setattr(host_memory, "available_memory", lambda: 0)
@@ -91,7 +91,7 @@ def test_a_run_whose_copies_do_not_fit_ends_before_it_trains(tmp_path, monkeypat
 
 
 class MergedRole(PlainRole):
-    """A role whose weight is an adapter's, of a model of 900,000 bytes."""
+    """A role whose weight is an adapter's; the merged model has 900,000 bytes."""
 
     def hf_files(self):
         return {ADAPTER_CONFIG: b"{}"}
@@ -104,7 +104,7 @@ def test_a_model_merged_for_each_save_is_counted(tmp_path, monkeypatch):
     config = make_config(tmp_path)
     config.checkpoint.async_save, config.checkpoint.contents = True, ["model", "optimizer", "extra", "hf_model"]
     monkeypatch.setattr(host_memory, "available_memory", lambda: 1_699_999)
-    assert not make_checkpointer(config, MergedRole(100_000)).resume()  # an adapter's own folder: its weights' copy
+    assert not make_checkpointer(config, MergedRole(100_000)).resume()  # an adapter needs only its weights' copy
     config.checkpoint.hf_adapter = "merge"
     with pytest.raises(UserError, match=r"need 1\.6 MiB of memory"):
         make_checkpointer(config, MergedRole(100_000)).resume()
@@ -113,7 +113,7 @@ def test_a_model_merged_for_each_save_is_counted(tmp_path, monkeypatch):
 
 
 def save_and_go_back(rank: int, folder: Path) -> bool:
-    """A rank of two, of which the second has nothing to write, and so no copies."""
+    """Save and roll back on one of two ranks; the second rank has nothing to write, and so no copies."""
     config = make_config(folder)
     config.checkpoint.async_save = True
     checkpointer = make_checkpointer(config, PlainRole(1, rank, 2), coordinator=make_coordinator())

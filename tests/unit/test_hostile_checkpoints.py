@@ -1,5 +1,7 @@
-"""Checkpoints such as nobody's trainer has written: each is one message and an exit code for people who look, and
-passed over for the intact one before by a run that resumes and by whoever prunes."""
+"""Checkpoints that no trainer has written: verbs report each with one message and an exit code.
+
+A resume and `prune` pass over them and use the intact checkpoint before.
+"""
 
 import os
 import shutil
@@ -54,7 +56,7 @@ def run_dir(saved, tmp_path) -> Path:
 
 
 def prune_to_one(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Prune all but the newest checkpoint; the one that is whole must stay."""
+    """Prune all but the newest checkpoint; step 2, which is intact, must stay."""
     rules = ("--max-to-keep", "1", "--keep-every", "null", "--keep-best", "0", "--yes")
     code, output = look("prune", run_dir, capsys, *rules)
     assert code == 0
@@ -64,14 +66,14 @@ def prune_to_one(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("harm", [*NO_MANIFEST.items(), *WRONG_FIELDS.items()], ids=lambda harm: harm[0])
 def test_a_manifest_that_is_none(run_dir, harm, capsys):
-    """For people one message; for a resume no checkpoint, so that the one before it counts."""
+    """Verbs print one message, and a resume passes over the checkpoint and uses the one before it."""
     newest = step_dir(run_dir, 4)
     harm[1](newest)
     for verb in LOOKS:
         code, output = look(verb, newest, capsys)
         assert code == 1
         assert len([line for line in output.splitlines() if str(newest) in line]) == 1
-    # The intact one beside it is still told of.
+    # The verbs still report the intact checkpoint beside it.
     assert look("list", run_dir, capsys)[1].count(" committed") == 1 + (harm[0] == "nothing")
     assert look("verify", run_dir, capsys)[1].count(": intact") == 1
     assert "the newest intact one is 2" in prune_to_one(run_dir, capsys)
@@ -118,7 +120,7 @@ def test_weights_with_a_lying_header_are_damage(tmp_path, lie, capsys):
     newest = step_dir(config.run_dir, 4)
     with_hash(WEIGHTS, lie[1])(newest)
     assert [look(verb, newest, capsys)[0] for verb in LOOKS] == [0, 0, 0]
-    if lie[0] == "no tensors":  # which is true, and of another model
+    if lie[0] == "no tensors":  # a valid file, but of another model
         with pytest.raises(UserError, match="do not fit the architecture"):
             resume(config, PlainRole())
     else:

@@ -1,4 +1,4 @@
-"""Folders that are no checkpoints: each is one message and an exit code, whatever verb looks at it."""
+"""Folders that are no checkpoints: every verb reports each with one message and an exit code."""
 
 import os
 import shutil
@@ -109,10 +109,10 @@ def test_links_in_a_circle_are_one_message(tmp_path, verb, capsys):
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("what", ["the run", "a checkpoint", "a manifest", "a file"])
 def test_what_may_not_be_read_is_one_message(saved, verb, what, capsys):
-    with tempfile.TemporaryDirectory() as folder:  # one that others than its owner may enter
+    with tempfile.TemporaryDirectory() as folder:  # a folder that other users may enter
         run_dir = shutil.copytree(saved, Path(folder, "run"))
         newest = step_dir(run_dir, 4)
-        look(verb, run_dir, capsys)  # imports what it needs while it may
+        look(verb, run_dir, capsys)  # imports its modules while it may read them
         Path(folder).chmod(0o755)
         closed = {
             "the run": run_dir,
@@ -157,7 +157,7 @@ def test_a_tree_of_mischief_does_not_hide_a_run(saved, tmp_path, capsys):
     (tree / "other" / os.fsdecode(b"\xff") / "global_step_3").mkdir(parents=True)
     for verb, count in (("list", " committed"), ("verify", ": intact"), ("inspect", "driver state")):
         code, output = look(verb, tree, capsys)
-        assert code == 1  # of the two runs whose names are none
+        assert code == 1  # because of the two runs with invalid names
         assert output.count("it was never committed") == 2
         assert output.replace("never committed", "").count(count) == (1 if verb == "inspect" else 2)
     code, output = look("prune", tree, capsys, "--max-to-keep", "1")

@@ -44,7 +44,7 @@ def test_every_module_says_what_it_is_in_one_line():
 
 
 def test_docstrings_are_no_riddles():
-    """Of the package's public names, and of every module of the tests and benchmarks."""
+    """Check the package's public names, and every module of the tests and benchmarks."""
     riddles = []
     for path in (path for folder in (PACKAGE.name, "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")):
         tree = ast.parse(path.read_text())

@@ -1,4 +1,4 @@
-"""Import graph of the package, read from its code: no circle, no arrow upwards between rooms, wholes for few.
+"""Import graph of the package, read from its code: no cycle, no upward import, and `Config` only in a few modules.
 
 Imports inside functions and under TYPE_CHECKING count like all others.
 """
@@ -32,7 +32,8 @@ STOREYS = (
     {"config"},
     {"errors", "events", "numerics", "printable"},
 )
-"""The rooms, from the top down; a room imports from its own storey and from those below."""
+"""The rooms (modules and folders of the package) by storey, from the top down. A room imports from its own storey and
+from lower ones."""
 
 CHECKPOINT_LAYERS = (
     {"checkpointer", "verbs", "__main__"},
@@ -51,7 +52,7 @@ MAY_IMPORT_CHECKPOINT = {"loop", "worker", "lifecycle", "assemble", "evaluate"} 
     "convert",
 }
 COMMANDS_IN_ROOMS = {"rlhf.checkpoint.__main__", "rlhf.launch.slurm.__main__"}
-"""Thin commands that stand in a room, and may import what is above it."""
+"""Thin commands that lie in a room's folder, but may import from the rooms above it."""
 
 MAY_SEE_THE_WHOLE_CONFIG = {
     "rlhf.api",
@@ -89,8 +90,8 @@ TWINS: dict[str, set[str]] = {
     "status.py": {".", "cli", "ranks"},
     "translate.py": {".", "cli"},
 }
-"""Files of one name: a section of the configuration and the component that takes it; a command and its code;
-the comparison of runs and of configurations."""
+"""Names that several files have: a section of the configuration and the component that uses it; a command and its
+code; the comparisons of runs and of configurations."""
 
 
 @cache
@@ -178,7 +179,7 @@ def test_layers_inside_the_checkpoint():
 
 
 def test_only_the_command_reaches_the_converters():
-    """An import, or the name of a module as `importlib` takes it."""
+    """Both imports and module names in strings, as for `importlib`, count."""
     named = {name: {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)} for name, tree in trees().items()}
     reaches = {a for a in graph() if any(room(b) == "convert" for b in graph()[a] | (named[a] & trees().keys()))}
     assert {name for name in reaches if room(name) != "convert"} == {"rlhf.checkpoint.__main__"}
@@ -249,7 +250,7 @@ def test_no_test_imports_another():
 
 
 def test_one_module_has_the_server_that_ranks_are_forked_from():
-    """Python has one list of modules for it, and whoever sets it last wins."""
+    """Python keeps one list of modules for the server, and the module that sets it last wins."""
     users = set()
     for name, tree in trees_of_tests().items():
         called = {ast.unparse(node.func).rpartition(".")[2] for node in ast.walk(tree) if isinstance(node, ast.Call)}

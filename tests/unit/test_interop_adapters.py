@@ -1,4 +1,4 @@
-"""Adapters: merged by the formula, kept, or refused; in folders of peft and in verl's files of ranks."""
+"""Adapters in peft's folders and in verl's rank files: merged by the formula, kept, or rejected."""
 
 import json
 import os
@@ -116,7 +116,7 @@ def test_kept_as_what_it_is(adapter, factors, tmp_path, capsys):
     [
         ({"use_dora": True}, "has lora_A, lora_B of .* needs lora_A, lora_B, lora_magnitude_vector"),
         ({"peft_type": "IA3"}, "peft_type=IA3, which is not merged here"),
-        # Of the same names and shapes as plain LoRA: what came out would be another model than peft's.
+        # Names and shapes equal plain LoRA's, but a plain merge would give another model than peft's.
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa, which is not merged here"),
         (
             {"alora_invocation_tokens": [5], "lora_bias": True},
@@ -178,7 +178,7 @@ def test_in_verl_s_files(of_verl, base, weights, factors):
     assert kept.contents.tensors.keys() == factors.keys()
     assert kept.contents.adapter is not None
     assert kept.contents.adapter["target_modules"] == ["down_proj", "q_proj"]
-    # Its state dict without the base's weights, as `save_lora_only` makes it.
+    # A state dict without the base's weights, as verl's `save_lora_only` makes it.
     state = torch.load(of_verl / "model_world_size_1_rank_0.pt", weights_only=True)
     only = {name: tensor for name, tensor in state.items() if "lora_" in name}
     torch.save(only, of_verl / "model_world_size_1_rank_0.pt")

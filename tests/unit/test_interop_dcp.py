@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: written for its own reader, read as programs that use it save them."""
+"""Folders of torch.distributed.checkpoint: torch reads those that we write, and we read those of other programs."""
 
 import shutil
 from pathlib import Path
@@ -51,7 +51,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.fixture
 def written(tmp_path, monkeypatch) -> Path:
-    """What is written of TENSORS and MOMENTS, in items of three rows and files of two items or so."""
+    """Write a folder of TENSORS and MOMENTS, with three rows per item and about two items per file."""
     monkeypatch.setattr(dcp_writer, "CHUNK_BYTES", 3 * 6 * 4)
     monkeypatch.setattr(dcp_writer, "SHARD_BYTES", 200)
     (tmp_path / "written").mkdir()
@@ -113,7 +113,7 @@ def trained(architecture: str, folder: Path) -> tuple[Any, torch.optim.Optimizer
 
 
 def test_accelerates_folders(tmp_path):
-    """As it saves FSDP with SHARDED_STATE_DICT: two folders, a state dict under a name in each."""
+    """accelerate saves FSDP with SHARDED_STATE_DICT in two folders, each with a state dict under a name."""
     model, optimizer, expected = trained("qwen2", tmp_path / "checkpoint-7")
     weights, state = get_state_dict(model, optimizer)
     checkpoint = tmp_path / "checkpoint-7"
@@ -123,7 +123,7 @@ def test_accelerates_folders(tmp_path):
     torch.save({"last_epoch": 7, "base_lrs": [0.01]}, checkpoint / "scheduler.pt")
     for path in (checkpoint, checkpoint / "pytorch_model_fsdp_0"):
         source = open_source(Origin(path), "dcp")
-        assert_equal(whole(source), expected)  # the tied one once
+        assert_equal(whole(source), expected)  # the tied weight once
         assert source.contents.progress == TrainedSoFar(7, 1, {"last_epoch": 7, "base_lrs": [0.01]})
         assert source.contents.model_files == checkpoint
     shutil.rmtree(checkpoint / "optimizer_0")
@@ -133,17 +133,17 @@ def test_accelerates_folders(tmp_path):
 
 
 def test_an_optimizer_beside_the_model(tmp_path):
-    """As torch's recipes merge two flat state dicts."""
+    """Both are in one folder, as in torch's recipes, which merge two flat state dicts."""
     model, optimizer, expected = trained("qwen2", tmp_path / "model")
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, state = get_state_dict(model, optimizer, options=options)
-    groups = {"param_groups.model.norm.weight.lr": torch.tensor(0.5)}  # a rate that is a tensor
+    groups = {"param_groups.model.norm.weight.lr": torch.tensor(0.5)}  # a learning rate that is a tensor
     dcp.save({**weights, **state, **groups}, checkpoint_id=tmp_path / "saved", no_dist=True)
     assert_equal(whole(open_source(Origin(tmp_path / "saved", tmp_path / "model"), "dcp")), expected)
 
 
 def test_a_trainer_folder_of_prime_rl(tmp_path):
-    """As its AppState saves model, optimizer, schedule and progress under one key."""
+    """prime-rl's AppState saves model, optimizer, schedule and progress under one key."""
     model, optimizer, expected = trained("llama", tmp_path / "model")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     schedule.step()
@@ -161,7 +161,7 @@ def test_a_trainer_folder_of_prime_rl(tmp_path):
 
 
 def to_torchtitan(name: str, tensor: Tensor, heads: dict[str, int]) -> tuple[str, Tensor]:
-    """Name and rows of torchtitan 0.2, from those of transformers, as its adapter converts them."""
+    """Convert transformers' name and rows to those of torchtitan 0.2, like torchtitan's adapter."""
     top = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}
     parts = {
         "self_attn.q_proj": "attention.wq",
@@ -187,7 +187,7 @@ def to_torchtitan(name: str, tensor: Tensor, heads: dict[str, int]) -> tuple[str
 
 
 def save_as_torchtitan(folder: Path, model: Any, optimizer: torch.optim.Optimizer, newer: bool) -> None:
-    """The folders of steps 9 and 30."""
+    """Write torchtitan's folders of steps 9 and 30."""
     llama = model.config.model_type == "llama"
     _, flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     heads = {"q_proj": 4, "k_proj": 2} if llama else {}
@@ -234,14 +234,14 @@ def test_torchtitans_folders(tmp_path, architecture, newer):
 
 @in_float64()
 def test_rows_in_torchtitans_order_turn_pairs_of_neighbours():
-    """Scores of attention are the same with Meta's rotation of torchtitan's rows and transformers' of its own."""
+    """Attention scores agree between Meta's rotation of torchtitan's rows and transformers' rotation of its own."""
     config = tiny_config("llama", head_dim=8)
     torch.manual_seed(1)
     weight, hidden = torch.randn(4 * 8, 16), torch.randn(5, 16)
     ours = (hidden @ weight.T).view(1, 5, 4, 8).transpose(1, 2)
     rotary, base = LlamaRotaryEmbedding(config), config.rope_parameters["rope_theta"]
     frequencies = 1 / base ** (torch.arange(0, 8, 2) / 8)
-    # A power and a quotient in float32, whoever asks for it: the rest of the comparison is in float64.
+    # transformers always computes this power and quotient in float32; the rest of the comparison is in float64.
     torch.testing.assert_close(rotary.inv_freq, frequencies, rtol=2 * FLOAT32, atol=0, check_dtype=False)
     rotary.inv_freq = frequencies
     cos, sin = rotary(ours, torch.arange(5)[None])
@@ -276,7 +276,7 @@ def test_what_wraps_a_model_is_taken_off(tmp_path, prefix):
 
 
 def test_safetensors_that_ranks_save(tmp_path):
-    """Of one rank here, and cut in two by rows, as two ranks save them."""
+    """First as one rank saves them, and then cut in two by rows, as two ranks save them."""
     tensors = {name: tensor for name, tensor in TENSORS.items() if tensor.ndim and tensor.numel()}
     writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
     dcp.save(tensors, storage_writer=writer, no_dist=True)

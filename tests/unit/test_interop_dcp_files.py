@@ -30,7 +30,7 @@ TENSORS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What torch saves of `TENSORS`, and of an object beside them."""
+    """Save `TENSORS` and one object with torch."""
     dcp.save({**TENSORS, "step": 3}, checkpoint_id=tmp_path, no_dist=True)
     return tmp_path
 
@@ -43,7 +43,7 @@ def change(folder: Path, edit: Callable[[Metadata], None]) -> None:
 
 
 def in_chunks(folder: Path, name: str, pieces: list[tuple[tuple[int, ...], Tensor]]) -> None:
-    """Make a tensor lie in chunks, as several ranks save it: the place of each, and its content."""
+    """Store a tensor in chunks, as several ranks save it; `pieces` are each chunk's offsets and content."""
     for number, (_, tensor) in enumerate(pieces):
         torch.save(tensor, folder / f"{name}_{number}.distcp")
 
@@ -61,7 +61,7 @@ def in_chunks(folder: Path, name: str, pieces: list[tuple[tuple[int, ...], Tenso
 
 
 def assert_read(folder: Path) -> None:
-    """Every tensor, whole and in ranges that meet no borders."""
+    """Check reads of every tensor, whole and in ranges that do not end at borders of chunks."""
     found = DcpFolder(folder)
     assert found.objects == ["step"]
     assert found.tensors.keys() == TENSORS.keys()
@@ -90,7 +90,7 @@ def test_chunks_of_rows_columns_and_blocks_are_put_together(folder: Path) -> Non
 
 
 def any_info(found: Metadata) -> Any:
-    """Some entry of the storage."""
+    """Return an entry of `storage_data`."""
     return next(iter(found.storage_data.values()))
 
 
@@ -130,7 +130,7 @@ def compress(folder: Path) -> None:
 
 
 def overlap(folder: Path) -> None:
-    """One half of a tensor twice, and the other half never."""
+    """Store one half of a tensor twice, and the other half never."""
     half = TENSORS["cube"][:1].clone()
     in_chunks(folder, "cube", [((0, 0, 0), half), ((0, 0, 0), half)])
 
@@ -140,7 +140,7 @@ def lie_beyond(folder: Path) -> None:
 
 
 def claim_more(folder: Path) -> None:
-    """A chunk with a billion parts that do not follow each other."""
+    """Claim a chunk with a billion parts that are not contiguous."""
 
     def edit(found: Metadata) -> None:
         entry = found.state_dict_metadata["cube"]
@@ -171,7 +171,7 @@ def pipe(folder: Path) -> None:
 
 
 def ask_for_memory(folder: Path) -> None:
-    """A place in the memory of the reader that is 4 GiB away."""
+    """Use a memo index so high that Python's unpickler would allocate 4 GiB."""
     (folder / ".metadata").write_bytes(b"\x80\x02Nr" + (1 << 28).to_bytes(4, "little") + b".")
 
 
@@ -180,14 +180,14 @@ def ask_for_bytes(folder: Path) -> None:
 
 
 def change_torch(folder: Path) -> None:
-    """Attributes for a class that is on the list."""
+    """Set an attribute of a class that is on the list of allowed names."""
     (folder / ".metadata").write_bytes(
         b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}X\x07\x00\x00\x00changedK\x01stb."
     )
 
 
 def change_a_constant_of_torch(folder: Path) -> None:
-    """A value for a member of an enumeration that is on the list."""
+    """Set the value of a member of an enumeration that is on the list of allowed names."""
     (folder / ".metadata").write_bytes(
         b"\x80\x02ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
         b"K\x00\x85R}X\x07\x00\x00\x00_value_K\x07sb."
@@ -225,7 +225,7 @@ def lose_chunk(folder: Path) -> None:
 def test_a_broken_folder_gets_one_line(
     folder: Path, spoil: Callable[[Path], None], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is wrong, and where."""
+    """The line says what is wrong, and where."""
     monkeypatch.chdir(folder)
     spoil(folder)
     with pytest.raises((UserError, DamagedCheckpoint), match=message) as error:
@@ -237,7 +237,7 @@ def test_a_broken_folder_gets_one_line(
 
 
 def test_a_metadata_takes_no_more_memory_than_it_has(folder: Path) -> None:
-    """Whatever place in the reader's memory it asks for."""
+    """A high memo index must not make the unpickler allocate memory."""
     ask_for_memory(folder)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DamagedCheckpoint):
@@ -248,7 +248,7 @@ def test_a_metadata_takes_no_more_memory_than_it_has(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("places", "offsets", "message"),
     [
-        ({"x": {"saved_offsets": [1, 0]}}, [0, 24], "lacks parts of x"),  # a row of the whole is nowhere
+        ({"x": {"saved_offsets": [1, 0]}}, [0, 24], "lacks parts of x"),  # one row of the whole is missing
         ({"x": {"saved_offsets": ["a", 0]}}, [0, 24], "does not list the offsets of x"),
         ({"x": 5}, [0, 24], "does not list the offsets of x"),
         (["x"], [0, 24], "does not list the offsets of x"),
@@ -257,7 +257,7 @@ def test_a_metadata_takes_no_more_memory_than_it_has(folder: Path) -> None:
     ],
 )
 def test_safetensors_that_lie_get_one_line(tmp_path: Path, places: Any, offsets: list[int], message: str) -> None:
-    """About where their tensors belong, or how long they are."""
+    """The files lie about their tensors' offsets or lengths."""
     entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": offsets}
     header = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(places)}, "x": entry}
     text = json.dumps(header).encode()

@@ -42,7 +42,7 @@ def test_safetensors(model, tmp_path, size, dtype):
     assert len(list(folder.glob("*.safetensors"))) > (1 if size == "4KB" else 0)
     for chunk in (None, 5):
         with opened(folder) as source:
-            assert equal_bits(whole(source, chunk), tensors_of(model))  # tied ones once
+            assert equal_bits(whole(source, chunk), tensors_of(model))  # tied weights once
             assert (source.layout, source.contents.model_files) == ("huggingface", folder)
 
 

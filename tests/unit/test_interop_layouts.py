@@ -1,4 +1,4 @@
-"""Table of layouts: what is asked, and what a folder that nobody knows is told."""
+"""Table of layouts: the functions that every layout has, and the errors for a folder of no known layout."""
 
 import ast
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_a_run_directory_of_another_trainer_names_its_newest_step(tmp_path):
 
 
 def test_parts_that_overlap_are_no_whole(tmp_path):
-    """As many numbers as the whole has, and one place twice: another has none."""
+    """The parts have as many elements as the whole, but one position occurs twice and another never."""
     (tmp_path / "f").write_bytes(bytes(16))
     parts = [
         StoredTensor(tmp_path / "f", 0, torch.float32, (3,)),

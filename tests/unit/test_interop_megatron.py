@@ -112,7 +112,7 @@ def test_a_critics_folder_gives_its_value_head(tmp_path: Path) -> None:
 
 
 def test_what_megatron_keeps_beside_the_weights_does_no_harm(models: Any, tmp_path: Path) -> None:
-    """Megatron-LM's newest iteration, with its arguments and the state of random numbers."""
+    """The newest iteration is read; Megatron-LM's files also have its arguments and random state."""
     model, folder = models("llama")
     beside: dict[str, Any] = {
         "iteration": 20,
@@ -230,7 +230,7 @@ def mix_iterations(root: Path, _: Path) -> None:
     ],
 )
 def test_a_broken_folder_gets_one_line(models: Any, tmp_path: Path, spoil: Any, message: str) -> None:
-    """What is wrong, where, and what to do."""
+    """The line says what is wrong, where, and what to do."""
     model, folder = models("llama")
     root, files = tmp_path / "ranks", tmp_path / "files"
     save_ranks(model, root, ranks=2, stages=2)
@@ -243,7 +243,7 @@ def test_a_broken_folder_gets_one_line(models: Any, tmp_path: Path, spoil: Any, 
 
 
 def test_what_cannot_be_split_is_refused_before_anything_is_written(models: Any, tmp_path: Path) -> None:
-    """The flag, its value, and what it does not divide."""
+    """The error names the flag, its value, and the number that it does not divide."""
     _, folder = models("llama")
     with opened(folder) as source:
         with pytest.raises(UserError, match=r"--tp=4 does not divide .* 2 key-value heads\. Set --tp to one of 1, 2\."):
@@ -254,7 +254,7 @@ def test_what_cannot_be_split_is_refused_before_anything_is_written(models: Any,
 
 
 def test_the_pages_commands_do_what_it_says(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each as it stands there, on folders as verl and Megatron-LM lay them out."""
+    """Run each command as written on the page, on folders in verl's and Megatron-LM's layout."""
     model, folder = models("qwen2")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, "my_model")

@@ -66,12 +66,12 @@ def test_types_and_shards(models, tmp_path, command):
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype="auto", output_loading_info=True)
     assert model.dtype == torch.bfloat16
     assert not any(info.values())
-    # The type of a checkpoint is kept, also when nobody says it.
+    # Without --dtype the checkpoint's type is kept.
     assert equal_bits(merged(command, tmp_path / "b", tmp_path / "again"), found)
 
 
 def test_the_names_of_convert_write_the_same(models, tmp_path, command):
-    """Every option of a Hugging Face folder, under the name of the verb itself."""
+    """`convert --to hf` takes all options for a Hugging Face folder, and folders with and without flags."""
     options = ("--dtype", "bfloat16", "--max-shard-size", "4KB", "--tie-word-embedding", "--json")
     merged(command, models / "qwen2", tmp_path / "merged", *options)
     for number, places in enumerate(
@@ -96,7 +96,7 @@ def test_numbers_that_float16_does_not_have_are_told(models, tmp_path, command):
         code, _, err = command(*verb, tmp_path / "half", "--dtype", "float16")
         assert (code, err.count("\n"), "model.norm.weight has values beyond 65504" in err) == (2, 1, True)
         assert not (tmp_path / "half").exists()
-    tensors["model.norm.weight"][3] = torch.inf  # is one in every type
+    tensors["model.norm.weight"][3] = torch.inf  # infinity exists in every type
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     assert merged(command, source, tmp_path / "half", "--dtype", "float16")["model.norm.weight"][3] == torch.inf
 
@@ -116,7 +116,7 @@ def test_tied_embeddings(models, tmp_path, command):
     assert equal_bits(found["lm_head.weight"], embeddings + 1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "kept")
     assert equal_bits(model.lm_head.weight.detach(), embeddings + 1)
-    # A model whose config.json forgets that they are one.
+    # A model with a tied head whose config.json does not say so.
     source = shutil.copytree(models / "qwen2", tmp_path / "forgets")
     config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": False}
     (source / "config.json").write_text(json.dumps(config))
@@ -147,7 +147,7 @@ def test_value_models(models, tmp_path, command):
     check_rejected(
         tmp_path / "saved", "value model, use merge with --is-value-model", "--hf_model_path", models / "llama"
     )
-    # As a tool that saves tensors and knows no head leaves it.
+    # The folder is one of a tool that saves tensors without knowing what the head is.
     merged(command, tmp_path / "saved", tmp_path / "value", "--hf_model_path", models / "llama", "--is-value-model")
     written = json.loads((tmp_path / "value/config.json").read_text())
     assert (written["architectures"], list(written["id2label"])) == (["LlamaForTokenClassification"], ["0"])

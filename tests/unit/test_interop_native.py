@@ -1,4 +1,4 @@
-"""Layout `native`: our own checkpoints as tensors, whoever wrote them and wherever their parts lie."""
+"""Layout `native`: our own checkpoints as tensors, whichever ranks wrote them and wherever their parts are."""
 
 import shutil
 from pathlib import Path

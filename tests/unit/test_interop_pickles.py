@@ -1,4 +1,4 @@
-"""Pickles of other tools: what is read, and what is refused in one line that says why, and never run."""
+"""Pickles of other tools: some are read, others are rejected with the reason in one line, and no code in them runs."""
 
 import io
 import os
@@ -31,7 +31,7 @@ class Evil:
 
 
 class Subtle(Evil):
-    """Runs code by a function that torch blocks only because nobody has listed it."""
+    """Runs code by a function that torch rejects only because it is not on the list of allowed names."""
 
     def __reduce__(self):
         return eval, (f"open({str(self.marker)!r}, 'w')",)
@@ -105,7 +105,7 @@ def test_what_wants_to_run_code_is_refused_with_its_name(evil, name, tmp_path):
         assert "\n" not in str(caught.value), how
         assert "weights_only" not in str(caught.value), how
     assert not marker.exists()
-    pickle.loads(written["bare_pickle"].read_bytes())  # that each of them would have
+    pickle.loads(written["bare_pickle"].read_bytes())  # shows that the pickle does run code
     assert marker.exists()
 
 
@@ -162,7 +162,7 @@ def test_what_is_no_whole_file_is_one_line(tensors, tmp_path):
     zipped(tmp_path / "bomb", entries, zipfile.ZIP_DEFLATED)
     zipped(tmp_path / "no_pickle", {"x": b"1"})
     zipped(tmp_path / "broken_pickle", {"data.pkl": b"\x80\x02}q\x00X\xff\xff\xff\x7fabc"})
-    # The 5000 elements of one tensor become 2 ** 31 - 1, or lie before the file.
+    # A tensor's 5000 elements become 2 ** 31 - 1 elements, or get an offset before the file's begin.
     with_pickle(tmp_path / "huge", whole, (b"M\x88\x13\x85", b"J\xff\xff\xff\x7f\x85"))
     with_pickle(tmp_path / "negative", whole, (b"QK\x00M\x88\x13\x85", b"QJ\x00\x00\x00\xf0M\x88\x13\x85"))
     for name, message in expected.items():
@@ -178,7 +178,7 @@ def test_what_is_no_whole_file_is_one_line(tensors, tmp_path):
 def test_an_archive_that_claims_more_than_it_has(tmp_path):
     path = zipped(tmp_path / "f.pt", {"data.pkl": b"\x80\x02N.", "data/0": bytes(64)})
     content = bytearray(path.read_bytes())
-    # The sizes of the last entry, in the directory at the end.
+    # Change the last entry's sizes in the directory at the archive's end.
     at = content.rfind(b"PK\x01\x02")
     content[at + 20 : at + 28] = (1 << 30).to_bytes(4, "little") * 2
     path.write_bytes(content)
@@ -204,7 +204,7 @@ class Lying:
     [(0, (20,), (1,)), (3, (2,), (1,)), (100, (4,), (1,)), (0, (4, 2), (2, 1)), (0, (1 << 30, 4), (0, 1))],
 )
 def test_a_tensor_has_only_numbers_of_its_own(offset, size, stride, tmp_path):
-    """Neither those of other tensors that lie beside it in the file, nor a few of them without end."""
+    """It must not read other tensors' numbers in the file, nor repeat a few of its own without bound."""
     path = saved(tmp_path / "f.pt", {"lying": Lying(offset, size, stride), "other": torch.full((1000,), 7.0)})
     with pytest.raises(DamagedCheckpoint, match=r"lists tensors beyond its end|expands a few numbers"):
         open_torch_file(path)
@@ -224,7 +224,7 @@ def test_another_byte_order_is_told(tmp_path):
 
 
 def test_no_array_of_numpy_is_made(tmp_path):
-    """Its types believe what a pickle says of them: the bytes of an array then count as addresses of objects."""
+    """NumPy's dtypes trust a pickle: it can make them take the bytes of an array for addresses of objects."""
     state = {"rng": np.random.get_state()}
     for files in (fsdp_files, deepspeed_files):
         path = saved(tmp_path / "f.pt", state | {"weight": torch.ones(2)})
@@ -274,7 +274,7 @@ def test_a_flipped_bit_in_a_pickle_is_seen_before_it_is_read(tmp_path):
 
 
 def test_a_damaged_file_of_tensors_is_not_taken_for_mischief(tmp_path):
-    """All that it asks for is what every such file asks for."""
+    """Its pickle uses only names that every file of tensors uses."""
     path = tmp_path / "f.pt"
     path.write_bytes(pickle.dumps(OrderedDict(weight=[1, 2])))
     with pytest.raises(DamagedCheckpoint, match=r"f\.pt is not an intact torch\.save file: .*\. Copy the file again"):

@@ -66,7 +66,7 @@ def test_a_failed_sync_of_the_new_name_keeps_the_old_output(tmp_path, monkeypatc
 @pytest.mark.parametrize("name", [r"out\.earlier-\w+", r"\.(incomplete|replaced)-out-\w+"])
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_an_old_output_that_cannot_be_put_back_stays(tmp_path, monkeypatch, exchanges, name):
-    """After the sync of the new name fails, the first renaming fails, and for the second name all others."""
+    """The sync of the new name fails, then the first rename; with the second `name` all later renames fail, too."""
     target, calls, ends_well = tmp_path / "out", [], name.startswith("out")
     target.mkdir()
     (target / "a").write_bytes(b"old")
@@ -182,7 +182,7 @@ def test_another_writer_is_not_disturbed(tmp_path):
 def test_a_target_that_is_there(tmp_path):
     target = tmp_path / "out"
     target.mkdir()
-    with output_folder(target) as folder:  # one that somebody made for it
+    with output_folder(target) as folder:  # an empty folder may exist
         write_small(folder / "a", b"1")
     with pytest.raises(UserError, match=f"{target} exists already.*--overwrite"), output_folder(target):
         pass
@@ -252,7 +252,7 @@ def test_a_runs_checkpoints_are_not_replaced(tmp_path):
             pass
     assert names(checkpoint) == before
     manifest(lambda payload: payload | {"imported": {"layout": "fsdp", "path": "/x"}})(checkpoint)
-    with output_folder(checkpoint, overwrite=True):  # an import, made anew
+    with output_folder(checkpoint, overwrite=True):  # an import may be made again
         pass
     assert names(checkpoint) == []
 

@@ -66,7 +66,7 @@ def test_equal_ones(model, tmp_path, compare, changed):
     config = make_config(tmp_path)
     config.model.path = str(model)
     save_steps(config, ModelRole(load_file(model / "model.safetensors")), 1)
-    shutil.move(model / "tokenizer.json", tmp_path)  # the reference is all that is needed
+    shutil.move(model / "tokenizer.json", tmp_path)  # only the reference needs a tokenizer
     both = changed(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     for tested in (model, config.run_dir, both):
         code, verdict = compare(tested)

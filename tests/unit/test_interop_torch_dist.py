@@ -24,7 +24,7 @@ SIZES = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads"
 
 
 def reference(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Megatron's whole tensors, a layer's with its number."""
+    """Return Megatron's whole tensors; the name of a layer's tensor has the layer's number."""
     state = dict(model.state_dict())
     result = {
         "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
@@ -39,7 +39,7 @@ def reference(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def stacked(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """The layers one after the other."""
+    """Stack the layers' tensors along a new first dimension."""
     result = {name: tensor for name, tensor in tensors.items() if ".layers." not in name}
     for name in [name for name in tensors if ".layers.0." in name]:
         of_layers = [tensors[name.replace(".0.", f".{layer}.", 1)] for layer in range(layers)]
@@ -48,7 +48,7 @@ def stacked(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
 
 
 def save_distributed(tensors: dict[str, Tensor], folder: Path, backend: str = "torch_dist") -> None:
-    """What megatron-core writes, as far as it is looked at."""
+    """Write a folder like megatron-core's, with the parts that the reader uses."""
     dcp.save({name: tensor.clone() for name, tensor in tensors.items()}, checkpoint_id=folder, no_dist=True)
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": backend, "sharded_backend_version": 1}))
 
@@ -80,7 +80,7 @@ def test_a_written_folder_has_megatrons_tensors_and_is_read_back(
     dcp.load(found, checkpoint_id=tmp_path / "new", no_dist=True)
     entries = dcp.FileSystemReader(tmp_path / "new").read_metadata().state_dict_metadata
     assert {name for name in entries if "_extra_state" not in name} == expected.keys()
-    # megatron-core loads no folder without: `[None]`, of each layer of each module that may have a state.
+    # megatron-core needs a `[None]` for each layer of each module that may have a state, or it loads no folder.
     states: dict[str, Any] = {f"decoder.layers.mlp.linear_fc2._extra_state/shard_{layer}_3": 0 for layer in range(3)}
     dcp.load(states, checkpoint_id=tmp_path / "new", no_dist=True)
     assert list(states.values()) == [[None]] * 3
@@ -139,7 +139,7 @@ def change_width(tensors: dict[str, Tensor]) -> None:
 def test_a_folder_of_another_model_gets_one_line(
     tmp_path: Path, spoil: Callable[[dict[str, Tensor]], None], message: str
 ) -> None:
-    """The tensor that is missing, unknown or of another shape."""
+    """The line names the tensor that is missing, unknown or of another shape."""
     tensors = stacked(reference(causal_lm("llama", tmp_path / "model", **SIZES)), 3)
     spoil(tensors)
     save_distributed(tensors, tmp_path / "dist_ckpt")
@@ -149,7 +149,7 @@ def test_a_folder_of_another_model_gets_one_line(
 
 
 def test_another_format_and_a_missing_config_get_one_line(tmp_path: Path) -> None:
-    """Megatron's older format, and a folder that does not say what model it is of."""
+    """The folders have Megatron's older format, or no config.json that describes the model."""
     tensors = stacked(reference(causal_lm("llama", tmp_path / "model", **SIZES)), 3)
     save_distributed(tensors, tmp_path / "a" / "zarr", backend="zarr")
     with pytest.raises(UserError, match="has Megatron's format zarr"):

@@ -100,7 +100,7 @@ def test_what_was_added_is_known_after_a_restart_and_not_before(runs):
     assert again.samples([4, 5, 6]) is None
     assert again.results([4, 5, 6]) is None
     assert runs.at(4).samples(UIDS) is None
-    # No prompts are known always, by a rank that has none.
+    # A rank without prompts always finds all of its samples: none.
     assert (runs.at(4).samples([]), runs.at(4).results([])) == ([], [])
 
 
@@ -149,7 +149,7 @@ def test_samples_of_another_course_are_dropped_with_all_later_ones(runs, what):
 
 @pytest.mark.parametrize("other", ["another folder", "the same folder"])
 def test_samples_of_other_adapters_to_begin_with_are_dropped(runs, tmp_path, other):
-    """`model.lora.path` is asked only at the start, which a run repeats that was killed before its first save."""
+    """`model.lora.path` matters only at the start, which a run repeats if it was killed before its first save."""
     for name, content in (("first", b"a"), ("second", b"b")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_model.safetensors").write_bytes(content)
@@ -174,10 +174,10 @@ def test_harmless_settings_change_nothing(runs):
     [
         ("x", "x", True),
         ("x", "y", False),
-        # The process has just resumed: its checkpoint was written by the one that trained on x.
+        # The process has just resumed from a checkpoint of the process that trained on x.
         ("x", None, True),
         (None, None, True),
-        # It was generated from a checkpoint that this process has not come from.
+        # The samples were generated from a checkpoint from which this process did not resume.
         (None, "x", False),
     ],
 )
@@ -197,7 +197,7 @@ def test_a_file_of_another_format_is_dropped(runs):
 
 
 def test_of_a_step_one_prompt_at_a_time_is_copied(runs):
-    """As bytes; the samples themselves are there before."""
+    """Only one prompt's samples are in memory as bytes at a time; the samples themselves exist before."""
     length, prompts = 10_000, 40
     samples = {uid: [Sample.of(uid, 0, [uid] * length, [-0.5] * length, "stop")] for uid in range(prompts)}
     journal = runs.at(3)
@@ -271,7 +271,7 @@ def test_only_steps_that_a_published_checkpoint_has_are_dropped(runs):
     (runs.run_dir / ".tmp-global_step_6-x").mkdir()
     assert knows_all(runs.at(5))
     assert runs.names() == [runs.file(5).name, runs.file(6).name]
-    # A later checkpoint that could not be used: the steps are done again.
+    # A later checkpoint could not be used, so the steps run again.
     (runs.run_dir / "global_step_9").mkdir()
     assert knows_all(runs.at(5))
     runs.journal().drop_published(up_to=9)
@@ -308,7 +308,7 @@ def test_another_number_of_ranks_finds_every_sample(runs):
     assert knows_all(runs.at(3))
     for rank in range(3):
         assert knows_all(runs.at(3, rank=rank, ranks=3))
-    # Each file is looked after by one rank.
+    # One rank is responsible for each file.
     (runs.run_dir / "global_step_3").mkdir()
     runs.at(4, rank=1, ranks=2)
     assert runs.names() == [runs.file(3, 0).name]
@@ -355,7 +355,7 @@ def test_a_journal_that_cannot_be_read_is_a_warning(runs, ranks, caplog):
     assert journal.samples(UIDS) is None
     assert caplog.text.count("can't be") == 1
     fill(journal)
-    # What lies in the way of this rank's own file is not written to.
+    # The rank does not write to an object in the place of its own file.
     assert (journal.written > 0) == (ranks == 2)
 
 

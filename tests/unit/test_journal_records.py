@@ -1,4 +1,4 @@
-"""The records of the rollout journal: exact, and what is torn or flipped is told from what is whole."""
+"""Records of the rollout journal: they are exact, and torn or changed records differ from intact ones."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_behind_a_flipped_length_nothing_is_believed(position):
     content[SECOND + position] ^= 0x10
     found, whole = payloads(bytes(content))
     assert found[0] == PAYLOADS[0]
-    # A length that is wrong by little leads into the middle of a record, and no hash agrees there.
+    # A slightly wrong length leads into the middle of a record, where no hash matches.
     assert set(found[1:]) <= {None}
     assert SECOND <= whole <= len(FILE)
 
@@ -71,7 +71,7 @@ def test_rewards_are_exact():
     document, tail = from_payload(results_payload(0, 7, "functions", results))
     assert tail == b""
     assert (document["uid"], document["scored_by"]) == (7, "functions")
-    # As text: -0.0 equals 0.0, and NaN nothing.
+    # Compared as text, because -0.0 equals 0.0, and NaN equals nothing.
     assert repr(results_of(document)) == repr(results)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of learning sees a policy that does not learn, a clip that never acts, a critic that knows nothing."""
+"""The learning benchmark detects a policy that does not learn, a clip that never acts, and a useless critic."""
 
 from benchmarks.learning import ROWS, Run, row, settings_of, weakened_policy
 from rlhf.compose import compose_config

@@ -12,7 +12,7 @@ from rlhf.ranks import lock
 from rlhf.ranks.lock import run_lock, run_lock_together, wait_for_ranks
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
-# Ends with its input.
+# Ends when its standard input is closed.
 RANK = """
 import sys
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_a_holder_without_a_name_yet_is_still_a_clear_refusal(tmp_path):
 
 
 def lock_all(rank: int, folder: Path, nodes: list[int]) -> str:
-    """A rank of a launch on the `nodes`; what it is told when it is refused."""
+    """Lock on a rank of a launch on the `nodes`; return the error, or "" if the launch gets the lock."""
     coordinator = make_coordinator()
     (folder / str(nodes[rank])).mkdir(exist_ok=True)
     try:
@@ -70,7 +70,7 @@ def test_ranks_of_one_launch_hold_every_directory_together_and_a_second_launch_g
 
 
 def _leave_before(rank: int, last: int, folder: Path) -> bool:
-    """A rank of a launch that all leave before the rank `last`; whether that one still has the directory then."""
+    """Unlock before the rank `last`, or return on that rank whether it still has the directory then."""
     coordinator = make_coordinator()
     refused = False
     with run_lock_together(folder, coordinator):

@@ -1,4 +1,4 @@
-"""Log of a rank: the libraries' chatter and progress bars are off though the rank has imported them before."""
+"""Log of a rank: libraries' messages and progress bars are off, although the libraries were imported before."""
 
 import io
 import logging
@@ -75,12 +75,12 @@ threading.Thread(target=start).start()
 
 
 def _of_unbuffered_python(file: io.FileIO) -> io.TextIOWrapper:
-    """stdout or stderr as PYTHONUNBUFFERED=1 has it."""
+    """Return a stream like stdout and stderr under PYTHONUNBUFFERED=1."""
     return io.TextIOWrapper(file, write_through=True)
 
 
 def test_a_rank_prints_each_line_in_one_piece(tmp_path, monkeypatch):
-    """Ranks share a pipe: an end of a line that is written by itself comes after another rank's line."""
+    """Ranks share a pipe: a line break that is written separately could follow another rank's line."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     reader, writer = os.pipe2(os.O_DIRECT)  # one read takes what one write has written

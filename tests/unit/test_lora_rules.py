@@ -1,4 +1,4 @@
-"""Refusals of adapters' settings, bases and folders, before any weight is loaded."""
+"""Adapter settings, bases and folders that are rejected before any weight is loaded."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def test_target_modules_are_there():
 def test_a_rank_is_one_that_a_weight_can_have():
     says(targets(rank=17), "model.lora.rank=17", "16", "model.layers.0.mlp.down_p")
     says(targets(rank=9, target_modules=["k_proj"]), "model.lora.rank=9", "model.lora.rank=8")
-    # That some layers are smaller is common: gates of experts.
+    # The rank may exceed the size of some layers: small ones, such as experts' gates, are common.
     assert len(target_names(tiny_qwen2(), LoraConfig(rank=16))) == 2 * 7
 
 
@@ -127,7 +127,7 @@ def tiny_moe(*dense: int) -> PreTrainedModel:
 
 
 def test_fused_experts_get_no_adapters():
-    """peft by itself takes all-linear for experts and their router, too, and names of dense layers for experts."""
+    """By itself, peft applies all-linear to experts and their router, too, and names of dense layers to experts."""
     model = tiny_moe()
     add_adapters(model, LoraConfig(rank=4), torch.float32)
     assert {name for name, p in model.named_parameters() if p.requires_grad and ".mlp." in name} == set()
@@ -142,7 +142,7 @@ def test_fused_experts_get_no_adapters():
 
 @pytest.fixture
 def folders(tmp_path) -> tuple[Path, Path]:
-    """A base and an adapter of it, as far as they are looked at."""
+    """Write a base and its adapter, with the files that the checks read."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     for folder in (base, adapter):
         folder.mkdir()
@@ -188,7 +188,7 @@ def test_adapter_of_another_base(folders, tmp_path):
     write(adapter, Path("org/base"))
     with pytest.raises(UserError, match=facts("org/base", "model.path=org/other")):
         check_adapter_folder(LoraConfig(enabled=True, path=str(adapter)), "org/other")
-    check_adapter_folder(LoraConfig(enabled=True, path=str(adapter)), str(base))  # nobody can tell
+    check_adapter_folder(LoraConfig(enabled=True, path=str(adapter)), str(base))  # the folder may be org/base
 
 
 def test_a_torn_adapter_is_told_before_the_base_is_loaded(folders):
@@ -201,7 +201,7 @@ def test_a_torn_adapter_is_told_before_the_base_is_loaded(folders):
 
 
 def test_layers_and_shapes_are_told_before_the_base_is_loaded(folders):
-    """Of a base that has no weights at all."""
+    """The base has no weights at all."""
     base, adapter = folders
     model = tiny_qwen2(0)
     lora = LoraConfig(enabled=True, rank=4, target_modules=["q_proj"], path=str(adapter))

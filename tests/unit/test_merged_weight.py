@@ -23,7 +23,7 @@ VARIANTS += [("gpt2", {"use_dora": True, "target_modules": ["c_attn", "c_fc"]})]
 
 
 def adapted(model: nn.Module, name: str, **settings: Any) -> Any:
-    """With random factors, and magnitudes that are not the base's norms."""
+    """Add an adapter with random factors, and with magnitudes that are not the base's norms."""
     chosen = {"target_modules": TARGETS[name], "r": 4, "lora_alpha": 12, "fan_in_fan_out": name == "gpt2"} | settings
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Figures of a step: parts added up equal the direct computation over everything."""
+"""Metrics of a step: the parts of ranks add up to the direct computation over all samples."""
 
 import math
 import random
@@ -21,7 +21,7 @@ from tests.support.rounding import sum_bound
 
 
 def variance_error(values):
-    """Bound of the rounding in the mean square less the square of the mean, each a sum of so many numbers."""
+    """Return a bound of the rounding error of mean(x ** 2) - mean(x) ** 2 over `values`."""
     return sum_bound(4 * len(values) + 4, torch.float64) * statistics.fmean(v * v for v in values)
 
 
@@ -64,7 +64,7 @@ def test_step_metrics():
         truncated=torch.zeros(4, dtype=torch.bool),
     )
     extras = [{"format": 1.0}, {"format": 0.0, "rare": 7.0}, {"format": 1.0}, {}]
-    # Unlike the results' scores, the batch's have the over-long punishment.
+    # The batch's scores include the over-long punishment; the results' scores do not.
     results = [RewardResult(s + 1, {"maths": s, "style": 2 * s + 1}, e) for s, e in zip(scores, extras, strict=True)]
     reasons = ["stop", "length", "stop", "length"]
     observations = [((1, 3),), (), (), ((0, 1), (4, 8))]  # what a tool wrote is part of a response's length

@@ -1,4 +1,4 @@
-"""Digests of a vLLM model's weights: packed ones, tied ones, and heads that several devices have; without vLLM."""
+"""Digests of a vLLM model's packed and tied weights, and of heads that several devices have; tested without vLLM."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ FP32 = torch.float32
 
 
 class Packing:
-    """As vLLM does on a CPU: computes with a packed copy, and of linear layers keeps nothing else."""
+    """Computes with a packed copy like vLLM on a CPU, which keeps only this copy of a linear layer."""
 
     def __init__(self, keep: bool) -> None:
         self._keep = keep
@@ -76,7 +76,7 @@ def test_a_tied_head_counts_once_and_must_be_packed_anew():
 
 
 def test_heads_that_several_devices_have_count_once():
-    """Two query heads, one each, and one head for keys and values, of size 3, on two devices."""
+    """Each of two devices has one of two query heads, and both have the one key-value head; heads have size 3."""
     q, kv, bias = torch.randn(6, 4), torch.randn(6, 4), torch.randn(12)
     devices = []
     for rank in range(2):

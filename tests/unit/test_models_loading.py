@@ -1,4 +1,4 @@
-"""Loading of models, and errors of a broken folder, told under the setting that named it."""
+"""Loading of models, and errors of a broken folder, which name the setting with the folder."""
 
 from pathlib import Path
 

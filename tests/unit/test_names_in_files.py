@@ -1,4 +1,4 @@
-"""Exported files have the names that save_pretrained writes, which for many architectures are not the model's."""
+"""Exported files have the names that save_pretrained writes; for many architectures these differ from the model's."""
 
 from contextlib import closing
 from functools import partial
@@ -27,9 +27,9 @@ from tests.support.thread_ranks import make_coordinator
 from tests.support.tiny_models import COMMON, EXPERTS, GQA, save, tiny_config
 
 UNDER_NAMES_OF_THE_MODEL = {"hrm_text", "inkling2_loop_text", "inkling2_text", "lara_mini", "sarvam_moe"}
-"""Types with file tensors that are not slices of one weight: those weights keep the model's names."""
+"""Types whose files have tensors that are not slices of one weight. We write these weights under the model's names."""
 NEED_SETTINGS = 20
-"""More types than have no default configuration that builds a model, or need other packages."""
+"""An upper bound of the number of types that need other packages or settings to build a model."""
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 LINEAR = {
     "linear_num_key_heads": 2,

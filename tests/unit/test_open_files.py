@@ -1,4 +1,4 @@
-"""The limit of open files, in processes of their own, whose limits are their own."""
+"""The limit of open files, tested in separate processes, which have their own limits."""
 
 import subprocess
 import sys

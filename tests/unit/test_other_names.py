@@ -360,5 +360,5 @@ def test_options_and_overrides_in_any_order():
 
 
 def test_no_argument_at_all_is_the_default_job():
-    """As the README's first command has none."""
+    """The README's first command has no argument."""
     assert parse([]).overrides == []

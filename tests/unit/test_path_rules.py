@@ -1,4 +1,4 @@
-"""Paths that nothing can look for, and starts that an overwriting would delete."""
+"""Paths that cannot be looked up, and inputs in the run directory that trainer.overwrite=true would delete."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Seconds of phases: of each once and whole, on the device's clock where it has one."""
+"""Seconds of phases: each phase counts once and completely, on the device's clock if it has one."""
 
 import time
 
@@ -15,7 +15,7 @@ def test_phases_are_timed_apart_and_added_up():
             time.sleep(0.02)
     with clock.phase("adv"):
         pass
-    time.sleep(0.02)  # of no phase
+    time.sleep(0.02)  # outside of all phases
     seconds = clock.collect()
     assert list(seconds) == ["timing_s/ref", "timing_s/adv"]
     assert seconds["timing_s/ref"] >= 0.04

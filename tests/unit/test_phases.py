@@ -29,7 +29,7 @@ def test_a_step_and_an_evaluation(monkeypatch, tmp_path):
     of_rank.report("loading the weights")
     of_rank.event(0, "evaluation.before")
     of_rank.report("generating", 3, 4)
-    of_rank.event(0, "rollout.begin")  # of a rollout engine that announces it; still the evaluation
+    of_rank.event(0, "rollout.begin")  # some engines emit this event; the phase is still the evaluation
     of_rank.report("reward", 0, 4)
     of_rank.event(0, SCORED)
     of_rank.event(0, "evaluation.after")

@@ -40,7 +40,7 @@ def build(name: str, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedM
 
 
 def kept(model: PreTrainedModel, rows: int = 1) -> int:
-    """Bytes that autograd keeps of a pass through the layers, weights and buffers aside, of equal sequences."""
+    """Return the bytes that autograd keeps of a pass of equal sequences through the layers, without weights."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     storages = {}
 

@@ -60,7 +60,7 @@ def seven_b(tmp_path) -> str:
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch) -> Path:
-    """A machine with a driver and its program, which says what the file `gpus` holds."""
+    """Simulate a machine with a GPU driver; its nvidia-smi prints the returned file."""
     monkeypatch.setattr(devices, "DRIVERS", ("/dev/null",))
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
@@ -168,7 +168,7 @@ def test_what_is_offloaded_is_where_it_is_needed(seven_b, capsys):
     assert there(moved, "actor weights") == ["old log-probs", "actor update"]
     assert there(moved, "critic weights") == ["values", "critic update"]
     assert there(moved, "reference weights") == ["reference"]
-    # Beside the activations, which are the peak, there is none of it.
+    # The peak is at the activations, when the optimizer's state is not on the device.
     assert there(moved, "actor optimizer") == there(moved, "critic optimizer") == []
     save = plain["phases"]["save"]
     items = [f"{role} {what}" for role in ("actor", "critic") for what in ("weights", "optimizer")]
@@ -409,7 +409,7 @@ def test_vllm_gets_what_training_leaves(seven_b, capsys):
         for name in list(found["phases"]) if "rollout.sleep_level=0" in more else ["generation"]:
             uses = found["phases"][name]
             engine = sum(size for use, size in uses.items() if use.startswith("engine "))
-            # Steps of 0.05, and a tenth of the memory for fragments.
+            # The share is a multiple of 0.05, and a tenth of the memory stays free for fragments.
             assert sum(uses.values()) <= 0.9 * memory
         shares.append(engine / memory)
         if not more:
@@ -590,7 +590,7 @@ def test_a_machine_without_gpu_is_warned_of(tmp_path, monkeypatch, caplog):
     check_fits(config)
     assert "memory may be too small" in caplog.text
     caplog.clear()
-    monkeypatch.setenv("RANK", "1")  # one rank of torchrun's says it
+    monkeypatch.setenv("RANK", "1")  # under torchrun only one rank warns
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_fits(config)
     assert not caplog.records
@@ -666,7 +666,7 @@ def test_the_devices_that_a_run_needs_which_no_settings_make_fit(seven_b, capsys
 
 
 def test_the_number_of_devices_that_a_run_needs(seven_b, capsys):
-    # The rules allow no adapters beside a reference of its own.
+    # The rules allow no adapters if the reference has its own weights.
     options = [f"model.path={seven_b}", *LONG, "ref.fsdp_config.param_offload=true", "--device-memory=24GB"]
     found = document(capsys, *options, "trainer.nproc=2", code=DOES_NOT_FIT)["together"]
     assert found["ranks"]

@@ -172,7 +172,7 @@ def test_a_frozen_model_holds_its_weights_alone(dtype):
 
 
 def test_modules_that_are_not_split_may_lie_in_each_other(monkeypatch):
-    """A mixer of Mamba's was cut before the layer that it is in, and the first pass failed."""
+    """Earlier, Mamba's mixer was sharded before the layer that contains it, and the first pass failed."""
     monkeypatch.setattr(fsdp2, "stays_plain", lambda *_: False)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 20, "state_size": 4}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))
@@ -213,8 +213,8 @@ def test_zero_spreads_more_with_each_stage():
         return state.weights + state.optimizer + state.gradients + state.permanent - buffer
 
     assert count % 4 == 0
-    # Weights in bfloat16, master weights and two moments; gradients in bfloat16, at stage 1 their sum in float32
-    # beside them, from stage 2 on that alone.
+    # Weights in bfloat16, master weights and two moments; gradients in bfloat16. Stage 1 also keeps their sum in
+    # float32, and from stage 2 on only the sum remains.
     assert [kept(stage, 4) for stage in range(4)] == [
         (2 + 12 + 2) * count,
         (2 + 12 // 4 + 2 + 4) * count,
@@ -224,7 +224,7 @@ def test_zero_spreads_more_with_each_stage():
 
 
 def test_the_bucket_is_no_larger_than_what_is_trained():
-    """Beside adapters it was as large as the frozen base."""
+    """With adapters, the bucket once was as large as the frozen base."""
     config = BackendConfig(name="deepspeed", zero_stage=2)
     zero = deepspeed._settings(config, 1.0, [(90_000, False), (10_000, True)])["zero_optimization"]
     assert zero["reduce_bucket_size"] == ZeroShares(10_000, 2, 4, 1).bucket // 4 == 10_000

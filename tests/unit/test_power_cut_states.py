@@ -34,7 +34,7 @@ def all_states(disk: Disk, wanted: int = 300) -> list[Tree]:
 
 
 def work(root: Path) -> None:
-    """Every way in which the house changes files."""
+    """Change files in every way that the package does."""
     write_file(root, "a/b", [b"x" * 10, bytes(9000)])
     replace_durably(root / "c", "old")
     replace_durably(root / "c", "new")
@@ -72,7 +72,7 @@ def test_what_goes_past_the_recorder_is_noticed(tmp_path):
         (tmp_path / "link").symlink_to("x")
         shutil.copyfile(__file__, tmp_path / "copy")
     assert recorder.missed == ["os.symlink link"]
-    # A copy inside the kernel shows in the bytes.
+    # The record misses a copy inside the kernel, but the final comparison of bytes reveals it.
     tree = disk_after(*recorder.ops).tree(lambda change: False, lambda node: node.content)
     assert tree["copy"] != (tmp_path / "copy").read_bytes()
 
@@ -94,9 +94,9 @@ NEW = (Op("create", "t"), Op("write", "t", data=b"new"))
     [
         # Nothing is synced: no name, or one with any part of the bytes.
         (NEW, {None, b"", b"new", b"\0\0\0", b"n"}),
-        # The bytes are, the name is not.
+        # The bytes are synced, the name is not.
         ((*NEW, Op("sync", "t")), {None, b"new"}),
-        # The name is, the bytes are not.
+        # The name is synced, the bytes are not.
         ((*NEW, Op("sync_dir", "")), {b"", b"new", b"\0\0\0", b"n"}),
         ((*NEW, Op("sync", "t"), Op("sync_dir", "")), {b"new"}),
         ((*NEW, Op("sync", "t"), Op("sync_dir", ""), Op("unlink", "t")), {None, b"new"}),
@@ -146,7 +146,7 @@ def test_changes_of_names_may_be_lost_in_any_order():
 def test_blocks_are_lost_one_by_one():
     old, new = b"o" * 3 * BLOCK, b"n" * 3 * BLOCK
     base = (Op("create", "t"), Op("write", "t", data=old), Op("sync", "t"), Op("sync_dir", ""))
-    many = [Op("mkdir", f"d{i}") for i in range(8)]  # too much to build it all
+    many = [Op("mkdir", f"d{i}") for i in range(8)]  # too many states to build all
     seen = {tree["t"] for tree in all_states(disk_after(*base, Op("write", "t", data=new), *many), 2000)}
     blocks = {content[i * BLOCK : (i + 1) * BLOCK][:1] for content in seen for i in range(3)}  # type: ignore[index]
     assert blocks == {b"o", b"n"}  # no zeros where there always was something

@@ -1,4 +1,4 @@
-"""Files of the user's that cannot be imported, told by a process of its own before the ranks import them."""
+"""User files that cannot be imported: a separate process reports them before the ranks import them."""
 
 import os
 import signal
@@ -76,7 +76,7 @@ def test_a_file_that_ends_its_process_is_told_with_its_last_words(folder, trial)
 
 
 def children() -> set[int]:
-    """Process ids of this process's children; other tests may have left it some, which may end meanwhile."""
+    """Return this process' children; some may be from other tests and end during the test."""
     return {child.pid for child in psutil.Process().children()}
 
 

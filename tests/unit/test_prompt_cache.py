@@ -1,5 +1,4 @@
-"""Cache of tokenised prompts: the same prompts bit for bit, made once, whoever is killed, beside it or at the same
-time."""
+"""Cache of tokenized prompts: the same prompts bit for bit, made once, despite kills and concurrent processes."""
 
 import datetime
 import json
@@ -320,7 +319,7 @@ def test_leftovers_that_cannot_be_removed_stop_nobody(tmp_path, cache):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root becomes another user here, who may not read all")
 def test_a_set_of_another_users_is_one_message():
-    with tempfile.TemporaryDirectory() as folder:  # pytest's are root's alone
+    with tempfile.TemporaryDirectory() as folder:  # other users may not enter pytest's folders
         Path(folder).chmod(0o755)
         (Path(folder) / "key").mkdir(mode=0)
         os.seteuid(65534)

@@ -54,7 +54,7 @@ def everything(root: Path) -> dict[str, bytes | None]:
 
 
 def leave(run_dir: Path) -> None:
-    """What kills leave."""
+    """Make the folders that kills leave."""
     for name in LEFTOVERS:
         shutil.copytree(step_dir(run_dir, 1), run_dir / name)
 
@@ -93,7 +93,7 @@ def test_a_dry_run_beside_a_run_leaves_out_what_the_run_removes(run_dir, best, c
 
 @pytest.mark.parametrize("there", [True, False])
 def test_an_output_that_a_kill_left_without_a_name_stays(run_dir, there, command):
-    """A kill between two renames left the only export under the name of a replaced one."""
+    """A kill between two renames left an export under a replaced export's name; it stays if it is the only one."""
     replaced = run_dir / ".replaced-huggingface-0123456789ab"
     replaced.mkdir()
     if there:
@@ -168,7 +168,7 @@ def test_the_newest_whole_checkpoint_stays(run_dir, command):
 
 
 def test_a_flipped_bit_is_seen_before_anything_goes(run_dir, command):
-    """The show does not read the bytes; the removal does."""
+    """Without --yes the verb does not read the bytes; with --yes it does."""
     flip_bit(step_dir(run_dir, 8) / "actor/model/weights", 9)
     arguments = ("prune", run_dir, "--max-to-keep", "1", "--keep-every", "null", "--keep-best", "0", "--json")
     shown, done = (json.loads(command(*arguments, *act)[1])["runs"][0] for act in ([], ["--yes"]))

@@ -1,4 +1,4 @@
-"""Start of several ranks on an empty disk: they share the files of the remote checkpoint, with no deadline for all."""
+"""Several ranks start on an empty disk: they share the remote checkpoint's download, which has no overall deadline."""
 
 import threading
 import time
@@ -34,7 +34,7 @@ LOCK = threading.Lock()
 
 
 def start(rank: int, config, timeout_s: float) -> object:
-    """The step that is restored, or what a user is told; and the files that this rank has asked the remote for."""
+    """Return the restored step, or the text of the error."""
     coordinator = make_coordinator().duplicate(timedelta(seconds=timeout_s))
     store = remote_store(config) if rank == 0 else None
     try:
@@ -44,7 +44,7 @@ def start(rank: int, config, timeout_s: float) -> object:
 
 
 def note(number: int, call: str, path: str) -> None:
-    """Called in the thread of a call, which belongs to a rank."""
+    """Note the file that a call opens, under the rank of the call's thread."""
     if call == "open rb":
         with LOCK:
             FETCHED.setdefault(this_rank(), set()).add(Path(path).name)
@@ -59,7 +59,7 @@ def config(tmp_path, url):
 
 
 def test_ranks_share_the_files_and_no_deadline_is_for_all_of_them(tmp_path, config):
-    """The leader fetched all of them, while the others waited for it in a call with a deadline."""
+    """Earlier, the leader fetched all files, while the other ranks waited in a call with a deadline."""
     other = on_empty_disk(config, tmp_path / "b")
 
     def slowly(number: int, call: str, path: str) -> None:

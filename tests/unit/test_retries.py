@@ -12,7 +12,7 @@ DEADLINE_S = 120.0
 
 
 def failing(times: int) -> Callable[[], str]:
-    """An action that succeeds after so many failures."""
+    """Return an action that succeeds after `times` failures."""
     left = [times]
 
     def action() -> str:
@@ -34,7 +34,7 @@ def waits(monkeypatch, caplog) -> Callable[[], list[tuple[int, float]]]:
 
 
 class Clock:
-    """Time in the place of `retries.time`, which passes as a test says."""
+    """Replaces `retries.time`; its time passes only when a test says so."""
 
     def __init__(self) -> None:
         self._now, self._looks, self._looked = 0.0, 0, threading.Condition()
@@ -50,7 +50,7 @@ class Clock:
             self._now += seconds
 
     def passes_before_eyes(self, seconds: float) -> None:
-        """Returns once somebody has looked at it."""
+        """Let time pass, and return once a thread has read the new time."""
         with self._looked:
             self._now += seconds
             looks = self._looks
@@ -150,7 +150,7 @@ def test_a_call_that_hangs_has_failed_and_one_that_moves_has_not(moves, clock):
 
 
 def test_a_call_that_hangs_has_failed_while_others_move(clock):
-    """The beats of one were taken for everyone's."""
+    """Earlier, the progress of one call counted as progress of all calls."""
     there, begun, again, release = Retries("there", stalled_s=0.3), *(threading.Event() for _ in range(3))
     calls = []
 
@@ -174,7 +174,7 @@ def test_a_call_that_hangs_has_failed_while_others_move(clock):
 
 
 def test_a_call_is_given_up_when_it_comes_no_further(clock):
-    """One error in a file that took longer than the deadline ended it, since nothing had ended before."""
+    """Earlier, one error ended a file that took longer than the deadline, since nothing had finished before."""
     there, tries = Retries("there", stalled_s=DEADLINE_S, give_up_s=0.28), list[int]()
 
     def action(furthest: int) -> str:

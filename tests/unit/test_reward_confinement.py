@@ -1,4 +1,4 @@
-"""Confinement of reward processes: real processes that try what a policy's text might, and what still has to work."""
+"""Confinement of reward processes: real processes try what a policy's text may try, and what must still work."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from tests.support.running import wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines; elsewhere a warning says so")
 
-# What a verifier does that evaluates the policy's text.
+# Acts like a verifier that executes the policy's text.
 FILE = """
 import os, sys, time
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -136,7 +136,7 @@ def test_the_network_is_open_only_when_asked_for(probe_of, network):
 def test_processes_and_threads_are_limited(shared):
     code = "import resource, threading\nlimit = resource.getrlimit(resource.RLIMIT_NPROC)[1]\n"
     code += "out['refused'] = 0 < limit < 100_000\nthreading.stack_size(65536)\ngo, made = threading.Event(), []\n"
-    # Of a user that it shares, the limit is not its own, and too high to try.
+    # If the process shares its user, the limit counts other processes, too, and is too high to try.
     code += "try:\n    while limit == 1024 and len(made) < 2000:\n        out['refused'] = 0\n"
     code += "        thread = threading.Thread(target=go.wait)\n        thread.start()\n"
     code += "        made.append(thread)\nexcept RuntimeError:\n    out['refused'] = 1\n"
@@ -274,11 +274,11 @@ FORGED = (
     '{"score": 1}',
     "1",
 )
-"""Entries of answers that bear the question's number, and are wrong otherwise."""
+"""Entries of answers that have the right number but are wrong in other ways."""
 
 
 def answer_of(entries: str) -> str:
-    """Python code of an answer's bytes, where `number` is known."""
+    """Return Python code for an answer's bytes; the code uses a variable `number`."""
     return f'b\'{{"number": "\' + number + b\'", "scores": [{entries}]}}\\n\''
 
 
@@ -308,7 +308,7 @@ def test_a_forged_answer_costs_the_sample_not_the_run(shared, answer):
 
 @pytest.mark.parametrize("numbered", [False, True])
 def test_an_answer_that_nobody_asked_for_is_not_the_next_samples(shared, numbered):
-    """Also not one that comes when the next question has been asked: to the first one, after a forged answer to it."""
+    """With `numbered`, a forged answer is accepted, and the real one arrives after the next question was asked."""
     code = "import json, sys\nframe = sys._getframe()\nwhile 'request' not in frame.f_locals: frame = frame.f_back\n"
     code += "entry = {'score': 7.0, 'extra': {}, 'notes': {}, 'timed_out': False, 'failed': False}\n"
     code += "answer = {'scores': [entry]}\n"
@@ -381,7 +381,7 @@ def without_namespaces(tmp_path):
             timeout=240,
         )
 
-    # The temporary folder of the tests may lie in /dev/shm, to which they write then.
+    # Not in the tests' temporary folder: it may be in /dev/shm, where the reward processes may write.
     with tempfile.TemporaryDirectory(dir="/tmp") as outside:
         yield run
 

@@ -273,7 +273,7 @@ def test_none_is_no_score(scored):
     functions = "trl.py:math_reward_func trl.py:coding_reward_func"
     results = scored(functions, items, weights=[1.0, 2.0])
     assert scores(results) == [1.0, 0.0, 1.0]
-    # The first that gives a score says what is right; no number stands for those that give none.
+    # The first function that gives a score decides correctness; a function that gives none has no term.
     assert [list(result.terms) for result in results] == [["math_reward_func"]] * 2 + [["coding_reward_func"]]
     assert [result.correct for result in results] == [True, False, False]
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The reward settings: what is refused before anything runs, and with which words."""
+"""Reward settings that are rejected before anything runs, and the messages."""
 
 import pytest
 

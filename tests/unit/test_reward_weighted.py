@@ -59,7 +59,7 @@ if os.path.exists(__file__ + ".die"):
 
 
 class Model:
-    """In a reward model's place: its score is the number that the prompt's chat holds."""
+    """Stands in for a reward model: its score is the number in the prompt's chat."""
 
     def __init__(self, waits_for: Path | None = None):
         self.waits_for = waits_for

@@ -128,7 +128,7 @@ def test_overwrite_removes_the_pointer_before_what_it_names(config, monkeypatch)
 
 
 def start_by_agents(rank: int, config: Config, agents: list[str]) -> list[int | None]:
-    """A start by the torchrun processes `agents`, of one rank each; the steps that are left."""
+    """Start under the torchrun processes `agents`, which have one rank each; return the steps that are left."""
     coordinator = make_coordinator()
     prepare(config, coordinator)
     return coordinator.on_leader(lambda: steps(config))
@@ -136,14 +136,14 @@ def start_by_agents(rank: int, config: Config, agents: list[str]) -> list[int | 
 
 @pytest.mark.parametrize("mode", ["overwrite", "disable"])
 def test_a_launch_of_torchrun_knows_its_own_saves_while_machines_come_and_go(config, monkeypatch, mode):
-    """The restart count stays 0 then, and each change of members once deleted, or refused, what the run had saved."""
+    """torchrun's restart count stays 0 then. Each change of members once deleted or rejected the run's own saves."""
     config.checkpoint.max_to_keep = None
     if mode == "overwrite":
         save_steps(config, PlainRole(), 1)
     config.trainer.overwrite = mode == "overwrite"
     config.trainer.resume_mode = "disable" if mode == "disable" else "auto"
     expected: list[int | None] = []
-    # The second start again by the first two, then one goes, one comes, and the last of the first ones goes.
+    # The same two agents start again, then one leaves, one joins, the last of the first two leaves, and one joins.
     for number, agents in enumerate((["a", "b"], ["a", "b"], ["b"], ["b", "c"], ["c"], ["d", "c"]), start=2):
         monkeypatch.setattr(preparation, "torchrun_agent", lambda agents=agents: agents[this_rank() or 0])
         assert run_thread_ranks(len(agents), start_by_agents, config, agents) == [expected] * len(agents)
@@ -323,7 +323,7 @@ def test_a_fork_has_a_history_of_its_own(config, tmp_path, elsewhere):
     text = write_report(config.run_dir)
     assert "5 to 6 in 4 s" in text
     assert "before" not in text
-    # What the run before has recorded is kept beside it.
+    # The records of the previous run are kept beside the new ones.
     assert (config.run_dir / f"{HISTORY}.superseded-1").read_bytes() == whole
     assert {"tensorboard.superseded-1", "report.superseded-1"} < names(config)
 
@@ -362,7 +362,7 @@ def test_the_forked_run_resumes_from_the_source_and_then_from_its_own(config, tm
     prepare(config)
     assert resume(config, role) == 7
     assert role.position == 7
-    # All its own are damaged: the source is the newest intact state, and nothing starts at step 0.
+    # All checkpoints of the fork are damaged: the source is the newest intact state, and nothing starts at step 0.
     (step_dir(config.run_dir, 7) / "manifest.json").unlink()
     assert resume(config, role) == 3
     assert "global_step_7.damaged-1" in names(config)

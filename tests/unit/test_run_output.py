@@ -1,4 +1,4 @@
-"""Output of a run: harmless, without secrets, in a log that is bounded and opened late, and through pipes of ranks."""
+"""Output of a run: without control characters and secrets, in a bounded log that opens late, through ranks' pipes."""
 
 import json
 import logging
@@ -208,7 +208,7 @@ def test_log_records_are_lines(output, capsys):
 
 
 def test_a_pipe_that_nobody_reads_holds_up_nothing(tmp_path, output, monkeypatch):
-    """A paused pager: its lines are dropped after a deadline, and the log has them; once it reads again it is told."""
+    """A paused pager loses lines after a deadline, but the log has them. When it reads again, a line tells it so."""
     monkeypatch.setattr(unread_output, "READER_TIMEOUT_S", 0.3)
     read, write = os.pipe()
     lines = [f"line {i} {'x' * 90}" for i in range(2000)]

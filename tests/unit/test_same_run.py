@@ -1,4 +1,4 @@
-"""The run in a directory against the one that is asked for, before ranks start."""
+"""The run in a directory is compared with the requested run before ranks start."""
 
 import logging
 import shutil
@@ -33,7 +33,7 @@ def config_error(config: Config) -> str:
 
 
 def test_a_directory_answers_no_other_experiment_whether_finished_or_not(config):
-    """A finished run once answered any other: GRPO's result and exit code 0 for algorithm=rloo at another rate."""
+    """Once a finished run answered any command: GRPO's result and exit code 0 for algorithm=rloo at another rate."""
     for step in (8, 10):
         save_steps(config, PlainRole(), step)
         config.actor.optim.lr, config.trainer.seed = 5e-5, 2
@@ -77,7 +77,7 @@ def test_checkpoints_of_another_version_are_left_as_they_are(config):
 
 
 def test_a_checkpoint_of_another_version_behind_a_damaged_one_is_left_as_it_is(config):
-    """The ranks find the damage, and the older checkpoint only then."""
+    """The ranks find the damage, and only then the checkpoint of another version behind it."""
     # Promise 10.
     save_steps(config, PlainRole(), 8, 10)
     folder = step_dir(config.run_dir, 8)

@@ -1,4 +1,4 @@
-"""Samples for people to read: their files, what the command shows of them, and what trackers make of them."""
+"""Samples for users to read: their files, the command that shows them, and their form in trackers."""
 
 import json
 import subprocess

@@ -34,7 +34,7 @@ def draw(logits: Tensor, count: int, params: SamplingParams, seed: int = 1) -> t
 
 
 def splitmix_reference(seed: int, step: int, uid: int, number: int, position: int, token: int) -> float:
-    """The same uniform in Python's integers."""
+    """Compute the same uniform number with Python's integers."""
     mask, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
 
     def mix(z: int) -> int:
@@ -89,7 +89,7 @@ def test_noise_is_uniform_in_the_open_interval() -> None:
     assert noise.min() > 0
     assert noise.max() < 1
     assert abs(chi_square(noise.histc(1000, 0, 1), torch.full((1000,), 1000.0))) < 4
-    # The race is decided near 0: there the noise must be as fine as anywhere else.
+    # Noise near 0 decides the exponential race, so it must be as fine there as elsewhere.
     small = noise[noise < 1e-3]
     assert abs(chi_square(small.histc(20, 0, 1e-3), torch.full((20,), len(small) / 20))) < 4
     assert len(noise.unique()) == len(noise)
@@ -225,7 +225,7 @@ def test_a_greedy_token_is_that_after_the_penalty_with_its_log_prob() -> None:
 
 
 def awkward_logits(kind: str, rows: int, vocab: int) -> Tensor:
-    """Logits whose order among equals matters, down to one row in which every token is as likely as any other."""
+    """Return logits of a kind that is hard to order, such as ties; in "equal" the last row has one value only."""
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(4)) * 3
     if kind == "bfloat16":
         return logits.bfloat16()

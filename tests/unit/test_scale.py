@@ -1,4 +1,4 @@
-"""Messages and indices of many ranks: the benchmark's figures stay flat, and it says when one does not."""
+"""Messages and indices of many ranks: the benchmark's figures stay flat, and the benchmark reports one that grows."""
 
 import time
 
@@ -28,7 +28,7 @@ def test_a_figure_that_grows_is_named():
 
 
 def test_a_busy_machine_makes_no_figure_grow():
-    """A load of 22 ms instead of 8 once ended the benchmark with 1."""
+    """On a busy machine, a load that took 22 ms instead of 8 once made the benchmark exit with 1."""
     until = iter([0.05, 0.0, 0.0])
 
     def busy_once() -> None:
@@ -55,7 +55,7 @@ def save(rank: int, config) -> None:
 
 
 def test_indices_go_to_the_leader_only(tmp_path, monkeypatch):
-    """Each rank received those of all ranks."""
+    """Earlier, each rank received the indices of all ranks."""
     received = [0] * 4
     meet = ThreadTransport._meet
 
@@ -86,7 +86,7 @@ RECEIVED: list[list[tuple[str, bytes]]] = [[] for _ in range(4)]
 
 
 def test_room_and_linked_files_are_the_leaders_business(tmp_path, monkeypatch):
-    """Every rank received the sizes of all, and the entries of all files of a linked reference."""
+    """Earlier, every rank received the sizes of all ranks, and the entries of all files of a linked reference."""
     meet = ThreadTransport._meet
 
     def noted(transport, kind, message, sources):

@@ -101,7 +101,7 @@ BY_OPTIMIZER_STEPS = replace(BY_TRAINING_STEPS, lr_scheduler_interval="optimizer
 
 
 def in_training_steps(optim: OptimConfig = BY_TRAINING_STEPS) -> Fsdp2Backend:
-    """Of a run of `TOTAL` training steps with `UPDATES` optimizer steps each."""
+    """Return the backend of a run of `TOTAL` training steps with `UPDATES` optimizer steps each."""
     options = {"grad_clip": 1.0, "total_optimizer_steps": TOTAL * UPDATES, "updates_per_step": UPDATES}
     return Fsdp2Backend(tiny_qwen2(), BackendConfig(), torch.device("cpu"), Training(optim, **options))
 
@@ -115,7 +115,7 @@ def by_hand(step: int) -> float:
 
 
 def training_step(backend: Fsdp2Backend, bad: tuple[int, ...] = ()) -> list[float]:
-    """Rates of the optimizer steps of one training step, of which the `bad` ones have a gradient that is not finite."""
+    """Return the rates of a training step's optimizer steps; the `bad` ones have a gradient that is not finite."""
     found = []
     for update in range(UPDATES):
         if update in bad:
@@ -139,7 +139,7 @@ def test_a_training_step_counts_once_if_an_optimizer_step_was_taken():
         backend = in_training_steps()
         training_step(backend, bad=(0, 2))
         training_step(backend, bad=(0, 1, 2))
-        backend.end_update()  # of a batch that was refused at once
+        backend.end_update()  # for a batch that was rejected before its first step
         assert backend.extra_state()["steps_taken"] == {"optimizer_step": 1, "training_step": 1}
         assert training_step(backend) == [by_hand(1)] * UPDATES
 
@@ -151,7 +151,7 @@ def test_a_training_step_counts_once_if_an_optimizer_step_was_taken():
     ids=["optimizer", "to_training", "to_optimizer", "training"],
 )
 def test_a_resume_goes_on_in_either_interval(before, after, stop):
-    """Also to the other one, from where it would be by then; some steps were skipped before."""
+    """A resume may change the interval. The rate continues where the new interval would be, despite skipped steps."""
     intervals = BY_OPTIMIZER_STEPS, BY_TRAINING_STEPS
 
     def walk(backend: Fsdp2Backend, *steps: int) -> list[list[float]]:
@@ -184,7 +184,7 @@ def test_a_roll_back_from_within_a_training_step_leaves_no_trace():
 
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
 def test_a_changed_rate_and_shape_act_from_the_first_step_after_a_resume(shape):
-    """A restored schedule once kept the saved rates (`base_lrs`), while log and checkpoints told the changed ones."""
+    """A restored schedule once kept the saved rates (`base_lrs`), while log and checkpoints had the changed ones."""
     changed = OptimConfig(lr=5e-5, lr_scheduler_type=shape, lr_warmup_steps=1, min_lr_ratio=0.3)
     with single_rank():
         saved = backend_of(OptimConfig(lr=3e-4, lr_scheduler_type="cosine", lr_warmup_steps=2))

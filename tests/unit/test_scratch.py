@@ -1,4 +1,4 @@
-"""Scratch folders: gone at the end, gone after a kill with the next one, and never taken from a process that lives."""
+"""Scratch folders: removed at the end or, after a kill, with the next folder; never removed from a live process."""
 
 import errno
 import fcntl
@@ -34,7 +34,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def where(tmp_path_factory, monkeypatch) -> Path:
-    """A short path, since sockets must fit."""
+    """Return a short path, because paths of sockets have a limit."""
     folder = Path(f"/tmp/{os.getpid()}-{os.urandom(3).hex()}")
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))

@@ -1,4 +1,4 @@
-"""Client of a rollout server: what it takes for an answer. A small server stands in for whatever may answer."""
+"""Client of a rollout server: which answers it accepts. A small server simulates whatever may answer."""
 
 import asyncio
 import json
@@ -144,7 +144,7 @@ def test_an_answer_by_other_weights_is_refused():
 
 
 def ask(handler: Callable, use: Callable, answer_timeout_s: float = 30.0) -> Any:
-    """What `use(client)` gives of a server at which `handler` answers everything."""
+    """Return `use(client)`, where the client's server answers every request by `handler`."""
 
     async def run() -> Any:
         app = web.Application()

@@ -104,7 +104,7 @@ def groups_of(groups: int, n: int) -> list[Request]:
 
 
 def test_slots_stay_busy_until_the_queue_is_dry():
-    """Each group has one long sample. Whole groups would keep three of four slots idle while it ends."""
+    """Each group has one long sample. Dispatch of whole groups would idle three of four slots until it ends."""
     numbers = count()
     speed = ServerSpeed(slots=8, per_sample_s=0.0)
     server = ScriptedServer(speed, lambda body: 400 if next(numbers) % 4 == 0 else 10)

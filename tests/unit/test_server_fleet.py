@@ -122,9 +122,9 @@ def test_an_unsupported_release_is_the_users_mistake():
 
 
 class Slow(ThreadingHTTPServer):
-    """A server with the weights `w1` that answers no request before it was asked for its tokens `counts` times.
+    """A server with the weights `w1` that returns samples only after `counts` reads of its count of tokens.
 
-    It counts one more token each time if it is `alive`, and asks for the header Authorization if it `wants` one.
+    Each read raises the count by one if `alive`. `wants` is the header Authorization that reads need.
     """
 
     daemon_threads = True
@@ -162,7 +162,7 @@ class SlowHandler(BaseHTTPRequestHandler):
         self.answer(json.dumps({"choices": [choice | {"logprobs": {"content": [token]}}]}))
 
     def answer(self, text: str) -> None:
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # the client may have disconnected
             self.send_response(200)
             self.end_headers()
             self.wfile.write(text.encode())
@@ -173,9 +173,9 @@ class SlowHandler(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("hangs", ["nothing", "engine", "network"])
 def test_a_busy_server_is_waited_for_and_one_that_hangs_is_not(hangs):
-    """`engine`: behind HTTP that goes on answering."""
+    """With `engine`, the engine hangs while HTTP still answers."""
     alive = hangs == "nothing"
-    # One count is of the start, the next is what the others are compared with; there are four in a deadline.
+    # The first count is at the start, and later ones are compared with the second; a deadline has four counts.
     server, proxy, limit_s = Slow(counts=2 + 5 if alive else 1000, alive=hangs != "engine"), Proxy(), 3.0
     proxy.upstream = f"http://{HERE}:{server.server_port}"
     if hangs == "network":
@@ -203,7 +203,7 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_not(hangs):
 
 @pytest.fixture
 def slow():
-    """A server that never answers a request, and its URL."""
+    """Yield the URL of a server that never answers a request."""
     server = Slow(counts=1000, alive=True)
     yield f"http://{HERE}:{server.server_port}"
     server.enough.set()

@@ -51,7 +51,7 @@ def test_a_server_given_by_url_is_never_started():
         health.failed(0.0, "refused", gone=True)
         assert health.due(LIMITS.backoff_max_s) == "probe"
     health.probing(10.0)
-    assert health.overdue(109.0) is None  # it may need as long as one of ours
+    assert health.overdue(109.0) is None  # it gets as long as a server that this run starts
     assert "start_timeout_s" in str(health.overdue(110.0))
 
 
@@ -124,7 +124,7 @@ def test_a_busy_server_is_alive_as_long_as_it_computes_tokens():
         health.counted(now + 4.9, tokens)
         now += 5.0
     assert health.state == "serving"
-    # The last that was counted is from 4.9 s after the last look.
+    # The newest count came 4.9 s after the newest look.
     health.counting(now)
     health.counted(now, 109)
     assert health.overdue(now + 19.8) is None
@@ -139,7 +139,7 @@ def test_the_first_count_and_one_that_stands_still_are_no_progress():
         health.counted(now, 1e9)
     assert health.overdue(19.9) is None
     assert "hung" in str(health.overdue(20.0))
-    # Started behind our back it counts from 0 again, which is not standing still.
+    # A server that somebody else restarted counts from 0 again, which does not mean that it hangs.
     health.counted(20.0, 0)
     assert health.overdue(39.9) is None
 
@@ -199,7 +199,7 @@ def test_the_budget_is_the_fleets_and_counts_while_somebody_waits(needed):
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Whatever happens: no requests to weights that are not the wanted ones, a bounded wait, a finite budget."""
+    """In any history, requests go only to servers with the wanted weights, waits are bounded, and so are failures."""
 
     def __init__(self) -> None:
         super().__init__()

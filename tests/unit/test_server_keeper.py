@@ -36,7 +36,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerKeeper]:
 
 
 def started(keeper: Keeper | RemoteKeeper, log: Path, name: str = "a") -> tuple[int, Path, str]:
-    """Process id, scratch folder and URL of a server."""
+    """Start a server; return its process id, scratch folder and URL."""
     url = keeper.start(name, ["-c", SERVER], dict(os.environ), str(log), "print")
     end = time.monotonic() + DEADLINE_S
     while not log.exists() or not log.read_text().endswith("\n"):
@@ -111,7 +111,7 @@ def test_a_rank_that_is_killed_in_a_call_ends_no_keeper(supervised: ServerKeeper
     with socket.socket(socket.AF_UNIX) as rank:
         rank.connect(os.environ[KEEPER])
         rank.sendall(sent)
-        # Closed at once: the answer finds nobody.
+        # The connection closes at once, so the keeper cannot deliver its answer.
         rank.shutdown(socket.SHUT_RDWR)
     assert keeper_of_this_run().poll("a") is None
     assert supervised._process is not None

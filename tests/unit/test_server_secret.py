@@ -1,4 +1,4 @@
-"""Secret of a run: where it comes from, who gets past the middleware, and that it is kept."""
+"""Secret of a run: where it comes from, which requests the middleware accepts, and that a run keeps its secret."""
 
 import asyncio
 import re
@@ -64,7 +64,7 @@ def test_none_in_the_environment():
 
 
 def ask(kind: str, *authorization: str | bytes, path: str = "/health") -> tuple[list[str], list[dict[str, Any]]]:
-    """What reached the application behind the middleware, and what was sent back."""
+    """Return the paths that reached the application behind the middleware, and the messages sent back."""
     reached: list[str] = []
     sent: list[dict[str, Any]] = []
 
@@ -102,7 +102,7 @@ def test_who_shows_the_secret_passes_on_every_route_and_nobody_else(served, kind
         (f"Bearer {RIGHT}x",),
         (f"bearer {RIGHT}",),
         (b"Bearer \xff\xfe",),
-        (f"Bearer {RIGHT}", "Bearer other"),  # what a proxy may let through, the application may read otherwise
+        (f"Bearer {RIGHT}", "Bearer other"),  # a proxy may check one header, and the application the other
     ]
     for authorization in wrong:
         reached, sent = ask(kind, *authorization, path=path)

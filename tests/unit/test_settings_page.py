@@ -1,4 +1,4 @@
-"""docs/settings.md: it is what the schema makes, and every setting has its help there."""
+"""docs/settings.md: it equals the page made from the schema, and it has help for every setting."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Figures of rollouts that people get to see: how many each rank shows, and the mean advantage of what was written."""
+"""Shown samples: how many each rank shows, and a sample's mean advantage over the tokens that the policy wrote."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The batch script of a run, without SLURM: what it asks for, and what never reaches SLURM."""
+"""The batch script of a run, without SLURM: the resources that it requests, and mistakes that never reach SLURM."""
 
 import subprocess
 from pathlib import Path

@@ -27,7 +27,7 @@ def source(tmp_path) -> CheckedFiles:
 
 
 def pieces(seed: int) -> list[RangeCopy]:
-    """Ranges of all files, some of them small, in any order behind each other in any target; gaps are of none."""
+    """Return ranges of all files, some small, which are appended to random targets in random order, with gaps."""
     rng, found, ends = random.Random(seed), [], {name: len(header) for name, header in HEADERS.items()}
     cuts = [(name, *sorted(rng.sample(range(size), 200))) for name, size in SIZES.items()]
     ranges = [(name, a, b) for name, *points in cuts for a, b in pairwise(points)]
@@ -39,7 +39,7 @@ def pieces(seed: int) -> list[RangeCopy]:
 
 
 def characters_read() -> int:
-    """What this process has asked the system for, of whatever file."""
+    """Return the number of bytes that this process has read by system calls, from any file."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -49,7 +49,7 @@ def test_every_byte_is_at_its_place(source, tmp_path):
         copy.write(progress.append)
         copy.finish()
     wanted = dict(HEADERS)
-    for piece in ranges:  # each target's in their order
+    for piece in ranges:  # in the order of each target
         wanted[piece.target] += (tmp_path / "in" / piece.source).read_bytes()[piece.start : piece.stop]
     assert {name: (tmp_path / "out" / name).read_bytes() for name in HEADERS} == wanted
     assert sum(progress) == sum(piece.stop - piece.start for piece in ranges)

@@ -1,4 +1,4 @@
-"""No module outside `rlhf/storage/` writes, syncs, renames, links or removes: looked up in the code itself."""
+"""No module outside `rlhf/storage/` writes, syncs, renames, links or removes files: checked in the source code."""
 
 import ast
 from collections import Counter
@@ -53,7 +53,7 @@ ALLOWED = {
 
 
 def writes_in(source: str) -> list[str]:
-    """The calls in `source` that change files, as their names; names imported from `os` or `shutil` count as calls."""
+    """Return the names of the calls in `source` that change files; imports from `os` or `shutil` count as calls."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module in OF_A_MODULE:
@@ -77,7 +77,7 @@ def writes_in(source: str) -> list[str]:
 
 
 def _writes(node: ast.AST) -> bool:
-    """Whether it is a mode that a file is opened with to write."""
+    """Return whether `node` is a mode that opens a file for writing."""
     mode = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
     return bool(mode) and set(mode) <= set("rwxabt+") and bool(set(mode) & set("wxa+")) and len(mode) <= 3
 

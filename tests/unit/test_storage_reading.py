@@ -1,5 +1,4 @@
-"""Reading with proof: the right bytes in the right places, only the blocks that are needed, and no damage that goes
-unseen."""
+"""Verified reading: the right bytes in the right places, only the needed blocks, and no damage goes unnoticed."""
 
 import os
 import random
@@ -59,14 +58,14 @@ def test_any_ranges_are_filled_with_their_bytes_and_only_their_blocks_are_read(r
 
 
 def test_many_small_ranges_in_one_block(root):
-    """More than one system call takes."""
+    """There are more ranges than one system call accepts."""
     files, ranges = checked(root), [(start, bytearray(3)) for start in range(100, 100 + 5000 * 5, 5)]
     files.read("f", [(start, memoryview(view)) for start, view in ranges])
     assert all(view == CONTENT[start : start + 3] for start, view in ranges)
 
 
 def test_short_reads_are_continued(root, monkeypatch):
-    """As network file systems and signals make them."""
+    """Network file systems and signals cause short reads."""
     preadv, rng = os.preadv, random.Random(1)
 
     def short(descriptor: int, views: list, position: int) -> int:
@@ -118,7 +117,7 @@ def test_what_is_cut_missing_or_unknown_is_damage(root, tmp_path):
         files.content("g")
     with pytest.raises(DamagedCheckpoint, match="f: ends before byte"):
         files.read("f", [(SIZE - 1, memoryview(bytearray(2)))])
-    # Fewer hashes than blocks: nothing is taken on trust.
+    # With fewer hashes than blocks, no block is accepted without verification.
     for hashes in ("", checked(root)._files["f"]["xxh3_128"][:-1]):
         with pytest.raises(DamagedCheckpoint, match="differs from its hash"):
             CheckedFiles(root, {"f": {"size": SIZE, "xxh3_128": hashes}}).content("f")

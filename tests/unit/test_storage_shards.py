@@ -56,8 +56,8 @@ def as_shard(tensor: torch.Tensor, box: Box) -> Shard:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), tensors=st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=4))
 def test_any_split_reads_back_as_any_other_split(tmp_path_factory, landing, data, tensors):
-    """By rows, by columns, by both, and in ranges of the flattened tensor, on any number of ranks; also where memory is
-    for a few elements at a time."""
+    """Splits are by rows, columns, both, or ranges of the flattened tensor, on any number of ranks. Memory may have
+    room for only a few elements at a time."""
     folder = tmp_path_factory.mktemp("split")
     whole = {f"t{i}": random_tensor(shape, dtype, i) for i, (shape, dtype) in enumerate(tensors)}
     written = {name: cut(data, tuple(tensor.shape), tensor.numel()) for name, tensor in whole.items()}
@@ -72,7 +72,7 @@ def test_any_split_reads_back_as_any_other_split(tmp_path_factory, landing, data
         for rank, box in enumerate(boxes):
             reader = TensorReader.of_component(files_below(folder), "model", rank, len(boxes))
             expected = as_shard(tensor, box)
-            # Any dirt that is there before must be gone.
+            # The read must overwrite all old content.
             shard = replace(expected, local=random_tensor(tuple(expected.local.shape), tensor.dtype, 99))
             assert not [line for line in reader.mismatches({name: shard}) if "only in the checkpoint" not in line]
             with pytest.MonkeyPatch.context() as patch:
@@ -82,7 +82,7 @@ def test_any_split_reads_back_as_any_other_split(tmp_path_factory, landing, data
 
 
 def test_ranks_read_columns_of_the_blocks_that_they_name_and_no_others(tmp_path):
-    """Two ranks wrote columns of more blocks than one; rows are read of both files, a column of one."""
+    """Two ranks each wrote half of the columns in several blocks. Reads of rows need both files, others only one."""
     rows, columns = 3 * BLOCK // 64, 16
     tensor = torch.arange(rows * columns, dtype=torch.int64).view(rows, columns)
     halves = [Box((0, 0), (rows, columns // 2)), Box((0, columns // 2), (rows, columns // 2))]
@@ -124,7 +124,7 @@ def test_damage_in_a_block_of_columns_is_found(tmp_path):
 
 
 def test_an_index_of_rows_is_as_large_as_the_ranges_are(tmp_path):
-    """A row of three numbers for each shard that is contiguous, one for each dimension of another."""
+    """A contiguous shard takes one row of three numbers; another shard takes one row per dimension."""
     tensor = torch.zeros(4, 6, 2)
     for box, rows in ((Box((1, 0, 0), (3, 6, 2)), 1), (Box((1, 2, 0), (1, 2, 2)), 1), (Box((0, 2, 0), (4, 2, 2)), 3)):
         _, share = write_shards(tmp_path, f"{rows}{box}", rank_file(0), {"w": as_shard(tensor, box)})
@@ -201,7 +201,7 @@ TABLE = {"v": ("F32", (3,)), "w": ("F32", (2, 5))}
 
 
 def shares(*ranges: tuple[int, int], table: dict = TABLE) -> list[FileShards]:
-    """The shares of ranks that have these ranges of `w`."""
+    """Return the `FileShards` of ranks that have these ranges of `w`."""
     rows = [[(1, range_box(start, stop))] for start, stop in ranges]
     rows[0].insert(0, (0, range_box(0, 3)))
     return [
@@ -253,8 +253,8 @@ def test_merge_refuses_ranks_that_disagree(other):
 
 
 def test_a_rank_reads_the_rows_of_few_files(tmp_path):
-    """Of an index of 800 ranks, a rank of the same number reads its own part, and one of another number its
-    neighbourhood; both are found, as is what lies elsewhere than expected."""
+    """In an index of 800 ranks, one of 800 ranks reads only its own part, and one of another number of ranks reads the
+    neighbourhood. Shards in unexpected places are found, too."""
     world, width = 800, 512
     names = [f"t{number:03}" for number in range(width)]
     table = dict.fromkeys(names, ("F32", (world,)))

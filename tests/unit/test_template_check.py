@@ -1,4 +1,4 @@
-"""Chat templates that are none, lack something or fail on a prompt, told before a tokenizer is loaded."""
+"""Chat templates that are invalid, incomplete or fail on a prompt are rejected before a tokenizer is loaded."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ def test_the_tags_of_transformers_are_known():
 
 
 def rendered(folder: Path, text: str, messages=ASKING, **variables) -> None:
-    """As the folder's own template."""
+    """Check `text` as the folder's own template."""
     (folder / "chat_template.jinja").write_text(text)
     check_rendering(str(folder), None, "a.jsonl line 1", messages, variables)
 
@@ -121,7 +121,7 @@ def test_every_template_of_a_file_is_checked(folder):
     says(user_error(check_template, str(folder), None), "tokenizer_config.json", "line 1")
 
 
-# Some tenths of a second, which are endless here.
+# Takes some tenths of a second, far more than the test's deadline.
 ENDLESS = "{{ messages }}{% for i in range(3000) %}{% for j in range(3000) %}{% endfor %}{% endfor %}"
 
 
@@ -134,7 +134,7 @@ def test_a_template_that_does_not_end_is_refused(folder, monkeypatch):
 
 @pytest.mark.parametrize("text", ["{{ 'a' * 10**10 }}", "{{ '%10000000000d' % 1 }}"], ids=["constant", "width"])
 def test_a_template_without_bounds_is_refused(folder, text):
-    """It took the memory of the machine."""
+    """Such a template once took all memory of the machine."""
     (folder / "chat_template.jinja").write_text(f"{{{{ messages }}}}{text}")
     message = user_error(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
     says(message, "a.jsonl line 1", "model.path=", "2 GiB of memory", "model.chat_template")

@@ -1,4 +1,4 @@
-"""The policy that comes with the package: it loads as any Hugging Face folder and starts where the main job expects."""
+"""The bundled policy: it loads like any Hugging Face folder, and it starts with 30% to 55% of its answers right."""
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,4 +1,4 @@
-"""Calls in a turn: several, malformed ones and unknown tools, in the formats of the families."""
+"""Tool calls in a turn: several calls, malformed calls and unknown tools, in the format of each model family."""
 
 import json
 
@@ -135,7 +135,7 @@ PIECES += [
 @settings(deadline=None, max_examples=100)
 @given(text=st.lists(st.sampled_from(PIECES), max_size=25).map("".join) | st.text())
 def test_nothing_that_the_policy_writes_raises(name, text):
-    """Nor is a call made of a text twice with different ids."""
+    """Two parses of one text give the same calls with the same ids."""
     assert actions(name, text) == actions(name, text)
     for action in actions(name, text):
         json.dumps(action.result())

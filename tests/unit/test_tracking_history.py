@@ -131,7 +131,7 @@ def test_all_readers_need_little_memory(tmp_path: Path) -> None:
 
 
 def test_a_mark_that_does_not_fit_is_no_place_to_cut(tmp_path: Path) -> None:
-    """The file was restored from an older copy, is another run's, was edited, or is gone: the steps decide."""
+    """If the file is an older copy, another run's, edited, or gone, the records' steps decide where to cut."""
     ours = filled(tmp_path / "ours.jsonl", 6)
     mark = HistoryMark.at_end(ours.path)
     shorter, edited, other = (

@@ -1,4 +1,4 @@
-"""Progress of a run: lines that are few, and a bar that keeps what matters at every width."""
+"""Progress of a run: few lines, and a bar that keeps its most important parts at every width."""
 
 import io
 
@@ -76,7 +76,7 @@ def test_phases_are_named_once_at_the_start_and_then_only_when_they_last(monkeyp
 def test_counts_are_those_of_all_ranks_at_the_same_step():
     shown = Progress(lambda _: None)
     shown.start(0, 9)
-    shown.phase(1, 1, "generating", 256, 256)  # ahead of rank 0, and the last that it says of it
+    shown.phase(1, 1, "generating", 256, 256)  # rank 1 is ahead of rank 0; its last report of this phase
     shown.phase(1, 1, "reward", 0, 256)
     shown.phase(0, 1, "generating", 44, 256)
     assert shown.phase_text == "generating 300/512"
@@ -136,7 +136,7 @@ def test_the_bar_goes_back_in_place():
     line = drawn(shown, 80)[0]
     assert "step 5/9" in line
     assert "reward 0.250" in line
-    assert "held-out" not in line, "it was that of a step that is undone"
+    assert "held-out" not in line, "the evaluation was of a step that was rolled back"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5.4, "5s"), (100, "1m40s"), (3599.6, "1h00m"), (7325, "2h02m")])

@@ -79,7 +79,7 @@ def test_the_reward_is_the_headline_where_scores_are_no_accuracy(tmp_path: Path)
 
 
 def test_each_source_has_its_results_before_and_after(tmp_path: Path) -> None:
-    """A source whose scores are all 0 or 1 in one of the two evaluations only: both rows are its reward."""
+    """If a source's scores are all 0 or 1 in only one of two evaluations, both rows show its reward."""
     history = History(tmp_path / "metrics.jsonl")
     core, aux = "val-core/sums/acc", "val-aux/sums/acc"
     for step, value in ((0, 0.25), (2, 0.5), (4, 0.75)):
@@ -150,7 +150,7 @@ BETTER = {"reward/max": 1.0, "reward/frac_zero_std": 0.5, "response_length/clip_
     ],
 )
 def test_the_report_says_what_the_run_did_not_do(tmp_path: Path, steps: list[dict], expected: list[str]) -> None:
-    """Also without the record of an evaluation before the training, which has none of the metrics."""
+    """The record of an evaluation before the training lacks these metrics, which must not matter."""
     history = History(tmp_path / "metrics.jsonl")
     history.append({"step": 0, "val/accuracy": 0.0})
     for step, metrics in enumerate(steps, start=1):
@@ -203,7 +203,7 @@ def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_history_that_begins_later_is_told_so(tmp_path: Path) -> None:
-    """A fork's, or one that was deleted: nothing in it was measured before the training."""
+    """In a fork's history, or after the history was deleted, no record is from before the training."""
     history = History(tmp_path / "metrics.jsonl")
     for step in range(21, 29):
         history.append({"step": step, "val/accuracy": 0.5 + step / 100, "timing_s/step": 1.0})

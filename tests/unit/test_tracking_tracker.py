@@ -169,7 +169,7 @@ def test_a_mode_of_wandb_that_is_none_of_a_run_s_is_told(monkeypatch, mode, near
 
 
 def saved_after(run_dir: Path, last: int) -> dict:
-    """What a checkpoint of the step `last` knows of the history; three further steps follow it."""
+    """Return the tracker's state in a checkpoint of the step `last`, after which three more steps are logged."""
     tracker = tracker_of(run_dir)
     tracker.start(None)
     for step in range(1, last + 1):
@@ -184,7 +184,7 @@ def test_a_resume_goes_on_where_the_checkpoint_saw_the_end(tmp_path: Path, caplo
     saved = saved_after(tmp_path, 300)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-3])  # torn
-    # Nothing before the mark is looked at, so what is wrong there is found by those who read it.
+    # A resume reads nothing before the mark, so only later readers find damage there.
     path.write_bytes(path.read_bytes().replace(b'"step": 2,', b'"stop": 2,'))
     tracker = tracker_of(tmp_path)
     tracker.start(300, saved)

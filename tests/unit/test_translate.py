@@ -18,7 +18,7 @@ from rlhf.errors import UserError
 
 FOREIGN = Path(__file__).parents[1] / "data" / "foreign"
 
-# What the configurations say, in our names. Values that follow from several of theirs are computed by hand.
+# The configurations under our names. Values that follow from several foreign settings are computed by hand.
 EXPECTED: dict[str, dict[str, Any]] = {
     "verl_grpo.sh": {
         "algorithm.adv_estimator": "grpo",

@@ -1,4 +1,4 @@
-"""Validation metrics against enumeration of every draw, by hand, and by source and variable over two ranks' prompts."""
+"""Validation metrics, compared with all draws and with values by hand, by source and variable, over two ranks."""
 
 import random
 from collections import Counter
@@ -53,7 +53,7 @@ def test_draws_come_near_the_mean_of_every_draw():
         found = validation_metrics([answered(scores, answers)], 4, SINGLE_PROCESS)
         for k in (2, 4):
             draws = list(product(range(4), repeat=k))
-            # The first of the most stated answers, and its first response.
+            # The most frequent answer (of several, the first), and the first response with it.
             voted = [Counter(answers[i] for i in draw).most_common(1)[0][0] for draw in draws]
             values = {
                 f"best@{k}/mean": [max(scores[i] for i in draw) for draw in draws],
@@ -74,7 +74,7 @@ def test_draws_come_near_the_mean_of_every_draw():
 def test_sources_and_variables_are_apart_and_reward_is_the_main_one_where_scores_are_no_accuracy():
     half = RewardResult(0.7, {"style": 0.5, "length": 0.2}, {"words": 7.0})
     none = RewardResult(0.0, {"style": 0.0, "length": 0.0}, {"words": 3.0})
-    odd = RewardResult(2.0, {"style": 1.0, "length": 1.0})  # without the further number
+    odd = RewardResult(2.0, {"style": 1.0, "length": 1.0})  # without the value `words`
     prompts = [
         AnsweredPrompt("a/b", [half, none], [None, None]),
         AnsweredPrompt("a/b", [none, none], [None, None]),
@@ -114,5 +114,5 @@ def test_what_only_some_responses_have_is_no_variable_of_their_prompt():
 
 @pytest.mark.parametrize(("acc", "score", "right"), [(0.5, 1.0, False), (1.0, -1.0, True), (None, 1.0, True)])
 def test_a_response_is_right_as_the_function_says(acc, score, right):
-    """`acc` decides where a function returns one, also a fraction of passed tests."""
+    """If the function returns `acc`, it decides, even if it is a fraction of passed tests."""
     assert is_right(RewardResult(score, {"f": score}, {} if acc is None else {"acc": acc})) is right

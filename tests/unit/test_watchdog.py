@@ -34,7 +34,7 @@ class Machine:
         self.watchdog.observe_save(rank, event, self.stamp, self.now)
 
     def wait(self, seconds: int):
-        """What is overdue within `seconds`, at its first sight."""
+        """Let up to `seconds` pass, and return what is overdue as soon as anything is."""
         for _ in range(seconds):
             self.now += 1
             for save in (False, True):
@@ -114,7 +114,7 @@ def test_the_slowest_rank_teaches_all():
 def test_what_was_learned_stays_over_a_restart():
     machine = Machine()
     machine.loop(3)
-    machine.save("commit.fsync")  # the crash ends it
+    machine.save("commit.fsync")  # a crash ends this save
     machine.watchdog.start(machine.ranks)
     assert machine.wait(1000) == []
     machine.event("start")
@@ -125,8 +125,8 @@ def test_what_was_learned_stays_over_a_restart():
 
 
 def test_a_rank_may_wait_for_one_that_is_in_its_time():
-    """Rank 1 waits in a brief phase while the driver writes its metrics; both at once are a hang, and the driver's is
-    the older phase."""
+    """Rank 1 may wait in a brief phase while the driver writes metrics. If both exceed their deadlines, the run
+    hangs, and the driver's phase is the older one."""
     machine = Machine(2)
     for _ in range(3):
         machine.loop(1)

@@ -1,4 +1,4 @@
-"""Weights that decay, against transformers' own list, and the parameter groups that come of it."""
+"""Weights that decay, compared with transformers' own list, and the resulting parameter groups."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Digests of weights: equal for all arrangements of the same elements, and the check of what an engine holds."""
+"""Digests of weights: equal for all splits of the same elements, and used to check the weights of an engine."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def test_padding_and_slices_do_not_change_the_sums_without_places():
     check = WeightCheck({"qkv": ["q", "k"]})
     for _ in range(2):  # sent in any order
         check.check(of(k=k, q=q), [of(qkv=torch.cat([q, k, row]))], "step 1")
-    # The order that parts have by rank does not matter, nor by which dimension they are cut.
+    # Neither the ranks' order nor the dimension of the cut matters.
     halves = [of(o=half) for half in reversed(q.chunk(2, dim=1))]
     WeightCheck().check(of(o=q), halves, "step 1")
     WeightCheck().check(of(o=q), [of(o=q), of(o=q)], "step 1")

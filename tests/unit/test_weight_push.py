@@ -28,7 +28,7 @@ def test_buckets_hold_everything_in_order_and_stay_below_the_limit():
     cut = list(buckets(tensors, torch.float32, CPU, 4 * 8))
     assert [list(bucket) for bucket in cut] == [["w0", "w1"], ["w2"], ["w3"], ["w4"], ["w5"]]
     assert all(torch.equal(bucket[name], tensor) for name, tensor in tensors for bucket in cut if name in bucket)
-    # Half the bytes, twice the tensors.
+    # Tensors in bfloat16 have half the bytes, so a bucket has room for twice as many.
     halves = list(buckets(tensors, torch.bfloat16, CPU, 4 * 8))
     assert [list(bucket) for bucket in halves] == [["w0", "w1", "w2"], ["w3"], ["w4", "w5"]]
     assert {tensor.dtype for bucket in halves for tensor in bucket.values()} == {torch.bfloat16}
@@ -85,7 +85,7 @@ def test_what_is_lent_arrives_and_only_while_it_is_lent(weight_server: WeightSer
 
 @pytest.mark.parametrize("of", ["of-another-run-alone", None])
 def test_weights_are_fetched_only_from_the_trainer_that_holds_the_secret(of: str | None):
-    """None: from whatever else answers at some URL."""
+    """`of` is another run's secret; with None, a server without a secret answers at the URL."""
     other = WeightServer(HERE, 5, of) if of else None
     plain = HTTPServer((HERE, 0), SimpleHTTPRequestHandler)
     threading.Thread(target=plain.serve_forever, daemon=True).start()
@@ -93,7 +93,7 @@ def test_weights_are_fetched_only_from_the_trainer_that_holds_the_secret(of: str
         with other.serve(b"weights") if other else nullcontext(f"http://{HERE}:{plain.server_port}/") as url:
             with pytest.raises(PermissionError, match="does not have this server's secret"):
                 fetch(url, **about(b"weights"))
-            if other:  # who asks for no secret takes them from anybody
+            if other:  # a receiver without a secret accepts weights from any server
                 assert fetch(url, **(about(b"weights") | {"secret": None})) == b"weights"
     finally:
         plain.shutdown()
@@ -109,7 +109,7 @@ def test_other_bytes_than_those_announced_are_refused(weight_server: WeightServe
 
 
 def test_bytes_that_drip_end_at_the_deadline():
-    """Each read is quick, all of them together are not."""
+    """Each read is quick, but all reads together take longer than the deadline."""
     listener = socket.create_server((HERE, 0))
     stop = threading.Event()
 
@@ -189,7 +189,7 @@ def test_calls_name_what_failed_and_do_not_wait_for_ever():
             ServerControl(SECRET, 0.2).post(url, "/silent")
         with pytest.raises(CallFailed, match="/elsewhere failed with HTTP 302"):
             control.get(url, "/elsewhere")
-        # Whatever is asked, the secret is shown; a redirection takes it nowhere.
+        # Every request has the secret, and no redirection passes it on.
         assert {path for path, _ in server.shown} >= {"/good", "/bad", "/page", "/silent", "/elsewhere"}
         assert {shown for _, shown in server.shown} == {"Bearer of-this-run-alone"}
     finally:
