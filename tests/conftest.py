@@ -16,14 +16,15 @@ from tests.support.launching import write_sums
 from tests.support.peers import PEERS_PYTHON
 from tests.support.undisturbed import Undisturbed, session_folder
 
-# For this process, before it imports torch, and for all that tests start: they are many small processes, and threads
-# that wait for a core make all of them crawl.
+# Set before torch is imported, for this process and for all processes that tests start. Tests start many small
+# processes at once, which are very slow if their threads compete for cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ignored where pytest runs in the background or under nohup, and then by all that tests start, which is asked to stop.
+# Under nohup or in the background, pytest ignores these signals, and so would its child processes, which tests stop
+# with these signals.
 for number in STOP_SIGNALS:
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-# Under xdist the next file goes to whoever is free: what takes longest begins first, so that nobody waits for it at the
+# Under xdist a free worker takes the next file. The longest files start first, so that no worker runs one alone at the
 # end.
 LONGEST_FIRST = (
     "test_vllm_servers",
@@ -84,11 +85,11 @@ LONGEST_FIRST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full-product", action="store_true", help="whole products where otherwise a set covers them")
+    parser.addoption("--full-product", action="store_true", help="run all combinations, not a covering set")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first; what needs vLLM or other trainers is skipped where they are not."""
+    """Sort the longest files first. Skip tests that need vLLM or other trainers if these are not installed."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if find_spec("vllm") is None:
@@ -102,14 +103,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected stays to the end; a collection of garbage need not go through it each time."""
+    """Exclude imported modules and collected tests, which live to the end, from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def own_logging() -> Iterator[None]:
-    """A test that sets up logging, as a start of training does, leaves it as it was."""
+    """Restore the logging set-up after each test, because a start of training changes it."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     yield
@@ -119,7 +120,7 @@ def own_logging() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def launches() -> Iterator[ThreadPoolExecutor]:
-    """Where tests put launches that may run side by side; two, for two cores. What was put first starts first."""
+    """A pool for launches that may run in parallel: two at a time, for two cores, in the order of submission."""
     with ThreadPoolExecutor(2) as pool:
         yield pool
         pool.shutdown(cancel_futures=True)
@@ -128,7 +129,7 @@ def launches() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture(scope="session")
 def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = session_folder(tmp_path_factory) / "sums.jsonl"
-    # Another process of the session may be doing the same.
+    # Another process of the session may write the same file at this time, so rename it into place.
     return path if path.exists() else write_sums(tmp_path_factory.mktemp("data") / "sums.jsonl").replace(path)
 
 
@@ -139,8 +140,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, sums: Path) -> Undistu
 
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short waits between the calls of a remote that fails, and fair weather over it."""
-    # Here, since both import torch, before which the number of threads must be set.
+    """Shorten the waits between retries of a remote, and remove all injected failures (`WEATHER`)."""
+    # Imported here because both import torch, and OMP_NUM_THREADS must be set before.
     from rlhf.checkpoint.remote import retries
     from tests.support.remotes import WEATHER
 
@@ -152,13 +153,13 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder_url(tmp_path: Path) -> str:
-    """A remote that is a folder."""
+    """The URL of a folder that is used as `checkpoint.remote`."""
     return f"file://{tmp_path}/remote"
 
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs a verb of `python -m rlhf.checkpoint` in this process: exit code, output and errors."""
+    """Run a verb of `python -m rlhf.checkpoint` in this process, and return exit code, stdout and stderr."""
     from rlhf.checkpoint.__main__ import main
 
     def run(*arguments: object) -> tuple[int, str, str]:

@@ -22,7 +22,7 @@ _INDENT = "  "
 
 
 def status_lines(name: str, state: LiveState, width: int) -> list[str]:
-    """Return the lines on a run, each of at most `width` characters."""
+    """Return the status lines of a run, each of at most `width` characters."""
     return [
         *_packed([printable(name), f"[{state.state}]", *([state.phase] if state.phase else [])], width, ""),
         *_progress(state, width),
@@ -70,7 +70,7 @@ def _reasons(state: LiveState, width: int) -> Iterator[str]:
 
 
 def _packed(parts: Sequence[str], width: int, indent: str = _INDENT) -> list[str]:
-    """Return the parts on as few lines as possible, two spaces apart. Shorten too long parts in the middle."""
+    """Return the parts on as few lines as possible, two spaces apart. Shorten a part that is too long in its middle."""
     lines: list[str] = []
     for part in parts:
         short = wrapped(part.replace(" ", "\N{NO-BREAK SPACE}"), max(8, width - len(indent)))[0]

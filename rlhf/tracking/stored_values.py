@@ -25,7 +25,7 @@ def stored_values(run_dir: Path) -> dict[str, Any]:
     try:
         sections = stored_sections((run_dir / RESOLVED).read_text())
         settings = {key: masked(reduce(child, key.split("."), sections)) for key in SETTINGS}
-        json.dumps(settings)  # fails for dates, which YAML has, but no setting
+        json.dumps(settings)  # raises TypeError for a date: valid YAML, but no setting's type
     except (TypeError, ValueError, OSError) as error:
         raise UserError(f"{run_dir / RESOLVED} is damaged ({error}).") from None
     return settings

@@ -66,7 +66,7 @@ class TensorBoard:
                 rename(path, target)
 
     def _shown_steps(self) -> bytearray:
-        """Return 1 at the index of each step that the event files show, else 0."""
+        """Return an array with 1 at the index of each step that the event files show, else 0."""
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
         from tensorboard.compat.proto.event_pb2 import SessionLog
 

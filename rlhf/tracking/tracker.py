@@ -148,7 +148,7 @@ class Tracker:
 
         Raises:
             ValueError: `step` is not after the last step.
-            OSError: metrics.jsonl can't be written; a failure of samples is only a warning.
+            OSError: metrics.jsonl can't be written. If only the samples can't be written, a warning is logged.
         """
         if step <= self._last_step:
             raise ValueError(f"step {step} is logged after step {self._last_step}")

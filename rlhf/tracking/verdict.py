@@ -20,9 +20,9 @@ CLEAR = 2.5
 CLEAR_GAIN = {"accuracy": 0.02, "val_reward": 0.0}
 """Smallest change of a held-out result that counts."""
 REJECTED_SHARE = 0.05
-"""A run is unstable if the guards rejected at least this share of its batches."""
+"""A run is unstable if the guards rejected more batches than this share of its steps."""
 NOT_FINITE = "not a finite number"
-"""Cause of a verdict that needs no further steps."""
+"""Cause of a verdict that alerts send even before step `tracking.alerts.first_step`."""
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,12 @@ from tests.support.compare_runs import differences
 from tests.support.forked_start import train_forked
 from tests.support.killer import PLAN_VARIABLE
 
-# In events of the loop: about two steps, then the loop waits for the save.
+# Events of the loop during one save: about two steps, after which the loop waits for the save.
 LONGEST_AHEAD = 16
 LAUNCH_DEADLINE_S = 1800
 NAMED, RANDOM = "named events", "random instants"
 KILLS_OF_A_TURN = 4
-"""Kills of a turn at random instants, and at windows that all profiles have."""
+"""In a turn of --hours: number of kills at random instants, and number of kills at windows that all profiles have."""
 
 
 def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) -> list[dict]:
@@ -85,7 +85,7 @@ def print_line(text: str) -> None:
 def run_at_random(
     folder: Path, kills: int, steps: int, seed: int, nproc: int, profile: Profile, more: list[str]
 ) -> list[str]:
-    """Returns what is wrong, in lines; empty when no kill changed anything."""
+    """Kill runs at random instants. Return the problems, one per line; empty if no kill changed a run."""
     settings = overrides(folder, "undisturbed", steps, nproc, profile) + more
     if (code := launch(settings, {}, folder / "undisturbed.log")) != 0:
         return [f"the undisturbed run ended with exit code {code}:\n{(folder / 'undisturbed.log').read_text()[-3000:]}"]
@@ -116,7 +116,7 @@ def compared(folder: Path) -> list[str]:
 
 
 def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profile, more: list[str]) -> list[str]:
-    """Returns what is wrong, in lines; empty when no kill changed anything."""
+    """Kill a run at named events. Return the problems, one per line; empty if no kill changed the run."""
     # Between two kills the run saves at most one checkpoint, so the last kill still hits a running process.
     steps = SAVE_FREQ * (kills + profile.spare)
     started = time.monotonic()
@@ -158,11 +158,10 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
     windows = [window for window in profile.windows if any(kill["event"] == window for kill in plan)]
     for window in windows:
         print_line(f"  {window:20} {hits[window]}")
-    # The steps that a kill in an asynchronous save has noted.
+    # For each kill in an asynchronous save: how many events the loop was ahead of the save.
     ahead = [int(text) for kill in fired if (text := (folder / f"fired_{kill['id']:04d}").read_text())]
     print_line(
-        f"  in a save behind the training: {len(ahead)}, the loop meanwhile up to {max(ahead, default=0)} events "
-        "further"
+        f"  in an asynchronous save: {len(ahead)}, with the loop up to {max(ahead, default=0)} events ahead of the save"
     )
     problems = [f"window {window} was never hit" for window in windows if not hits[window]]
     if len(fired) < kills:
@@ -175,7 +174,7 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
 
 
 def take_turns(folder: Path, hours: float, seed: int, nproc: int, names: list[str], more: list[str]) -> list[str]:
-    """Returns what is wrong, in lines; empty when no kill changed anything."""
+    """Run short campaigns for `hours`. Return the problems, one per line; empty if no kill changed a run."""
 
     def campaigns(profile: Profile) -> dict[str, Campaign]:
         kills = len(profile.on_every_rank + profile.on_the_leader) + KILLS_OF_A_TURN
@@ -202,13 +201,13 @@ def take_turns(folder: Path, hours: float, seed: int, nproc: int, names: list[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.campaign", description=__doc__)
-    parser.add_argument("--kills", type=int, default=25, help="in every window with 12 and the profile's own")
-    parser.add_argument("--random", action="store_true", help="any process, at random instants, in four ways")
-    parser.add_argument("--hours", type=float, help="all profiles in turn, in both ways, for so long")
-    parser.add_argument("--steps", type=int, help="with --random: of each run, where not as many as the profile says")
+    parser.add_argument("--kills", type=int, default=25, help="12 plus the profile's own windows hit all")
+    parser.add_argument("--random", action="store_true", help="kill any process, at random instants, in four ways")
+    parser.add_argument("--hours", type=float, help="run all profiles in turn, with both kinds of kills, for H hours")
+    parser.add_argument("--steps", type=int, help="with --random: steps of each run (default: from the profile)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nproc", type=int, default=1, help="ranks")
-    parser.add_argument("--profile", choices=PROFILES, help="what is trained (default: grpo; with --hours: all)")
+    parser.add_argument("--profile", choices=PROFILES, help="kind of run (default: grpo; with --hours: all)")
     parser.add_argument("--keep", type=Path, help="work in this new folder and keep it")
     parser.add_argument("overrides", nargs="*", help="settings for both runs, as for rlhf.train")
     arguments = parser.parse_args()

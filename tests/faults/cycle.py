@@ -11,14 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 Campaign = Callable[[Path, int], list[str]]
-"""Runs a short campaign in a new folder with a seed, and returns what is wrong, in lines."""
+"""Runs a short campaign in a new folder with a seed, and returns the problems, one per line."""
 
 
 class Cycle:
-    """Runs the `campaigns` of each profile, by kind, again and again, each time with the next seed.
+    """Runs each kind of campaign for each profile, then repeats all of them with the next seed.
 
     Args:
-        packages: those that a profile needs, by profile. A profile whose packages are missing is skipped.
+        packages: the packages that each profile needs. A profile with a missing package is skipped.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Cycle:
         self._done: dict[tuple[str, str], list[int]] = defaultdict(list)
 
     def run(self, folder: Path, hours: float, seed: int) -> list[str]:
-        """Begin campaigns until `hours` are over. Returns what is wrong with the first that fails."""
+        """Start campaigns until `hours` are over or one fails. Return the problems of the failed campaign."""
         for name, missing in self._missing.items():
             if missing:
                 self._report(f"{name}: skipped, because {' and '.join(missing)} cannot be imported")
@@ -51,12 +51,12 @@ class Cycle:
         return []
 
     def _jobs(self, seed: int) -> Iterator[tuple[str, str, int]]:
-        """Every kind of every profile, then all again with the next seed."""
+        """Yield profile, kind and seed: all pairs with the first seed, then all pairs with the next seed."""
         kinds = list(dict.fromkeys(kind for of in self._campaigns.values() for kind in of))
         while self._campaigns:
             yield from ((name, kind, seed) for kind in kinds for name in self._campaigns)
             seed += 1
 
     def covered(self, name: str, kind: str) -> list[int]:
-        """The seeds of a profile's finished campaigns of one kind."""
+        """Return the seeds of a profile's finished campaigns of one kind."""
         return self._done[name, kind]

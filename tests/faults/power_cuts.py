@@ -35,7 +35,7 @@ from tests.support.recorded_files import Site
 
 
 def in_a_process(job: tuple[str, int, int, str]) -> Report:
-    """Records and replays one kind of save."""
+    """Record one kind of save, and replay its states."""
     kind, wanted, seed, folder = job
     quiet()
     try:
@@ -72,10 +72,10 @@ def calls_in(job: tuple[str, int, str]) -> tuple[str, Counter[Site]]:
 
 
 def caught(job: tuple[Site, str, list[str], int, str]) -> tuple[Site, str, str | None, int]:
-    """Return the first failure of a mutation in the records of the named kinds, and the number of states before."""
+    """Return the first failure that a mutation causes in the records of `kinds`, and the number of states tried."""
     call, mutation, kinds, seed, folder = job
     records = [made for kind in kinds for made in own_records(kind, seed, folder)]
-    # First the kinds with few other operations.
+    # Try the records with the fewest other operations first.
     records.sort(key=lambda made: sum(call not in op.sites for op in made.ops))
     failure, tried = hunt(records, call, mutation, random.Random(f"{call} {seed}"))
     return call, mutation, failure, tried
@@ -108,7 +108,7 @@ def mutate(kinds: list[str], seed: int, jobs: int, folder: Path) -> bool:
 
 
 def applies(call: Site, mutation: str) -> bool:
-    """Return whether `mutation` applies to `call`. A late sync matters only before a rename: in one function."""
+    """Return whether `mutation` applies to `call`. A late sync matters only if the same function renames after it."""
     return mutation == "left out" or call in calls_before_a_rename()
 
 

@@ -31,7 +31,7 @@ class Profile:
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """Return the profile's windows, its own ones first."""
+        """Return the windows of the profile: first those that other profiles lack, then the common ones."""
         return self.on_every_rank + self.on_the_leader + ON_EVERY_RANK + ON_THE_LEADER
 
     def windows_of(self, kills: int, seed: int) -> tuple[str, ...]:
@@ -65,8 +65,8 @@ PROFILES = {
             "critic.optim.lr_scheduler_interval=training_step",
         )
     ),
-    # A generation has more prompts than a batch, so almost every step carries groups over. Sampling, masks, filters and
-    # penalties differ from the other profiles.
+    # A step generates more prompts than it trains on, so almost every step carries groups over. Sampling, masks,
+    # filters and penalties differ from the other profiles.
     "dapo": Profile(
         (
             "algorithm=dapo",
@@ -89,7 +89,7 @@ PROFILES = {
         on_the_leader=("commit.link",),
         spare=12,
     ),
-    # Guards reject batches far below the average reward, which such small batches sometimes are.
+    # Guards reject batches far below the average reward. Batches this small are sometimes that far below.
     "rollback": Profile(
         (
             "actor.use_kl_loss=true",
@@ -133,7 +133,7 @@ PROFILES = {
         ),
         on_every_rank=("reward.scored",),
     ),
-    # Long tails, so that every save has partial responses, and a journal that stores them.
+    # Some responses are very long, so every save has partial responses. The journal stores them.
     "async": Profile(
         (
             "rollout.async_steps=2",
@@ -169,7 +169,7 @@ PROFILES = {
 
 
 def overrides(folder: Path, name: str, steps: int, nproc: int, profile: Profile) -> list[str]:
-    """Return a small run that uses all state of a checkpoint: several epochs, mini-batches, a schedule."""
+    """Return the settings of a small run that uses all state of a checkpoint: epochs, mini-batches, a schedule."""
     return [
         f"trainer.default_local_dir={folder}",
         f"trainer.experiment_name={name}",

@@ -25,7 +25,7 @@ from tests.support.recovered import Updates
 KINDS = ("SIGKILL", "SIGSTOP, SIGKILL", "SIGTERM", "all at once")
 LONGEST_STOP_S = 1.0
 OF_TRAINING, TRAINING_S = 0.7, 1.5
-"""Share of kills within these seconds after the run trains again. The other kills come at any time."""
+"""The share OF_TRAINING of the kills falls within TRAINING_S after the run trains again; other kills fall anywhere."""
 ANY_S = 6.0
 STUCK_S = 300.0
 """Seconds without an update and without an end after which a run is stuck."""
@@ -42,7 +42,7 @@ class Figures:
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By kind and by the role of the process."""
     recoveries: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By kind, the seconds from a kill to the next update by another process, unless another kill came first."""
+    """By kind, the seconds from a kill to the next update by a new process, if no other kill comes first."""
     runs: int = 0
     starts: int = 0
     restarts: int = 0
@@ -79,7 +79,7 @@ class DisturbedRun:
         self._hits: list[tuple[str, float, frozenset[int]]] = []
 
     def run(self) -> list[str]:
-        """Returns what is wrong, in lines, once the command has ended with 0 or as it never should."""
+        """Start the command until it ends with 0 or an unexpected exit code. Return the problems, one per line."""
         self._figures.runs += 1
         environment = {LISTENER_VARIABLE: "tests.support.recovered:on_event"} | self._updates.environment
         code: int | None = None
@@ -122,7 +122,7 @@ class DisturbedRun:
             if moment is not None and now > moment and self._more():
                 return None
             if now > stuck_at:
-                raise Stuck(f"no update for {STUCK_S:.0f} s, nor an end")
+                raise Stuck(f"neither an update nor an end for {STUCK_S:.0f} s")
             time.sleep(0.005)
         return code
 

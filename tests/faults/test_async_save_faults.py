@@ -148,7 +148,7 @@ def test_a_disk_that_does_not_answer_ends_the_attempt_within_the_deadline(config
 
 
 def too_large(rank: int, config: Config) -> str:
-    role = PlainRole(50_000_000)  # 400 MB with its moments
+    role = PlainRole(50_000_000)  # 400 MB with Adam's moments
     checkpointer = make_checkpointer(config, role, 1)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 200_000_000, resource.RLIM_INFINITY))

@@ -1,5 +1,5 @@
-"""200 random bit flips over all files of a real checkpoint: each one is detected, and a resume falls back to the one
-before."""
+"""200 random bit flips over all files of a real checkpoint: each flip is detected, and a resume falls back to the
+checkpoint before."""
 
 import errno
 import logging
@@ -109,7 +109,7 @@ def test_resume_falls_back_to_the_one_before(original, config, caplog, name):
     [report] = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
     assert name in report
     assert "It was set aside as global_step_4.damaged-1; falling back" in report
-    # The step can be reached and saved again beside the damaged one.
+    # The run can reach step 4 again and save it beside the damaged checkpoint.
     make_checkpointer(config, backend, 4).save(4)
     assert resume(config, backend) == 4
 

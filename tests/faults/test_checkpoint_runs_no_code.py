@@ -87,7 +87,7 @@ def test_no_file_of_a_checkpoint_runs_code(tmp_path, bomb, kind, sealed):
         (checkpoint / name).write_bytes(payload)
         if sealed and name != "manifest.json":
             reseal(checkpoint)
-        # The kind of error does not matter. A file that is not read causes none.
+        # The kind of error does not matter. A file that is not read causes no error.
         with suppress(Exception):
             make_checkpointer(config, PlainRole()).resume()
         assert not bomb.exists(), name

@@ -1,5 +1,5 @@
-"""Damage that one rank finds while it loads: all ranks fall back together, on the same and on another number of
-ranks."""
+"""Damage that one rank finds while it loads: all ranks fall back together, also on another number of ranks than
+saved."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ from tests.support.checkpoints import (
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 DEADLINE_S = 90
-# In float32, five blocks of 4 MiB on one rank, so that ranges of other ranks' files include some blocks only.
+# In float32 five blocks of 4 MiB, so that a rank that reads a range of another rank's file needs only some blocks.
 SIZE = 5 << 20
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 
@@ -122,8 +122,8 @@ def own(path: Path) -> Path:
 def test_all_ranks_fall_back_together_whoever_reads_the_damage(tmp_path, saved, writers, readers, in_processes):
     config = saved(writers, 1, 2, 3, 4, 5)
     assert run_thread_ranks(readers, resume, config) == [5] * readers
-    # The first and last bytes of tensors, which only the first or the last rank reads; and files that all ranks read,
-    # or none.
+    # Bytes near the start of the weights and at the end of the optimizer, which only the first or the last rank reads.
+    # Then a file that all ranks read, and a file that no rank reads.
     damage = {
         5: ("actor/model/rank_00000.safetensors", 8 * 600),
         4: (f"actor/optimizer/rank_{writers - 1:05d}.safetensors", -1),

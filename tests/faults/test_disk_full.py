@@ -64,7 +64,7 @@ def processes(tmp_path):
 
 
 def ranks(function: Callable, *arguments) -> list:
-    """Run an attempt on two ranks. Each returns the kind of error, its text, and the seconds until it."""
+    """Run an attempt on two ranks. Each returns the error's type, its message, and the seconds until the error."""
     return run_thread_ranks(2, function, *arguments, deadline_s=DEADLINE_S)
 
 
@@ -181,7 +181,7 @@ def test_linked_bytes_need_no_room(mounted):
     checkpointer.save(2)
     filler = mounted.run_dir / "filler"
     stats = os.statvfs(mounted.run_dir)
-    room = 3_000_000  # of which a save leaves 1 MiB
+    room = 3_000_000  # a save must leave 1 MiB of it free
     filler.write_bytes(bytes(stats.f_bavail * stats.f_frsize - room))
     mounted.checkpoint.max_to_keep = 1
     reference.update(3)

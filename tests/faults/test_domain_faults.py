@@ -35,8 +35,8 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Shorten the wait between looks: no folder in these tests shows a file late. Ranks in processes keep the real
-    wait."""
+    """Shorten the wait before a second look for a file: no folder in these tests shows a file late. Ranks in processes
+    keep the real wait."""
     monkeypatch.setattr(domains, "LOOK_AGAIN_S", 0.001)
 
 
@@ -71,7 +71,7 @@ def kill_in_a_save(rank: int, tmp_path: Path, event: str, victim: int) -> dict:
         # One disk has renamed, the other has not: the next start completes the commit.
         ("commit.rename", 1, ([3, 2, 1], [2, 1]), 3),
         ("commit.rename", 0, ([2, 1], [3, 2, 1]), 3),
-        # One disk has its whole part, the other has not: the step does not exist.
+        # One disk has all its files of the step, the other has not: the step does not exist.
         ("commit.manifest", 1, ([2, 1], [2, 1]), 2),
         ("commit.pointer", 1, ([3, 2, 1], [3, 2, 1]), 3),
     ],
@@ -155,7 +155,7 @@ def test_a_lost_disk(tmp_path):
 def test_damage_on_one_disk_is_everyones(tmp_path):
     # Promise 6.
     run_thread_ranks(2, save, tmp_path, [0, 1], 3)
-    # In step 3 a file that is fetched after the swap, in step 2 the manifest.
+    # Damage a file of step 3 that is fetched after the swap, and the manifest of step 2.
     flip_bit(step_dir(on_node(tmp_path, 1).run_dir, 3) / "actor/optimizer/rank_00001.safetensors", 9000)
     flip_bit(step_dir(on_node(tmp_path, 0).run_dir, 2) / "manifest.json", 9000)
     outcomes = run_thread_ranks(2, resume_and_listen, tmp_path, [1, 0])
@@ -320,7 +320,7 @@ def test_room_is_never_made_of_the_newest_checkpoint_that_all_disks_can_prove(tm
         else:
             flip_bit(part / (MANIFEST if harm == "flip manifest" else "actor/model/rank_00001"), 900)
         here = [2, 4, 6] if harm != "remove" else [2, 4]
-        # More than removing step 2 would free: the save fails on both disks, which keep everything.
+        # 9 MiB is more than removing step 2 would free: the save fails on both disks, and both keep everything.
         for error_message, left in run_thread_ranks(2, make_room_on_two, tmp_path, [9 * MIB, 0]):
             assert "removing global_step_2, which retention allows, would free only 2" in str(error_message)
             assert left in (here, [2, 4, 6])

@@ -167,7 +167,7 @@ def test_a_store_whose_process_is_stopped_says_nothing(monkeypatch):
         others = OtherNodes(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1, 2, "attempt")
         assert not others.are_silent(save=False)
         os.kill(rank_0.pid, signal.SIGSTOP)
-        end = threading.Timer(60, rank_0.kill)  # an answer for anyone who waits for one
+        end = threading.Timer(60, rank_0.kill)  # a wait for the stopped store would last forever: end it
         end.start()
         while not others.are_silent(save=False):
             time.sleep(0.1)

@@ -81,7 +81,7 @@ def test_what_is_not_safe_to_fork_is_not_forked(config, supervised, tmp_path, ca
 
 
 def test_what_ranks_import_starts_no_threads(config, supervised, monkeypatch):
-    """Not even NumPy's OpenBLAS, which starts threads at import if a rank has several."""
+    """The import of NumPy starts no threads, although its OpenBLAS would if a rank has several threads."""
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     config.trainer.threads_per_rank = 2
     assert supervised("assert os.getppid() != supervisor", *needs_of(config).modules) == EXIT_DONE
@@ -128,7 +128,7 @@ def test_a_thread_that_ends_while_threads_are_counted_is_no_error():
 
 
 def test_a_forked_rank_is_like_a_plain_one(config, supervised):
-    """A rank script finds nothing of the launcher's in its process."""
+    """A forked rank has the files, signal handlers, variables and command line of a new process."""
     script = """
 import json
 if number == 1:
@@ -466,7 +466,7 @@ print(any("rlhf.ranks.launcher" in map(str, arguments[1]) for arguments in start
 sys.exit(code or 10 * ("torch" in sys.modules))
 """
     command = [*small(tmp_path, "light", sums), "trainer.total_training_steps=1", "actor.optim.lr_warmup_steps=0"]
-    for launches in (True, False):  # trains, then finds the run finished, and no process loads torch
+    for launches in (True, False):  # first the run trains; then it is finished, so no process loads torch
         done = subprocess.run([sys.executable, "-c", program, *command], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == EXIT_DONE, done.stderr
         assert done.stdout.splitlines()[-1] == str(launches)

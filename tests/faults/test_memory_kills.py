@@ -49,8 +49,8 @@ def test_kills_at_every_event_of_a_snapshot_repeat_no_more_than_promised(nproc, 
 
 
 def check_repeats(notes: list[str], log: str) -> None:
-    """Check that each start resumes at most two steps before the step under way, at most one if it was published."""
-    # Rank 0 notes the steps; a kill of another rank's thread has that rank's process id.
+    """Check that a start resumes at most two steps before the killed step, one if its snapshot was published."""
+    # Rank 0 notes each step under its process id. A kill is noted under the id of the killed rank.
     attempts: list[tuple[int, str]] = []
     pid, begun, event = "", 0, ""
     for line in notes:
@@ -65,7 +65,7 @@ def check_repeats(notes: list[str], log: str) -> None:
     attempts.append((begun, ""))
     assert len(attempts) == len(BEFORE + AFTER) + 1
     resumed = [int(step) for step in re.findall(r"Resumed step (\d+) from", log)]
-    starts = [0] * (len(attempts) - len(resumed)) + resumed  # until the first snapshot
+    starts = [0] * (len(attempts) - len(resumed)) + resumed  # starts before the first snapshot begin at step 0
     for (start, following), (begun, event) in zip(pairwise(starts), attempts, strict=False):
         under_way = start + begun
         assert under_way - following <= (1 if event in AFTER else 2), (event, start, begun, following)

@@ -12,7 +12,7 @@ from tests.support.power_cut_replay import replay
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Shorten the wait between looks: no folder in these tests shows a file late."""
+    """Shorten the wait before a second look for a file: no folder in these tests shows a file late."""
     monkeypatch.setattr(power_cuts.domains, "LOOK_AGAIN_S", 0.001)
 
 
@@ -35,7 +35,7 @@ def test_a_sync_that_is_left_out_is_missed(tmp_path):
 
 
 def test_each_sync_of_a_start_after_a_kill_has_states(tmp_path):
-    """A sync of what a killed process left: under any seed, a kill leaves it something."""
+    """A start syncs the files of a killed process. Under any seed, the kill leaves files to sync."""
     made = records_of("killed_journal", tmp_path, seed=2)
     lines = (ROOT / "experience/journal.py").read_text().splitlines()
     calls = [call for call in sync_calls() if call[0] == "experience/journal.py" and "fsync_" in lines[call[1] - 1]]

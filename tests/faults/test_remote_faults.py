@@ -95,7 +95,7 @@ def test_a_remote_that_dies_for_a_while(tmp_path, url, caplog):
         copies.published(step_dir(config.run_dir, step))
     eventually(lambda: "(5 in a row)" in caplog.text)
     assert copies.metrics()["perf/remote_pending"] == 4
-    # Retention went on, and every local checkpoint is complete.
+    # Retention went on while the remote was away, and every local checkpoint is complete.
     assert [verify(path).step for path in scan(config.run_dir)] == [8, 6]
     rows = [int(n) for n in re.findall(r"failed \((\d+) in a row\)", caplog.text)]
     # A call in progress when the remote disappeared may have succeeded and restarted the count.
@@ -132,7 +132,7 @@ def test_the_end_of_the_training_does_not_wait_for_a_dead_remote(tmp_path, url, 
 
 
 def test_a_connection_that_hangs(tmp_path, url, caplog, monkeypatch):
-    """A hung call delays neither the end of the process nor, after a while, the copies."""
+    """A hung call does not delay the end of the process, and delays the copies only for STALLED_S."""
     config = make_run(tmp_path / "a", 2, remote=url)
     release = threading.Event()
 
@@ -213,7 +213,7 @@ def test_a_full_disk_while_fetching_is_told_and_leaves_nothing(tmp_path, url):
 
 
 def copy_and_die(rank: int, config: Config, n: int, keep: int | None) -> int:
-    """Start the copies and kill them at the `n`th call. Return the number of calls if the copies end before."""
+    """Start the copies and kill them at the `n`th call. Return the number of calls if fewer than `n`."""
     config.checkpoint.remote_max_to_keep = keep
     WEATHER.kill_at(n)
     assert copy_all(config) == []
@@ -230,7 +230,7 @@ def test_killed_at_every_call_of_a_copy(tmp_path, url):
     shutil.copytree(tmp_path / "remote", tmp_path / "before")
     seen: set[tuple[int, ...]] = set()
     total = run_ranks(1, copy_and_die, config, 10**9, 1, deadline_s=DEADLINE_S, join=tmp_path / "join")[0]
-    for n in range(1, total + 1, 2):  # two copies are complete for two calls
+    for n in range(1, total + 1, 2):  # every second call is enough: both copies are complete during two calls
         shutil.rmtree(tmp_path / "remote")
         shutil.copytree(tmp_path / "before", tmp_path / "remote")
         outcome = run_ranks(1, copy_and_die, config, n, 1, deadline_s=DEADLINE_S, join=tmp_path / f"join_{n}")
@@ -240,7 +240,7 @@ def test_killed_at_every_call_of_a_copy(tmp_path, url):
                 lease.unlink()
         left = complete_steps(config)
         seen.add(tuple(left))
-        assert left, "there is a whole copy at every moment"
+        assert left, "at some call no complete copy was left"
         for step in left:
             verify(there(tmp_path, step))
         assert [verify(path).step for path in scan(config.run_dir)] == [4, 2]

@@ -1,5 +1,5 @@
-"""Two machines with one remote folder: one copies; the other ends with an error, waits for a dead one, or finds that
-it was replaced."""
+"""Two machines with one remote folder. One copies. The other ends with an error, waits for the lease of a dead machine,
+or finds that it lost its own lease."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tests.support.sections import prepare, remote_copies, remote_store
 
 EXPIRY_S = 0.6
 LONG_S = 60.0
-"""Replaces the wait in tests where a live machine renews, which must not look dead because this process was delayed."""
+"""Expiry for tests with a live machine: a delay of this process must not make that machine look dead."""
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def holds(lease: Lease) -> bool:
 
 
 def die(lease: Lease) -> None:
-    """Stop renewals, also one in progress, without a release of the lease."""
+    """Stop the renewals without releasing the lease, and wait for a renewal in progress."""
     lease._stop.set()
     for thread in threading.enumerate():
         if getattr(thread, "_target", None) == lease._keep:
@@ -130,7 +130,7 @@ def test_a_renewal_under_way_does_not_outlive_the_lease(store, tmp_path, leases,
     assert begun.wait(DEADLINE_S)
     giving_back = threading.Thread(target=lease.release)
     giving_back.start()
-    giving_back.join(0.3)  # without a wait for the renewal, it has ended by now
+    giving_back.join(0.3)  # if it did not wait for the renewal, the release would have ended by now
     go_on.set()
     giving_back.join(DEADLINE_S)
     assert written.wait(DEADLINE_S)
@@ -208,7 +208,7 @@ def test_one_of_many_at_the_same_time_gets_it(store, tmp_path, leases, monkeypat
             thread.start()
         for thread in threads:
             thread.join(DEADLINE_S)
-        # If two machines took the lease more than SETTLE_S apart, the first one finds out at its next look.
+        # If two machines took the lease more than SETTLE_S apart, the first one sees its loss at the next check.
         assert [holds(lease) for lease in acquired].count(True) == 1, over
         assert len(acquired) < len(racing), over
         for lease in racing:

@@ -18,7 +18,7 @@ from tests.support.verified import verify
 
 
 class Case:
-    """Return a function that truncates the undisturbed run on one rank to step 3 or 6 and starts it again."""
+    """Copies the undisturbed run on one rank, cut back to an earlier step, and starts the copy again."""
 
     def __init__(self, folder: Path, undisturbed: Undisturbed, sums: Path):
         self.folder, self.sums, self.finished = folder, sums, undisturbed.run_dir(1)

@@ -89,7 +89,7 @@ def test_what_retention_gives_up_anyway_goes_first_and_no_more_than_it_takes(dis
     assert steps(disk) == [6, 8]
     assert (disk / POINTER).read_text() == "8\n"
     assert "removing global_step_2, global_step_4 first, which retention would remove later" in caplog.text
-    # Removing step 6 is enough, although retention allows one more. Step 8 is the newest.
+    # Removing step 6 is enough, although retention also allows removing step 8. Step 8 is the newest.
     leave_less = free(disk) - MIB
     (disk / "more").write_bytes(bytes(leave_less))
     assert removed_for(disk, 2 * MIB, after_the_save(disk, 10, max_to_keep=1), deleter) == [6]
@@ -138,7 +138,7 @@ def test_what_is_kept_for_good_or_as_the_best_does_not_removed_for(disk, deleter
 
 
 def test_trash_is_room_to_come(disk):
-    """The deleter is removing what fills the disk. A save waits for it and removes nothing else."""
+    """The deleter is removing a large checkpoint. A save waits for the freed space and removes no other checkpoint."""
     for step in (2, 4, 6):
         publish(disk, step, nbytes=4 * MIB)
     leave(disk, MIB)
@@ -173,7 +173,7 @@ def test_shared_files_give_room_only_with_their_last_name(disk, deleter):
 
 
 def test_a_copy_under_way_makes_way(disk, deleter):
-    """Upload links keep the files of a checkpoint that is removed."""
+    """Links of an upload keep the space of a removed checkpoint in use. Cancelling the upload frees it."""
     links = []
     for step in (2, 4, 6):
         publish(disk, step, nbytes=2 * MIB)
@@ -197,7 +197,7 @@ def test_a_copy_under_way_makes_way(disk, deleter):
 
 
 def test_room_that_does_not_come_is_refused_with_the_figures_of_then(disk, deleter, monkeypatch):
-    """Another program takes the freed space at once."""
+    """A link keeps the removed file, as if another program took the freed space at once."""
     monkeypatch.setattr("rlhf.checkpoint.save.disk_space.SETTLE_S", 0.3)
     for step in (2, 4):
         publish(disk, step, nbytes=2 * MIB)
@@ -243,7 +243,7 @@ def test_a_kill_in_the_middle_of_a_deletion_leaves_trash_for_the_next_start(tmp_
     ended = subprocess.run(program, capture_output=True, text=True, timeout=DEADLINE_S * 2, check=False)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     [trash] = tmp_path.glob(f"{TRASH}*")
-    assert 0 < len(list((trash / "many").iterdir())) < FILES  # the kill hit in between
+    assert 0 < len(list((trash / "many").iterdir())) < FILES  # the kill hit in the middle of the deletion
     assert steps(tmp_path) == [4]
     assert removal.clean_leftovers(tmp_path) == [trash.name]
     assert {path.name for path in tmp_path.iterdir()} == {new.name, POINTER}

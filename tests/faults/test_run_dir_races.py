@@ -47,7 +47,7 @@ def set_up_as_torchrun_does(rank: int, config: Config, set_ups: int) -> dict[str
             assert not leftover.exists()
             status = StatusWriter(run_dir, rank)
             coordinator.all_gather(None)
-            os.close(status._fd)  # which lives as long as a rank; many threads share a process
+            os.close(status._fd)  # normally open as long as the rank's process; here many ranks share one process
         assert mark.exists() == (number > 0 and not config.trainer.overwrite)
         identity = read_run_file(run_dir)["run_id"]
         assert (identity in runs) == (number > 0 and not config.trainer.overwrite)
@@ -62,8 +62,8 @@ def set_up_as_torchrun_does(rank: int, config: Config, set_ups: int) -> dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["processes", "threads"])
 def test_many_set_ups_by_eight_ranks(tmp_path, request, kind):
-    """Almost certainly finds a race that one of a hundred set-ups loses. Threads use the same files and locks at a
-    hundredth of the cost; --full-product also runs processes."""
+    """Find, almost certainly, a race that fails in one of a hundred set-ups. Threads use the same files and locks as
+    processes at a hundredth of the cost. --full-product runs more set-ups in processes."""
     whole = request.config.getoption("--full-product", False)
     set_ups = 500 if kind == "threads" else 1000 if whole else 30
     work = (PROCESSES, set_up_as_torchrun_does, make_config(tmp_path), set_ups)
@@ -91,7 +91,7 @@ def stands_still(run_dir: Path) -> int | None:
 
 
 def test_a_refused_second_launch_leaves_the_first_run_as_it_was(tmp_path, sums, launches, undisturbed):
-    """A rejected start must not replace the first run's status files: its watchdog would kill the healthy run."""
+    """A rejected start must not replace the first run's status files: that run's watchdog would kill its ranks."""
     command = [*small(tmp_path, "first", sums), EXPORT]
     first = launches.submit(ranks, tmp_path / "first.log", command, at("update.before", 2, "SIGSTOP"))
     run_dir = tmp_path / "rlhf" / "first"

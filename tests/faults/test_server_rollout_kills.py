@@ -1,5 +1,5 @@
-"""Runs with `rollout.async_steps=2` on two scripted servers, killed with responses in flight: a replay of the journal,
-undisturbed and on servers that would answer otherwise, ends with the killed run's bits."""
+"""Runs with `rollout.async_steps=2` on two scripted servers, killed with responses in flight. A replay of the journal
+ends with the killed run's bits, without kills and on servers that would give other responses."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,8 @@ SETTINGS = (
 
 
 def journaled(run_dir: Path) -> list[float]:
-    """Return the share of the samples from the journal in each step. A batch that was complete already needs none."""
+    """Return each step's share of samples from the journal. A step whose batch was complete already logs no share; it
+    repeats the last one."""
     steps = [record for record in records(run_dir) if record["step"]]
     before = 0.0
     return [before := record.get("perf/journal_samples", before) for record in steps]

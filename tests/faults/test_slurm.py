@@ -53,7 +53,7 @@ def ended(slurm: Cluster, number: str) -> tuple[str, str, str]:
 @both_ways
 def test_the_signal_before_the_time_limit_saves_and_requeues(slurm, sums, tmp_path, undisturbed, machines):
     warned = at("update.before", 2, "SIGUSR1", to="job", once=tmp_path / "warned")
-    # Deleting the directory is the launch's first act, not that of each attempt.
+    # With `overwrite`, the launch deletes the directory once, not at each attempt.
     number = submit(slurm, [*small(tmp_path, "run", sums), EXPORT, *machines, "trainer.overwrite=true"], warned)
     assert ended(slurm, number) == ("COMPLETED", "0:0", "1")
     assert (tmp_path / "warned").exists()
@@ -97,7 +97,7 @@ def test_attempts_too_short_for_a_start_are_not_requeued_for_ever(slurm, sums, t
     run_dir = tmp_path / "rlhf" / "run"
     number = submit(slurm, [*small(tmp_path, "run", sums), *ONE_NODE, "trainer.max_failures_per_step=2"])
     log = slurm.folder / f"rlhf-{number}.log"
-    for attempt in (1, 2):  # each gets the signal before its first step
+    for attempt in (1, 2):  # each attempt gets the signal before its first step
         slurm.wait_until(number, lambda: log.exists() and log.read_text().count(str(run_dir / "run.log")) == attempt)  # noqa: B023
         slurm.run(["scancel", "--batch", "--signal=USR1", number])
     assert ended(slurm, number) == ("FAILED", f"{EXIT_CRASHED}:0", "1")

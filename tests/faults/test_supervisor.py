@@ -78,7 +78,7 @@ assert os.environ["OMP_NUM_THREADS"] == "3" and os.environ["TOKENIZERS_PARALLELI
 assert os.getppid() == int(os.environ["RLHF_PARENT_PID"])
 assert os.getpgrp() == os.getsid(0) == os.getpid()
 assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
-time.sleep(0.5 * rank)  # a rank that ends early doesn't take the other along
+time.sleep(0.5 * rank)  # a rank that ends early doesn't end the other rank
 (run_dir / f"whole_{rank}").touch()
 """)
     assert code == EXIT_DONE
@@ -100,7 +100,7 @@ if number == 1:
 """)
     assert code == EXIT_DONE
     assert len(starts(config)) == 4
-    assert time.monotonic() - begin < 60  # and does not wait for the end of rank 0's sleep
+    assert time.monotonic() - begin < 60  # the supervisor does not wait for the end of rank 0's sleep
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("rlhf")]
     assert warnings == [
         "Crash: rank 1: SIGKILL (often the kernel's out-of-memory killer), at step 1, last event rollout.before. "

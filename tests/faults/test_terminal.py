@@ -45,8 +45,8 @@ with RunOutput("auto", Redaction(os.environ)) as output:
             code = run_attempts(config, [sys.argv[2], str(config.run_dir)], starter, stop)
 sys.exit(code)
 """
-# A rank that loads its weights. Below, rank 0 is at step 3 of 9, and `stay` keeps both ranks there. The text that a
-# test waits for comes last on the screen, when the rest is done.
+# LOADING: a rank that loads its weights. STEPS: rank 0 is at step 3 of 9, and `stay` keeps both ranks there. The text
+# that a test waits for is drawn last.
 LOADING = """
 from rlhf.ranks.progress_pipe import ProgressPipe
 ProgressPipe.from_environment().phase(rank, 0, "loading the weights", 0, 0)
@@ -92,7 +92,7 @@ def start(config, tmp_path) -> Iterator:
         rank.write_text(RANK + before + script)
         driver.write_text(SUPERVISOR)
         yaml.write_text(to_yaml(config))
-        # As exported by a parent that has imported readline: the size of another terminal, or an old size.
+        # A parent that has imported readline exports the size of another terminal, or an old size.
         stale = {"COLUMNS": "99", "LINES": "24"}
         started.append(Terminal(columns, tmp_path, driver, yaml, rank, **stale))
         return started[-1]
@@ -109,7 +109,7 @@ def start(config, tmp_path) -> Iterator:
 def assert_in_order(terminal: Terminal) -> None:
     end = time.monotonic() + 30
     while not terminal.is_left_in_order and time.monotonic() < end and terminal.read():
-        pass  # the rest of the drawing
+        pass  # read until the screen is drawn completely
     assert terminal.is_left_in_order, terminal.text
     assert b"\x1b[?25l" not in terminal.raw, "the cursor was hidden"
     glued = [line for line in terminal.lines if re.search(r".step +\d+/", line) or line.count("supervisor:") > 1]
@@ -122,7 +122,7 @@ def kill(number: int) -> Callable[[Terminal], None]:
 
 @dataclass(frozen=True)
 class Death:
-    """The ranks' behavior from the beginning or during the work, and the outcome of the run."""
+    """How the run is ended, by the ranks' `script` or by `act`, and its expected exit code and message."""
 
     script: str
     code: int
@@ -133,7 +133,7 @@ class Death:
     before: str = STEPS
 
 
-# So that rank 0 does not end before it has shown its bar.
+# Rank 1 waits for the end of rank 0, so that rank 0 is not killed before it has shown its bar.
 LAST = "rank == 0 or peers_ended()\n"
 DEATHS = {
     "giving up": Death(f"{LAST}sys.exit(3)", EXIT_CRASHED, "The run ends: crashes in a row"),
@@ -164,7 +164,7 @@ def test_each_death_leaves_lines_whole(config, start, columns, death):
     assert terminal.end() == death.code, terminal.text
     assert_in_order(terminal)
     bars = [i for i, line in enumerate(terminal.lines) if "step 3/9" in line]
-    assert len(bars) == (death.before == STEPS), "one bar is left, or none of a run that came to no step"
+    assert len(bars) == (death.before == STEPS), "one bar must be left, or none if the run reached no step"
     assert all(terminal.lines[i].startswith("step 3/9 ━") and len(terminal.lines[i]) < columns for i in bars)
     below = "".join(terminal.lines[bars[0] + 1 if bars else 0 :])
     assert death.message.replace(" ", "") in below.replace(" ", ""), terminal.text
@@ -271,8 +271,8 @@ def test_the_first_second(tmp_path, columns, torch_import_s):
     terminal = Terminal(columns, tmp_path, "-m", "rlhf.train", "recipes=null", *arguments, **secret)
     terminal.wait_for("first/run.log\nstarting")
     user, system = Path(f"/proc/{terminal.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    # In processor seconds, and compared with another import, because the load and speed of machines vary. It takes
-    # about half of torch's seconds.
+    # The start is measured in processor seconds and compared with the import of torch, because load and speed of
+    # machines vary. It takes about half as long as the import.
     assert (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") < torch_import_s
     maps = Path(f"/proc/{terminal.process.pid}/maps").read_text()
     assert "torch" not in maps
@@ -328,6 +328,6 @@ def test_a_refused_launch_writes_no_line_into_the_log_of_the_run(config, tmp_pat
     assert rejected.end() == EXIT_USER_ERROR
     assert_in_order(rejected)
     assert rejected.shows("Another run is writing into")
-    assert not any(line.startswith("starting") for line in rejected.lines), "the bar of a run that never began"
+    assert not any(line.startswith("starting") for line in rejected.lines), "a rejected start must show no bar"
     first.read()
     assert (config.run_dir / RUN_LOG).read_bytes() == log

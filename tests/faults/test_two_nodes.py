@@ -26,7 +26,7 @@ from tests.support.undisturbed import EXPORT
 
 @dataclass
 class Node:
-    """A node: the path of its disk from here, and the command that starts a program on it, in the root of its disk."""
+    """A node: the path of its disk as seen from here, and the prefix that starts a command in the root of that disk."""
 
     disk: Path
     prefix: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Node:
 
 @pytest.fixture
 def nodes(tmp_path) -> Iterator[list[Node]]:
-    """Two nodes. With namespaces, the same path is another tmpfs on each."""
+    """Two nodes. With namespaces, the disks of both have the same path, which is a different tmpfs on each node."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = f"mount -t tmpfs none {disk} && cd {disk} && echo ready && exec sleep 3600"
@@ -116,7 +116,7 @@ def merged(nodes: list[Node], folder: Path) -> Path:
 def test_a_run_that_is_killed_and_swapped_ends_like_one_that_is_not(tmp_path, sums, undisturbed, nodes):
     expected = undisturbed.run_dir(2)
     a, b = nodes
-    # Between the renames of the second commit, of step 6: a has renamed, b has not.
+    # A kill between the renames of the second commit (step 6): node a has renamed, node b has not.
     ends = train_on([a, b], sums, at("commit.rename", 2, "SIGKILL", rank=1))
     assert all(end.code != 0 for end in ends), ends
     assert "The ranks have 2 storage domains: ranks 0; ranks 1." in ends[0].output
@@ -128,7 +128,7 @@ def test_a_run_that_is_killed_and_swapped_ends_like_one_that_is_not(tmp_path, su
     assert completed in ends[0].output
     assert "Resumed step 6" in ends[0].output
     assert [saved_steps(node.run_dir) for node in (a, b)] == [[6, 3], [6, 3]]
-    # In the first order again, to the end.
+    # The nodes start in the first order again, and train to the end.
     ends = train_on([a, b], sums)
     assert [end.code for end in ends] == [0, 0], ends
     assert differences(expected, merged(nodes, tmp_path / "whole")) == []
@@ -146,7 +146,7 @@ def test_a_run_that_is_killed_and_swapped_ends_like_one_that_is_not(tmp_path, su
 
 @pytest.mark.slow
 def test_a_hang_on_one_node_is_found_on_both_and_the_run_is_restarted(tmp_path, sums, undisturbed, nodes):
-    """Each node shows the stacks of its own ranks only, and the waiting node knows that the other is overdue too."""
+    """Each node logs its own ranks' stacks only. The waiting node knows that the other is overdue, too."""
     hang = hangs(tmp_path, ("rollout.after", 2, 1, "sleep_forever"))
     ends = train_on(nodes, sums, hang, "trainer.watchdog_timeout_s=15", restarts=2)
     assert [end.code for end in ends] == [0, 0], ends

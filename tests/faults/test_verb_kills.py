@@ -23,13 +23,13 @@ from tests.support.verified import verify
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 DEADLINE_S = 120.0
 AT_OPERATIONS, AT_RANDOM = 6, 2
-"""Kills of each command; with --full-product at every operation."""
+"""Number of kills of each command at file operations and at random times. --full-product kills at every operation."""
 Bytes = Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
 class Command:
-    """A verb with its arguments, and whether it writes only the files in its target."""
+    """A verb with its arguments, its target, and a function that checks whether the target is complete."""
 
     arguments: tuple[str, ...]
     whole: Callable[[Bytes, Bytes, Path], bool]
@@ -41,7 +41,7 @@ def same(found: Bytes, wanted: Bytes, target: Path) -> bool:
 
 
 def intact(found: Bytes, wanted: Bytes, target: Path) -> bool:
-    """A checkpoint of this trainer: two imports have two run ids."""
+    """Check a checkpoint of this trainer. Its bytes differ from those of another import, because run ids differ."""
     verify(target)
     return found.keys() == wanted.keys()
 
@@ -56,7 +56,7 @@ COMMANDS = {
 
 
 SLOW = {("import", True), ("convert to DCP", False)}
-"""Verbs that run by default, besides `merge`; the others with --full-product. True: over an old target."""
+"""Cases that run by default besides `merge`; the others need --full-product. True: an old target exists."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -102,7 +102,7 @@ def _run(home: str, arguments: list[str], number: int, sender: Any) -> None:
 
 
 def run(home: Path, command: Command, number: int = 0, after_s: float | None = None, *more: str) -> tuple[Any, float]:
-    """Return the message of the process (None if it was killed) and its seconds."""
+    """Run a command in a process. Return what it sent (None if it was killed) and its seconds."""
     receiver, sender = forkserver.Pipe(duplex=False)
     started = time.monotonic()
     process = forkserver.Process(target=_run, args=(str(home), [*command.arguments, *more], number, sender))

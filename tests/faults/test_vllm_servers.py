@@ -160,7 +160,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         )
         assert sorted(path.name for path in logs.iterdir()) == ["secret", "server_0.log", "server_1.log"]
         events.subscribe(world.event_names.append)
-        for folder in scratches:  # otherwise the checks above are empty
+        for folder in scratches:  # otherwise the checks for leftovers at the end would prove nothing
             assert [path for path in folder.iterdir() if path.is_socket()]
             assert list(SHARED_MEMORY.glob(f"{folder.name}.*"))
         world.everyone_serves()
@@ -229,17 +229,17 @@ def test_weights_that_were_exchanged_behind_our_back(world, undisturbed):
         url, headers = f"{proxy.upstream}/update_weight_version", {"Content-Type": "application/json"}
         urllib.request.urlopen(urllib.request.Request(url, body, headers | world.secret.headers), timeout=ANSWER_S)
 
-    proxy.arm(1, exchange)  # with an idle server, a probe might notice first
+    proxy.arm(1, exchange)  # during a generation: on an idle server a probe might notice the change first
     samples, metrics = world.generate()
     assert plain(samples) == plain(undisturbed)
     assert metrics["perf/stale_answers"] == 1
-    samples, metrics = world.generate()  # the server got the weights again
+    samples, metrics = world.generate()  # the server has received the weights again
     assert plain(samples) == plain(undisturbed)
     assert (metrics["perf/stale_answers"], metrics["perf/servers_serving"]) == (0, 2)
 
 
 def weights_of_rank() -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights as from a training engine: one collective call for each."""
+    """Yield the weights as a training engine does: with one collective call for each weight."""
     for name, tensor in weights():
         torch.distributed.barrier()
         yield name, tensor
@@ -289,14 +289,14 @@ def test_a_busy_server_counts_its_tokens_before_it_answers(world):
             assert len(await answer) == long.max_tokens
             return counts
 
-    # A busy machine may look at an answer only at its beginning and its end.
+    # On a busy machine, the loop may read the count only at the beginning and the end of a response.
     for _ in range(30):
         counts = asyncio.run(count())
         assert counts == sorted(counts)
         prompt = counts[0] + len(request.token_ids)
         if any(prompt < seen < prompt + long.max_tokens for seen in counts):
             return
-    pytest.fail("in none of 30 answers a token was counted before the last one")
+    pytest.fail("in 30 responses, no count lay between the first and the last token")
 
 
 def test_a_server_that_is_killed(world, undisturbed):
@@ -311,7 +311,7 @@ def test_a_server_that_is_killed(world, undisturbed):
 
 
 def test_a_stopped_generation_goes_on_under_newer_weights(world):
-    """The second half also has the log-probs and labels of the second push."""
+    """The first tokens keep version 1 and their log-probs. The tokens after the second weight push have version 2."""
     world.everyone_serves()
     long = SamplingParams(max_tokens=LONGEST - 64, ignore_eos=True)
     requests = [Request(2000 + i, world.requests[0].token_ids, long) for i in range(4)]

@@ -30,7 +30,7 @@ def on_device(batch: EveryBatch, device: str) -> EveryBatch:
 
 
 def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """The losses as a share of the loss, the gradients as shares of the norm of all gradients."""
+    """Compare the loss relative to itself, and each gradient relative to the norm of all gradients."""
     assert found.keys() == expected.keys()
     loss, norm = expected[""], torch.stack([value.norm() for name, value in expected.items() if name]).norm()
     for name, value in expected.items():
@@ -45,7 +45,7 @@ def test_packed_by_sdpa_equals_padded_on_the_cpu(device, architecture):
     expected = loss_and_gradients(tiny_lm(architecture), [skewed_batch()])
     model = tiny_lm(architecture, torch.float32).to(device)
     pack(model)
-    # Sums over the tokens of the loss, whose log-probs have at most 300 additions on their way.
+    # The loss sums over its tokens, and each log-prob needs at most 300 additions.
     bound = sum_bound(int(skewed_batch().response_mask.sum()) + 300)
     assert_near(loss_and_gradients(model, [on_device(skewed_batch(), device)]), expected, bound)
 
@@ -97,6 +97,6 @@ def test_log_probs_from_hidden_states_equal_the_plain_formula(device):
     for value, plain in zip((*found, *gradients), (*expected, *wanted), strict=True):
         assert value is not None
         assert value.device.type == device
-        # Sums over the vocabulary, of logits that are sums over the hidden size; an error is a share of the largest.
+        # Values sum over the vocabulary, logits over the hidden size. Errors are relative to the largest value.
         bound = sum_bound(VOCAB + HIDDEN) * plain.abs().max().item()
         torch.testing.assert_close(value.double().cpu(), plain, rtol=0, atol=bound)

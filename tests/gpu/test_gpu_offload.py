@@ -1,4 +1,4 @@
-"""Weights and moments that leave a GPU between phases: what torch has allocated there, and where the copies are."""
+"""Weights and Adam's moments that leave a GPU between phases: the memory that torch keeps, and the pinned copies."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_what_sits_idle_leaves_the_device(kind: str) -> None:
         def allocated() -> int:
             return torch.cuda.memory_allocated() - before
 
-        step(backend, device)  # the libraries below have their workspaces from now on
+        step(backend, device)  # from now on, cuBLAS and other libraries have their workspaces
         idle = allocated()
         torch.cuda.reset_peak_memory_stats()
         step(backend, device)
@@ -64,7 +64,7 @@ def test_what_sits_idle_leaves_the_device(kind: str) -> None:
         assert allocated() < idle + 0.05 * weights < 0.55 * weights
         with backend.on_device():
             assert weights <= allocated() - idle
-            assert torch.cuda.memory_reserved() - before < 4 * weights  # free for others, not only for torch
+            assert torch.cuda.memory_reserved() - before < 4 * weights  # freed for other programs, not only for torch
         held = copies(backend)
         moved = [*backend.model_shards().values(), *backend.optimizer_shards().values()]
         big = [shard.local for shard in moved if shard.local.numel() > 1]

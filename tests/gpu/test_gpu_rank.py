@@ -1,4 +1,4 @@
-"""One rank on a device: samples and weights over NCCL (gloo on a CPU), and generators that a checkpoint brings back."""
+"""One rank on a device: samples and weights over NCCL (gloo on a CPU), and generators that a checkpoint restores."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The device of a process group's only rank."""
+    """The device of the only rank, in a process group of one."""
     cuda = request.param == "cuda"
     with single_rank("cpu:gloo,cuda:nccl" if cuda else "gloo"):
         yield torch.device("cuda", 0) if cuda else torch.device("cpu")

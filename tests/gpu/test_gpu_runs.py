@@ -1,4 +1,4 @@
-"""Whole runs on a GPU: a policy of 0.5B parameters against the plan of its memory, and one that is killed."""
+"""Whole runs on a GPU: 0.5B parameters need the planned memory within a tenth, and a killed run keeps its bits."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ SMALL |= {"vocab_size": 512}
 
 
 def written(folder: Path, sizes: dict[str, object]) -> list[str]:
-    """A random policy and word problems in GSM8K's columns, and a run of three steps with them."""
+    """Write a random policy and word problems in GSM8K's columns. Return the settings of a run of three steps."""
     model = folder / "model"
     if not model.exists():
         causal_lm("qwen2", model, **sizes)
@@ -74,13 +74,13 @@ def test_half_a_billion_parameters_take_what_the_plan_says(tmp_path: Path) -> No
     assert [record["step"] for record in shown] == [1, 2, 3]
     assert all(record["actor/grad_norm"] >= 0 for record in shown)
     most = max(highest.values())
-    planned = found[1].peak.total - CUDA_BASE  # which is none of torch's
+    planned = found[1].peak.total - CUDA_BASE  # torch does not count the CUDA context
     assert abs(planned - most) < 0.1 * most, (found[1].peak, highest)
 
 
 @pytest.fixture(scope="module")
 def deterministic(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A small run, undisturbed, on a GPU in deterministic mode."""
+    """The settings of a small run on a GPU in deterministic mode, after one undisturbed run."""
     return undisturbed(tmp_path_factory.mktemp("runs"), "cuda")
 
 
@@ -98,7 +98,7 @@ def undisturbed(folder: Path, device: str) -> list[str]:
 
 
 def killed_as_whole(overrides: list[str], name: str, event: str) -> list[str]:
-    """What differs of a run that is killed at `event` of its second step, and resumed, from the undisturbed one."""
+    """Kill a run at `event` of its second step and resume it. Return its differences from the undisturbed run."""
     folder = Path(next(text for text in overrides if "default_local_dir" in text).partition("=")[2])
     environment = at(event, 2, "SIGKILL", once=folder / f"{name}.hit")
     end = train([*overrides, f"trainer.experiment_name={name}"], environment)

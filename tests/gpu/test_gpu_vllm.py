@@ -1,5 +1,4 @@
-"""vLLM in a rank on a GPU: what it gives back in its sleep, and that it generates with the weights of the last
-hand-over."""
+"""vLLM in a rank on a GPU: sleep frees memory, and vLLM generates with the weights of the last weight sync."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def policy(seed: int, device: torch.device) -> Any:
 
 @torch.no_grad()
 def worst_difference(model: Any, samples: list[Sample], prompts: dict[int, list[int]]) -> float:
-    """Of a log-prob of the engine's from that of `model`, which has to be the one that generated."""
+    """Return the largest difference between the engine's log-probs and those of `model` for the same tokens."""
     worst = 0.0
     for sample in samples:
         prompt = prompts[sample.uid]
@@ -81,7 +80,7 @@ def test_sleep_wake_and_reload(level: int, tmp_path: Path) -> None:
                 freed = torch.cuda.mem_get_info(device)[0] - awake
                 assert freed > 0.2 * torch.cuda.mem_get_info(device)[1]
             assert generated[0] == generated[2] != generated[1]
-            if level == 1:  # weights are kept, so that nothing has to be handed over
+            if level == 1:  # level 1 keeps the weights, so no weight sync is needed
                 woken = sampled(engine, requests, GREEDY, seed=1, step=1)
                 assert [sample.token_ids.tolist() for sample in woken] == generated[2]
         finally:

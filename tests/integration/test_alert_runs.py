@@ -42,7 +42,7 @@ def test_a_killed_command_a_crash_and_the_end_are_one_alert_each(tmp_path: Path,
     arguments, run_dir = command(tmp_path, sums, server), tmp_path / "rlhf" / "watched"
     killed = train(arguments, at("update.before", 3, "SIGKILL", to="supervisor"))
     assert killed.code == -signal.SIGKILL, killed.output
-    await_alerts(server, 1)  # from the process that outlives the command
+    await_alerts(server, 1)  # sent by the alert process, which outlives the command
     end = train(arguments, at("update.before", 2, "SIGKILL", once=tmp_path / "once"))
     assert end.code == EXIT_DONE, end.output
     assert server.kinds[:2] == ["crashed", "crashed"]

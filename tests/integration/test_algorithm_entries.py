@@ -14,12 +14,12 @@ from tests.support.launching import TINY_POLICY, ranks, records
 
 LIBRARY = Library.find(None)
 SAME_BUT_FOR_A_FUNCTION = {"sapo", "pass_at_k", "clip_cov"}
-"""As `grpo` but for one pure function, of which tests/numerics knows all."""
+"""Entries that differ from `grpo` only in one pure function, which tests/numerics covers."""
 RECIPES, ALGORITHMS = LIBRARY.entries("recipes"), LIBRARY.entries("algorithm")
 
 
 def two_steps(folder: Path, sums: Path, *overrides: str) -> list[dict]:
-    """The metrics of two steps with small batches, two optimizer steps each."""
+    """Run two steps with small batches, with two optimizer steps each. Return their metrics."""
     end = ranks(
         folder / "log",
         [
@@ -67,7 +67,7 @@ def test_a_kl_without_weight_needs_no_reference(overrides, tmp_path, sums):
     assert not any("actor/ref_kl" in step for step in steps)
 
 
-# What a recipe is about is kept; the model, the data and the sizes become those of a test on a CPU.
+# Keep what a recipe is about. Replace its model, data and sizes by small ones for the CPU.
 SMALL = [
     f"model.path={TINY_POLICY}",
     "data.max_prompt_length=64",
@@ -113,7 +113,7 @@ def test_dapo_warms_up_over_the_papers_twenty_rollout_steps():
     config = compose_config(["recipes=dapo_math"], LIBRARY)
     optim = config.actor.optim
     assert (optim.lr_warmup_steps, optim.lr_scheduler_interval) == (20, "training_step")
-    # Of 17 thousand prompts; dynamic sampling may take all that a step's generations have.
+    # The data set has 17 thousand prompts. Dynamic sampling may use all prompts of a step's generations.
     drawn = config.data.gen_batch_size * config.algorithm.filter_groups.max_num_gen_batches
     assert config.trainer.total_epochs * 17_000 // drawn > 100
 

@@ -1,7 +1,7 @@
 """Every setting that `trainer.allow_config_change=true` lets through acts after a resume: the next step differs.
 
-The settings come from the rules that a resume compares by, so a new one without a case here fails. Each case continues
-the run of its scenario from step 1, once as it was saved and once with the change, in this process.
+The settings come from the rules by which a resume compares, so a new setting without a case here fails. Each case
+continues the run of its scenario from step 1 in this process, once unchanged and once with the change.
 """
 
 import json
@@ -124,8 +124,8 @@ SCENARIOS: dict[str, list[str]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A change on top of a scenario; a part of the message of one that is refused as impossible; and what is changed in
-    the run that it is compared with as well."""
+    """A change of settings on top of a scenario. `rejected` is part of the error if the change is impossible. `beside`
+    is a further change, which the compared run has, too."""
 
     change: str | list[str]
     scenario: str = "grpo"
@@ -302,12 +302,12 @@ CASES: dict[str, Case] = {
     "model.lora.use_dora": Case("model.lora.use_dora=true", "lora", OTHER_ADAPTERS),
     "guards.max_reward_drop": Case("guards.max_reward_drop=1e-9", beside="reward.weights=[0.01]"),
 }
-ENGINE = "builds vLLM, of which a checkpoint holds nothing: tests/integration/test_vllm_engine.py"
-SANDBOX = "walls of reward processes, of which a checkpoint holds nothing: tests of the sandbox"
-EPISODES = "of episodes, of which a checkpoint holds nothing: tests/integration/test_episodes.py"
+ENGINE = "builds vLLM, which has nothing in a checkpoint: tests/integration/test_vllm_engine.py"
+SANDBOX = "sandbox of reward processes, which has nothing in a checkpoint: tests of the sandbox"
+EPISODES = "acts in episodes, which have nothing in a checkpoint: tests/integration/test_episodes.py"
 ELSEWHERE: dict[str, str] = {
     "trainer.deterministic": "set in the process before there is anything to restore: rlhf/ranks/collectives.py",
-    "trainer.tf32": "set there likewise, and of no effect on a CPU",
+    "trainer.tf32": "also set in the process, and of no effect on a CPU",
     "model.trust_remote_code": "decides what is loaded before there is anything to restore",
     "model.attn_implementation": "another kernel for the same numbers, in the model before it is filled",
     "rollout.name": ENGINE,
@@ -339,8 +339,8 @@ ELSEWHERE: dict[str, str] = {
     "reward.network": SANDBOX,
     "reward.writable": SANDBOX,
     "reward.memory_gb": SANDBOX,
-    "reward_model.max_length": "in a model that no checkpoint holds: tests/integration/test_reward_model.py",
-    "reward_model.fsdp_config.model_dtype": "in that model, too: tests/numerics/test_reference.py",
+    "reward_model.max_length": "acts on a model that no checkpoint stores: tests/integration/test_reward_model.py",
+    "reward_model.fsdp_config.model_dtype": "acts on that model, too: tests/numerics/test_reference.py",
 }
 ENDS_THE_RUN = {"reward.on_error", "guards.action", "guards.max_events", "algorithm.filter_groups.on_limit"}
 REWARDS = """
@@ -374,7 +374,7 @@ def test_every_setting_that_is_let_through_has_a_case():
 
 
 class Runs:
-    """Runs of two steps; the first is made once per scenario, and the second of it as it was saved once, too."""
+    """Runs of two steps. Each scenario makes its first step once, and its second step without a change once, too."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -401,7 +401,7 @@ class Runs:
         return self._known[scenario]
 
     def step(self, scenario: str, overrides: list[str], name: str) -> dict[str, Any]:
-        """What the second step of the scenario comes to with `overrides`, or why it is refused."""
+        """Run the second step with `overrides`. Return its results, or the error of a rejected start."""
         start = self.folder / scenario / "rlhf" / "run"
         if not start.exists():
             self._train(scenario, [], scenario)
@@ -414,9 +414,9 @@ class Runs:
         return figures(home / "rlhf" / "run")
 
     def _train(self, scenario: str, overrides: list[str], name: str) -> None:
-        """One step more, and a save."""
+        """Train one more step, and save."""
         texts = [*BASE, *SCENARIOS[scenario], *overrides]
-        # A file of the user's is named, and hashed, by its place.
+        # A user's file is named and hashed by its path.
         texts = [text.format(folder=self.folder) if "{" in text else text for text in texts]
         config = compose_config(
             ["recipes=null", *texts, f"trainer.default_local_dir={self.folder / name}", "trainer.experiment_name=run"],
@@ -437,7 +437,7 @@ class Runs:
 
 
 def figures(run_dir: Path) -> dict[str, Any]:
-    """All that step 2 came to, but for times."""
+    """Return all results of step 2 except times."""
     record = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert record["step"] == 2
     checkpoint = run_dir / "global_step_2"
@@ -446,7 +446,7 @@ def figures(run_dir: Path) -> dict[str, Any]:
     return {
         "metrics": {name: value for name, value in record.items() if not name.startswith(MACHINE_METRICS)},
         "weights": {name: hash_ for name, hash_ in hashes.items() if "/model/" in name},
-        "kl_coef": driver["kl_control"]["kl_coef"],  # of the next step
+        "kl_coef": driver["kl_control"]["kl_coef"],  # the coefficient for the next step
         "entropy": driver.get("entropy_control"),
         "rewards": driver.get("reward_scaling"),
     }
@@ -461,7 +461,7 @@ def runs(tmp_path_factory, own_process: None) -> Any:
 
 @pytest.fixture(scope="module")
 def own_process() -> Any:
-    """What a run changes in its process."""
+    """Set the variables that a run needs, and restore the listeners and signal handlers that it changes."""
 
     listeners, handlers = list(events._listeners), {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with pytest.MonkeyPatch.context() as patch:
@@ -476,7 +476,7 @@ def own_process() -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_without_a_change_the_step_is_the_same(runs, scenario):
-    """Or the other tests could not fail."""
+    """If the step differed without a change, the other tests could not fail."""
     again, as_saved = runs.step(scenario, [], "again"), runs.as_saved(scenario)
     for part in as_saved:
         assert again[part] == as_saved[part], part

@@ -1,4 +1,4 @@
-"""Saves behind the training: what is saved is the moment of the save, and nothing is lost, hidden or left waiting."""
+"""Asynchronous saves: they store the state at the call, and lose nothing, hide no error and leave no rank waiting."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def train_on_during_a_save(rank: int, config: Config) -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_save_holds_the_moment_of_its_call(tmp_path, config, world_size):
     assert on_ranks(tmp_path, world_size, train_on_during_a_save, config) == [[]] * world_size
-    # The model for other tools as well, which all ranks write together.
+    # This also holds for the model for other tools, which all ranks write together.
     exported = load_file(step_dir(config.run_dir, 1) / "actor/huggingface/model.safetensors")
     assert torch.equal(exported["weight"], even_range(SIZE, 0, 1, 1)[0])
     assert read_manifest(step_dir(config.run_dir, 1)).metrics == {"val/accuracy": 0.25}
@@ -61,29 +61,29 @@ def save_twice(rank: int, config: Config) -> list[str]:
     run.checkpointer.save(1)
     run.step()
     first = run.checkpointer.save(2)
-    # Rank 1's thread waits for rank 0's, and so does its training.
+    # Rank 1's save thread waits for rank 0's thread, so rank 1's training waits, too.
     if 1 not in published(config):
         wrong.append("the second save did not wait")
     if first is None or first.path.name != "global_step_1" or first.wait_seconds > first.blocked_seconds:
-        wrong.append(f"the second save told {first}")
+        wrong.append(f"the second save returned {first}")
     second = run.checkpointer.finish()
     if second is None or not 0 < second.wait_seconds < second.blocked_seconds:
-        wrong.append(f"finish told {second}")
+        wrong.append(f"finish returned {second}")
     if run.checkpointer.finish() is not None or run.checkpointer.maybe_save(7, {}) is not None:
-        wrong.append("a result is told twice")
+        wrong.append("a result is returned twice")
     return wrong
 
 
 def test_the_next_save_waits_for_the_one_in_flight(config):
     assert run_thread_ranks(2, save_twice, config) == [[], []]
     assert published(config) == [2, 1]
-    # The reference of step 1 was not written again, which is decided before the copy.
+    # The save decides before the copy that the reference of step 1 need not be written again.
     assert verify(step_dir(config.run_dir, 2)).linked == {"ref/model": "global_step_1"}
 
 
 def leave(rank: int, config: Config, how: str) -> tuple[list[int], str]:
-    """Leave the training with a save in flight; what is published by then, and how it ended."""
-    config.trainer.preempt_grace_s = 4.0  # of which a crash waits a quarter for the save
+    """Leave the training with a save in flight. Return the published steps and how the training ended."""
+    config.trainer.preempt_grace_s = 4.0  # a crash waits a quarter of this time for the save
     run, blocker = Run(rank, config), Blocker()
     try:
         with run.checkpointer.committing():
@@ -112,7 +112,7 @@ def leave(rank: int, config: Config, how: str) -> tuple[list[int], str]:
     ],
 )
 def test_who_leaves_in_order_waits_for_the_commit(tmp_path, config, how, outcome):
-    # The end of a process is what cuts off a save that a crash leaves behind.
+    # A crash needs a process: only the end of the process stops the save that is still in flight.
     [ended] = on_ranks(tmp_path, 1, leave, config, how) if how == "crash" else run_thread_ranks(1, leave, config, how)
     assert ended == outcome
 

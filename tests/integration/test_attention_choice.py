@@ -90,7 +90,7 @@ def test_what_flash_attention_needs():
         says(user_error(check_flash_attention, name, True, "bfloat16"), name, "pip install flash-attn", "sdpa")
 
 
-@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="is about a model that flash-attention does not know")
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="needs a machine without flash-attn")
 def test_an_architecture_without_flash_attention(tmp_path):
     save(AutoModelForCausalLM.from_config(tiny_config("bloom")), tmp_path)
     source = ModelSource("model.path", str(tmp_path), attn_implementation="flash_attention_2")

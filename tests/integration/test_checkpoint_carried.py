@@ -1,4 +1,4 @@
-"""Tensors that each rank takes along to later steps: part of every commit, and dealt out again at any number of
+"""Tensors of carried-over samples: they are part of every commit, and a resume distributes them over any number of
 ranks."""
 
 import logging
@@ -38,7 +38,7 @@ def processes(tmp_path):
 
 
 def some(rank: int) -> dict[str, torch.Tensor]:
-    """What rank `rank` carries: of every type that samples have, of odd sizes, empty ones too."""
+    """Return the tensors that rank `rank` carries over: all types of samples, odd sizes, and empty tensors."""
     generator = torch.Generator().manual_seed(rank)
     return {
         "tokens": torch.randint(100, (rank + 1, 3), generator=generator),
@@ -56,7 +56,7 @@ def save(rank: int, config: Config, holders: list[int]) -> None:
 
 
 def load(rank: int, config: Config) -> list[dict[str, torch.Tensor]]:
-    """Resume while holding something; what is held then."""
+    """Resume with old carried-over tensors in memory. Return the tensors after the resume."""
     coordinator, carried = make_coordinator(), PlainCarried({"old": torch.ones(1)})
     role = PlainRole(rank=rank, world_size=coordinator.world_size)
     assert resume(config, role, coordinator, carried=carried) == 3
@@ -78,7 +78,7 @@ def load(rank: int, config: Config) -> list[dict[str, torch.Tensor]]:
 )
 def test_every_rank_gets_its_share_and_forgets_what_it_had(tmp_path, processes, writers, holders, readers, expected):
     config = make_config(tmp_path)
-    # One of them over gloo: with ranks that carry nothing, at another number of them.
+    # One case runs over gloo: a rank carries nothing, and the number of ranks changes.
     ranks = processes if (writers, holders) == (3, [0, 2]) else run_thread_ranks
     ranks(writers, save, config, holders)
     files = {f"driver_state/rank_{rank:05d}.safetensors" for rank in holders}
@@ -138,7 +138,7 @@ def test_samples_of_other_files_are_dropped_when_a_change_is_allowed(tmp_path, s
 
 
 class Prompts:
-    """The state of a stream of prompts, of which only the hashes matter here."""
+    """A stream of prompts. Only the hashes in its state matter here."""
 
     def __init__(self, rows: str, tokens: str):
         self.state = {"consumed": 0, "fingerprint": rows, "tokens_fingerprint": tokens}
@@ -152,7 +152,7 @@ class Prompts:
 
 @pytest.mark.parametrize(("rows", "tokens", "kept"), [("a", "a", True), ("b", "a", False), ("a", "b", False)])
 def test_samples_of_other_prompts_are_dropped(tmp_path, rows, tokens, kept):
-    """The path of the file of prompts is the same; its content was edited."""
+    """The prompt file keeps its path, but its content was edited."""
     config = make_config(tmp_path)
     before = {"data": Prompts("a", "a")}
     make_checkpointer(config, PlainRole(), 2, parts=before, carried=PlainCarried(some(0))).save(2)

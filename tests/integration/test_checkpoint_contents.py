@@ -1,4 +1,4 @@
-"""`checkpoint.contents` and `checkpoint.load_contents` mean what they say, item by item, on a real backend."""
+"""On a real backend, saves write exactly `checkpoint.contents`, and starts load exactly `checkpoint.load_contents`."""
 
 import itertools
 import json
@@ -67,7 +67,7 @@ def trained():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, trained):
-    """A run whose checkpoint has everything, the state that it was taken of, and the RNG states at that time."""
+    """A run with a checkpoint of all items, the state that was saved, and the RNG states at the save."""
     config = make_config(tmp_path_factory.mktemp("saved"))
     config.checkpoint.contents = list(CONTENTS)
     seed_everything(5, 0)
@@ -78,7 +78,7 @@ def saved(tmp_path_factory, trained):
 
 @pytest.fixture(autouse=True)
 def own_run(process_group, saved):
-    """Whatever a test lets the run begin at, the next one finds it as it was."""
+    """Reset the resume settings of the shared configuration after each test."""
     yield
     config, _, _ = saved
     config.trainer.resume_mode, config.trainer.resume_from_path = "auto", None
@@ -108,7 +108,7 @@ def test_loading_restores_exactly_what_it_is_asked_for(saved, load):
     checkpoint = step_dir(config.run_dir, 3)
     live = RunState({"actor": backend}, make_driver())
     load_state(FileLocations.whole(checkpoint, verify(checkpoint)), live, load, 1, Coordinator(GlooTransport()))
-    assert live.driver.step == 3  # where the run stands is no item of contents: it is always restored
+    assert live.driver.step == 3  # the driver state is not an item of contents: it is always restored
     expected = {
         "model": state["model"] if {"model", "hf_model"} & set(load) else own["model"],
         "optimizer": state["optimizer"] if "optimizer" in load else own["optimizer"],
@@ -137,7 +137,7 @@ def test_a_run_begins_with_what_load_contents_names_and_refuses_to_go_on_without
 
 
 def test_a_restart_reads_all_that_was_saved_whatever_load_contents_says(saved, caplog):
-    """It once left out the optimizer and the schedule at each restart, so that a crash changed the run."""
+    """Regression: `load_contents` once left out optimizer and schedule at each restart, so a crash changed the run."""
     config, state, generators = saved
     for load in (None, ["model"]):
         config.checkpoint.load_contents = load
@@ -162,7 +162,7 @@ def test_a_changed_seed_gives_other_generators(saved):
 def test_a_run_that_began_with_a_part_restarts_from_its_own_saves_with_all(tmp_path, saved, trained, caplog):
     config = make_config(tmp_path)
     begin_at(config, step_dir(saved[0].run_dir, 3), ["model"])
-    for _ in range(2):  # as long as it has saved nothing it begins again, the same way
+    for _ in range(2):  # until its first save, the run starts from the other run's checkpoint each time
         backend = make_backend(2, train_steps=1)
         own = whole_state(backend)
         assert resume(config, backend) == 3
@@ -201,7 +201,7 @@ def test_asking_for_what_is_not_there_names_it(tmp_path, trained, item):
     config = make_config(tmp_path)
     config.checkpoint.contents = [other for other in CONTENTS if other != item]
     make_checkpointer(config, trained, 3).save(3)
-    # With weights that are there: asked for none, it would be refused for that.
+    # Also load weights that exist: a start without weights is rejected for another reason.
     load = [item] if item.endswith("model") else ["model", item]
     begin_at(config, step_dir(config.run_dir, 3), load)
     backend = make_backend(2)
@@ -277,7 +277,7 @@ def test_the_setting_whose_files_differ_is_named(saved, caplog, fingerprints, ex
         assert line in str(caught.value)
         assert line in caplog.text
     both = str(caught.value).count("when ")
-    assert both == len(expected)  # and no other setting
+    assert both == len(expected)  # and no other setting is named
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -326,7 +326,7 @@ def test_the_export_is_in_the_type_that_is_asked_for_and_training_goes_on_in_its
     assert resume(config, other) == 3
     assert equal_bits(whole_state(other)["model"], state)
     assert "rounded" not in caplog.text
-    # Only who asks for the export gets its weights, and is told.
+    # Only a start with load_contents=[hf_model] gets the rounded weights, and a warning.
     begin_at(config, path, ["hf_model"])
     config.trainer.default_local_dir = str(tmp_path / "fork")
     assert resume(config, other) == 3

@@ -1,4 +1,4 @@
-"""Loads of a checkpoint: the bytes that they read, and the figures that they give."""
+"""Loads of a checkpoint: the bytes that each rank reads, and the metrics of the load."""
 
 import functools
 import tempfile
@@ -45,7 +45,7 @@ def in_folders(config: Config, *folders: str) -> int:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Callable[[int], Config]:
-    """The configuration of a run with a checkpoint by so many ranks, which nobody changes."""
+    """A function that returns the configuration of a run saved by `writers` ranks. Tests do not change it."""
 
     @functools.cache
     def by(writers: int) -> Config:
@@ -75,14 +75,14 @@ def test_each_rank_reads_what_it_needs_and_every_byte_is_read(tmp_path, saved, w
             result, *others = run_thread_ranks(readers, load, config, contents, deadline_s=DEADLINE_S)
         assert all(other.by_part == result.by_part for other in others)
         assert set(result.by_part) == {"actor", "ref", "other"}
-        # A block that two ranks have a part of, and what lies before the tensors, is read by both.
+        # Ranks that share a block all read it. All ranks read the bytes before the tensors.
         twice = readers * len(folders) * 2 * BLOCK if readers != writers or "hf_model" in contents else readers * 1000
         needed = in_folders(config, *folders)
         assert result.by_part["actor"].bytes <= needed + twice
         assert result.by_part["ref"].bytes <= in_folders(config, "ref/model") + readers * 2 * BLOCK
         manifest = read_manifest(step_dir(config.run_dir, 1))
         assert result.total_bytes >= sum(entry["size"] for entry in manifest.files.values())
-        # Of the slowest rank, which may have begun before this one.
+        # The seconds are those of the slowest rank, which may have started before this rank.
         assert all(part.seconds > 0 for part in result.by_part.values())
 
 

@@ -1,5 +1,5 @@
-"""A reference policy that moves: stored once per change, shared by hard links, right after every fallback, gone when
-nobody uses it."""
+"""A moving reference policy: stored once per change, shared by hard links, correct after every fallback, and deleted
+with the last checkpoint that uses it."""
 
 import errno
 import os
@@ -57,10 +57,12 @@ def processes(tmp_path):
 
 
 def train(rank: int, config: Config, last: int, lose: int | None = None, die_at: str | None = None) -> list:
-    """Resume and go on to step `last`; returns step, step of the last update and the reference's weights at the resume
-    and at the end.
+    """Resume and train to step `last`.
 
-    Before the save of step `lose` the checkpoint before it vanishes.
+    Before the save of step `lose`, the previous checkpoint disappears.
+
+    Returns:
+        step, step of the last update and reference weights after the resume; the last two again at the end
     """
     coordinator, driver = make_coordinator(), make_driver()
     world_size = coordinator.world_size
@@ -82,7 +84,7 @@ def train(rank: int, config: Config, last: int, lose: int | None = None, die_at:
             step_dir(config.run_dir, lose - SAVE_EVERY).rename(config.run_dir / "elsewhere")
         if driver.step % SAVE_EVERY == 0:
             checkpointer.save(driver.step)
-    checkpointer.finish()  # and with it the removals
+    checkpointer.finish()  # also finishes the removals
     return [*found, reference.updated_at, reference.weight]
 
 
@@ -91,7 +93,7 @@ def updated_at(step: int) -> int:
 
 
 def expected(step: int, rank: int = 0, world_size: int = 1) -> torch.Tensor:
-    """This rank's part of the reference as it is after `step`."""
+    """Return this rank's part of the reference after `step`."""
     return even_range(SIZE, rank, world_size, seed=updated_at(step))[0]
 
 
@@ -109,7 +111,7 @@ def inodes(config: Config, step: int) -> dict[str, int]:
 
 
 def bytes_on_disk(config: Config) -> int:
-    """What the run directory's files take, each inode once."""
+    """Return the bytes of all files in the run directory. Each inode counts once."""
     stats = [path.stat() for path in config.run_dir.rglob("*") if path.is_file()]
     return sum({stat.st_ino: stat.st_size for stat in stats}.values())
 
@@ -133,7 +135,7 @@ def test_each_change_is_written_once_and_linked_from_then_on(config, processes, 
             assert inodes(config, step) == inodes(config, linked[step])
         elif step > 2:
             assert not set(inodes(config, step).values()) & set(inodes(config, step - 2).values())
-    # What the manifests say they wrote is what lies on the disk.
+    # The bytes that the manifests list as written are the bytes on the disk.
     manifests = [step_dir(config.run_dir, step) / "manifest.json" for step in range(2, 15, 2)]
     others = [config.run_dir / name for name in ("latest_checkpointed_iteration.txt", "events.jsonl")]
     rest = sum(path.stat().st_size for path in [*manifests, *others])
@@ -149,7 +151,7 @@ def test_a_reference_that_no_checkpoint_uses_is_gone(config, world_size):
         for last in (10, 12, 14, 16, 18):
             ranks(world_size, train, config, last)
             seen.append((os.fstat(file.fileno()).st_nlink, steps(config)))
-    # Changed at 10 and 15: one name per checkpoint that has it, also when the one that wrote it is the first to go.
+    # The reference of step 10 lasts until 15. Its file has one name per checkpoint, also after its writer is removed.
     assert seen == [(1, [10, 8]), (2, [12, 10]), (2, [14, 12]), (1, [16, 14]), (0, [18, 16])]
 
 
@@ -162,7 +164,7 @@ def test_falling_back_two_checkpoints_restores_that_reference(config, world_size
         assert (step, changed) == (8, 5)
         assert torch.equal(weight, expected(8, rank, world_size))
         assert end[0] == 5
-    # And from there the run is the one that it would have been.
+    # From there the run equals an undisturbed run.
     for rank, (*_, changed, weight) in enumerate(ranks(world_size, train, config, 12)):
         assert changed == 10
         assert torch.equal(weight, expected(12, rank, world_size))
@@ -189,7 +191,7 @@ def test_damage_in_a_shared_file_is_damage_to_all_that_share_it(config):
         assert torch.equal(weight, expected(8, rank, 2))
     assert steps(config) == [8, 6, 4, 2]
     assert len(list(config.run_dir.glob("global_step_*.damaged-1"))) == 3
-    # What was set aside gets no new names.
+    # No new checkpoint links a file of a checkpoint that was set aside.
     ranks(2, train, config, 12)
     assert not set(inodes(config, 10).values()) & {
         path.stat().st_ino for path in config.run_dir.glob("*.damaged-1/ref/model/*")
@@ -201,7 +203,7 @@ def test_another_world_size_reads_and_links_what_the_first_one_wrote(config):
     [(step, changed, weight, *_)] = ranks(1, train, config, 8)
     assert (step, changed) == (6, 5)
     assert torch.equal(weight, expected(6))
-    # The rank files of the two ranks, in a checkpoint that one rank wrote.
+    # One rank wrote step 8, which links the two rank files of step 6.
     assert inodes(config, 8) == inodes(config, 6)
     assert verify(step_dir(config.run_dir, 8)).world_size == 1
     assert len(inodes(config, 8)) == 3
@@ -249,13 +251,13 @@ def test_where_links_cannot_be_made_the_bytes_are_written(config, monkeypatch, c
     assert weights(config, 2).read_bytes() == weights(config, 4).read_bytes()
     [line] = [record.getMessage() for record in caplog.records if "ref/model" in record.getMessage()]
     assert f"the save writes it again: [Errno {getattr(errno, code)}]" in line
-    # It is tried again at the next occasion.
+    # The next save that can link tries again.
     train(0, config, 8)
     assert verify(step_dir(config.run_dir, 8)).linked == {FOLDER: "global_step_6"}
 
 
 def fork(config: Config, folder: Path, step: int) -> Config:
-    """The configuration of a run in `folder` that starts from `step` of `config`'s, its directory prepared."""
+    """Prepare a run in `folder` that starts from `step` of the run of `config`. Return its configuration."""
     forked = make_config(folder)
     forked.checkpoint.max_to_keep = None
     forked.trainer.resume_mode = "resume_path"
@@ -272,7 +274,7 @@ def test_a_fork_in_another_directory_shares_the_files_of_its_source(config, tmp_
         assert torch.equal(weight, expected(6, rank, 2))
     assert read_manifest(step_dir(forked.run_dir, 8)).linked == {FOLDER: str(step_dir(config.run_dir, 6))}
     assert inodes(forked, 8) == inodes(config, 6)
-    # The source's run may delete its own.
+    # The source run may delete its own checkpoints.
     config.trainer.overwrite = True
     prepare(config)
     assert verify(step_dir(forked.run_dir, 8)).step == 8
@@ -349,7 +351,7 @@ def test_step_0_is_a_checkpoint_like_any_other(config):
     assert torch.equal(reference.weight, start)
     for driver.step in (1, 2):
         checkpointer.save(driver.step)
-    checkpointer.finish()  # the trash is empty
+    checkpointer.finish()  # empties the trash
     assert steps(config) == [2, 1]
-    # Two of three names are left: 1 and 2 share what 0 wrote.
+    # Step 0 wrote the file. Retention removed step 0, so the names of steps 1 and 2 are left.
     assert weights(config, 2).stat().st_nlink == 2

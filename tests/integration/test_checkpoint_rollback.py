@@ -1,4 +1,4 @@
-"""A resume in a running process: the way back to the newest checkpoint, to the last bit, and on from there."""
+"""A resume in a running process: it restores the newest checkpoint bit for bit, and training goes on from there."""
 
 import random
 import tempfile
@@ -30,7 +30,7 @@ DEADLINE_S = 90
 
 
 class Run:
-    """An actor and a critic under FSDP2, with everything else that a checkpoint restores, all of it moved by `step`."""
+    """An actor and a critic under FSDP2, and all other state that a checkpoint restores. `step` changes all of it."""
 
     def __init__(self, rank: int, config: Config) -> None:
         coordinator = Coordinator(GlooTransport())
@@ -74,7 +74,7 @@ class Run:
 
 
 def roll_back(rank: int, config: Config, at: int) -> list[str]:
-    """Save at step `at`, go on, roll back twice, go on to the same end; what differed."""
+    """Save at step `at`, then train three steps and roll back, three times. Return what differed."""
     run, wrong = Run(rank, config), []
     for _ in range(at):
         run.step()
@@ -91,8 +91,8 @@ def roll_back(rank: int, config: Config, at: int) -> list[str]:
         now = run.everything()
         wrong += [f"{key} after the rollback" for key in saved if not equal_bits(now[key], saved[key])]
     wrong += [f"{key} at the end" for end in ends for key in end if not equal_bits(end[key], ends[0][key])]
-    # A save of the step that it stands at is there already; the next step's is a new one, and links the reference of
-    # this one.
+    # The current step is already saved. The save of the next step is new, and links the reference of the current
+    # step.
     assert run.checkpointer.save(at) is None
     run.driver.step += 1
     result = run.checkpointer.save(at + 1)
@@ -128,7 +128,7 @@ def roll_back_past_damage(rank: int, config: Config) -> tuple[bool, int, bool]:
 def test_a_roll_back_goes_past_a_damaged_checkpoint(tmp_path):
     config = make_config(tmp_path)
     results = run_ranks(2, roll_back_past_damage, config, deadline_s=DEADLINE_S, join=tmp_path / "join")
-    # Both roles, though only the critic's file was damaged.
+    # Both roles fall back to step 1, although only the critic's file was damaged.
     assert results == [(True, 1, True)] * 2
     assert [step_of(path) for path in scan(config.run_dir)] == [1]
 

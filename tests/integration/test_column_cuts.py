@@ -1,5 +1,5 @@
-"""Checkpoints of tensors that are cut by columns, or by rows and columns: what any cut wrote any other opens, and
-other tools get whole tensors."""
+"""Checkpoints of tensors that are sharded by columns, or by rows and columns: any sharding loads what any other saved,
+and exports have whole tensors."""
 
 import math
 from itertools import product
@@ -41,7 +41,7 @@ from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 SHAPES = {"even": (64, 48), "odd": (7, 5), "experts": (2, 6, 4), "bias": (9,), "scale": ()}
 EXPERTS = {"experts": [FilePart(f"expert.{n // 2}.{('gate', 'up')[n % 2]}", 12 * n, (3, 4)) for n in range(4)]}
 CUTS = {"columns": 2, "rows and columns": 4, "rows": 3, "ranges": 3, "whole": 1}
-"""Kinds of cuts, with the number of ranks."""
+"""Kinds of sharding, with the number of ranks."""
 
 
 def tensors(seed: int) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def box_of(shape: tuple[int, ...], kind: str, rank: int, ranks: int) -> Box:
 
 
 def cut(whole_ones: dict[str, Tensor], kind: str, rank: int) -> Shards:
-    """The part that a rank has of each tensor, in memory of its own."""
+    """Return a rank's part of each tensor, in its own memory."""
     found = {}
     for name, tensor in whole_ones.items():
         box = box_of(tuple(tensor.shape), kind, rank, CUTS[kind])
@@ -71,7 +71,7 @@ def cut(whole_ones: dict[str, Tensor], kind: str, rank: int) -> Shards:
 
 
 class CutRole(PlainRole):
-    """Weights of which each rank has a part."""
+    """A role with sharded weights and moments."""
 
     def __init__(self, kind: str, rank: int, seed: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def load(rank: int, config: Config, kind: str, contents: list[str]) -> bool:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict[str, Config]:
-    """By kind of cut, a run with a checkpoint."""
+    """For each kind of sharding, the configuration of a run with a checkpoint."""
     found = {}
     for kind, ranks in CUTS.items():
         config = found[kind] = make_config(tmp_path_factory.mktemp("saved"))
@@ -143,7 +143,7 @@ def test_a_flipped_bit_in_columns_is_found(tmp_path):
 
 
 def of_dtensors(rank: int) -> dict[str, Any]:
-    """The parts of tensors on a mesh of two by two, and the whole tensors that they are gathered to."""
+    """Shard tensors on a mesh of two by two, and check that they are gathered whole. Return the shards."""
     mesh = init_device_mesh("cpu", (2, 2))
     placed: dict[str, tuple[Tensor, list[Placement]]] = {
         "both": (tensors(1)["odd"], [OnDimension(0), OnDimension(1)]),

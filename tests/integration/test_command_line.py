@@ -1,4 +1,4 @@
-"""The command line: what it refuses, in which words, and its options."""
+"""The command line: its options, and the error message of each mistake."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Configurations from groups, recipes and the command line, bundled and of the user's; broken recipes."""
+"""Configurations from bundled and users' groups and recipes and from the command line, and broken recipes."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +17,7 @@ ENTRIES = [(group, name) for group in BUNDLED.groups for name in BUNDLED.entries
 
 
 def to_be_set(path: Path) -> list[str]:
-    """Overrides for what a recipe or entry leaves to the user."""
+    """Return overrides for the settings that a recipe or entry leaves to the user."""
     text = path.read_text()
     return ["model.path=org/name"] * ("path: ???" in text) + ["data.train_files=a.jsonl"] * any(
         f"train_files: {open}" in text for open in ("???", "[]")
@@ -46,7 +46,7 @@ def test_recipes_start_with_the_package_line_and_a_description(name):
 
 @pytest.mark.parametrize(("group", "name"), ENTRIES)
 def test_group_entries_compose_and_validate(group, name, monkeypatch):
-    # Whether vLLM is there is the machine's business.
+    # The test must not depend on whether vLLM is installed.
     monkeypatch.setattr("rlhf.config.rules.rollout_rules.installation_problem", lambda: None)
     validate(compose(f"{group}={name}", *to_be_set(BUNDLED.entries(group)[name])), {})
 

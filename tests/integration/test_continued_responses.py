@@ -130,13 +130,13 @@ def test_a_stop_string_may_cross_the_seam_but_not_an_observation() -> None:
         continued = replace(request, response=head(whole, cut))
         [sample] = engine.generate([continued], seed=0, step=0)
         assert (sample.token_ids.tolist(), sample.finish_reason) == (whole.token_ids.tolist(), "stop"), cut
-        # vLLM sees the new tokens only, and goes on.
+        # vLLM looks for stop strings only in the new tokens. If one crosses the seam, `cut_at_seam` cuts the response.
         onwards = replace(unstopped, versions=((0, len(unstopped)),))
         found = cut_at_seam(onwards, continued, tokenizer())
         assert found.token_ids.tolist() == (whole if cut > 10 else onwards if not cut else found).token_ids.tolist()
     told = replace(head(whole, 13), observations=((12, 13),))
     [sample] = engine.generate([replace(request, response=told)], seed=0, step=0)
-    assert len(sample) > 14, "the text of an observation belongs to no stop string"
+    assert len(sample) > 14, "a stop string must not match the text of an observation"
 
 
 def test_siblings_with_responses_share_no_prefill() -> None:

@@ -1,5 +1,5 @@
-"""The ranks' agreement on objects and errors, over gloo between processes and over memory between threads: the same in
-both."""
+"""The coordinator's calls exchange the same objects and errors over gloo between processes and in memory between
+threads."""
 
 import logging
 import threading
@@ -25,21 +25,21 @@ Start = Callable[..., list[Any]]
 
 @pytest.fixture(params=["gloo", "threads"])
 def start(request, tmp_path) -> Start:
-    """Starts ranks and returns what each of them returned."""
+    """A function that starts ranks and returns their results."""
     if request.param == "threads":
         return lambda *arguments: run_thread_ranks(*arguments, deadline_s=DEADLINE_S)
     return lambda *arguments: run_ranks(*arguments, deadline_s=DEADLINE_S, join=tmp_path / "join")
 
 
 class UnsendableError(Exception):
-    """Has other arguments than its constructor takes."""
+    """An error whose `args` do not fit its constructor, so that a receiver cannot build it again."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
 
 
 def outcome(action: Callable[[], Any]) -> Any:
-    """What `action` returns; for an error its text, and those of its causes."""
+    """Return the result of `action`, or the texts of its error and the causes."""
     try:
         return action()
     except Exception as error:
@@ -81,13 +81,13 @@ def all_calls(rank: int, domains: list[int]) -> dict[str, Any]:
         "unsendable": outcome(lambda: coordinator.on_leader(lambda: fail(UnsendableError(1, rank)))),
         "after them": coordinator.all_gather(rank),
     }
-    # What arrives is a copy: nobody changes another rank's object.
+    # Each rank receives a copy, so no rank can change another rank's object.
     mine = [rank]
     everyones = coordinator.all_gather(mine)
     for received in everyones:
         received.append("changed")
     found["a copy"] = mine, coordinator.broadcast(mine, 1) is mine
-    # A block goes round all ranks.
+    # A block passes through all ranks.
     block = torch.full((5,), rank, dtype=torch.uint8)
     following, previous = (rank + 1) % coordinator.world_size, (rank - 1) % coordinator.world_size
     if rank == 0:
@@ -138,8 +138,7 @@ def test_all_calls_and_all_errors(start: Start, domains):
 
 
 def lose_rank_1(rank: int, how: str) -> tuple[list[Any], float]:
-    """Rank 1 dies, or does not answer, before each kind of call; what rank 0 gets to know, and the seconds until
-    then."""
+    """Rank 1 dies or does not answer. Return the errors of rank 0's calls, and the seconds until the last error."""
     main_group = make_coordinator()
     coordinator = main_group.duplicate(timedelta(seconds=60 if how == "dies" else 2.0))
     assert main_group.all_gather(rank) == [0, 1]
@@ -200,7 +199,7 @@ def stay(rank: int, seconds: float) -> None:
 def test_a_rank_that_stays_fails_the_test(tmp_path):
     with pytest.raises(AssertionError, match=r"ranks \{1\} are still there after 0\.5 s"):
         run_thread_ranks(2, stay, 1.0, deadline_s=0.5)
-    # Where no rank was started before, rank 0 may not have come to its end either.
+    # In new processes the imports take longer, so rank 0 may not have ended either.
     with pytest.raises(AssertionError, match=r"ranks \{(0, )?1\} are still there after 2 s"):
         run_ranks(2, stay, 60.0, deadline_s=2, join=tmp_path)
 
@@ -219,7 +218,7 @@ def test_threads_notice_when_ranks_make_different_calls():
 
 
 def own_things(rank: int, settings: dict[str, int]) -> tuple[Any, ...]:
-    """What a rank changes is its own, as in a process, in the threads too that it starts."""
+    """A rank's changes stay its own, as in a process, and apply in the threads that the rank starts."""
     coordinator, heard = make_coordinator(), list[str]()
     settings["rank"] = rank
     subscribe(heard.append)

@@ -1,5 +1,5 @@
-"""DeepSpeed at every ZeRO stage and precision on real ranks: the same updates as FSDP2's, and all that the contract of
-a backend says. On two ranks, and with --full-product on one, where test_portability.py resumes every engine."""
+"""DeepSpeed at every ZeRO stage and precision on real ranks: FSDP2's updates, and the contract of a backend. The tests
+run on two ranks. --full-product adds one rank; without it, test_portability.py resumes every engine there."""
 
 import itertools
 import math
@@ -49,17 +49,17 @@ CASES = [
     "head_of_its_own_soft_capped",
     "critic_clipped_values",
 ]
-# Each of the settings that peers have, in one of the stages: SAPO, rejected responses and tokens, IcePop, the KL's
-# gradient off-policy, Clip-Cov, KL-Cov, an entropy at a target, mini-batches that are drawn anew. pass@k and normalised
-# rewards are of advantages, which no engine has a part in.
+# One stage tests each setting that other trainers have: SAPO, rejected responses and tokens, IcePop, the off-policy
+# gradient of the KL, Clip-Cov, KL-Cov, a target entropy, and reshuffled mini-batches. pass@k and normalised rewards
+# change advantages only, which no engine computes.
 STAGE_OF_SETTINGS = "zero2"
 SETTINGS_CASES = [case for case in REJECTING_CASES | ENTROPY_CASES | SHUFFLED_CASES if case not in CASES]
 UPDATES_APART = apart_in_float64(steps=6, grad_clip=1.0)
-"""The cases with a larger `grad_clip` clip nothing."""
+"""Computed for `grad_clip=1`, and valid for the cases with a larger `grad_clip`, which clip nothing."""
 EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
 SAVED = [["model"], ["hf_model", "extra"], ["hf_model", "optimizer"]]
 LOADED = [["model"], ["model", "optimizer"], ["hf_model", "optimizer"], ["hf_model", "extra"]]
-# In bfloat16 the parts are the same files: each once.
+# In bfloat16 the parts are the same files, so each part is saved and loaded only once.
 SAVED_BFLOAT16, LOADED_BFLOAT16 = SAVED[-1:], [["model", "optimizer"], ["hf_model", "extra"]]
 DEADLINE_S = 500
 
@@ -76,18 +76,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def loaded(kind: str, whole: bool) -> list[list[str]]:
-    """What an engine loads of a checkpoint, in turn."""
+    """Return the items of each load of a checkpoint, in order."""
     return LOADED_BFLOAT16 if "bfloat16" in kind and not whole else LOADED
 
 
 def saved(kind: str, whole: bool) -> list[list[str]]:
-    """What an engine saves, a checkpoint each."""
+    """Return the items of each checkpoint that an engine saves."""
     return SAVED_BFLOAT16 if "bfloat16" in kind and not whole else SAVED
 
 
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory) -> dict[str, Any]:
-    """What `work` returned on so many ranks; the same on all of them."""
+    """The result of `work` on the ranks, which must be the same on all ranks."""
     folder, whole = tmp_path_factory.mktemp("deepspeed"), request.config.getoption("full_product")
     first, *others = run_ranks(request.param, work, str(folder), whole, deadline_s=DEADLINE_S, join=folder / "join")
     assert all(equal_bits(first, other) for other in others)
@@ -113,7 +113,7 @@ def one_update(case: str, kind: str) -> dict[str, Any]:
 
 
 def life_of_two_engines(kind: str, folder: Path, whole: bool) -> dict[str, Any]:
-    """The first one trains, saves and trains on; the other one resumes from that, is disturbed, and trains on."""
+    """One engine trains, saves and trains on. Another engine loads its save, is disturbed, resumes and trains on."""
     through, other = make_engine(kind, seed=1), make_engine(kind, seed=2)
     results: dict[str, Any] = {"spread": spread(through), "whole_tensors": whole_tensors(other)}
     throw_away(other)
@@ -124,7 +124,7 @@ def life_of_two_engines(kind: str, folder: Path, whole: bool) -> dict[str, Any]:
     saver = make_checkpointer(config, through, 2)
     saver.save(2)
     results["saved"] = look_at(through)
-    train(other, 7)  # so that it is never at the position of what it loads
+    train(other, 7)  # so that its state differs from every checkpoint that it loads
     results["kernels"] = kernels_of_step(other, 8)
     saver.finish()
     results["loaded"] = {"+".join(items): load_only(items, other, config) for items in loaded(kind, whole)}
@@ -149,7 +149,7 @@ def life_of_two_engines(kind: str, folder: Path, whole: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_a_resumed_run_has_the_same_bits(found, kind):
-    """Also when steps were skipped and gradients thrown away after the resume."""
+    """The bits are the same even if steps were skipped and gradients discarded after the resume."""
     run = found[kind]
     assert equal_bits(run["resumed"], run["saved"])
     assert not equal_bits(run["ends"][0]["logits"], run["saved"]["logits"])
@@ -157,7 +157,7 @@ def test_a_resumed_run_has_the_same_bits(found, kind):
 
 
 def kernels_of_step(backend: TrainingBackend, step: int) -> list[str]:
-    """What torch was asked for while the optimizer stepped, clipping included, without repetitions."""
+    """Return the names of the torch operators that an optimizer step calls, including clipping."""
     accumulate(backend, step)
     with CalledOperators() as called:
         backend.optimizer_step()
@@ -165,7 +165,7 @@ def kernels_of_step(backend: TrainingBackend, step: int) -> list[str]:
 
 
 class CalledOperators(TorchDispatchMode):
-    """Names of the operators that are called."""
+    """Collects the names of the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_adamw_steps_in_one_fused_call(found, kind):
 
 
 def throw_away(backend: TrainingBackend) -> None:
-    """Gradients of several micro-batches that must not reach the next step."""
+    """Discard gradients of several micro-batches, which must not reach the next step."""
     accumulate(backend, 5, scale=3.0)
     backend.zero_grad()
     accumulate(backend, 7, scale=math.nan)
@@ -192,10 +192,10 @@ def throw_away(backend: TrainingBackend) -> None:
 
 
 def skipped_step(backend: TrainingBackend, bad: float) -> dict[str, Any]:
-    """A step on a gradient that is not finite on one rank."""
+    """Take a step with a gradient that is not finite on one rank."""
     accumulate(backend, 4, scale=bad if dist.get_rank() == dist.get_world_size() - 1 else 1.0)
     figures = backend.optimizer_step()
-    # A NaN is not equal to another rank's.
+    # Return whether the norm is finite, because a NaN would not equal another rank's NaN.
     return {"finite": math.isfinite(figures["grad_norm"]), "lr": figures["lr"], **look_at(backend)}
 
 
@@ -207,7 +207,7 @@ def test_a_norm_that_is_not_finite_moves_nothing(found, kind):
 
 
 def load_only(items: list[str], backend: TrainingBackend, config: Config) -> dict[str, Any]:
-    """The engine before and after it took over some of a checkpoint."""
+    """Return the state of the engine before and after it loads only `items` of a checkpoint."""
     train(backend, 9)
     before = look_at(backend)
     begin_at(config, config.run_dir / "global_step_2", list(items))
@@ -225,7 +225,7 @@ def test_only_what_load_contents_names_is_loaded(found, kind, loaded):
 
 
 def save_only(items: list[str], source: TrainingBackend, target: TrainingBackend, config: Config) -> dict[str, Any]:
-    """The parts that a checkpoint of `items` has, and the weights of another engine that opens it."""
+    """Save `items` only. Return the parts of the checkpoint, and the weights of another engine that loads it."""
     config.checkpoint.contents = list(items)
     saver = make_checkpointer(config, source, 2)
     saver.save(2)
@@ -254,10 +254,10 @@ def test_an_update_equals_fsdp2s(found, stage, case):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_bfloat16_computes_as_fsdp2s_does(found, stage):
-    """At stage 0 a rank's gradients are added up in bfloat16, in the others in float32.
+    """At stage 0 a rank sums its gradients in bfloat16, at the other stages in float32.
 
-    Later steps differ by rounding: ZeRO 3 replaces torch's linear function, for the whole process, by one that adds a
-    bias to what it has rounded. Here biases begin at 0.
+    Later steps differ by rounding: ZeRO 3 replaces torch's linear function, for the whole process. Its function adds
+    the bias to the rounded product. In the first step all biases are 0.
     """
     mine, theirs, exact = (found[kind] for kind in (f"{stage}-bfloat16", "fsdp2-bfloat16", stage))
     tolerance = 5e-3 if stage == "zero0" else 1e-6
@@ -268,7 +268,7 @@ def test_bfloat16_computes_as_fsdp2s_does(found, stage):
 
 
 def whole_tensors(backend: TrainingBackend) -> dict[str, Any]:
-    """With a negative zero in each, which a sum over ranks would lose."""
+    """Return the whole tensors. Each has a negative zero, which a sum over ranks would lose."""
     for shard in backend.model_shards().values():
         if shard.offsets[0] == 0:
             shard.local.view(-1)[:1] = -0.0
@@ -292,13 +292,13 @@ def test_full_tensors_are_the_float32_weights_bit_for_bit(found, kind):
 
 @pytest.mark.parametrize("kind", ALL)
 def test_full_tensors_in_the_engines_type_are_those_cast(found, kind):
-    """At ZeRO below 3 in bfloat16 they are the module's own, which no rank has to gather."""
+    """Below ZeRO 3 in bfloat16, these are the module's own tensors, so no rank gathers them."""
     run = found[kind]["whole_tensors"]
     assert equal_bits(run["cast"], {name: tensor.to(torch.bfloat16) for name, tensor in run["full"].items()})
 
 
 def followed(kind: str) -> dict[str, Tensor]:
-    """A reference policy of other weights after a step towards the actor, which has done two."""
+    """Return a reference policy with other weights after one update towards an actor that has trained two steps."""
     backend = make_engine(kind, seed=1)
     train(backend, 0, 1)
     frozen = Fsdp2Model(tiny_qwen2(3).requires_grad_(False), ENGINES[kind], CPU)
@@ -314,7 +314,7 @@ def test_the_reference_follows_the_actor(found, stage):
 
 
 def recomputed(kind: str) -> list[dict[str, float]]:
-    """The first two steps of `life_of_two_engines` with gradient checkpointing."""
+    """Return the metrics of the first two steps of `life_of_two_engines`, with gradient checkpointing."""
     model = tiny_qwen2(1)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     backend = build_backend(model, ENGINES[kind], CPU, Training(OPTIM, grad_clip=0.5, total_optimizer_steps=20))
@@ -322,8 +322,8 @@ def recomputed(kind: str) -> list[dict[str, float]]:
 
 
 def decayed_otherwise(kind: str, folder: Path) -> dict[str, Any]:
-    """An engine that decays norms and biases too, at the checkpoint of one that does not; and their parameter
-    groups."""
+    """Load the checkpoint of an engine that does not decay norms and biases into an engine that does. Return the state,
+    and the parameter groups of both engines."""
     optim = replace(OPTIM, decay_norm_and_bias=True)
     options: dict[str, Any] = {"grad_clip": 0.5, "total_optimizer_steps": 20}
     backend: Any = build_backend(tiny_qwen2(3), ENGINES[kind], CPU, Training(optim, **options))
@@ -348,7 +348,7 @@ def test_gradient_checkpointing_changes_nothing(found, kind):
 
 
 def spread(backend: TrainingBackend) -> list[int]:
-    """How many elements of weights each rank saves."""
+    """Return how many weight elements each rank saves."""
     counts: list[int] = [0] * dist.get_world_size()
     shards = backend.model_shards().values()
     dist.all_gather_object(counts, sum(shard.local.numel() for shard in shards if shard.saved_here))
@@ -371,5 +371,5 @@ def config_of(folder: Path, kind: str) -> Config:
 
 @torch.no_grad()
 def look_at(backend: TrainingBackend) -> dict[str, Any]:
-    """The state, and what the module makes of its own copy of the weights."""
+    """Return the state, and the logits that the module computes from its own copy of the weights."""
     return state_of(backend) | {"logits": logits_of(backend, tokens(10)).clone()}

@@ -1,5 +1,5 @@
-"""`python -m rlhf.train backend=deepspeed` as a user starts it: a rank dies, the run ends as if none had; and the
-engine may be changed."""
+"""`python -m rlhf.train backend=deepspeed` as a user starts it: a killed rank does not change the run, and a run may
+continue in another engine."""
 
 import json
 from pathlib import Path
@@ -48,8 +48,8 @@ def test_a_killed_rank_changes_nothing(tmp_path, nproc, stage, autocast, algorit
 
 
 def test_a_run_goes_on_in_another_engine(tmp_path):
-    """The last of seven steps under FSDP2 on one rank instead of ZeRO 2 on two: almost the metrics of the run that
-    never changed."""
+    """The last of seven steps runs under FSDP2 on one rank instead of ZeRO 2 on two. Its metrics are almost those of
+    the unchanged run."""
     sums = write_sums(tmp_path / "sums.jsonl")
     whole = train_forked(small(tmp_path, "whole", sums, "backend=deepspeed", "trainer.nproc=2"))
     assert whole.code == 0, whole.output
@@ -60,7 +60,7 @@ def test_a_run_goes_on_in_another_engine(tmp_path):
     assert [saved_steps(run)[0] for run in runs] == [7, 7]
     assert [read_manifest(run / "global_step_7").backend for run in runs] == ["deepspeed", "fsdp2"]
     last = [records(run)[-1] for run in runs]
-    bound = sum_bound(last[0]["tokens/total"])  # the terms of a gradient
+    bound = sum_bound(last[0]["tokens/total"])  # a gradient is a sum of this many terms
     assert last[1]["actor/grad_norm"] == pytest.approx(last[0]["actor/grad_norm"], rel=bound)
 
 

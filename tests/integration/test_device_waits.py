@@ -90,8 +90,8 @@ def waits_of_update(budget: int, mini_batches: int) -> int:
 def test_an_update_waits_for_its_metrics_alone() -> None:
     with single_rank():
         found = {(budget, count): waits_of_update(budget, count) for budget in (1000, 1) for count in (1, 3)}
-    # An update reads the engine's log-probs and the sizes of its samples; a mini-batch its denominators, metrics,
-    # largest difference and norm. In a micro-batch transformers reads whether the row is packed.
+    # An update waits for the engine's log-probs and the samples' sizes. A mini-batch waits for its denominators,
+    # metrics, largest difference and norm. A micro-batch waits because transformers reads whether the row is packed.
     micro_batches = {1000: 1, 1: SAMPLES}
     assert found == {(budget, count): 2 + 4 * count + max(count, micro_batches[budget]) for budget, count in found}
 
@@ -116,7 +116,7 @@ def test_a_decoded_token_waits_once_and_with_top_k_twice(
     engine = EmbeddedEngine(model, tiny_tokenizer(), max_num_seqs=4)
 
     def generate(tokens: int) -> tuple[int, int]:
-        """Return the waits, and the operations outside the model, for so many tokens per row."""
+        """Return the waits, and the operations outside the model, for `tokens` tokens per row."""
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, **options)
         inside.operations = 0
         with counted() as found:

@@ -1,9 +1,8 @@
-"""The first three steps of the offline recipe have the bits that the tree before a change had.
+"""The first three steps of the offline recipe have known bits, recorded from earlier code.
 
-A change of the code that alters bits shows here in seconds; so does a release of transformers or reasoning-gym that
-alters them. Known bits are those of a processor's kernels (`place`). What no kernel decides is the same on every
-processor, and figures are within the rounding of their sums: the test compares both on processors without known bits,
-too.
+A change of the code, or a release of transformers or reasoning-gym, that alters bits fails here in seconds. Known bits
+belong to a processor's kernels (`place`). Parts without kernels have the same bits on every processor, and metrics
+agree within the rounding of their sums. The test compares both on processors without known bits, too.
 """
 
 from pathlib import Path
@@ -14,14 +13,14 @@ from tests.support.compare_runs import history
 from tests.support.digests import digests_of_run, known, known_everywhere, place
 from tests.support.rounding import sum_bound
 
-# Of each step; the mean reward is that of the same tokens, and exact.
+# Metrics of each step. The mean reward is exact, because the tokens are the same.
 FIGURES = [
     {"reward/mean": 0.609375, "actor/grad_norm": 0.48137226700782776, "actor/entropy": 0.10894154012203217},
     {"reward/mean": 0.578125, "actor/grad_norm": 0.6065880656242371, "actor/entropy": 0.13103950396180153},
     {"reward/mean": 0.599609375, "actor/grad_norm": 0.5947421193122864, "actor/entropy": 0.1381613165140152},
 ]
 TOKENS = 12_500
-"""Of a step, prompts included: terms of a weight's gradient."""
+"""Tokens of a step, prompts included: the number of terms of a weight's gradient."""
 
 
 def test_three_steps_of_the_offline_recipe_have_the_known_bits(tmp_path: Path):

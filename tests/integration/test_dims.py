@@ -1,4 +1,4 @@
-"""Groups of ranks by what they are for; and nobody outside `rlhf.ranks` asks torch.distributed for one."""
+"""Groups of ranks, one for each purpose. No module outside `rlhf.ranks` asks torch.distributed for a group."""
 
 import ast
 from pathlib import Path
@@ -13,11 +13,11 @@ from tests.support.checkpoints import run_ranks
 
 PACKAGE = Path(rlhf.__file__).parent
 GLUE = {
-    "launch/node_watchdog.py": "a store between processes beside the ranks, which are in no group",
+    "launch/node_watchdog.py": "a store between processes that are not ranks, and in no group",
 }
 """Modules outside of `rlhf.ranks` that call torch.distributed, and why."""
 ABOUT_TENSORS = {"fsdp", "tensor", "checkpoint", "DistError"}
-"""What others may take from torch.distributed: engines, sharded tensors and files, which know no rank of the run."""
+"""Parts of torch.distributed that any module may use: engines, sharded tensors and files, not ranks of the run."""
 
 
 def seen(rank: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def test_a_process_by_itself_is_everyone():
 
 
 def used_of_torch_distributed(code: str) -> set[str]:
-    """The names that a module takes from torch.distributed, however it imports it."""
+    """Return the names of torch.distributed that a module uses, for every form of import."""
     tree, aliases, used = ast.parse(code), {"torch.distributed"}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

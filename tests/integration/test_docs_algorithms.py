@@ -25,7 +25,7 @@ SHORT = [
 
 
 def blocks(mark: str) -> list[tuple[str, str]]:
-    """What follows `mark` in the comment before each fenced block, and the block."""
+    """Return the text after `mark` in the comment before each fenced block, and the block."""
     return re.findall(rf"<!-- {mark}([^\n]*?) -->\n```\w*\n(.*?)```\n", PAGE, flags=re.DOTALL)
 
 
@@ -52,5 +52,5 @@ def test_the_example_trains(tmp_path: Path):
     assert done.returncode == EXIT_DONE, done.stdout
     steps = [step for step in records(tmp_path / "checkpoints" / "rlhf" / "median") if "actor/pg_loss" in step]
     assert len(steps) == 2
-    # The first mini-batch is on-policy, the second is not.
+    # The first mini-batch is on-policy (distance 0), the second is off-policy.
     assert all(step["actor/distance"] > 0 for step in steps)

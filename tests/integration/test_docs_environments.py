@@ -63,7 +63,7 @@ def test_the_shop_trains_and_resumes_to_the_same_bits(folder, tmp_path):
 
 
 def test_the_shop_answers_rejects_and_rewards(folder):
-    """The tiny policy seldom buys, so the calls are made here."""
+    """The tiny policy seldom buys, so the test makes the calls."""
     pool = EnvironmentPool(EnvConfig(classes=[f"{folder}/shop.py:Shop"])).start()
     try:
         session = Session(pool, 0, seed=1)

@@ -1,4 +1,4 @@
-"""Commands of docs/interop.md that begin runs, convert and compare, as they stand there."""
+"""Commands of docs/interop.md that start runs, convert and compare, exactly as on the page."""
 
 import json
 import shutil

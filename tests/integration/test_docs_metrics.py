@@ -1,4 +1,4 @@
-"""docs/tracking.md names every metric that runs emit, and none that no run does."""
+"""docs/tracking.md lists every metric that runs log, and no other metric."""
 
 import re
 from collections.abc import Iterator
@@ -32,26 +32,26 @@ def judged(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": -0.5, "words": len(solution_str.split()), "pred": solution_str[:1]}
 """
 OF_A_DEVICE = {"perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"}
-"""What `tests/unit/test_phase_clock.py` asks a CUDA device for."""
+"""Metrics of a CUDA device, which `tests/unit/test_phase_clock.py` tests."""
 
 
 def names_of_the_page() -> list[str]:
-    """The first cells of the tables in the section about metrics."""
+    """Return the first cells of the tables in the section about metrics."""
     section = (ROOT / "docs" / "tracking.md").read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| `")]
-    assert all(re.fullmatch(r"`[^`]+`", cell) for cell in rows), "a row has one name"
+    assert all(re.fullmatch(r"`[^`]+`", cell) for cell in rows), "each row must have one name"
     return [cell.strip("`") for cell in rows]
 
 
 def pattern(name: str) -> re.Pattern[str]:
-    """The metrics that a name of the page stands for."""
+    """Return a pattern that matches the metrics of a name on the page."""
     parts = re.split(f"({'|'.join(PLACEHOLDERS)})(?![A-Za-z])", name)
     return re.compile("".join(PLACEHOLDERS.get(part) or re.escape(part) for part in parts))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """Run directories with everything that makes metrics; `resumed` is `dynamic` after a kill in its last step."""
+    """Run directories whose settings produce all metrics. `resumed` is `dynamic` after a kill in its last step."""
     folder = tmp_path_factory.mktemp("runs")
     sums, function = write_sums(folder / "sums.jsonl"), folder / "function.py"
     function.write_text(FUNCTION)
@@ -102,7 +102,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 
 
 def emitted(runs: dict[str, Path]) -> Iterator[str]:
-    """The metrics of the runs, and of what needs servers or devices."""
+    """Yield the metrics of the runs, and the metrics that need servers or devices."""
     for run_dir in runs.values():
         for record in records(run_dir):
             yield from record.keys() - {"step"}
@@ -122,7 +122,7 @@ def test_a_resumed_run_has_the_same_metrics(runs):
 
 def test_the_page_and_the_runs_have_the_same_metrics(runs):
     page = names_of_the_page()
-    assert len(page) == len(set(page)), "a name stands there once"
+    assert len(page) == len(set(page)), "each name must be on the page once"
     patterns = {name: pattern(name) for name in page}
     found = set(emitted(runs))
     missing = {name for name in found if not any(p.fullmatch(name) for p in patterns.values())}

@@ -1,5 +1,5 @@
-"""The files and commands of docs/data-and-rewards.md: what the page shows can be started, trains, and learns where it
-says so; and a run with every convention of reward functions resumes to the same bits."""
+"""The files and commands of docs/data-and-rewards.md start, train, and learn where the page says so. A run with every
+convention of reward functions resumes to the same bits."""
 
 import json
 import re
@@ -45,9 +45,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def run(folder: Path, name: str, *more: str) -> Path:
-    """A command of the page in `folder`, to its end; returns the run directory."""
+    """Run a command of the page in `folder` to its end, and return the run directory."""
     mark, arguments = COMMANDS[name]
-    # The ranks are forked from a server that works elsewhere.
+    # Paths must be absolute, because the ranks are forked from a server in another working directory.
     inside = [re.sub(rf"\b({'|'.join(map(re.escape, FILES))}|judge)\b", rf"{folder}/\1", each) for each in arguments]
     local = [f"trainer.default_local_dir={folder}/checkpoints", *QUIET, *(SHORT if mark == "two steps" else ())]
     end = ranks(folder / f"{name}.log", [*inside, *local, *more])
@@ -63,7 +63,7 @@ def test_every_command_of_the_page_is_right(folder, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "judge").mkdir()
     (folder / "judge" / "config.json").write_text('{"model_type": "llama", "id2label": {"0": "LABEL_0"}}')
-    (folder / "judge" / "tokenizer.json").write_text("{}")  # nothing looks further into it so early
+    (folder / "judge" / "tokenizer.json").write_text("{}")  # the checks before a start do not read its content
     (folder / "judge" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert COMMANDS.keys() == {*("first_prompts", "own_rows", "minimal", "conventions", "three_rewards", "judged")}
     assert PAGE.count("python -m rlhf.train ") == len(COMMANDS)

@@ -1,5 +1,5 @@
-"""Nodes with disks of their own, as folders: found out, saved in parts, resumed in any order, with one history and one
-run id."""
+"""Nodes with their own disks, as folders: a run detects them, saves in parts and resumes in any order of nodes.
+It has one history and one run id."""
 
 import json
 import time
@@ -29,7 +29,7 @@ from tests.support.verified import verify
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """No folder here shows a file late. Ranks in processes of their own look again as late as in a run."""
+    """Shorten the wait before a second look: no folder here shows a file late. Processes keep the real wait."""
     monkeypatch.setattr(storage_domains, "LOOK_AGAIN_S", 0.001)
 
 
@@ -53,7 +53,7 @@ def test_who_shares_a_disk_is_found_out(tmp_path, nodes, domains):
 
 
 def go_on(rank: int, config: Config) -> list[str]:
-    """What a rank finds in the directory when it goes on; rank 1 takes its time to remove its token."""
+    """Return the files that a rank finds after `find_domains`. Rank 1 removes its token late."""
     coordinator = make_coordinator()
 
     def late(path: Path) -> None:
@@ -66,7 +66,7 @@ def go_on(rank: int, config: Config) -> list[str]:
 
 
 def test_no_token_is_left_when_the_first_rank_goes_on(tmp_path):
-    """What the first one cleaned up under the others' hands once failed every second start of eight ranks."""
+    """Regression: the first rank once removed tokens in use, and half of the starts of eight ranks failed."""
     assert run_thread_ranks(4, go_on, on_node(tmp_path, 0)) == [[]] * 4
 
 
@@ -76,7 +76,7 @@ def test_each_disk_has_its_part_and_nodes_may_be_swapped(tmp_path):
     files = [files_of(step_dir(run_dir, 5)) for run_dir in run_dirs]
     own = [{n for n in names if n.endswith(f"rank_{rank:05d}.safetensors")} for rank, names in enumerate(files)]
     assert all(len(names) == 5 for names in own)
-    # What a resume needs on every node is on every node; each rank's own is on its own.
+    # Every node has the files that a resume needs on every node. A rank's own files are only on its node.
     everywhere = files[0] & files[1]
     assert {
         MANIFEST,
@@ -92,12 +92,12 @@ def test_each_disk_has_its_part_and_nodes_may_be_swapped(tmp_path):
     assert manifest.files.keys() == (files[0] | files[1]) - {MANIFEST}
     assert manifest.total_bytes == sum(entry["size"] for entry in manifest.files.values())
     assert len({(run_dir / RUN_FILE).read_text() for run_dir in run_dirs}) == 1
-    # The reference of step 5 is new, that of step 4 the one of step 3, on each disk.
+    # On each disk, the reference of step 5 is new, and step 4 links the reference of step 3.
     assert verify(step_dir(run_dirs[0], 4)).linked == {"ref/model": "global_step_3"}
     for run_dir, rank in zip(run_dirs, (0, 1), strict=True):
         shared = [step_dir(run_dir, step) / f"ref/model/rank_{rank:05d}.safetensors" for step in (3, 4)]
         assert shared[0].samefile(shared[1])
-    # The newest three, and the pointer to the newest of all, everywhere.
+    # Each disk has the newest three checkpoints, and the pointer to the newest.
     assert [published(on_node(tmp_path, node)) for node in (0, 1)] == [[5, 4, 3]] * 2
     assert {(run_dir / "latest_checkpointed_iteration.txt").read_text() for run_dir in run_dirs} == {"5\n"}
 
@@ -112,14 +112,14 @@ def test_each_disk_has_its_part_and_nodes_may_be_swapped(tmp_path):
         assert [outcome[0] for outcome in outcomes] == [True, True]
         for rank in (0, 1):
             assert equal_bits(outcomes[rank][1], saved[rank])
-        # One history, with the driver; nothing that was fetched stays; nothing was written into a checkpoint.
+        # Only the driver's disk has the history. Fetched files are removed, and no checkpoint has new files.
         assert [(on_node(tmp_path, node).run_dir / HISTORY).exists() for node in nodes] == [True, False]
         assert not [path for run_dir in run_dirs for path in run_dir.glob(".tmp-*")]
         assert [files_of(step_dir(run_dir, 5)) for run_dir in run_dirs] == files
 
 
 def test_a_swapped_run_goes_on_saving(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "PART", 5)  # of the history, which moves with the driver
+    monkeypatch.setattr(preparation, "PART", 5)  # send the history, which follows the driver, in small parts
     run_thread_ranks(2, save, tmp_path, [0, 1], 2)
     saved = run_thread_ranks(2, save, tmp_path, [1, 0], 2)
     manifest = read_manifest(step_dir(on_node(tmp_path, 0).run_dir, 4))
@@ -131,7 +131,7 @@ def test_a_swapped_run_goes_on_saving(tmp_path, monkeypatch):
 
 
 def test_other_numbers_of_ranks_and_disks(tmp_path):
-    """Four ranks on two nodes, then two ranks, then three of which two share a disk."""
+    """Save with four ranks on two nodes. Resume with two ranks, then with three ranks of which two share a disk."""
     run_thread_ranks(4, save, tmp_path, [0, 1, 0, 1], 1)
     assert {"rng/rank_00001.safetensors", "rng/rank_00003.safetensors"} == {
         name for name in files_of(step_dir(on_node(tmp_path, 1).run_dir, 1)) if name.startswith("rng/")
@@ -159,7 +159,7 @@ def test_parts_in_one_folder_are_a_whole_checkpoint(tmp_path):
 
 
 def save_for_others(rank: int, tmp_path: Path, nodes: list[int], contents: list[str]) -> tuple[bool, dict]:
-    """A start that resumes if it can, else saves a step whose weights are in a Hugging Face folder only."""
+    """Resume if there is a checkpoint. Otherwise save a step whose weights are only in a Hugging Face folder."""
     config = on_node(tmp_path, nodes[rank])
     config.checkpoint.contents = contents
     run = start(rank, config)

@@ -1,4 +1,4 @@
-"""Collector with the real engine and real ranks: each step is that of the plain way; its state outlives a restart."""
+"""The collector with the real engine and real ranks: each step equals that of `plain_way`, also after a restart."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ from tests.support.plain_collect import (
 )
 from tests.support.rounding import FLOAT32
 
-# Steps, settings, and the step after which everything is built anew from what a checkpoint would hold.
+# Number of steps, settings, and the step after which all objects are rebuilt from the state in a checkpoint.
 SCENARIOS: dict[str, tuple[int, dict[str, Any], int | None]] = {
     "refilled": (4, {}, None),
     "restarted": (4, {"drawn": 48}, 1),
@@ -53,7 +53,7 @@ SCENARIOS: dict[str, tuple[int, dict[str, Any], int | None]] = {
     "filled in part": (2, {"filter_groups": replace(FILTERED, max_num_gen_batches=2)}, None),
 }
 HIGHEST = WEIGHT * 1.5
-"""A bound of each score, whose mean is a metric. Scores are kept in float32."""
+"""Upper bound of a score. Metrics are means of scores, which are kept in float32."""
 REJECTED: dict[str, dict[str, Any]] = {
     "stop": {"filter_groups": replace(FILTERED, max_num_gen_batches=1, on_limit="stop"), "answers": False},
     "fill": {"filter_groups": replace(FILTERED, max_num_gen_batches=1)},
@@ -61,7 +61,7 @@ REJECTED: dict[str, dict[str, Any]] = {
 
 
 def walk(steps: int, settings: dict[str, Any], restart_after: int | None) -> list[dict[str, Any]]:
-    """What one rank got in each step, a group after the other. In a restart the last rank takes over all groups."""
+    """Return this rank's groups and metrics of each step. In a restart the last rank receives all groups."""
     driver, coordinator, records = new_driver(), Coordinator(GlooTransport()), []
     collector = build(driver, coordinator, **settings)
     for step in range(1, steps + 1):
@@ -98,21 +98,21 @@ def error_message(settings: dict[str, Any]) -> str:
 
 @in_float64()
 def all_scenarios() -> dict[str, Any]:
-    """Everything on one rank."""
+    """Return the results of all scenarios on this rank."""
     records: dict[str, Any] = {name: walk(*scenario) for name, scenario in SCENARIOS.items()}
     return records | {name: error_message(settings) for name, settings in REJECTED.items()}
 
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[int, list[dict[str, Any]]]:
-    """What each rank of 1 and of 3 got: 3 divides no number of prompts here."""
+    """The results of each rank, in runs on 1 and on 3 ranks. The batch size is not divisible by 3."""
     return {1: [all_scenarios()], 3: run_ranks(3, all_scenarios)}
 
 
 @pytest.fixture(scope="module")
 @in_float64()
 def plain() -> dict[str, list[dict[str, Any]]]:
-    """The plain way through each scenario; what a scenario is about must happen in it."""
+    """The results of `plain_way` for each scenario. The special case of each scenario must occur in its results."""
     found = {name: plain_way(steps, settings) for name, (steps, settings, _) in SCENARIOS.items()}
 
     def total(name: str, metric: str) -> float:
@@ -143,7 +143,7 @@ def test_every_step_is_that_of_the_plain_way(ranks, plain, name, world_size):
         parts = [rank[name][number] for rank in ranks[world_size]]
         place = {tuple(group["prompt"]): i for i, group in enumerate(expected["groups"])}
         places = [[place[tuple(group["prompt"][0])] for group in part["groups"]] for part in parts]
-        assert places == [sorted(of_rank) for of_rank in places], "in the order of the stream"
+        assert places == [sorted(of_rank) for of_rank in places], "the groups must be in the order of the stream"
         assert sorted(i for of_rank in places for i in of_rank) == list(range(BATCH))
         for group in (group for part in parts for group in part["groups"]):
             same = expected["groups"][place[tuple(group["prompt"][0])]]
@@ -152,7 +152,7 @@ def test_every_step_is_that_of_the_plain_way(ranks, plain, name, world_size):
             assert group["scores"] == pytest.approx(same["seq_reward"], rel=FLOAT32)
             assert group["baseline"] == [same["baseline"] and pytest.approx(same["baseline"], rel=FLOAT32)] * N
             for row, log_probs in zip(group["log_probs"], same["log_probs"], strict=True):
-                # Of passes in float64, kept in float32.
+                # The log-probs are computed in float64 and kept in float32.
                 assert row == pytest.approx(log_probs, rel=FLOAT32, abs=TOLERANCE)
         for part in parts:
             metrics = part["metrics"]
@@ -178,7 +178,7 @@ def test_groups_stay_where_they_were_generated(ranks, plain, name):
     drawn = (DEFAULTS | SCENARIOS[name][1])["drawn"]
     counts = []
     for number, expected in enumerate(plain[name]):
-        # Of each draw a rank generated the prompts between its bounds.
+        # In each draw, a rank generates the prompts between its bounds.
         place = {tuple(g["prompt"]): g["uid"] % drawn for g in expected["groups"]}
         for rank in range(3):
             groups = ranks[3][rank][name][number]["groups"]
@@ -233,7 +233,7 @@ def test_groups_of_other_settings_are_left_out_with_a_warning(greedy, kept, capl
 def test_a_bound_that_was_lowered_counts_for_what_the_checkpoint_carried_over(caplog):
     lowered = replace(FILTERED, max_staleness=1)
     collector = build(new_driver(), Coordinator(GlooTransport()), filter_groups=lowered)
-    # Sampled after 0 steps, for a step that comes after 2 of them.
+    # The groups were sampled after 0 steps. Step 3 comes after 2 steps, so their staleness is 2.
     collector.load_tensors([to_tensors([group(5), group(9)])])
     metrics = collector.collect(3).metrics
     assert (metrics["sampling/groups_expired"], metrics["sampling/carried_share"]) == (2, 0)

@@ -1,4 +1,4 @@
-"""Answers that take no torch: mistakes of the command line, and those in files that it names."""
+"""Errors that appear without an import of torch: mistakes on the command line, and in the files that it names."""
 
 import json
 import os
@@ -87,8 +87,8 @@ print(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> dict[str, tuple[int, str, bool]]:
-    """Exit code and words of each mistake, and whether a run directory was made; all of them told by one process, which
-    has not imported torch in the end."""
+    """Exit code and output for each mistake, and whether a run directory was made. One process answers all mistakes,
+    and must not import torch."""
     base = tmp_path_factory.mktemp("early")
     commands: dict[str, list[str]] = {}
     for number, (setting, files, _) in enumerate(EARLY.values()):

@@ -87,14 +87,14 @@ def make_model(config: Any, attention: str = "sdpa", seed: int = 0) -> Any:
 
 
 def assert_log_probs(sample: Sample, expected: torch.Tensor) -> None:
-    """Those of a model in float64; the sample holds them in float32."""
+    """Check the log-probs of a sample, which are float32, against those of a model in float64."""
     assert expected.dtype == torch.float64
     torch.testing.assert_close(torch.tensor(sample.log_probs).double(), expected, rtol=FLOAT32, atol=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """64 tokens: two specials, every lower-case letter, and pairs of them, so that texts have several spellings."""
+    """64 tokens: two specials, lower-case letters, pairs of letters (so that texts have several spellings), digits."""
     letters = [chr(ord("a") + i) for i in range(26)]
     words = ["<bos>", "<eos>", *letters, *(a + b for a, b in itertools.pairwise(letters)), *"0123456789?"]
     inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
@@ -109,7 +109,7 @@ def prompts(count: int, longest: int = 12, seed: int = 0) -> list[Request]:
 
 
 def reference_log_probs(model: Any, request: Request, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
-    """The log-probs of a response from one full forward pass without cache or padding."""
+    """Return the log-probs of a response from one full forward pass without cache or padding."""
     ids = torch.tensor([request.token_ids + sample.token_ids.tolist()])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0, len(request.token_ids) - 1 : -1]
@@ -117,7 +117,7 @@ def reference_log_probs(model: Any, request: Request, sample: Sample, temperatur
 
 
 def assert_same(left: list[Sample], right: list[Sample]) -> None:
-    """Equal samples, log-probs in float64 up to the rounding of other batch shapes."""
+    """Check that samples are equal. Log-probs may differ by the float64 rounding of other batch shapes."""
     for a, b in zip(left, right, strict=True):
         assert dataclasses.replace(a, log_probs=b.log_probs) == b
         assert_log_probs(a, torch.tensor(b.log_probs).double())
@@ -143,7 +143,7 @@ def test_greedy_equals_transformers_generate(family: str, tokenizer: PreTrainedT
 
 
 def penalised_log_probs(model: Any, request: Request, sample: Sample, params: SamplingParams) -> torch.Tensor:
-    """The log-probs of a response token by token, each by a forward pass and transformers' processors."""
+    """Return the log-probs of a response: for each token, by a forward pass and transformers' processors."""
     warpers = [RepetitionPenaltyLogitsProcessor(params.repetition_penalty)]
     if params.temperature:
         warpers += [TemperatureLogitsWarper(params.temperature), MinPLogitsWarper(params.min_p)]
@@ -159,7 +159,7 @@ def penalised_log_probs(model: Any, request: Request, sample: Sample, params: Sa
 @in_float64()
 def test_a_repetition_penalty_is_that_of_transformers_generate(tokenizer: PreTrainedTokenizerFast) -> None:
     model, requests = make_model(FAMILIES["llama"]), prompts(7)
-    # Three places for seven requests: rows move, and later ones take the places of others.
+    # The engine has three rows for seven requests, so rows move, and later requests reuse rows.
     engine = EmbeddedEngine(model, tokenizer, 3)
     params = SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.5)
     greedy = sampled(engine, requests, params, seed=0, step=0)
@@ -213,7 +213,7 @@ def test_requests_that_are_sampled_otherwise_share_no_batch(tokenizer: PreTraine
     )
     mixed = [one for prompt in prompts(4) for one in asking([prompt], drawn, 3) + asking([prompt], greedy)]
     answers = engine.generate(mixed, seed=3, step=4)
-    # To the bit: the same batches as when they are asked for one after the other.
+    # Equal bits: the batches are the same as when the two kinds are generated one after the other.
     for params in (drawn, greedy):
         alike = [place for place, request in enumerate(mixed) if request.params == params]
         assert [answers[i] for i in alike] == engine.generate([mixed[i] for i in alike], seed=3, step=4)
@@ -226,7 +226,7 @@ def test_finished_samples_are_counted(tokenizer: PreTrainedTokenizerFast, monkey
     engine = EmbeddedEngine(make_model(FAMILIES["llama"]), tokenizer, 6)
     samples = sampled(engine, prompts(4), SamplingParams(max_tokens=12), 3, seed=3, step=4)
     assert reports[-1] == (events.GENERATING, 12, 12)
-    assert len(reports) <= len({len(sample) for sample in samples}) * 2, "told of samples, not of tokens"
+    assert len(reports) <= len({len(sample) for sample in samples}) * 2, "reports must count samples, not tokens"
     assert [done for _, done, _ in reports] == sorted({done for _, done, _ in reports})
 
 
@@ -276,7 +276,7 @@ def test_the_same_call_is_bit_identical_and_other_coordinates_differ(tokenizer: 
 
 
 def test_a_diverged_sample_leaves_nothing_to_the_next_in_its_place() -> None:
-    """A masked NaN still reaches the attention's output, as 0 times NaN."""
+    """A masked NaN in the cache would still reach the attention's output, because 0 times NaN is NaN."""
 
     def prefilled(length: int, value: float) -> RowCache:
         cache = RowCache(FAMILIES["llama"])
@@ -375,7 +375,7 @@ def test_weights_that_the_engine_does_not_hold_after_a_hand_over_are_named(
     targets, norm = engine.model.state_dict(keep_vars=True), engine.model.model.norm.weight
 
     def mismatch(replaced: dict[str, torch.Tensor], damaged: int = 0) -> str:
-        """With the weights going to `replaced` instead of to the engine's own, and bits flipped after the last one."""
+        """Return the error if weights go to `replaced`, not to the engine's tensors, or `damaged` flips bits."""
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             yield from other.named_parameters()

@@ -22,7 +22,7 @@ REQUEST = Request(3, [5, 6, 7], SamplingParams(max_tokens=4))
 
 
 class Watched:
-    """An embedded engine that notes its calls, as if each sleep released its weights."""
+    """An embedded engine that records its calls. Its sleep reports `releases`: whether it released the weights."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, releases: bool) -> None:
         self.engine: Any = build_embedded_engine(tiny_qwen2(1), tiny_tokenizer(), RolloutConfig())

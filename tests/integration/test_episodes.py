@@ -33,7 +33,7 @@ PARAMS = SamplingParams(max_tokens=60)
 
 
 class Crash(BaseException):
-    """Ends a play as a kill would: nothing that the trainer has in memory is left."""
+    """Ends a play like a kill: the trainer loses everything in memory."""
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def play(episodes: Episodes, sampler: Any, journal: Journal | None = None) -> li
 
 
 def facts(groups: list[list[Episode]]) -> list[Any]:
-    """Everything that an update uses, as bits."""
+    """Return everything that an update uses, as bits."""
     return [(e.prompt_ids, s.token_ids.tobytes(), s.log_probs.tobytes(), s.observations, s.finish_reason, e.rewards)
             for group in groups for e in group for s in [e.finished(0)]]  # fmt: skip
 
@@ -213,7 +213,7 @@ def test_other_answers_to_repeated_calls_are_a_failure(pool, sampler, tmp_path):
     failures = [failure for group in found for episode in group for failure in episode.failures]
     assert len(failures) == 6
     assert all("differently" in failure for failure in failures)
-    # A retry begins a new episode, which is whole.
+    # The retry begins a new episode, which is complete.
     assert all(episode.phase is Stage.DONE and episode.attempt == 1 for group in found for episode in group)
 
 
@@ -234,7 +234,7 @@ def test_too_many_failures_stop_the_run(pool, sampler):
 
 
 def test_without_its_baseline_every_sample_of_a_prompt_has_failed(pool, sampler):
-    """The samples then count as failed before the run decides whether too many have."""
+    """All samples of the prompt count as failed before the run decides whether too many samples have failed."""
     groups = play(player(pool, sampler, "Sums"), sampler)
     groups[0][2].phase, groups[0][2].failures = Stage.FAILED, ["it burnt"]
     fail_without_baseline(groups, 2)

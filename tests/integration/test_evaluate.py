@@ -26,8 +26,8 @@ SHORT = (*SAMPLED, "trainer.total_training_steps=2", "trainer.save_freq=1", "tra
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """A run on two ranks and a run that trains adapters, both with evaluations of steps 0 to 2, by files of their own
-    with the same problems."""
+    """A run on two ranks and a run that trains adapters. Both evaluate steps 0 to 2, each with its own file of the same
+    problems."""
     folder = session_folder(tmp_path_factory) / "evaluated"
     folder.mkdir(exist_ok=True)
     for name, more in {
@@ -42,7 +42,7 @@ def runs(tmp_path_factory) -> Path:
 
 
 def result_of(folder: Path, step: int) -> dict[str, float]:
-    """Return the metrics of the only result of `step`, without the clock's."""
+    """Return the metrics of the only result of `step`, without times."""
     found = [json.loads(path.read_text())["result"] for path in folder.rglob("evaluation.json")]
     (metrics,) = [result["metrics"] for result in found if result["step"] == step]
     return {name: value for name, value in metrics.items() if not name.startswith("timing_s/")}
@@ -54,7 +54,7 @@ def of_run(run_dir: Path, step: int) -> dict[str, float]:
 
 
 def test_a_run_and_its_base_model_have_the_bits_of_the_training(tmp_path, runs, capsys):
-    """On two ranks: killed with the supervisor, evaluated by the same command; the base model after a crash."""
+    """On two ranks: the run, with the same command after a kill of the supervisor; the base model, after a crash."""
     run = shutil.copytree(runs / "whole", tmp_path / "whole")
     place = f"trainer.default_local_dir={tmp_path}"
     killed = train_forked([str(run), place], at("evaluation.before", 1, "SIGKILL", to="supervisor"), module=EVALUATE)
@@ -149,7 +149,7 @@ def test_mistakes(arguments, expected, capsys):
 
 
 def test_heads_that_vllm_cannot_split_are_an_error_before_the_start():
-    """As for training: the bundled policy has fewer heads than GPUs here."""
+    """The same rule holds for training. The bundled policy has fewer than 77 heads."""
     config = composition(["recipes=offline"], Library.find(None)).resolved()
     config.rollout.name, config.rollout.tensor_model_parallel_size = "vllm", 77
     with pytest.raises(UserError) as raised:

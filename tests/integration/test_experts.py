@@ -1,4 +1,4 @@
-"""Mixtures of experts on their way out: trained with their experts in one tensor, handed on with a tensor for each."""
+"""Mixtures of experts: training has all experts in one tensor, exported folders have a tensor for each expert."""
 
 import json
 from functools import partial
@@ -48,7 +48,7 @@ def model(request, tmp_path_factory) -> Path:
 
 
 def engine_of(kind: str, model: Path, scratch: Path) -> TrainingBackend:
-    """`model` in training, loaded by shards."""
+    """Return a training engine with the weights of `model`, loaded by shards."""
     source, coordinator = ModelSource("model.path", str(model)), Coordinator(GlooTransport())
     hf_config = load_model_config(source, model)
     files = find_files(source, "auto", coordinator, CPU, scratch)
@@ -70,7 +70,7 @@ def config_of(model: Path, kind: str) -> Config:
 
 
 def handed_over(backend: TrainingBackend, model: Path) -> bool:
-    """Whether the embedded engine holds, in bfloat16, what it was handed; it compares digests itself."""
+    """Return whether the embedded engine has the bfloat16 weights that it received. It compares digests itself."""
     plain = AutoModelForCausalLM.from_pretrained(model)
     engine = build_embedded_engine(plain, tiny_tokenizer(), RolloutConfig(dtype="bfloat16"))
     engine.update_weights(lambda: backend.full_tensors(engine.dtype), 1)
@@ -79,7 +79,7 @@ def handed_over(backend: TrainingBackend, model: Path) -> bool:
 
 
 def lives(rank: int, model: Path) -> dict[str, dict[str, Any]]:
-    """In each engine: untrained and saved; trained, saved, resumed and trained on; opened in the next engine."""
+    """Return whether weight sync, resume, a load in the next engine and a load of the export keep all bits."""
     torch.use_deterministic_algorithms(True)
     results: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
@@ -157,7 +157,7 @@ def test_verbs_write_and_read_a_tensor_for_each_expert(found, model, tmp_path, c
 
 
 def imported(rank: int, model: Path) -> dict[str, Tensor]:
-    """The weights of an engine that begins at an imported folder."""
+    """Return the weights of an engine that starts from an imported folder."""
     backend, config = engine_of("fsdp2", model, model.parent / f"scratch{rank}"), config_of(model, "fsdp2")
     begin_at(config, model.parent / "start" / "global_step_3", ["model"])
     make_checkpointer(config, backend).resume()

@@ -1,4 +1,4 @@
-"""A model that a run exports has its base's names of tensors and its base's dropouts, which training sets to 0."""
+"""An exported model has the tensor names of its base, and the base's dropouts, although training sets dropouts to 0."""
 
 import json
 from pathlib import Path

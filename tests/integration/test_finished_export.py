@@ -1,4 +1,4 @@
-"""A finished run that is asked for `hf_model` writes it, beside its checkpoints and not into one."""
+"""A finished run that is asked for `hf_model` writes it beside its checkpoints, not into a checkpoint."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ UNASKED = "checkpoint.contents=[model,optimizer]"
 
 
 class TinyRole(PlainRole):
-    """The bundled policy's weights, each moved a little."""
+    """A role with the weights of the bundled policy, each changed a little."""
 
     def __init__(self, moved: float = 0.5) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def config_of(folder: Path, *more: str) -> Config:
 
 
 def finished(folder: Path, *more: str, role: PlainRole | None = None) -> Config:
-    """A run that has reached its last step, saved without an export unless it is asked for."""
+    """Return a run that has saved its last step, without an export unless `more` asks for it."""
     config = config_of(folder, UNASKED, *more)
     save_steps(config, role or TinyRole(), STEPS)
     prepare(config)
@@ -69,13 +69,13 @@ def finished(folder: Path, *more: str, role: PlainRole | None = None) -> Config:
 
 
 def again(folder: Path, *more: str) -> int:
-    """Give the command another time; the exit code."""
+    """Run the command again, and return its exit code."""
     return supervise(config_of(folder, *more), lambda: None)
 
 
 @pytest.fixture
 def log(caplog) -> Iterator[pytest.LogCaptureFixture]:
-    """What is logged; `configure_logging` takes the root's handlers away."""
+    """The log of `rlhf`, captured at that logger because `configure_logging` removes the handlers of the root."""
     logger = logging.getLogger("rlhf")
     logger.addHandler(caplog.handler)
     caplog.set_level(logging.INFO, "rlhf")
@@ -100,18 +100,18 @@ def test_finished_run_writes_what_it_is_asked_for_once(tmp_path, log):
     assert equal_bits({name: p.detach() for name, p in model.named_parameters()}, role.weights)
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(TINY_POLICY).chat_template
     assert contents(checkpoint) == before
-    # Again: it is there.
+    # The second command finds the export.
     inode = (folder / "model.safetensors").stat().st_ino
     assert again(tmp_path, ASKED) == EXIT_DONE
     assert log.messages.count(f"The model for other tools is in {folder.parent}.") == 1
     assert (folder / "model.safetensors").stat().st_ino == inode
-    # In another type it takes the other's place.
+    # An export in another type replaces the first export.
     asking = replace(config.checkpoint, contents=["model", "hf_model"], hf_dtype="bfloat16")
     export_finished(config.run_dir, asking, STEPS)
     rounded = {name: tensor.bfloat16() for name, tensor in role.weights.items()}
     assert equal_bits(load_file(folder / "model.safetensors"), rounded)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
-    # One that does not say what it is of, and lets a reader wait for it.
+    # An export without a usable checkpoint.json is replaced. A read of this FIFO would wait for ever.
     (folder.parent / "checkpoint.json").unlink()
     os.mkfifo(folder.parent / "checkpoint.json")
     export_finished(config.run_dir, asking, STEPS)
@@ -143,7 +143,7 @@ def test_export_of_an_earlier_end_is_replaced_and_a_fork_sets_it_aside(tmp_path)
 
 
 def killed_at(rank: int, run_dir: Path, settings: CheckpointConfig, event: str) -> None:
-    """Export in a process that is killed at an event."""
+    """Export in this process, which is killed at `event`."""
     subscribe(lambda happened: os.kill(os.getpid(), signal.SIGKILL) if happened == event else None)
     export_finished(run_dir, settings, STEPS)
 
@@ -160,7 +160,7 @@ def test_export_that_is_killed_leaves_nothing_half_and_is_made_again(tmp_path, e
     assert left
     assert (contents(target) == whole) == (event == "target.synced")
     assert contents(target).keys() == whole.keys()
-    prepare(config)  # any next start
+    prepare(config)  # any later start removes the leftovers
     assert not {path.name for path in config.run_dir.iterdir()} & left
     export_finished(config.run_dir, other, STEPS)
     assert load_file(target / "actor/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Whole tensors out of what real ranks hold of them."""
+"""Whole tensors, gathered from the parts on real ranks."""
 
 import sys
 from functools import partial
@@ -28,7 +28,7 @@ SHAPES = {"a": (3, 5), "scalar": (), "b": (4, 2, 3), "none": (0, 3), "whole": (2
 
 
 def tensors() -> dict[str, Tensor]:
-    """What the ranks hold parts of; signed zeros and NaN with a payload included."""
+    """Return the tensors of which each rank has a part. They include a negative zero and a NaN."""
     torch.manual_seed(0)
     found = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     found["a"][0, :2] = torch.tensor([-0.0, float("nan")])
@@ -37,7 +37,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def cut(rank: int, world_size: int, tensor: Tensor) -> Shard:
-    """Uneven parts: the first rank has half, the last but one nothing if there are three."""
+    """Return a rank's part. Parts are uneven: the first rank has half; of three ranks, the second has nothing."""
     bounds = {1: [0, 1], 2: [0, 0.5, 1], 3: [0, 0.5, 0.5, 1]}[world_size]
     low, high = (int(bounds[r] * tensor.numel()) for r in (rank, rank + 1))
     return Shard(tuple(tensor.shape), (low,), tensor.reshape(-1)[low:high].clone())
@@ -53,7 +53,7 @@ def gathered(rank: int, world_size: int, bucket_bytes: int) -> tuple[bool, list[
 
 
 def cast(rank: int, bucket_bytes: int) -> tuple[bool, int]:
-    """Whether casting before the gather gives the bits of casting after it; and the bytes of weights that travelled."""
+    """Return whether a cast before the gather gives the bits of a cast after it, and the bytes of weights sent."""
     gather.GATHER_BUCKET = bucket_bytes
     shards = {name: cut(rank, 2, tensor) for name, tensor in tensors().items()}
     travelled = 0
@@ -82,7 +82,7 @@ def test_a_cast_before_the_gather_equals_one_after_it_with_half_the_bytes(tmp_pa
             for rank in range(2)
         ]
         assert [equal for equal, _ in found] == [True, True]
-        if bucket_bytes > 1:  # all in one call, of as many bytes as the rank with most of them has
+        if bucket_bytes > 1:  # one call, in which each rank sends as many bytes as the largest part has
             assert [travelled for _, travelled in found] == [max(of_ranks)] * 2
 
 
@@ -106,8 +106,8 @@ EQUAL = {
 
 
 def equal_parts(rank: int, bucket_bytes: int, *, swapped: bool) -> tuple[bool, int]:
-    """Whether the wholes of two ranks' equal parts are right, and the number of calls. With `swapped` the first rank
-    has the second half."""
+    """Gather tensors of which two ranks have equal parts. Return whether they are right, and the number of calls.
+    With `swapped` the first rank has the second half."""
     gather.GATHER_BUCKET = bucket_bytes
     calls, gather_from = 0, gather.gather_from
 
@@ -147,13 +147,13 @@ class Operations(TorchDispatchMode):
 
 
 def work(world_size: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """torch's operations and Python's calls for the gather of a model, on one of so many ranks."""
+    """Return the torch operations and Python calls of a gather of a model on one of `world_size` ranks."""
     gather_from, calls = gather.gather_from, 0
     monkeypatch.setattr(gather, "GATHER_BUCKET", bucket_bytes)
 
     def with_bounds(ranks: RankGroup, sent: Tensor) -> Tensor:
         every = gather_from(ranks, sent)
-        if sent.dtype == torch.int64:  # each made-up rank sends this rank's bounds; put in its own
+        if sent.dtype == torch.int64:  # made-up ranks send this rank's bounds: put in theirs
             every[..., 0] = torch.arange(world_size)[:, None] * sent[:, 1]
         return every
 
@@ -182,7 +182,7 @@ def test_the_work_does_not_grow_with_the_ranks(bucket_bytes: int, monkeypatch: p
 
 
 def handed_over(rank: int) -> tuple[list[torch.dtype], bool]:
-    """The types that an engine in bfloat16 was handed, and whether it holds the trained weights, cast."""
+    """Return the types that an engine in bfloat16 received, and whether it has the trained weights, cast."""
     backend = make_engine("fsdp2")
     train(backend, 0)
     engine = build_embedded_engine(tiny_qwen2(1), TOKENIZER, RolloutConfig(dtype="bfloat16"))

@@ -1,4 +1,4 @@
-"""python -m benchmarks.gpu on a machine without a GPU: it says so, and a rehearsal runs its parts on a CPU."""
+"""python -m benchmarks.gpu on a machine without a GPU: it reports this, and a rehearsal runs its parts on a CPU."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
 
 @pytest.mark.slow
 def test_a_rehearsal_appends_figures_of_each_part(tmp_path):
-    """The parts that run no tests and need no GPU's kernels, with kills and every kind of checkpoint."""
+    """Rehearse the parts that start no tests and need no GPU kernels, with kills and every kind of checkpoint."""
     results = tmp_path / "results"
     parts = ("varlen", "save", "contents", "kills")
     done = command("--rehearse", "--results", str(results), *(word for part in parts for word in ("--part", part)))

@@ -6,15 +6,15 @@ from safetensors.torch import load_file
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
 from tests.support.launching import TINY_POLICY, ranks, records, saved_steps, small
 
-# Two optimizer steps per batch: the first is always within the bound, because the policy has not moved yet; the second
-# never.
+# Two optimizer steps per batch. The first is always within the bound, because the policy has not moved yet. The second
+# is never within the bound.
 TIGHT = (
     "trainer.total_training_steps=3",
     "trainer.save_freq=3",
     "actor.optim.lr_warmup_steps=0",
     "actor.optim.lr_scheduler_type=constant",
     "actor.optim.lr=1e-3",
-    # Far above rounding noise, of which AdamW would make steps of full size.
+    # Far above rounding noise: with a small epsilon, AdamW takes full steps along noise.
     "actor.optim.eps=1e-2",
     "actor.ppo_mini_batch_size=8",
     "actor.ppo_epochs=2",
@@ -34,12 +34,12 @@ def test_skip_ends_the_update_of_a_batch_and_keeps_the_steps_before(tmp_path, su
     assert "actor kl" in end.output
     run_dir = tmp_path / "rlhf" / "skip"
     assert [(r["guards/refused"], r["guards/skips"]) for r in records(run_dir)[-3:]] == [(1, 1), (1, 2), (1, 3)]
-    # One optimizer step for each batch instead of two.
+    # The same run with one optimizer step for each batch instead of two.
     end = ranks(tmp_path / "log", small(tmp_path, "one", sums, *TIGHT, hf, "actor.ppo_epochs=1"))
     assert end.code == EXIT_DONE, end.output
     ours, expected = weights(run_dir, 3), weights(tmp_path / "rlhf" / "one", 3)
-    # Not bit for bit: with one epoch the update's own pass gives the old log-probs, whose rounding is a share of the
-    # gradient and so of the way. A second step would go as far as the first.
+    # The bits differ: with one epoch the update's own pass gives the old log-probs, and their rounding changes the
+    # gradient a little. A second step would move the weights as far as the first.
     start = load_file(TINY_POLICY / "model.safetensors")
     apart = max(float((ours[name] - expected[name]).abs().max()) for name in expected)
     way = max(float((ours[name] - start[name]).abs().max()) for name in expected)

@@ -1,5 +1,5 @@
-"""HSDP: replicas of a sharded model train as one that is sharded over all ranks, and save and open the same
-checkpoints; of whole models and of adapters, whose checkpoints more ranks open than have saved them, ZeRO's too."""
+"""HSDP: replicas of a sharded model train like a model sharded over all ranks, and save and load the same checkpoints.
+Tests whole models and adapters, also ZeRO's adapters, and loads on more ranks than saved."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def config_of(folder: str, name: str, kind: str = "fsdp2") -> Config:
 
 
 def save(backend: TrainingBackend, config: Config) -> list[int]:
-    """Save, and say how many elements of weights and moments each rank has written."""
+    """Save, and return how many elements of weights and moments each rank has written."""
     assert make_checkpointer(config, backend, 2).save(2) is not None
     shards = [*backend.model_shards().values(), *backend.optimizer_shards().values()]
     counts: list[int] = [0] * dist.get_world_size()
@@ -43,7 +43,7 @@ def save(backend: TrainingBackend, config: Config) -> list[int]:
 
 
 def opened(config: Config, kind: str) -> dict[str, Any]:
-    """The state of a fresh engine that opens the newest checkpoint, as it is held and as it is gathered."""
+    """Return the state of a new engine that loads the newest checkpoint, and its gathered full tensors."""
     backend = either_engine(kind, seed=2)
     assert resume(config, backend) == 2
     return seen(backend)
@@ -59,7 +59,7 @@ def on_four(rank: int, folder: str) -> dict[str, Any]:
 
 @in_float64()
 def exactly(name: str) -> dict[str, Any]:
-    """The first gradient, the figures and the end of three steps."""
+    """Return the first gradient, and the metrics and the final state of three steps."""
     backend = either_engine(name, seed=1)
     assert isinstance(backend, Fsdp2Backend)
     accumulate(backend, 0)
@@ -143,7 +143,7 @@ def test_the_weights_in_training_are_those_that_are_sent(found):
 
 
 def passed_on(rank: int, folder: str) -> None:
-    """Open what the replicas saved, and save it as it is."""
+    """Load what the replicas saved, and save it unchanged."""
     for kind, trained in PASSED_ON:
         backend = either_engine(kind + trained, seed=2)
         config = config_of(folder, "hsdp" + trained)
@@ -153,7 +153,7 @@ def passed_on(rank: int, folder: str) -> None:
 
 
 def opened_again(rank: int, folder: str) -> list[tuple[str, dict[str, Any]]]:
-    """With what was trained in each."""
+    """Load each checkpoint. Return what was trained in it (`""` or `ADAPTED`), and the loaded state."""
     found = []
     for kind, trained in PASSED_ON:
         reader = "hsdp" if kind == "fsdp2" else kind
@@ -167,7 +167,7 @@ def opened_again(rank: int, folder: str) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("ranks", [4, 2])
 def test_through_fewer_ranks_and_back(found, folder, ranks, tmp_path):
-    """As two replicas of two shards, and as two whole copies; adapters as ZeRO's parts, too."""
+    """Four ranks load as two replicas of two shards, two ranks as two whole copies. ZeRO also loads adapters."""
     for through in (2, 1):
         if not config_of(str(folder), f"fsdp2_of_{through}").run_dir.exists():
             run_ranks(through, passed_on, str(folder), deadline_s=DEADLINE_S, join=tmp_path / str(through))

@@ -28,7 +28,7 @@ def server(monkeypatch) -> Iterator[Server]:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Looks like a model in three files of weights."""
+    """A folder that looks like a model with three weight files."""
     folder = tmp_path / "merged"
     (folder / "sub").mkdir(parents=True)
     (folder / ".cache").mkdir()
@@ -104,7 +104,7 @@ def test_a_commit_whose_answer_is_lost_is_not_made_twice(server, folder):
 
 
 def test_an_upload_that_ended_early_is_continued(server, folder, monkeypatch):
-    """Each group of weights is there for good before the next begins, as after a kill in between."""
+    """Each group of weights is uploaded for good before the next begins, so a repeated upload sends only the rest."""
     monkeypatch.setattr(hub, "FILES_AT_A_TIME", 1)
     last = hashlib.sha256((folder / "model-00003-of-00003.safetensors").read_bytes()).hexdigest()
     server.fail(last, Cut(), times=1000)
@@ -205,7 +205,7 @@ def test_what_is_no_file_of_the_folder_is_not_sent(server, folder, tmp_path):
 
 
 def test_of_two_uploads_at_once_one_model_is_there(server, folder):
-    """Another model is committed between the look at what is there and the commit."""
+    """Another upload commits its model between this upload's check of existing files and this upload's commit."""
     other = {"model.safetensors": b"theirs", "config.json": b"theirs"}
 
     def come_between(number: int, request: str) -> None:
@@ -227,7 +227,7 @@ ODD: tuple[Any, ...] = (None, {"a": 1}, "", "<html>Log in</html>", 7, [1])
 @pytest.mark.parametrize("answer", ODD, ids=str)
 @pytest.mark.parametrize("route", ASKED)
 def test_answers_that_are_none_of_the_hubs(server, folder, monkeypatch, route, answer):
-    """Of a proxy, or of a page to log in to a network."""
+    """Answers as from a proxy, or from the login page of a network."""
     odd = answer.encode() if isinstance(answer, str) else answer
     monkeypatch.setitem(ROUTES, next(key for key, value in ROUTES.items() if value is route), lambda *_: odd)
     with pytest.raises(UserError, match=f"{REPOSITORY}: .*HF_ENDPOINT|formatted|Malformed") as caught:

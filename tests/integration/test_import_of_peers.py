@@ -1,5 +1,5 @@
-"""Checkpoints by the code of other tools, imported: their weights and moments arrive bit for bit, and a run trains on
-from there."""
+"""Imports of checkpoints that other tools' own code saved: weights and moments arrive bit for bit, and a run continues
+from the import."""
 
 import json
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ SHORT = ("data.max_prompt_length=40", "data.max_response_length=10")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """Folder of the models that all of them began at."""
+    """Folder of the models from which all checkpoints start."""
     folder = tmp_path_factory.mktemp("models")
     for architecture in ("llama", "qwen2"):
         causal_lm(architecture, folder / architecture)
@@ -36,7 +36,7 @@ def models(tmp_path_factory) -> Path:
 
 
 def imported(source: Path, target: Path, *options: object) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and moments of the checkpoint that becomes of it."""
+    """Import `source` to `target`. Return the weights and moments of the new checkpoint."""
     assert main(["import", str(source), str(target), *map(str, options)]) == EXIT_DONE
     with closing(open_source(Origin(target), "native")) as checkpoint:
         contents = checkpoint.contents
@@ -52,7 +52,7 @@ def of_parameters(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor
 
 
 def train_on(target: Path, model: Path, folder: Path, sums: Path, nproc: int = 1, *more: str) -> str:
-    """Two real steps from there on; what the run said."""
+    """Train two real steps from the checkpoint `target`, and return the output."""
     step = int(target.name.rpartition("_")[2])
     command = [
         *small(folder, "from_there", sums, f"model.path={model}", *SHORT, *more),
@@ -70,7 +70,7 @@ def train_on(target: Path, model: Path, folder: Path, sums: Path, nproc: int = 1
 
 
 def save_plainly(folder: Path, model: PreTrainedModel) -> torch.optim.Optimizer:
-    """Two steps of training, in the layout of verl on one rank; returns the optimizer."""
+    """Train two steps and save in verl's layout for one rank. Return the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     for _ in range(2):
@@ -92,7 +92,7 @@ Ppo = tuple[Path, dict[str, PreTrainedModel], dict[str, torch.optim.Optimizer]]
 
 @pytest.fixture(scope="module")
 def ppo(tmp_path_factory) -> Ppo:
-    """What becomes of a checkpoint of verl's with a critic; the models and optimizers that it was saved of."""
+    """The import of a verl checkpoint with a critic, and the models and optimizers that were saved."""
     folder = tmp_path_factory.mktemp("ppo")
     torch.manual_seed(2)
     critic = AutoModelForTokenClassification.from_config(tiny_config("llama", num_labels=1, classifier_dropout=0.0))
@@ -126,7 +126,7 @@ def test_a_run_with_a_critic_begins_there(ppo, tmp_path, sums):
 
 
 def test_verls(models, tmp_path, sums):
-    """A folder of FSDP2's files in `global_step_N/actor`, and one of FSDP1's with a tied embedding."""
+    """A folder with FSDP2's files in `global_step_N/actor`, and a folder with FSDP1's files and a tied embedding."""
     cases = ("llama/fsdp2", "qwen2/fsdp1")
     run_ranks(2, fsdp_saves.save_all, models, tmp_path, cases, False, deadline_s=120, join=tmp_path / "join")
     for number, case in enumerate(cases):
@@ -147,7 +147,7 @@ def test_verls(models, tmp_path, sums):
 @NEEDS_DEEPSPEED
 @pytest.mark.slow
 def test_deepspeeds(tmp_path, sums):
-    """Stage 2 on two ranks with two groups of parameters, and stage 3 with parameters that are frozen."""
+    """Stage 2 on two ranks with two parameter groups, and stage 3 with frozen parameters."""
     kinds = ["zero2-grouped", "zero3-bfloat16-frozen"]
     run_ranks(2, deepspeed_saves.save_all, str(tmp_path), kinds, deadline_s=300, join=tmp_path / "join")
     for kind in kinds:
@@ -169,7 +169,7 @@ def test_deepspeeds(tmp_path, sums):
 
 
 def trained_once(folder: Path) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
-    """A model that was saved in `folder`, after a step."""
+    """Return the model of `folder` after one training step, and its optimizer."""
     model = causal_lm("qwen2", folder).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     ids = torch.arange(12).view(2, 6)

@@ -1,4 +1,4 @@
-"""Runs that begin at an imported checkpoint: they train on each engine, and survive a kill after a save."""
+"""Runs that start from an imported checkpoint: they train on each engine, and survive a kill after a save."""
 
 import json
 from pathlib import Path
@@ -13,14 +13,14 @@ from tests.support.launching import Ended, ranks, records, saved_steps, small
 
 
 class Imported:
-    """The undisturbed run's checkpoint of step 3, imported as that of another tool, and runs that begin there."""
+    """The undisturbed run's checkpoint of step 3, imported like another tool's, and runs that start from it."""
 
     def __init__(self, folder: Path, source: Path, sums: Path) -> None:
         self.folder, self.sums, self.path = folder, sums, folder / "imported" / "global_step_3"
         assert main(["import", str(source), str(self.path)]) == EXIT_DONE
 
     def start(self, name: str, *overrides: str, nproc: int = 1, environment: dict[str, str] | None = None) -> Ended:
-        """Two steps, and a save after each."""
+        """Train two steps, with a save after each."""
         command = [
             *small(self.folder, name, self.sums, f"model.path={self.path}/actor/huggingface"),
             "trainer.resume_mode=resume_path",
@@ -51,7 +51,7 @@ def test_a_start_that_is_killed_after_its_first_save_ends_as_one_that_is_not(imp
     assert saved_steps(imported.run_dir("killed")) == [4]
     again = imported.start("killed")
     assert again.code == EXIT_DONE, again.output
-    assert "was imported from" not in again.output, "it goes on from a checkpoint of its own"
+    assert "was imported from" not in again.output, "it must continue from its own checkpoint"
     assert differences(imported.run_dir("whole"), imported.run_dir("killed")) == []
     ids = {json.loads((imported.run_dir(name) / "run.json").read_text())["run_id"] for name in ("whole", "killed")}
     ids.add(json.loads((imported.path / "driver_state.json").read_text())["run_id"])

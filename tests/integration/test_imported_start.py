@@ -1,4 +1,4 @@
-"""Start of a run at a checkpoint that was written from another tool's tensors: what arrives, and what begins anew."""
+"""Starts from a checkpoint that was written from another tool's tensors: what is loaded, and what starts afresh."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def model_files(tmp_path_factory, trained) -> Path:
 
 @pytest.fixture
 def source(trained, model_files) -> MemorySource:
-    """All of `trained`, as another tool may have kept it."""
+    """All state of `trained`, as another tool might store it."""
     state = whole_state(trained)
     return MemorySource(state["model"], state["optimizer"], TrainedSoFar(step=4, optimizer_steps=3), model_files)
 
@@ -69,7 +69,7 @@ def write(target: Path, source: MemorySource, role: str = "actor", **options) ->
 
 
 def start(config, target: Path, role: Fsdp2Backend, **options) -> DriverState:
-    """What precedes the ranks, and what they do first."""
+    """Prepare the run directory as a launch does, then resume as ranks do. Return the driver state."""
     begin_at(config, target)
     prepare(config)
     driver = make_driver()
@@ -80,7 +80,7 @@ def start(config, target: Path, role: Fsdp2Backend, **options) -> DriverState:
 def test_weights_moments_and_place_in_the_schedule_arrive_bit_for_bit(tmp_path, trained, source, monkeypatch):
     monkeypatch.setattr(hf_folder, "RANGE_BYTES", 200)
     target = imported(source, tmp_path)
-    assert source.largest == 50, "it is read in parts"
+    assert source.largest == 50, "the source must be read in parts"
     assert verify(target).imported == {"layout": "memory", "path": str(tmp_path / "theirs")}
     backend = make_backend(2, train_steps=1)
     driver = start(make_config(tmp_path), target, backend)
@@ -111,7 +111,7 @@ def test_a_start_says_where_it_is_from_and_what_begins_anew(tmp_path, trained, s
 
 
 def test_other_settings_and_model_files_than_those_of_a_run_are_no_question(tmp_path, source):
-    """An imported checkpoint has neither; a checkpoint that the run has saved itself has both (promise 13)."""
+    """An imported checkpoint stores neither settings nor hashes. The run's own checkpoint stores both (promise 13)."""
     config = make_config(tmp_path)
     target = imported(source, tmp_path)
     backend = make_backend(2)
@@ -126,8 +126,8 @@ def test_other_settings_and_model_files_than_those_of_a_run_are_no_question(tmp_
 
 
 def test_what_a_source_lacks_begins_anew_without_a_setting(tmp_path, trained, model_files):
-    """Weights alone, as of a Hugging Face folder: with the default `checkpoint.contents` no line in the command says
-    that there is no more."""
+    """The source has only weights, like a Hugging Face folder. With the default `checkpoint.contents`, the command
+    needs no setting for this."""
     weights = MemorySource(whole_state(trained)["model"], model_files=model_files)
     target = imported(weights, tmp_path, 0)
     assert read_manifest(target).contents == ["model", "hf_model"]

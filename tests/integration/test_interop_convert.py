@@ -1,4 +1,4 @@
-"""Verb `convert`: there and back again has the same bits, for each layout that is written."""
+"""Verb `convert`: a conversion to any layout that it writes, and back, gives the same bits."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A checkpoint of ours with moments and a schedule."""
+    """A native checkpoint with moments and a schedule."""
     folder = tmp_path_factory.mktemp("saved")
     config = make_config(folder)
     config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
@@ -67,7 +67,7 @@ def test_a_model_comes_back_with_its_bits(model, tmp_path, way):
 
 
 def test_moments_come_back_with_their_bits(saved, tmp_path, capsys):
-    """By way of torch DCP, as a checkpoint of ours again."""
+    """Convert to torch DCP, and from there back to a native checkpoint."""
     convert(saved, tmp_path / "dcp", "--to", "dcp")
     convert(tmp_path / "dcp", tmp_path / "global_step_3", "--to", "native")
     capsys.readouterr()

@@ -1,5 +1,5 @@
-"""Folders of torch.distributed.checkpoint that two ranks save, by rows and by columns, and one of ours that they
-load."""
+"""Folders that two ranks save with torch.distributed.checkpoint, by rows and by columns, and a folder that we write and
+the ranks load."""
 
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,10 @@ def work(rank: int, folder: str) -> Any:
 
 
 def load(folder: str) -> dict[str, Any]:
-    """What other ranks' model and optimizer are after they have loaded a folder."""
+    """Load a folder into another sharded model and optimizer, and return their state."""
     model, optimizer = sharded_model(seed=2)
     weights, state = get_state_dict(model, optimizer, options=FLAT)
-    # What the optimizer is set to comes from its program.
+    # The program sets the optimizer's hyperparameters, so load only its state.
     state_dict = {**weights, "optimizer": {key: value for key, value in state.items() if key.startswith("state.")}}
     dcp.load(state_dict, checkpoint_id=folder)
     rest = {key: value for key, value in state.items() if not key.startswith("state.")}
@@ -79,7 +79,7 @@ def load(folder: str) -> dict[str, Any]:
 
 
 def sharded_model(seed: int) -> tuple[Any, torch.optim.Optimizer]:
-    """A tiny Llama whose rows two ranks share, and AdamW."""
+    """Return a tiny Llama whose rows are sharded over two ranks, and AdamW."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config("llama")).float()
     for layer in model.model.layers:
@@ -89,7 +89,7 @@ def sharded_model(seed: int) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def held(weights: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """Shape and values of every tensor, whole. Collective."""
+    """Return shape and values of every unsharded tensor. Collective."""
     moments = {key.removeprefix("state."): value for key, value in state.items() if key.startswith("state.")}
     return {name: plain(tensor) for name, tensor in (weights | moments).items()}
 

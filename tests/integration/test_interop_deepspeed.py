@@ -1,5 +1,5 @@
-"""DeepSpeed's folders, saved by its own engine on real ranks, against its own `zero_to_fp32`, the weights that lie in
-them whole, and training without it."""
+"""Folders that DeepSpeed's own engine saves on real ranks, compared with DeepSpeed's `zero_to_fp32`, with the unsharded
+weights in the folders, and with training without DeepSpeed."""
 
 import contextlib
 import importlib
@@ -44,7 +44,7 @@ def save_on(world_size: int, folder: Path, kinds: list[str]) -> Path:
 
 @pytest.fixture
 def copied(saves, tmp_path) -> Path:
-    """A copy of what stage 3 saved, to be damaged."""
+    """A copy of a save of stage 3, which tests damage."""
     return shutil.copytree(saves / "zero3-bfloat16-frozen", tmp_path / "copied")
 
 
@@ -69,13 +69,13 @@ def check(folder: Path) -> None:
     check_against_training(ours, source, kind)
     if SAVES[kind].stage < 3:
         check_against_module(ours, folder)
-    # It cannot read what stage 0 saves, nor stage 1 in bfloat16.
+    # zero_to_fp32 cannot read the saves of stage 0, nor of stage 1 in bfloat16.
     if kind not in ("zero0", "zero0-bfloat16", "zero1-bfloat16"):
         check_against_zero_to_fp32(ours, source, folder)
 
 
 def check_against_zero_to_fp32(ours: dict[str, Tensor], source: TensorSource, folder: Path) -> None:
-    """Weights are those that DeepSpeed's own tool finds, and those that it does not find."""
+    """Check that weights equal those of DeepSpeed's own tool. `unfound` are weights that the tool does not find."""
     zero_to_fp32: Any = importlib.import_module("deepspeed.utils.zero_to_fp32")
     with contextlib.redirect_stdout(io.StringIO()):
         theirs = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder))
@@ -83,13 +83,13 @@ def check_against_zero_to_fp32(ours: dict[str, Tensor], source: TensorSource, fo
     unfound = set(FROZEN) if folder.name == "zero1-frozen" else set()
     assert source.contents.tensors.keys() == theirs.keys() - tied(saved) | unfound
     for name in source.contents.tensors.keys() - unfound:
-        # Frozen ones stay in the type that they have.
+        # Frozen weights keep their type.
         assert ours[name].dtype == (torch.bfloat16 if saved.bfloat16 and name in FROZEN else torch.float32)
         assert torch.equal(ours[name].float(), theirs[name].float()), name
 
 
 def check_against_module(ours: dict[str, Tensor], folder: Path) -> None:
-    """Weights are those that lie in the folder whole."""
+    """Check that weights equal the unsharded weights in the folder."""
     [file] = folder.glob("*/mp_rank_00_model_states.pt")
     module = torch.load(file, weights_only=False)["module"]
     assert module.keys() - tied(SAVES[folder.name]) == {name for name in ours if name.endswith(("weight", "bias"))}
@@ -98,20 +98,20 @@ def check_against_module(ours: dict[str, Tensor], folder: Path) -> None:
 
 
 def check_against_training(ours: dict[str, Tensor], source: TensorSource, kind: str) -> None:
-    """Weights and moments are those that torch alone comes to."""
+    """Check that weights and moments equal those of training with torch alone."""
     theirs = train_plainly(SAVES[kind])
     assert ours.keys() == theirs.keys()
     names = [name for name in source.contents.tensors if not (SAVES[kind].frozen and name in FROZEN)]
     moments = {f"{name}.{key}" for name in names for key in ("exp_avg", "exp_avg_sq", "step")}
     assert source.contents.moments.keys() == moments
-    # At stage 0 in bfloat16 DeepSpeed takes a step on no gradient first.
+    # At stage 0 in bfloat16, DeepSpeed first takes a step without a gradient.
     rounding = 0.6 if kind == "zero0-bfloat16" else 0.1 if SAVES[kind].bfloat16 else 1e-4
     for name, tensor in ours.items():
         assert (tensor.float() - theirs[name]).norm() <= rounding * theirs[name].norm(), name
 
 
 def tied(saved: Saved) -> set[str]:
-    """Names that are the same tensor as another."""
+    """Return the names of tensors that are tied to another tensor."""
     return {"lm_head.weight"} if saved.architecture == "qwen2" else set()
 
 
@@ -124,7 +124,7 @@ def test_progress(saves):
 
 
 def test_what_stage_0_keeps_without_names(saves, tmp_path):
-    """Of several groups, or of some parameters, it is not taken for that of others."""
+    """With several groups, or some parameters only, moments without names are not assigned to other parameters."""
     [file] = saves.glob("zero2-grouped/*/mp_rank_00_model_states.pt")
     content = torch.load(file, weights_only=False)
     matrices = [t.float() for t in content["module"].values() if t.ndim > 1]
@@ -143,7 +143,7 @@ def test_what_stage_0_keeps_without_names(saves, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("flat", [False, True])
 def test_stage_0_in_another_order_than_the_models(saves, tmp_path, dtype, flat):
-    """Two parameters of one shape have changed places; only float32 copies show that."""
+    """Two parameters of the same shape are swapped. Only float32 copies of the weights show this."""
     [file] = saves.glob("zero0/*/mp_rank_00_model_states.pt")
     content = torch.load(file, weights_only=False)
     weights = [tensor for name, tensor in content["module"].items() if not name.endswith("inv_freq")]
@@ -206,7 +206,7 @@ def test_a_range_reads_no_more_than_it_has(saves):
 
 
 def bytes_read() -> int:
-    """What this process has read from files."""
+    """Return how many bytes this process has read from files."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

@@ -1,4 +1,4 @@
-"""Verb `diff`: what two checkpoints have in common and what not, to the bit, whatever their layouts."""
+"""Verb `diff`: compares two checkpoints of any layouts bit for bit."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ from tests.support.checkpoints import (
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
-    """Two of one run, at steps 3 and 4, with everything in them; of the second another learning rate."""
+    """Two checkpoints of one run, of steps 3 and 4, with all contents. The second has another learning rate."""
     folder = tmp_path_factory.mktemp("runs")
     with world_of_one(folder):
         config = make_config(folder)

@@ -1,4 +1,4 @@
-"""Checkpoints of FSDP1 and FSDP2 in verl's layout, made by torch: read as what torch gathers of the same model."""
+"""Checkpoints of FSDP1 and FSDP2 in verl's layout, saved by torch: we read what torch gathers from the same model."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from tests.support.refusals import facts, says
 from tests.support.tiny_models import causal_lm, save, tiny_config
 
 RANKS = 4
-SIZES = {"intermediate_size": 26}  # by which the ranks' parts differ in size
+SIZES = {"intermediate_size": 26}  # not divisible by the ranks, so their parts differ in size
 CASES = (
     "llama/fsdp1",
     "llama/fsdp1_sharded_tensors",
@@ -59,7 +59,7 @@ def whole(source: TensorSource, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_moments_are_those_that_torch_gathers(case, saved):
     tensors, moments = truth_of(saved / case)
-    if "orig_params" in case:  # of these torch 2.13 gathers both moments into one memory on a CPU
+    if "orig_params" in case:  # on a CPU, torch 2.13 gathers both moments of this case into one memory
         _, moments = truth_of(saved / "llama" / "fsdp1")
     if not case.startswith("llama"):
         del tensors["lm_head.weight"]  # tied
@@ -254,7 +254,7 @@ def test_an_optimizer_that_does_not_fit_is_left_out(copy, saved):
 
 @pytest.mark.parametrize("case", ["llama/fsdp1", "llama/fsdp2"])
 def test_ranks_that_were_mixed_up_are_told(case, saved, tmp_path):
-    """Their moments would be taken for those of other weights."""
+    """Otherwise the moments of a rank would be assigned to other weights."""
     copy = Path(shutil.copytree(saved / case, tmp_path / "copy"))
     for number, other in ((1, 2), (2, 1)):
         name = "model_world_size_4_rank_{}.pt"
@@ -288,7 +288,7 @@ def test_moments_that_are_none_of_one_save(key, value, message, saved, tmp_path)
 
 
 def test_a_flipped_bit_is_refused_by_the_commands(saved, tmp_path, capsys):
-    """In the last element of a shard."""
+    """The bit is in the last element of a shard."""
     copy = Path(shutil.copytree(saved / "llama" / "fsdp1", tmp_path / "copy"))
     path = copy / "model_world_size_4_rank_3.pt"
     shard = torch.load(path, weights_only=False)["model.layers.1.mlp.up_proj.weight"].to_local()

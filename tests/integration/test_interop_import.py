@@ -1,4 +1,4 @@
-"""Verb `import`: what it says and writes of each layout, and one line for whatever is wrong with a source."""
+"""Verb `import`: its output and files for each layout, and one line for each error in a source."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def trained():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, trained) -> Path:
-    """A checkpoint with everything in it, which is of another tool as far as a test is concerned."""
+    """A checkpoint with all contents, which the tests import like a checkpoint of another tool."""
     config = make_config(tmp_path_factory.mktemp("saved"))
     config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
     make_checkpointer(config, trained, 3).save(3)
@@ -45,7 +45,7 @@ def saved(tmp_path_factory, trained) -> Path:
 
 
 def error_line(capsys, *arguments: object) -> str:
-    """The one line of an error."""
+    """Return the only line of an error."""
     code = main(["import", *map(str, arguments)])
     line = capsys.readouterr().err
     assert code == EXIT_USER_ERROR
@@ -87,7 +87,7 @@ def test_json_says_the_same(saved, tmp_path, capsys):
 
 
 def test_an_import_of_a_checkpoint_has_its_bits(saved, trained, tmp_path, capsys):
-    """Its weights and moments, and a Hugging Face folder that can be `model.path`."""
+    """The import has equal weights and moments, and a Hugging Face folder that can be `model.path`."""
     target = tmp_path / "global_step_3"
     assert main(["import", str(saved), str(target)]) == EXIT_DONE
     capsys.readouterr()
@@ -96,7 +96,7 @@ def test_an_import_of_a_checkpoint_has_its_bits(saved, trained, tmp_path, capsys
     folder = target / "actor" / "huggingface"
     assert equal_bits(load_file(folder / "model.safetensors"), whole_state(trained)["model"])
     again = tmp_path / "again" / "global_step_0"
-    assert main(["import", str(folder), str(again)]) == EXIT_DONE, "it is a whole model"
+    assert main(["import", str(folder), str(again)]) == EXIT_DONE, "the folder must be a whole model"
 
 
 def test_the_type_of_a_source_is_kept_beside_the_float32_that_is_trained(tmp_path, capsys):

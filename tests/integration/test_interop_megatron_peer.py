@@ -1,4 +1,4 @@
-"""Megatron's checkpoints by megatron-core itself: what it writes is read, what we write it loads."""
+"""Checkpoints of megatron-core itself: we read what it writes, and it loads what we write."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ READ = [(*case, kind) for case in SPLIT for kind in ("dist", "ranks")]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All that `megatron_ranks` writes, and what we write of it."""
+    """All folders that `megatron_ranks` writes, and the folders that we write from them."""
     root = tmp_path_factory.mktemp("megatron")
     for architecture, tied in TIED.items():
         config = AutoConfig.for_model(architecture, **SIZES, tie_word_embeddings=tied)
@@ -43,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tensors_of(folder: Path, architecture: Path) -> dict[str, Tensor]:
-    """Everything that is read of a folder, as Megatron's."""
+    """Return all tensors that we read from a folder of Megatron's."""
     with opened(folder, model_files=architecture / "huggingface") as source:
         assert source.layout == "megatron"
         return whole(source, 1001)
@@ -51,7 +51,7 @@ def tensors_of(folder: Path, architecture: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("architecture", CASES)
 def test_the_merged_model_gives_megatrons_logits(made: Path, architecture: str) -> None:
-    """In float32, up to the order of sums: each tensor is where it belongs, whole and in the right order."""
+    """Logits are equal in float32 up to the order of sums, so every tensor is complete and in its place."""
     tensors = tensors_of(made / architecture / "1x1x1" / "dist", made / architecture)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(made / architecture / "huggingface"))
     missing, unexpected = model.float().eval().load_state_dict(tensors, strict=False)
@@ -67,7 +67,7 @@ def test_the_merged_model_gives_megatrons_logits(made: Path, architecture: str) 
 
 @pytest.mark.parametrize(("architecture", "case", "kind"), READ)
 def test_every_split_is_read_as_the_same_model(made: Path, architecture: str, case: str, kind: str) -> None:
-    """Tensor, pipeline and virtual pipeline parallel, distributed (`dist`) and a file per rank (`ranks`)."""
+    """Splits are tensor, pipeline and virtual pipeline parallel; saves are `dist` or have a file per rank (`ranks`)."""
     expected = tensors_of(made / architecture / "1x1x1" / "dist", made / architecture)
     found = tensors_of(made / architecture / case / kind, made / architecture)
     assert found.keys() == expected.keys()
@@ -75,13 +75,13 @@ def test_every_split_is_read_as_the_same_model(made: Path, architecture: str, ca
 
 
 def test_megatron_loads_what_we_write_at_every_split(made: Path) -> None:
-    """The same bits as from its own folder, on every rank."""
+    """Every rank loads the same bits as from Megatron's own folder."""
     found = json.loads((made / "loaded.json").read_text())
     assert found == {" ".join(case): None for case in SPLIT}
 
 
 def test_the_files_of_ranks_that_we_write_are_megatrons(made: Path) -> None:
-    """Rank by rank, with the names that Transformer Engine's layer norms have."""
+    """Each rank's file equals Megatron's, with the names of Transformer Engine's layer norms."""
     for place in (made / "qwen2" / "2x2x1" / "ranks").iterdir():
         expected = torch.load(place / "model_states.pt", weights_only=True)["model"]
         ours = made / "qwen2" / "ours_ranks" / place.name / "model_states.pt"

@@ -31,7 +31,7 @@ from tests.support.engines import (
 )
 
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma", "mistral"]
-# ZeRO 3 last: it replaces torch's linear function in its process by one that adds the bias apart.
+# ZeRO 3 is last: it replaces torch's linear function in its process by a function that adds the bias separately.
 KINDS = ["fsdp2", "fsdp2-bfloat16", "zero0", "zero1", "zero2", "zero2-bfloat16", "zero3", "zero3-bfloat16"]
 DEADLINE_S = 400
 STEPS = 2
@@ -40,7 +40,7 @@ Cell = tuple[str, str]
 
 
 def cells_of(config: pytest.Config) -> list[Cell]:
-    """Every architecture under FSDP2 and every engine with one, or all pairs."""
+    """Return every architecture with FSDP2 and every engine with one architecture, or all pairs."""
     if config.getoption("full_product"):
         return [(architecture, kind) for kind in KINDS for architecture in ARCHITECTURES]
     first = [(architecture, "fsdp2") for architecture in ARCHITECTURES]
@@ -60,7 +60,7 @@ def config_of(folder: Path, architecture: str, kind: str, role: str = "actor") -
 
 
 def train_all(rank: int, folder: Path, cells: list[Cell]) -> dict[tuple[str, ...], tuple[dict[str, Tensor], Tensor]]:
-    """Train in each cell, and one critic, and save: by cell the weights and the logits."""
+    """Train and save each cell, and one critic. Return the weights and logits by cell."""
     done = {}
     for architecture, kind in [*cells, ("critic", "fsdp2")]:
         role = "critic" if architecture == "critic" else "actor"
@@ -112,8 +112,8 @@ def test_the_merged_model_is_the_trained_one(trained, cell, tmp_path):
     )
     with torch.no_grad():
         here = model(input_ids=tokens(9), use_cache=False).logits
-    if cell[0] == "qwen2" and "zero3" in cell[1]:  # the only one with a bias: see KINDS
-        # In bfloat16 three products in each of two layers are rounded once more, with their bias.
+    if cell[0] == "qwen2" and "zero3" in cell[1]:  # the only architecture with a bias: see KINDS
+        # In bfloat16, ZeRO 3 rounds three products in each of two layers once more, when it adds their bias.
         low = 2 * 3 * torch.finfo(torch.bfloat16).eps * float(logits.abs().max())
         apart = low if dtype == torch.bfloat16 else forward_bound(logits)
         torch.testing.assert_close(here, logits, rtol=0, atol=apart)

@@ -1,4 +1,4 @@
-"""Checkpoints of the Trainer of transformers, and adapters of peft, made by them: merged and read by us."""
+"""Checkpoints that transformers' Trainer saves, and adapters that peft saves: we merge and read them."""
 
 from pathlib import Path
 

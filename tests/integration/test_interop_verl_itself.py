@@ -1,4 +1,4 @@
-"""Checkpoints of verl's own manager: merged by us, and by verl's own merger."""
+"""Checkpoints that verl's own manager saves, merged by us and by verl's own merger."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_adapters_are_merged_as_peft_merges_them_or_kept(case, saved, tmp_path, 
     ours = load_file(merge(folder, tmp_path / "merged", "--adapter", "merge") / "model.safetensors")
     assert all(torch.equal(ours[name], truth[name]) for name in ours)
     assert truth.keys() - ours.keys() <= {"lm_head.weight"}
-    theirs = load_file(saved / case / "merged" / "model.safetensors")  # the base without the adapter
+    theirs = load_file(saved / case / "merged" / "model.safetensors")  # verl merges only the base, without the adapter
     assert not torch.equal(
         theirs["model.layers.0.mlp.up_proj.weight"], ours["model.layers.0.mlp.up_proj.weight"].bfloat16()
     )

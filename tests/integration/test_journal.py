@@ -1,4 +1,4 @@
-"""Rollout journal with the real engine and real ranks: it gives back what was generated, and nothing comes twice."""
+"""The rollout journal with the real engine and real ranks: no sample in it is generated or scored again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Counted:
-    """The real engine, and what was asked of it."""
+    """The real engine. Counts the requested samples and the weight syncs."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -55,7 +55,7 @@ class Counted:
 
 
 class Counting(Sums):
-    """The reward, and how many samples it was asked for; it fails at the call number `fails_at`."""
+    """The reward. Counts the samples that it scores, and fails at call number `fails_at`."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.scored, self._calls, self._fails_at = 0, 0, fails_at
@@ -70,7 +70,7 @@ class Counting(Sums):
 
 @dataclass
 class Rank:
-    """A rank of a run, as far as it collects batches; its run directory is None without a journal."""
+    """The parts of a rank that collect batches. `run_dir` is None without a journal."""
 
     driver: DriverState
     collector: Collector
@@ -78,7 +78,7 @@ class Rank:
 
 
 def start(folder: Path | None, name: str, fails_at: int | None = None) -> Rank:
-    """A rank at the beginning of a run whose journal, if it has one, lies in `folder`."""
+    """Return a rank at the beginning of a run. Its journal is below `folder`; None: no journal."""
     driver, coordinator = new_driver(), Coordinator(GlooTransport())
     collector = build(driver, coordinator, **SETTINGS[name])
     collector.generation.sampler.engine = Counted(collector.generation.sampler.engine)
@@ -93,7 +93,7 @@ def start(folder: Path | None, name: str, fails_at: int | None = None) -> Rank:
 
 
 def walk(rank: Rank, last: int = STEPS) -> list[dict[str, Any]]:
-    """What this rank got in each step, and what it cost."""
+    """Return this rank's batch of each step, and how much was generated, synced and scored for it."""
     records = []
     for step in range(rank.driver.step + 1, last + 1):
         engine, [term] = rank.collector.generation.sampler.engine, rank.collector.generation.reward._terms
@@ -125,13 +125,13 @@ def on_leader(action: Any) -> None:
 
 
 def forget_rewards(path: Path) -> None:
-    """As if the run had been killed while it computed the rewards."""
+    """Remove the rewards from a journal file, as if the run had been killed while it computed them."""
     found, _ = payloads(path.read_bytes())
     path.write_bytes(b"".join(frame(p) for p in found if p is not None and b'"results"' not in p.split(b"\n")[0]))
 
 
 def go_back(rank: Rank, step: int, position: int) -> None:
-    """What a rollback to the checkpoint of `step` does."""
+    """Do what a rollback to the checkpoint of `step` does."""
     rank.driver.step = step
     rank.collector.generation.sampler.invalidate_weights()
     stream = rank.collector.prompts.stream
@@ -139,7 +139,7 @@ def go_back(rank: Rank, step: int, position: int) -> None:
 
 
 def all_scenarios(folder: Path) -> dict[str, Any]:
-    """Everything on one rank, in an order: each scenario finds the journal of those before."""
+    """Run all scenarios in order on this rank. Each scenario finds the journal of the scenarios before it."""
     found: dict[str, Any] = {}
     for name in SETTINGS:
         steps = found[name] = {
@@ -155,14 +155,14 @@ def all_scenarios(folder: Path) -> dict[str, Any]:
         steps["no rewards"] = walk(start(folder, name))
 
     name = "every prompt"
-    # A function of the user's that fails at the second step; then it is put right.
+    # A user's function fails at the second step, and is fixed before the next start.
     failing = start(folder / "failing", name, fails_at=2)
     steps = found["failing"] = {"first": walk(failing, 1)}
     with pytest.raises(RuntimeError, match="of the user's"):
         walk(failing)
     steps["again"] = walk(start(folder / "failing", name))
 
-    # Back to the checkpoint of step 1; the third step is refused and then draws others.
+    # Roll back to the checkpoint of step 1. The third step was rejected, so the repetition draws other prompts.
     rank = start(folder / "rollback", name)
     walk(rank, 1)
     position = rank.collector.position
@@ -172,19 +172,19 @@ def all_scenarios(folder: Path) -> dict[str, Any]:
     steps["second"] = walk(rank, 2)
     rank.collector.skip_to(rejected_until)
     steps["other data"] = walk(rank, 5)
-    # A crash that forgets the rollback, and a step that is not refused this time.
+    # A crash forgets the rollback, and this time the third step is not rejected.
     steps["not refused"] = walk(start(folder / "rollback", name), 5)
     return found
 
 
 def sizes_changed(folder: Path) -> dict[str, Any]:
-    """With the journal that another number of ranks has left."""
+    """Return the steps of runs that find the journal of another number of ranks."""
     return {name: walk(start(folder, name)) for name in SETTINGS}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
-    """What each rank of 1 and of 2 got; and of 1 and 2 with the journal of 2 and 1."""
+    """The results of each rank on 1 and on 2 ranks, and on 1 and 2 ranks with the journal of 2 and 1 ranks."""
     folders = {size: tmp_path_factory.mktemp(f"of_{size}") for size in (1, 2)}
     return {
         1: [all_scenarios(folders[1])],
@@ -277,7 +277,7 @@ def test_a_rollback_repeats_from_the_journal_and_draws_anew(ranks, size):
         assert_equal(found["second"], found["first"][:1])
         assert cost(found["second"], "generated") == [0]
         assert all(cost(found["other data"], "generated"))
-        # The third step is that of before its refusal. What was made after other data is not used.
+        # The third step repeats the rejected one. Samples that were generated after other data are not used.
         assert [n > 0 for n in cost(found["not refused"], "generated")] == [False, False, False, True, True]
         assert_equal(found["not refused"][1:3], found["first"])
 

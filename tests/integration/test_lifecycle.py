@@ -1,4 +1,4 @@
-"""A run is opened and finished alike by our supervisor and by ranks that another launcher has started."""
+"""The supervisor, and ranks under another launcher, open and finish a run in the same way."""
 
 import fcntl
 import json
@@ -24,7 +24,7 @@ from tests.support.tracked import tensorboard_curves
 
 @pytest.mark.parametrize("torchrun", [False, True])
 def test_a_finished_run_is_brought_to_its_end(tmp_path, torchrun):
-    """As after a kill between the last save and the end of the trackers: they and the report lack the last step."""
+    """A kill came between the last save and the end of the trackers: trackers and report lack the last step."""
     command = [f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu", "checkpoint.async_save=false"]
     command += ["trainer.warm_start=false", "trainer.logger=[tensorboard]"]
     config = compose_config(command, Library.find(None))
@@ -41,7 +41,7 @@ def test_a_finished_run_is_brought_to_its_end(tmp_path, torchrun):
 
 
 def test_ranks_of_another_launcher_wait_for_those_of_a_dead_supervisor(tmp_path, sums):
-    """And they write the configuration that they train with, as the supervisor does."""
+    """The ranks also write the configuration that they train with, as the supervisor does."""
     run_dir, log = tmp_path / "rlhf" / "opened", tmp_path / "log"
     run_dir.mkdir(parents=True)
     fd = os.open(run_dir / RANKS_LOCK, os.O_RDWR | os.O_CREAT)

@@ -1,6 +1,6 @@
-"""Adapters in every engine on two real ranks: the model that peft alone makes, the base untouched, one format.
+"""Adapters in every engine on two real ranks: the same model as with peft alone, an unchanged base, one save format.
 
-Some engines by default, or all of them with --full-product.
+Tests some engines by default, or all of them with --full-product.
 """
 
 import copy
@@ -48,8 +48,8 @@ DEADLINE_S = 500
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Arguments by their names: `plain` and `half` are engines in float32 and in bfloat16, `kind` is either, and
-    `writer` and `reader` are a pair of one sort."""
+    """Parametrize arguments by name: `plain` is an engine in float32, `half` in bfloat16, and `kind` is either.
+    `writer` and `reader` are engines of the same type."""
     float32, bfloat16 = kinds(metafunc.config)
     pairs = [*itertools.product(float32, repeat=2), *itertools.product(bfloat16, repeat=2)]
     for name, values in (("plain", float32), ("half", bfloat16), ("kind", float32 + bfloat16)):
@@ -66,7 +66,7 @@ def kinds(config: pytest.Config) -> tuple[list[str], list[str]]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, request) -> dict[str, Any]:
-    """What `work` returned on two ranks; the same on both."""
+    """The result of `work` on two ranks, which must be the same on both."""
     folder = tmp_path_factory.mktemp("lora")
     first, other = run_ranks(2, work, str(folder), *kinds(request.config), deadline_s=DEADLINE_S, join=folder / "join")
     assert equal_bits(first, other)
@@ -93,7 +93,7 @@ def work(rank: int, folder: str, float32: list[str], bfloat16: list[str]) -> dic
 
 
 def one_run(kind: str, folder: Path) -> dict[str, Any]:
-    """An engine with adapters, trained and saved."""
+    """Train and save an engine with adapters. Return what the tests compare."""
     backend = adapted_engine(kind)
     results: dict[str, Any] = {"new": look_at(backend), "base": gathered(backend.base_shards())}
     train(backend, *range(STEPS))
@@ -126,8 +126,8 @@ def weights_of(backend: TrainingBackend) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def look_at(backend: TrainingBackend, lora: LoraConfig = LORA) -> dict[str, Any]:
-    """The engine's logits, with and without adapters, and its merged weights, beside those of peft alone with the same
-    values."""
+    """Return the engine's logits, with and without adapters, and its merged weights; and the same of peft alone with
+    equal adapters."""
     weights, ids = weights_of(backend), tokens(7)
     alone = with_plain_peft(weights, lora)
     results = {"weights": weights, "logits": logits_of(backend, ids), "peft": alone(input_ids=ids).logits}
@@ -142,7 +142,7 @@ def look_at(backend: TrainingBackend, lora: LoraConfig = LORA) -> dict[str, Any]
 
 
 def dropped() -> list[Tensor]:
-    """With dropout: two log-prob passes, and the weights after the same steps from the same generator, twice."""
+    """Train twice with dropout from the same seed. Return both times the weights and two passes of logits."""
     outputs = []
     for _ in range(2):
         backend = adapted_engine("fsdp2", lora=LoraConfig(enabled=True, rank=4, dropout=0.5))
@@ -155,13 +155,13 @@ def dropped() -> list[Tensor]:
 
 
 def kept_silently(kind: str) -> str:
-    """The error of a hand-over to an engine that leaves its weights as they were."""
+    """Return the error of a weight sync to an engine that keeps its old weights."""
     backend = adapted_engine(kind)
     engine = build_embedded_engine(tiny_qwen2(0), SimpleNamespace(eos_token_id=1), RolloutConfig(dtype="float32"))
     sampler = PolicySampler(engine, backend, seed=0)
     sampler.generate([], version=0, step=1)
     train(backend, 0)
-    # Weights arrive, and land beside those that the engine samples with.
+    # The weights arrive in copies, not in the tensors that the engine samples with.
     copies = copy.deepcopy(engine.model).state_dict(keep_vars=True)
     engine.model.state_dict = lambda keep_vars: copies
     with pytest.raises(WeightsMismatch) as error:
@@ -184,7 +184,7 @@ def test_disabled_adapters_are_the_base_to_the_bit(found, plain):
     seen = found[plain]["trained"]
     assert torch.equal(seen["disabled"], tiny_qwen2(0)(input_ids=tokens(7)).logits)
     assert (seen["logits"] - seen["disabled"]).abs().max() > 1e-2
-    assert torch.equal(found[plain]["new"]["logits"], seen["disabled"])  # B begins with zero
+    assert torch.equal(found[plain]["new"]["logits"], seen["disabled"])  # the adapters' factor B starts at zero
 
 
 def test_base_is_untouched(found, kind):
@@ -208,7 +208,7 @@ def test_a_base_in_bfloat16_is_merged_in_float32(found, half):
     expected = base[f"{name}.weight"].float() + (b @ a) * (LORA.alpha / LORA.rank)
     assert torch.equal(seen["sent"][f"{name}.weight"], expected)
     assert seen["weights"][f"{name}.lora_A.weight"].dtype == torch.float32
-    # The engine computes in bfloat16 what peft has in float32.
+    # The engine computes in bfloat16, peft in float32.
     assert 0 < (seen["logits"].float() - seen["peft"]).abs().max() < 0.3
 
 
@@ -221,7 +221,7 @@ def test_memory_of_a_merge_is_known_before(found, kind):
 def test_an_engine_that_keeps_the_weights_of_old_adapters_is_found(found, engine):
     names = found["fsdp2"]["new"]["weights"]
     adapted = sum(name.endswith("lora_A.weight") for name in names)
-    # The base has not changed, and is held.
+    # The base did not change, so the engine has it.
     expected = f"(step 1). Changed in training, but the engine still has the old values: {adapted} ("
     assert expected in found["kept_silently"][engine]
     assert "Neither" not in found["kept_silently"][engine]
@@ -260,7 +260,7 @@ def test_dora_is_that_of_peft(found, engine):
     assert torch.equal(seen["disabled"], found["fsdp2"]["trained"]["disabled"])
     assert seen["sent"].keys() == seen["peft_merged"].keys()
     for name, weight in seen["peft_merged"].items():
-        # The norm of a row of at most 24 weights, each with a product of rank 4; a quotient and a product.
+        # Terms: the norm of a row of at most 24 weights, each with a product of rank 4; a quotient and a product.
         apart = min(1e-6, sum_bound(24 + 4 + 2) * float(weight.abs().max()))
         torch.testing.assert_close(seen["sent"][name], weight, rtol=0, atol=apart)
 

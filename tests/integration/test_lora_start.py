@@ -1,5 +1,5 @@
-"""Starts of runs with adapters: from a folder of peft's, from the seed, or refused before a weight is read; and long
-runs, which leave the base as it is."""
+"""Starts of runs with adapters: from a peft folder, from the seed, or an error before any weight is read. Also long
+runs, which leave the base unchanged."""
 
 import shutil
 from dataclasses import asdict
@@ -43,7 +43,7 @@ def weights_of(backend: TrainingBackend) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("_world")
 @pytest.mark.parametrize("lora", [LORA, DORA], ids=["lora", "dora"])
 def test_a_folder_of_peft_is_a_start(tmp_path, lora):
-    """What peft has saved, under the names that it saves; the run goes on from there, to the bit."""
+    """peft saves the adapters under its own names. The run starts from them bit for bit."""
     trained, other = adapted_engine("fsdp2", lora=lora), adapted_engine("fsdp2", seed=2, lora=lora)
     train(trained, 0, 1)
     with_plain_peft(weights_of(trained), lora).save_pretrained(tmp_path / "adapter")
@@ -100,8 +100,8 @@ def test_new_adapters_follow_from_the_seed_alone():
 @pytest.mark.parametrize("kind", ["fsdp2", "zero2"])
 @torch.no_grad()
 def test_base_is_untouched_after_many_steps_and_hand_overs(kind, request):
-    """Merging in place and back drifts by two thirds of a weight in a thousand cycles, in bfloat16: so many with
-    --full-product."""
+    """In bfloat16, a thousand cycles of merging in place and back would drift by two thirds of a weight. --full-product
+    runs a thousand steps."""
     backend = adapted_engine(kind)
     for step in range(1000 if request.config.getoption("full_product") else 50):
         with torch.enable_grad():
@@ -167,7 +167,7 @@ def test_a_run_goes_on_without_the_folder_that_its_adapters_began_with(tmp_path)
     first = load_file(run_dir / "global_step_1/actor/model/rank_00000.safetensors")
     rate = records(run_dir)[0]["actor/lr"]
     for name, tensor in began.items():
-        # The first step of AdamW moves a weight by at most its rate, and decays it by at most that share.
+        # AdamW's first step moves a weight by at most the learning rate, and decays it by at most that share.
         torch.testing.assert_close(first[name], tensor.flatten(), rtol=rate + FLOAT32, atol=rate)
     assert len(undisturbed) == 2
     shutil.rmtree(run_dir / "global_step_2")
@@ -177,7 +177,7 @@ def test_a_run_goes_on_without_the_folder_that_its_adapters_began_with(tmp_path)
 
 @pytest.mark.slow
 def test_a_module_that_is_not_there_ends_the_start(tmp_path):
-    # What has code of its own is not built before the ranks start.
+    # A model with its own code is not built before the ranks start.
     wrong = "model.lora.target_modules=[q_proj,downproj] model.trust_remote_code=true"
     ended = train_forked([*SMALL, f"trainer.default_local_dir={tmp_path}", *wrong.split()])
     assert ended.code == EXIT_USER_ERROR, ended.output

@@ -1,4 +1,4 @@
-"""Snapshots in memory: which state a start continues from, and what never counts."""
+"""Snapshots in memory: from which state a start continues, and which snapshots it never uses."""
 
 import json
 import shutil
@@ -57,7 +57,7 @@ def equal(a: dict, b: dict) -> bool:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_crash_after_a_step_repeats_no_step(world, tmp_path, base):
-    """Promise 21: the published snapshot has the exact state; and nothing but the memory knows of it."""
+    """Promise 21: the published snapshot has the exact state; no file on the disk refers to it."""
     config = in_memory(tmp_path, base)
     before = run_thread_ranks(world, begin, config, 5, (2,))
     assert snapshots(config) == [5, 4]
@@ -91,7 +91,7 @@ def test_a_run_that_was_never_saved_continues_from_memory(tmp_path, base):
 
 
 def test_damage_in_any_file_is_found_and_the_older_state_used(tmp_path, base):
-    """Promise 4, in memory. First the older snapshot, then the disk."""
+    """Promise 4, for snapshots. A start falls back to the older snapshot, then to the disk."""
     config = in_memory(tmp_path, base)
     expected = begin(0, config, 4)
     names = sorted(read_manifest(step_dir(folder_of(config), 4)).files)
@@ -230,7 +230,7 @@ def test_a_saved_end_drops_the_snapshots_and_a_crash_keeps_them(tmp_path, base):
 
 
 def test_a_full_memory_costs_the_snapshot_and_never_the_run(tmp_path):
-    # Two snapshots of about 1.2 MB with their reserve of 1 MiB fit, a third does not until something is removed.
+    # Two snapshots of about 1.2 MB and the reserve of 1 MiB fit. A third fits only after something is removed.
     with small_disk(tmp_path / "memory", 6) as base:
         config = in_memory(tmp_path, base)
         log = messages()

@@ -56,7 +56,7 @@ class Server:
         return found
 
     def curve(self, run_id: str, name: str) -> list[tuple[int, float]]:
-        """All values, in the order in which they came."""
+        """Return steps and values in the order of their arrival."""
         history = self.client.get_metric_history(self.run(run_id).info.run_id, metric_name(name))
         return [(metric.step, metric.value) for metric in history]
 
@@ -81,7 +81,7 @@ def test_killed_runs_are_one_run_with_every_step_once(tmp_path: Path, server: Se
     run_dir = tmp_path / "run"
     assert launch(run_dir, server.url, "none", "20", "12").returncode == EXIT_KILLED
     assert launch(run_dir, server.url, "10", "20", "14").returncode == EXIT_KILLED
-    # Ends in order at 16, so that the server is ahead of the next start.
+    # This start ends normally at step 16, so the server is ahead of the next start.
     assert launch(run_dir, server.url, "10", "16").returncode == 0
     assert [step for step, _ in server.curve(RUN_ID, "reward/mean")] == list(range(17))
     assert launch(run_dir, server.url, "13", "20", "18").returncode == EXIT_KILLED
@@ -115,7 +115,7 @@ def test_system_metrics_go_on_after_a_restart(server: Server) -> None:
         assert [step for step, _ in server.curve("measured", "system/system_memory_usage_percentage")] == [
             *range(first + 2)
         ]
-        assert run.last_step < 0  # of the training, of which the server has nothing
+        assert run.last_step < 0  # the server has no step of the training
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_a_training_killed_between_log_and_save(tmp_path: Path, sums: Path, serv
     assert saved_steps(run_dir) == [3]
     run_id = read_run_file(run_dir)["run_id"]
     assert server.run(run_id).info.status == "RUNNING"
-    mark_failed(TrainerConfig(), MlflowConfig(tracking_uri=server.url), run_id)  # as a supervisor that gives up
+    mark_failed(TrainerConfig(), MlflowConfig(tracking_uri=server.url), run_id)  # like a supervisor that gives up
     assert server.run(run_id).info.status == "FAILED"
     end = ranks(tmp_path / "log", command)
     assert end.code == EXIT_DONE, end.output

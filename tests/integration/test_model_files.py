@@ -50,12 +50,12 @@ MODELS = {  # what is in the folder, how it is loaded, and whether its weights c
 }
 BUCKET = 1 << 16
 SEES, BLIND = "node1", "node0"
-"""The nodes, one rank each: the leader's sees nothing but what is on every node."""
+"""The nodes, with one rank each. The leader's node, BLIND, sees only files that are on every node."""
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory) -> Path:
-    """`all/NAME`: the models on both nodes; `one/NAME`: on one."""
+    """Two nodes: `all/NAME` are models on both nodes, `one/NAME` only on SEES."""
     folder = tmp_path_factory.mktemp("nodes")
     store = folder / "store"
     causal_lm("qwen2", store / "tied")
@@ -84,7 +84,7 @@ def nodes(tmp_path_factory) -> Path:
 
 
 def renamed(architecture: str, folder: Path) -> None:
-    """A policy whose file has the names of the trunk alone, as older ones have."""
+    """Write a policy whose file has the names of the trunk alone, like older files."""
     causal_lm(architecture, folder)
     tensors = load_file(folder / "model.safetensors")
     short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -104,13 +104,13 @@ def load(files: ModelFiles, function: Callable[..., PreTrainedModel], coordinato
 
 
 def whole(folder: Path, function: Callable[..., PreTrainedModel]) -> PreTrainedModel:
-    """What the library loads from files that are here."""
+    """Return the model that transformers loads from local files."""
     source = ModelSource("model.path", str(folder))
     return function(ModelStart(source, folder, load_model_config(source, folder)))
 
 
 def contents(shards: Shards, model: PreTrainedModel) -> dict[str, Any]:
-    """All that a loaded model is, and the random numbers that its loading has drawn."""
+    """Return everything about a loaded model, and the generator's state after loading."""
     persistent = model.state_dict().keys()
     files = hf_files(model.config, load_tokenizer(SOURCE, TINY_POLICY), getattr(model, "generation_config", None))
     return {
@@ -129,9 +129,9 @@ SOURCE = ModelSource("model.path", str(TINY_POLICY))
 
 
 def same_bits(rank: int, folder: Path) -> dict[str, list[str]]:
-    """For each model and way to load it, what differs from the library's model, and where the weights came from."""
+    """Return for each model and way to load it the reader, differences from transformers' model, and the hash."""
     torch.use_deterministic_algorithms(True)  # as in a run on the CPU; it also fills fresh memory with NaN
-    weights.BUCKET_BYTES = 3000  # several to a tensor
+    weights.BUCKET_BYTES = 3000  # several buckets for one tensor
     coordinator = Coordinator(GlooTransport())
     os.chdir(folder / (SEES if rank else BLIND))
     result = {}
@@ -176,7 +176,7 @@ def test_weight_that_the_library_turns_is_not_read_as_it_lies(nodes):
 
 
 def zero_bits(rank: int, folder: Path) -> dict[str, bool]:
-    """For each DeepSpeed engine, whether weights that were sent are the library's."""
+    """Return for each DeepSpeed engine whether weights sent by a rank equal those that transformers loads."""
     torch.use_deterministic_algorithms(True)
     weights.BUCKET_BYTES = 3000
     coordinator = Coordinator(GlooTransport())
@@ -209,9 +209,9 @@ def test_deepspeed_takes_weights_that_were_sent(nodes):
 
 
 def memory(rank: int, folder: Path) -> dict[str, tuple[int, int]]:
-    """The peak of each way to load, and the bytes that this rank read from the files tensor by tensor."""
+    """Return the peak memory of each way to load, and the bytes that this rank read tensor by tensor."""
     weights.BUCKET_BYTES = BUCKET
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # the recorder does not see the library's threads
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # the profiler does not see transformers' threads
     coordinator = Coordinator(GlooTransport())
     os.chdir(folder / (SEES if rank else BLIND))
     read: list[int] = []
@@ -250,7 +250,7 @@ def test_no_rank_holds_more_than_its_part_and_a_bucket(nodes):
     size = 4 * sum(p.numel() for p in model.parameters())
     found = run_ranks(2, memory, nodes, deadline_s=120, join=nodes / "join-memory")
     for rank, ways in enumerate(found):
-        assert ways["library"][0] > size  # the figure sees a whole model
+        assert ways["library"][0] > size  # the measurement includes a whole model
         for way in ("all", "one"):
             assert size / 2 <= ways[way][0] < size / 2 + 4 * BUCKET, (rank, way, ways, size)
         assert ways["all"][1] == size / 4  # half of the rows, in bfloat16
@@ -258,7 +258,7 @@ def test_no_rank_holds_more_than_its_part_and_a_bucket(nodes):
 
 
 def mistakes(rank: int, folder: Path) -> dict[str, str]:
-    """What each mistake is told as on this rank."""
+    """Return the error message of each mistake on this rank."""
     coordinator = Coordinator(GlooTransport())
     os.chdir(folder / (SEES if rank else BLIND))
     errors = {}
@@ -285,7 +285,7 @@ def mistakes(rank: int, folder: Path) -> dict[str, str]:
     for place in ("one", "all"):
         coordinator.on_leader(lambda: causal_lm("llama", folder / "store" / "going") and None)
         file = folder / "store" / "going" / "model.safetensors"
-        # Gone after the headers were read, as when someone replaces the folder.
+        # The file is cut after its headers were read, as when a user replaces the folder.
         record_error(f"going, {place}", partial(run, f"{place}/going", "auto", partial(os.truncate, file, 5000)))
     return errors
 
@@ -301,7 +301,7 @@ def test_mistakes_are_told_on_every_rank(nodes):
     found = run_ranks(2, mistakes, nodes, deadline_s=120, join=nodes / "join-mistakes")
     assert found[0] == found[1]
     errors = found[0]
-    # Rank 1 is the first that sees it.
+    # Rank 0 does not see the model; rank 1 is the first rank that sees it.
     assert errors["blind"].startswith(
         f"model.loading=shard: rank 0 (on {socket.gethostname()}) does not see model.path=one/tied."
     )
@@ -316,10 +316,10 @@ def test_mistakes_are_told_on_every_rank(nodes):
 
 @pytest.mark.slow
 def test_a_run_on_two_nodes_of_which_one_has_the_model(tmp_path, sums):
-    """Under torchrun, with a critic, and a reward model that only the second has."""
+    """Under torchrun, with a critic, and a reward model that only the second node has."""
     for node in (BLIND, SEES):
         (tmp_path / node).mkdir()
-    (tmp_path / BLIND / "model").mkdir()  # as where a disk is not mounted
+    (tmp_path / BLIND / "model").mkdir()  # an empty folder, as if a disk were not mounted
     (tmp_path / SEES / "model").symlink_to(TINY_POLICY)
     classifier("llama", tmp_path / SEES / "judge")
     settings = [
@@ -344,7 +344,7 @@ def test_a_run_on_two_nodes_of_which_one_has_the_model(tmp_path, sums):
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stdout
-    # The same run where every rank sees everything.
+    # The same run, with all files visible to every rank.
     replaced = {
         "model.path=./model": f"model.path={TINY_POLICY}",
         "reward_model.path=./judge": f"reward_model.path={tmp_path}/{SEES}/judge",

@@ -36,7 +36,7 @@ def slow(tmp_path: Path) -> Path:
 
 
 def test_a_step_without_a_score_ends_the_run_until_the_function_is_corrected(slow, sums, tmp_path):
-    """On two ranks and with the journal, whose samples are scored again."""
+    """On two ranks with the journal. After the correction, the samples of the journal are scored again."""
     command = small(tmp_path, "stops", sums, *LITTLE, f"reward.functions=[{slow}:score]", "trainer.nproc=2")
     for _ in range(2):
         end = train_forked([*command, "checkpoint.journal=true"])

@@ -11,7 +11,8 @@ from tests.support.rounding import sum_bound
 
 pytestmark = pytest.mark.slow
 NPROC, STEPS = 3, 2
-# Values and both log-probs go home, advantages and returns to work; groups are dropped, and carried over.
+# Values and both log-probs move to the rollout batch, advantages and returns to the training batch. Groups are dropped,
+# and carried over.
 SETTINGS = (
     "algorithm=ppo",
     "algorithm.use_kl_in_reward=true",
@@ -24,7 +25,7 @@ SETTINGS = (
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=1",
     "actor.optim.lr_warmup_steps=1",
-    # Far above rounding noise, of which AdamW would make steps of full size.
+    # Far above rounding noise: with a small epsilon, AdamW takes full steps along noise.
     "actor.optim.eps=1e-2",
     "critic.optim.eps=1e-2",
 )
@@ -36,7 +37,7 @@ def start(folder: Path, name: str, sums: Path, nproc: int, environment: dict[str
 
 @pytest.fixture(scope="module")
 def three(sums: Path, tmp_path_factory) -> Path:
-    """The directory of a run on three ranks that nothing disturbed."""
+    """The directory of an undisturbed run on three ranks."""
     folder = tmp_path_factory.mktemp("three")
     end = start(folder, "three", sums, NPROC)
     assert end.code == 0, end.output
@@ -52,13 +53,13 @@ def test_three_ranks_learn_what_one_does(three, sums, tmp_path: Path):
         for record in (one, other):
             record.pop("reward/timeouts", None)
         assert one.keys() == other.keys()
-        bound = sum_bound(one["tokens/total"])  # sums over the tokens of a step, of terms of about 1
+        bound = sum_bound(one["tokens/total"])  # metrics sum terms of about 1 over a step's tokens
         assert other == pytest.approx(one, rel=bound, abs=bound)
     assert single[-1]["sampling/groups_dropped"] > 0
 
 
 def test_a_kill_costs_three_ranks_no_bit(three, sums, tmp_path: Path):
-    # In the first step: its samples come from the journal.
+    # The kill is in the first step, so the next start takes the step's samples from the journal.
     kill = at("update.mid", 3, "SIGKILL", rank=1, once=tmp_path / "hit")
     assert start(tmp_path, "killed", sums, NPROC, kill).code != 0
     assert (tmp_path / "hit").exists()

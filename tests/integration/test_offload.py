@@ -53,7 +53,7 @@ def test_frozen_tensors_are_copied_to_the_host_once():
             assert frozen.tolist() == [0, 7, 2, 3]
             assert trained.tolist() == [1 + step] * 2
             trained += 1
-            frozen.fill_(-1)  # which nothing does: shows that no copy is made
+            frozen.fill_(-1)  # no code does this: the value shows that nothing is copied back
         assert [frozen.untyped_storage().nbytes(), trained.untyped_storage().nbytes()] == [0, 0]
         assert offload.current(frozen).tolist() == [0, 7, 2, 3]
 
@@ -102,7 +102,7 @@ def test_page_locked_copies_share_blocks_that_end_with_the_offload(monkeypatch):
 
 
 def on_device(backend: TrainingBackend) -> dict[str, int]:
-    """Bytes of this rank's weights and moments that are on the device."""
+    """Return the bytes of this rank's weights and moments on the device."""
     if isinstance(backend, Fsdp2Backend):
         weights = [*backend._local_weights()]
         moments = [*backend._local_moments()]
@@ -126,8 +126,8 @@ def config_of(folder: Path, kind: str) -> Config:
 
 
 def one_life(kind: str, offload: TrainedFsdpConfig, folder: Path) -> dict[str, Any]:
-    """Two steps, a save that is written behind the third, the way back to it, and two steps more; what is seen on the
-    way, and what of it differs by the setting."""
+    """Train two steps, save during a third step, roll back to the save, and train two more steps. Return all values,
+    which must not depend on `offload`, and the bytes left on the device."""
     backend, other = make_engine(kind, seed=1, offload=offload), make_engine(kind, seed=2, offload=offload)
     config, seen, left = config_of(folder, kind), [], [on_device(backend)]
 

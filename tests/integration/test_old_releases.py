@@ -1,7 +1,7 @@
 """Runs that earlier releases left: this tree resumes them, restores every bit, and finishes them.
 
-`tests/support/release_checkpoints.py` makes them. The bits of later steps are compared where the numerics version and
-the place are those of the release.
+`tests/support/release_checkpoints.py` makes them. The bits of later steps are compared only if the numerics
+version and the place are those of the release.
 """
 
 import json
@@ -36,7 +36,7 @@ CASES = [
 
 
 def resume(folder: Path, name: str, *more: str, variables: dict[str, str] | None = None) -> Ended:
-    """The command of a run again, in the folder that its files lie in."""
+    """Run the command of a run again, in the folder with its files."""
     variables = {**environment(folder / "record"), **(variables or {})}
     return ranks(folder / "log", [*command(name), *more], variables, RUNS[name].nproc, folder)
 
@@ -46,7 +46,7 @@ def bytes_below(folder: Path) -> dict[str, bytes]:
 
 
 def agrees(found: Any, expected: Any) -> bool:
-    """Whether everything that was `expected` is in what was found; later releases may know more."""
+    """Return whether `found` contains everything in `expected`. Later releases may record more."""
     if isinstance(expected, dict):
         return isinstance(found, dict) and all(key in found and agrees(found[key], expected[key]) for key in expected)
     if isinstance(expected, list):
@@ -83,8 +83,8 @@ def test_an_older_run_is_restored_exactly_and_finished(release, name, tmp_path):
 
 
 def store_as_older(folder: Path, name: str, **values: Any) -> None:
-    """Give the checkpoint of a run the configuration that an older schema (`older_schema.TABLE`) would have stored;
-    `values` of the setting that is gone."""
+    """Give the checkpoint of a run the configuration that an older schema (`older_schema.TABLE`) would have stored.
+    `values` are values of the removed setting."""
     root = run_dir(folder, name) / f"global_step_{SAVED}"
     tree = yaml.safe_load((root / CONFIG).read_text())
     tree["actor"]["learning_rate"] = tree["actor"]["optim"].pop("lr")
@@ -128,7 +128,7 @@ def test_a_removed_setting_that_made_another_run_stops_the_resume(tmp_path):
 
 @pytest.mark.parametrize("release", releases())
 def test_every_change_of_the_schema_since_a_release_has_a_line(release, tmp_path):
-    """Add it to `rlhf/config/migrations.py`."""
+    """If this test fails, add the missing line to `rlhf/config/migrations.py`."""
     unpack(release, tmp_path)
     text = (run_dir(tmp_path, "fsdp2") / f"global_step_{SAVED}" / CONFIG).read_text()
     tree = migrate(yaml.safe_load(text), release).tree
@@ -137,7 +137,7 @@ def test_every_change_of_the_schema_since_a_release_has_a_line(release, tmp_path
 
 
 def leaves(section: dict[str, Any], prefix: str = "") -> list[str]:
-    """The settings in a tree of sections; a free mapping is one."""
+    """Return the settings in a tree of sections. A free mapping counts as one setting."""
     found = []
     for name, value in section.items():
         key = f"{prefix}{name}"

@@ -1,4 +1,4 @@
-"""Runs on data of the user's code: it resumes bit for bit, and notices other rows; and warnings about the prompts."""
+"""Runs on rows of a user's function: they resume bit for bit, detect changed rows, and warn about prompts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Runs with packing: on by default and told, and refused where it is insisted on for a model that mixes sequences."""
+"""Runs with packing: on by default and logged. Requiring it for a model that mixes sequences is an error."""
 
 import torch
 from transformers import AutoModelForCausalLM

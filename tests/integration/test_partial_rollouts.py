@@ -21,7 +21,7 @@ from tests.support.numeric_ranks import run_ranks
 from tests.support.plain_collect import BATCH, FILTERED, UNFILTERED, N, build, new_driver, tensors_of_ranks
 
 STEPS, K = 5, 2
-# Long tails, and rows for all samples in flight.
+# Some responses are very long, and the engine has rows for all samples in flight.
 LONG = {"longest": 64, "rows": 128}
 SETTINGS: dict[str, dict[str, Any]] = {
     "every prompt": LONG | {"filter_groups": UNFILTERED},

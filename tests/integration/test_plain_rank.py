@@ -33,7 +33,7 @@ def config_of(folder: str, name: str) -> Config:
 
 
 def seen(backend: TrainingBackend, steps: range) -> dict[str, Any]:
-    """Train, and return the figures and all state."""
+    """Train, and return the metrics and all state."""
     figures = train(backend, *steps)
     return {"figures": figures, **state_of(backend), "full": {n: t.clone() for n, t in backend.full_tensors()}}
 
@@ -78,7 +78,7 @@ def both_ways(rank: int, folder: str) -> dict[str, Any]:
 
 
 def after_two_ranks(rank: int, folder: str) -> dict[str, Any]:
-    """Open what one plain rank saved."""
+    """Load what one plain rank saved, and save it on these ranks. Return the state."""
     backend = make_engine("fsdp2", seed=2)
     assert resume(config_of(folder, "plainfsdp2"), backend) == 2
     assert make_checkpointer(config_of(folder, "two"), backend, 2).save(2) is not None
@@ -109,7 +109,7 @@ def test_one_rank_has_no_units_of_fsdp2_unless_passes_round_the_weights(found):
 
 
 def test_the_same_bits_in_gradients_norms_and_steps(found):
-    """Of all weights, adapters, recomputed activations, and tied or untied weights that are loaded later."""
+    """Tests whole models, adapters, recomputed activations, and tied or untied weights that are loaded later."""
     for part in (*KINDS, *(kind + "-end" for kind in KINDS), "recomputed", *MODELS):
         assert equal_bits(found["plain"][part], found["fsdp2"][part]), part
 

@@ -1,6 +1,6 @@
 """The plan and the trainer agree on what a step does: the phases with passes of a model, and the samples of a rank.
 
-A set of runs of one step that covers the values of each setting, or the whole product with --full-product.
+Runs one step for a set of cases that covers each value of each setting, or for all combinations with --full-product.
 """
 
 import json
@@ -59,7 +59,7 @@ COVERING = [
     (2, 1, 0, 0, 1, 1),
     (0, 1, 0, 1, 0, 0),
 ]
-"""Indices of the choices. The first four say no to old log-probs, or yes for a single reason."""
+"""Indices of the choices. The first four need no old log-probs, or need them for a single reason."""
 PHASES = {
     "timing_s/ref": "reference",
     "timing_s/old_log_prob": "old log-probs",
@@ -81,7 +81,7 @@ def test_a_step_has_the_phases_that_are_planned(request, tmp_path: Path):
 def _planned_and_measured(
     rank: int, cases: list[tuple[int, ...]], folder: Path
 ) -> dict[str, tuple[set[str], set[str]]]:
-    """Phases of the plan and of a step, by the settings."""
+    """Return, for the settings of each case, the phases of the plan and of a step."""
     sums, found = write_sums(folder / "sums.jsonl"), {}
     for number, case in enumerate(cases):
         chosen = " ".join(values[index] for values, index in zip(CHOICES.values(), case, strict=True)).split()

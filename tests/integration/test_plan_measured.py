@@ -29,7 +29,7 @@ SETTINGS = (
     "trainer.save_freq=1",
     "trainer.val_before_train=false",
     "data.train_batch_size=4",
-    # The tokens that each prompt and response have: the plan's micro-batches are the run's.
+    # The exact length of every prompt and response, so that the plan has the run's micro-batches.
     "data.max_prompt_length=21",
     "data.max_response_length=43",
     "rollout.n=4",
@@ -41,7 +41,7 @@ SETTINGS = (
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the highest resident memory is read as Linux tells it")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the highest resident memory from Linux")
 @pytest.mark.parametrize("adapters", [False, True], ids=["whole", "adapters"])
 def test_the_peak_is_planned_within_a_tenth(tmp_path, adapters):
     torch.manual_seed(1)

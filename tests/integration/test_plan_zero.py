@@ -26,7 +26,7 @@ from tests.support.tiny_models import tiny_config
 
 pytestmark = [
     NEEDS_DEEPSPEED,
-    pytest.mark.skipif(sys.platform != "linux", reason="the highest resident memory is read as Linux tells it"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads the highest resident memory from Linux"),
 ]
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -52,13 +52,13 @@ def step(backend: Any) -> None:
 
 
 def partitions(rank: int, stages: list[int]) -> dict[int, tuple[int, int]]:
-    """Planned and measured bytes of a model in training beside the process without it, by stage."""
-    # Memory of tensors, and not of the gaps between them.
+    """Return, by stage, the planned and the measured bytes that a model in training adds to the process."""
+    # Map each tensor separately, so that gaps between tensors do not count.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 256 << 10)
     torch.use_deterministic_algorithms(True)  # it also fills fresh memory, as in runs
     found = {}
     for stage in stages:
-        # What the library imports and compiles is no part of it.
+        # Do a step first, so that DeepSpeed's imports and compiled code are not measured.
         step(engine_of(stage, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4))
         gc.collect()
         begin_anew()

@@ -1,4 +1,4 @@
-"""Checkpoints saved by {FSDP2, ZeRO 0, 1, 2, 3} on {1, 2} ranks, opened by each of the same; of whole models and of
+"""Checkpoints saved by {FSDP2, ZeRO 0, 1, 2, 3} on {1, 2} ranks, and loaded by each of these; of whole models and of
 adapters.
 
 Weights, moments, step counts and the schedule are exactly equal; the next losses are within 1e-6, and the same bits
@@ -37,8 +37,9 @@ def every_cell() -> list[Cell]:
 
 
 def covering_cells() -> list[Cell]:
-    """Every engine opens every other's, each writes and reads on one rank and on two; and each its own, at other ranks
-    and at one. At two ranks test_deepspeed.py and test_lora.py resume all but two."""
+    """Return cells in which every engine loads every other engine's checkpoints, and saves and loads on one and on two
+    ranks. Each engine also loads its own, on one rank and on the other number of ranks. On two ranks, test_deepspeed.py
+    and test_lora.py resume all but two engines."""
     cells = [(kind, 1, kind, 1) for kind in EVERY_KIND]
     cells += [(kind, 2, kind, 2) for kind in ("zero0-lora", "zero1-bfloat16-lora")]
     for kinds in FAMILIES:
@@ -48,7 +49,7 @@ def covering_cells() -> list[Cell]:
                 ranks = ((1, 1), (1, 2), (2, 2), (2, 1))[(first + 2 * distance) % 4]
             writers, readers = ranks
             cells.append((kinds[first], writers, kinds[(first + distance) % len(kinds)], readers))
-    # Of adapters each both ways.
+    # With adapters, each engine loads its own from one rank on two, and from two on one.
     cells += [(kind, ranks, kind, 3 - ranks) for kind in ADAPTERS for ranks in RANKS]
     return list(dict.fromkeys(cells))
 
@@ -69,8 +70,8 @@ def config_of(folder: str, kind: str, ranks: int) -> Config:
 
 
 def save_all(rank: int, folder: str, ranks: int) -> dict[str, dict[str, Any]]:
-    """Train in every engine, save, and go on for a step: by kind, the saved state, and the losses before and after that
-    step."""
+    """Train in every engine, save, and train one more step. Return by kind the saved state, and the losses before and
+    after that step."""
     saved = {}
     for kind in EVERY_KIND:
         backend = either_engine(kind, seed=1)
@@ -83,7 +84,7 @@ def save_all(rank: int, folder: str, ranks: int) -> dict[str, dict[str, Any]]:
 
 
 def open_all(rank: int, folder: str, ranks: int, cells: list[Cell]) -> dict[tuple[str, int, str], dict[str, Any]]:
-    """Open what `ranks` ranks read of `cells`: by writer, its number of ranks, and reader, what `save_all` returns."""
+    """Load the cells of `ranks` readers. Return state and losses by writer, writer's number of ranks, and reader."""
     opened = {}
     for kind in EVERY_KIND:
         backend = either_engine(kind, seed=2)
@@ -97,7 +98,7 @@ def open_all(rank: int, folder: str, ranks: int, cells: list[Cell]) -> dict[tupl
 
 
 def losses(backend: Any) -> torch.Tensor:
-    """The loss on a batch, and on the next one after a step on the first."""
+    """Return the loss on a batch, and the loss on the next batch after a step on the first."""
     before = loss_of(backend, STEPS)
     train(backend, STEPS)
     return torch.stack([before, loss_of(backend, STEPS + 1)])
@@ -124,10 +125,10 @@ def test_opens(matrix, cell):
     assert equal_bits(opened["state"], saved["state"])
     if (writer, writers) == (reader, readers):
         assert equal_bits(opened["losses"], saved["losses"])
-    # The weights have the same bits before the first loss. A step adds an error of its own, in the order of its sums.
+    # The weights have the same bits before the first loss. The step adds rounding errors from the order of its sums.
     first = mean_loss_bound(saved["losses"])
-    # In bfloat16 a weight that the step left near the middle of two numbers is rounded to the other one. How many do is
-    # not known: 1e-2 allows for a few, and all of them would change a loss by a few percent.
+    # In bfloat16, a weight that is near the middle of two numbers after the step may be rounded to the other number.
+    # How many are is not known: 1e-2 allows for a few weights. All weights would change a loss by a few percent.
     later = 1e-2 if "bfloat16" in writer else 2 * first
     for tolerance, mine, theirs in zip((first, later), opened["losses"], saved["losses"], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)

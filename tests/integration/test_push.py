@@ -1,5 +1,5 @@
-"""Verb `push`: a checkpoint arrives on the Hub as a model that transformers opens, with a card that says how it came to
-be. The Hub is a server on this machine that speaks its protocol; the client is the real one."""
+"""Verb `push`: a checkpoint arrives on the Hub as a model that transformers opens, with a card that describes the
+run. The Hub is a server on this machine that speaks its protocol; the client is the real one."""
 
 import errno
 import hashlib
@@ -45,7 +45,7 @@ def server(monkeypatch) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Config:
-    """Of a run with checkpoints of the steps 2 and 4."""
+    """The configuration of a run with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("run")
     config = make_config(folder)
     config.checkpoint.contents = ["model", "hf_model"]
@@ -72,7 +72,7 @@ def command(capsys):
 
 
 def base_on(server: Server) -> None:
-    """The base model, with its license."""
+    """Put the base model with its license on the server."""
     server.repositories["org/base"] = Repository(False, {"main": {"README.md": b"---\nlicense: apache-2.0\n---\n"}})
 
 
@@ -158,7 +158,7 @@ def test_merge_uploads_too(config, server, command, tmp_path):
 
 
 def test_a_kill_in_the_middle_is_continued(config, server, command, tmp_path, monkeypatch):
-    """Killed while weights are sent: the next one sends the rest, and removes what the killed one has left."""
+    """A push is killed while it sends weights. The next push sends the rest, and removes the killed push's files."""
     child = forkserver.Process(target=_push_slowly, args=(config.run_dir, server.url, tmp_path))
     server.before = lambda number, request: child.kill() if len(server.received) == 1 else None
     child.start()
@@ -176,7 +176,7 @@ def test_a_kill_in_the_middle_is_continued(config, server, command, tmp_path, mo
 
 
 def _push_slowly(run_dir: Path, url: str, scratch: Path) -> None:
-    """One file of weights at a time, in a process of its own."""
+    """Push one weight file at a time, in this process, which the test kills."""
     tempfile.tempdir = str(scratch)
     os.environ |= {"HF_ENDPOINT": url, "HF_TOKEN": TOKEN}
     constants.ENDPOINT, constants.HF_HUB_DISABLE_XET, hub.FILES_AT_A_TIME = url, True, 1
@@ -190,7 +190,7 @@ def test_the_pages_commands(config, server, command, tmp_path, monkeypatch):
     assert len(commands) >= 3
     (tmp_path / "checkpoints/rlhf").mkdir(parents=True)
     shutil.copytree(config.run_dir, "checkpoints/rlhf/offline")
-    # The page's run is longer.
+    # The run on the page is longer: give this run a step 80.
     harmed = shutil.copytree(step_dir(config.run_dir, 4), "checkpoints/rlhf/offline/global_step_80")
     manifest(lambda payload: payload | {"step": 80})(Path(harmed))
     assert command("export", "checkpoints/rlhf/offline/global_step_4", "my_model")[0] == 0

@@ -34,7 +34,7 @@ def note_sockets(event: str) -> None:
             fields = line.split()
             if fields[3] == LISTENING and f"socket:[{fields[9]}]" in inodes:
                 found.append(address_of(fields[1].partition(":")[0]))
-    # Where a machine's name is 127.0.0.1, gloo listens there anyway; elsewhere the interface decides.
+    # If the machine's name resolves to 127.0.0.1, gloo always listens there. Otherwise the interface decides.
     text = " ".join([os.environ["LOCAL_WORLD_SIZE"], os.environ.get(machines.GLOO_INTERFACE, "none"), *found])
     (Path(os.environ[SEEN]) / os.environ["RANK"]).write_text(text)
 
@@ -65,7 +65,7 @@ def test_ranks_under_the_supervisor_listen_on_the_loopback_address(tmp_path, sum
 
 
 def test_ranks_of_another_launcher_count_themselves(tmp_path, sums, environment):
-    """Without LOCAL_WORLD_SIZE, as srun starts them. The store of rank 0 is torch's, on every address."""
+    """srun starts ranks without LOCAL_WORLD_SIZE. The store of rank 0 is torch's, and listens on every address."""
     command = [*small(tmp_path, "srun", sums), "trainer.total_training_steps=1", "actor.optim.lr_warmup_steps=0"]
     end = ranks(tmp_path / "log", command, environment, nproc=2)
     assert end.code == EXIT_DONE, end.output
@@ -73,7 +73,7 @@ def test_ranks_of_another_launcher_count_themselves(tmp_path, sums, environment)
 
 
 class Settled(threading.Thread):
-    """Settles the place of one rank."""
+    """Calls `settle_places` for one rank."""
 
     def __init__(self, store: dist.Store, rank: int, gpu: str) -> None:
         super().__init__()
@@ -90,9 +90,9 @@ class Settled(threading.Thread):
     ("gpus", "shared"), [(["GPU-a", "GPU-a"], True), (["GPU-a", "GPU-b"], False), (["", ""], False)]
 )
 def test_two_ranks_on_one_gpu_are_an_error_of_the_user(monkeypatch, gpus, shared):
-    """NCCL said "Duplicate GPU detected", and no remedy."""
+    """NCCL's own error was "Duplicate GPU detected", without a remedy."""
     for variable in (machines.GLOO_INTERFACE, machines.NCCL_INTERFACE, "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(variable, "1")  # so that it has its present value again in the end
+        monkeypatch.setenv(variable, "1")  # so that the present value is restored at the end
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     threads = [Settled(store.clone(), rank, gpu) for rank, gpu in enumerate(gpus)]
     for thread in threads:

@@ -154,7 +154,7 @@ def test_the_manifest_is_removed_first(tmp_path):
     calls = [(call, path.partition("default/")[2]) for call, path in WEATHER.calls]
     removals = [path for call, path in calls if call == "rm_file" and path.startswith("global_step_2/")]
     assert removals[0] == f"global_step_2/{MANIFEST}"
-    # Nothing of the old one goes before the new one is complete.
+    # No file of the old copy is removed before the new copy is complete.
     assert calls.index(("open wb", f"global_step_4/{MANIFEST}")) < calls.index(("rm_file", removals[0]))
 
 
@@ -256,7 +256,7 @@ def test_a_damaged_byte_in_a_copys_manifest_costs_none_of_its_files(tmp_path, fo
     kept = files_of(remote_dir(tmp_path, 2))
     shutil.rmtree(step_dir(config.run_dir, 2))
     assert copy_all(config) == []
-    # What lies here is sent again; what does not may be mended by hand.
+    # Step 4 is still here and is sent again. Step 2 is not: a user may be able to repair its copy, so it stays.
     assert complete_steps(config) == [4]
     assert files_of(remote_dir(tmp_path, 2)) == kept
 
@@ -313,8 +313,8 @@ def test_copies_in_the_run_directory_itself_are_refused(tmp_path, below):
 
 @pytest.mark.slow
 def test_from_the_command_line_onto_an_empty_disk(tmp_path, sums, undisturbed):
-    """Killed hard, its disk lost, started by the same command on another machine: the run ends as the undisturbed one,
-    bit for bit."""
+    """A run is killed, loses its disk, and is started by the same command on another machine. It ends like the
+    undisturbed run, bit for bit."""
     settings = [f"checkpoint.remote=file://{tmp_path}/remote", "checkpoint.remote_max_to_keep=1"]
     there = tmp_path / "remote/rlhf/far"
 
@@ -336,7 +336,7 @@ def test_from_the_command_line_onto_an_empty_disk(tmp_path, sums, undisturbed):
     assert run_ids[0] == run_ids[1]
     assert [path.name for path in scan(there)] == ["global_step_7"]
 
-    # A finished run brings what its end did not get to, and comes back whole as well.
+    # A start of a finished run makes the missing copies. A finished run is also restored completely.
     shutil.rmtree(there)
     assert start("second").code == 0
     assert [path.name for path in scan(there)] == ["global_step_7"]
@@ -347,7 +347,7 @@ def test_from_the_command_line_onto_an_empty_disk(tmp_path, sums, undisturbed):
 
 
 def test_s3_over_http(tmp_path, s3):
-    """The same against a server that speaks S3's protocol."""
+    """Copies to and from a server that speaks S3's protocol."""
     config = make_run(tmp_path / "a", 2, 4, 6, remote="s3://bucket/backup")
     config.checkpoint.remote_max_to_keep = 2
     assert open_remote(config) is not None

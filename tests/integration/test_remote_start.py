@@ -65,7 +65,7 @@ def test_a_run_does_not_start_at_zero_when_all_copies_are_damaged(tmp_path, fold
 
 
 def test_copies_of_another_format_are_neither_used_nor_removed(tmp_path, folder_url, caplog):
-    """After a change of version nothing that an older one committed is lost."""
+    """A new version loses no checkpoint that an older version committed."""
     config = make_run(tmp_path / "a", 2, remote=folder_url)
     copy_all(config)
     manifest = read_manifest(remote_dir(tmp_path, 2))
@@ -126,7 +126,7 @@ def test_another_runs_folder_is_refused(tmp_path, folder_url):
     before = (remote_dir(tmp_path, 2) / MANIFEST).read_bytes()
     with pytest.raises(UserError, match=r"another run, up to step 4(.|\n)*experiment_name(.|\n)*overwrite=true"):
         start_there(config)
-    # A start whose check could not be made comes to the same end behind the training.
+    # If a start could not check the folder, the copies behind the training fail for the same reason.
     assert copy_all(config) == [2]
     assert (remote_dir(tmp_path, 2) / MANIFEST).read_bytes() == before
 
@@ -153,7 +153,7 @@ def test_another_runs_folder_is_taken_over_when_asked_for(tmp_path, folder_url, 
     assert complete_steps(config) == [9, 4, 2]
     assert "holds 2 checkpoints of other runs or versions" in caplog.text
 
-    # On an empty disk the new run counts, though the old one got further.
+    # On an empty disk the new run's checkpoints count, although the old run got further.
     again = on_empty_disk(config, tmp_path / "c")
     again.trainer.resume_mode = config.trainer.resume_mode
     assert start_there(again, source) == 4

@@ -1,4 +1,4 @@
-"""Whole replicas on two ranks: they train as shards do, and save and open the same checkpoints, of all weights and of
+"""Whole replicas on two ranks: they train like shards, and save and load the same checkpoints, of whole models and of
 adapters."""
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from tests.support.in_float64 import TOLERANCE, in_float64
 
 DEADLINE_S = 120
 REPLICAS = "hsdp"
-"""On two ranks, two replicas of one rank each."""
+"""This engine on two ranks: two replicas of one rank each."""
 KINDS = ("fsdp2", REPLICAS)
 WHOLE_AND_ADAPTERS = pytest.mark.parametrize("trained", ["", ADAPTED], ids=["whole", "adapters"])
 
@@ -37,7 +37,7 @@ def config_of(folder: str, name: str, kind: str) -> Config:
 
 @in_float64()
 def exactly(name: str) -> dict[str, Any]:
-    """The norms and the end of three steps of two micro-batches, and the sums of gradients in one step."""
+    """Return metrics and final state of three steps of two micro-batches, and the gradient sums of one step."""
     backend, sums = either_engine(name, seed=1), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_sums, "all_sum", lambda flat, send=gradient_sums.all_sum: sums.append(1) or send(flat))
@@ -85,7 +85,7 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
 
 
 def settled(folder: str, name: str, rank: int) -> int | None:
-    """The replicas of a run without the setting, in a directory with a save, or in a new one."""
+    """Return the replicas of a run without the setting, in a directory with a save or in a new directory."""
     config = config_of(folder, name.partition(",")[0], "fsdp2")
     config.backend.dp_replicate = None
     with pytest.MonkeyPatch.context() as patch:
@@ -99,7 +99,7 @@ def settled(folder: str, name: str, rank: int) -> int | None:
 
 
 def absent_gradients(rank: int) -> list[list[Any]]:
-    """The summed gradients of four parameters, in one bucket and in a bucket each; some have none on some ranks."""
+    """Return summed gradients of four parameters, in one bucket and in a bucket each. Some ranks lack gradients."""
     found = []
     for size in (gradient_sums.GRADIENT_BUCKET, 1):
         parameters = [nn.Parameter(torch.zeros(2, 3)) for _ in range(4)]

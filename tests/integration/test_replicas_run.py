@@ -1,4 +1,4 @@
-"""Runs on two ranks, as a user starts them: replicas by the plan, killed and resumed, and as in an older checkpoint."""
+"""Runs on two ranks, as a user starts them: replicas by the memory plan, kills and resumes, and older checkpoints."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_an_evaluation_may_have_other_ranks(folder, sums, calm):
 
 
 def test_a_run_that_began_with_shards_keeps_them(folder, sums):
-    """As a run of a release without replicas, whose checkpoints all have the number 1."""
+    """Like a run of a release without replicas, whose checkpoints all have `dp_replicate=1`."""
     whole = train_forked(small(folder, "shards", sums, TWO, SHARDS))
     assert whole.code == 0, whole.output
     runs = [run_dir(folder, name) for name in ("shards", "later")]

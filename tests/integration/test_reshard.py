@@ -1,4 +1,4 @@
-"""State that one number of ranks saved, opened by another: exactly equal, also where rows do not divide by the
+"""State that one number of ranks saves and another number loads: exactly equal, also if rows do not divide by the
 ranks."""
 
 import logging
@@ -36,7 +36,7 @@ def save(rank: int, config: Config) -> dict:
 
 
 def load(rank: int, config: Config) -> dict:
-    """Resume into other weights and other moments, return the whole state, the local sizes, and what was warned of."""
+    """Resume into other weights and moments. Return the whole state, the local sizes and the warnings."""
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -48,7 +48,7 @@ def load(rank: int, config: Config) -> dict:
 
 
 def go_on(rank: int, config: Config) -> dict:
-    """Resume and save what was resumed, unchanged, as the next step."""
+    """Resume, and save the unchanged state as the next step."""
     backend = make_backend(2)
     driver = make_driver()
     checkpointer = make_checkpointer(config, backend, driver=driver)
@@ -91,7 +91,7 @@ def test_state_is_exactly_equal_at_another_number_of_ranks(config, ranks, writer
         assert len(warned) == (rank == writers)
     by = "1 rank" if writers == 1 else f"{writers} ranks"
     assert any(f"saved by {by} and continues with {readers}" in line for line in loaded[0]["warnings"])
-    # Really sharded, and 515 rows of the vocabulary divide by neither 2 nor 3.
+    # The weights are really sharded: the 515 rows of the vocabulary divide by neither 2 nor 3.
     sizes = [result["sizes"]["lm_head.weight"] for result in loaded]
     assert sum(sizes) == 515 * 12
     assert len(set(sizes)) == (1 if readers == 1 else 2)
@@ -106,7 +106,7 @@ def test_there_and_back_again_changes_no_bit(config, ranks):
 
 
 def test_ranks_without_a_row_save_and_load(config, ranks):
-    """Three heads of four: norms have 12 elements, so that with 8 ranks the last two hold none of them."""
+    """The hidden size is 12 (three heads of four). With 8 ranks, the last two have no element of a norm."""
     saved = ranks(8, save, config)[0]
     files = files_of(config.run_dir / "global_step_3")
     assert sum(name.startswith("actor/model/rank_") for name in files) == 8

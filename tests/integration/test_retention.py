@@ -1,5 +1,5 @@
-"""Retention and room as a run uses them: two ranks and real saves, each from a new checkpointer, as if restarted in
-between."""
+"""Retention and freeing of disk space in real saves on two ranks. Each save has a new checkpointer, as after a
+restart."""
 
 import os
 import re
@@ -23,7 +23,7 @@ ACCURACY = {2: 0.5, 4: 0.9, 6: None, 8: 0.1, 10: 0.2}
 
 
 def save(rank: int, config: Config, *figures: tuple[int, float | None]) -> list[str | list[int | None]]:
-    """Save each step with its accuracy; after each the steps that are there, or the error."""
+    """Save each step with its accuracy. Return for each save the steps that exist after it, or the error."""
     coordinator = make_coordinator()
     seen: list[str | list[int | None]] = []
     for step, accuracy in figures:
@@ -34,7 +34,7 @@ def save(rank: int, config: Config, *figures: tuple[int, float | None]) -> list[
         except UserError as error:
             seen.append(str(error))
             continue
-        # Retention is the leader's work: once all are here, it is done.
+        # The leader applies retention, so it is done once all ranks are here.
         coordinator.all_gather(None)
         seen.append(steps(config.run_dir))
         coordinator.all_gather(None)
@@ -54,13 +54,13 @@ def test_the_rules_act_on_the_metrics_of_each_save(tmp_path):
 
 @pytest.fixture
 def small_config(tmp_path) -> Iterator[Config]:
-    """A run directory on a disk of 6 MiB."""
+    """The configuration of a run directory on a disk of 6 MiB."""
     with small_disk(tmp_path / "disk", 6) as disk:
         yield make_config(disk)
 
 
 def fill(config: Config, leave: int) -> Path:
-    """A neighbour's file that leaves `leave` bytes of the disk."""
+    """Write another program's file that leaves `leave` bytes of the disk free."""
     filler = config.run_dir / "filler"
     stats = os.statvfs(config.run_dir)
     filler.write_bytes(bytes(stats.f_bavail * stats.f_frsize - leave))
@@ -75,10 +75,10 @@ def test_a_save_that_does_not_fit_removes_what_may_go_or_says_what_it_lacks(smal
         return run_thread_ranks(2, save, small_config, *figures, deadline_s=DEADLINE_S)
 
     assert on_ranks((2, None), (4, None)) == [[[2], [2, 4]]] * 2
-    # A save takes 1.6 MB, and as it reckons 2.6 MiB: what is free is not enough by itself, nor without step 2.
+    # A save writes 1.6 MB and asks for 2.6 MiB. The free 1.2 MB are not enough before step 2 is removed.
     filler = fill(small_config, leave=1_200_000)
     assert on_ranks((6, None)) == [[[4, 6]]] * 2
-    # One more would do, but 6 is the newest; nothing is removed for nothing.
+    # Removing steps 4 and 6 would be enough, but step 6 is the newest. Step 4 alone is not, so nothing is removed.
     filler.unlink()
     filler = fill(small_config, leave=600_000)
     for (message,) in on_ranks((8, None)):

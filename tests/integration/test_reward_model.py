@@ -1,5 +1,5 @@
-"""A reward model scores whole chats: as the plain model does one by one, however they are batched, on one rank or two.
-In float64, which leaves little to rounding."""
+"""A reward model scores whole chats. For any batching, on one rank or two, scores equal those of the plain model for
+single chats. Tests run in float64, so that rounding errors are small."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def item(question: str, answer: str, system: str | None = None) -> RewardItem:
     return RewardItem("sums", answer, None, {}, messages)
 
 
-# Lengths far apart, in no order, two equal.
+# The lengths differ widely and are in no order. Two are equal.
 ITEMS = [
     item("What is 1 + 1?", "2"),
     item("State the final answer to the following arithmetic problem: 12 + 34 =", "The answer is 46. " * 4),
@@ -80,7 +80,7 @@ def scores(model: RewardModel, items: list[RewardItem]) -> list[float]:
 
 
 def plain(folder: Path, items: list[RewardItem], last: int = 10_000) -> list[float]:
-    """Each chat by itself through the library's class, without a mask or padding."""
+    """Return the scores of transformers' class for each chat separately, without a mask or padding."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).double().eval()
     tokenizer = load_tokenizer(ModelSource("reward_model.path", str(folder)), folder)
     result = []
@@ -100,7 +100,7 @@ def close(a: list[float], b: list[float]) -> bool:
     return a == pytest.approx(b, rel=TOLERANCE, abs=TOLERANCE)
 
 
-# The template ends each chat with the end-of-sequence token, 1: as padding it says nothing about where a chat ends.
+# The template ends each chat with the end-of-sequence token, 1. If 1 is also the padding, it does not mark the end.
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("pad", [0, 1, None, -1])
 @pytest.mark.parametrize("budget", [1, 60, 16384])
@@ -115,7 +115,7 @@ def test_scores_are_the_plain_model_s(tmp_path, architecture, pad, budget, packe
 
 
 def test_a_template_prints_the_day_of_the_start(tmp_path):
-    """A resume on a later day gives the same scores."""
+    """The day is that of the first start, so a resume on a later day gives the same scores."""
     classifier("llama", tmp_path)
     template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer = tiny_tokenizer()
@@ -215,7 +215,7 @@ SHARES = [(ITEMS, []), ([], ITEMS), (ITEMS[:1], ITEMS[1:]), ([], [])]
 
 @in_float64()
 def on_rank(folder: Path) -> list[list[float]]:
-    """Scores of this rank's part of each of `SHARES` from two sharded models."""
+    """Return the scores of this rank's part of each of `SHARES`, from two sharded models."""
     rank = torch.distributed.get_rank()
     models = [build(folder / pad, sharded=True, forward_max_token_len_per_gpu=30) for pad in ("0", "None")]
     return [scores(model, share[rank]) for model in models for share in SHARES]
@@ -255,7 +255,7 @@ def test_the_baseline_is_what_the_model_says_of_the_greedy_response(tmp_path, bu
     samples = [alone(each.prompt, s) for each, group in zip(drawn, scored, strict=True) for s in group.samples]
     assert close([group.baseline for group in scored], plain(tmp_path, baselines))
     assert close([score for group in scored for score in group.scores], plain(tmp_path, samples))
-    # The model takes them by length: it must matter which is whose.
+    # The model sorts responses by length. Different lengths show whether it mixes up scores.
     assert len({len(response) for response in responses}) > 1
 
 

@@ -1,4 +1,4 @@
-"""Servers that nobody can reach: one error for all ranks. With servers: tests/faults/test_vllm_servers.py."""
+"""Unreachable servers: one error for all ranks. tests/faults/test_vllm_servers.py tests running servers."""
 
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.support.tiny_models import TINY_POLICY
 
 
 def start_error(folder: Path) -> str:
-    """What this rank learns of servers that do not come up."""
+    """Return this rank's error for servers that do not start."""
     servers = ServersConfig(urls=["http://127.0.0.1:9"], start_timeout_s=0.1, max_failures=0)
     config = RolloutConfig(name="vllm_server", servers=servers)
     files = {"config.json": (TINY_POLICY / "config.json").read_bytes()}

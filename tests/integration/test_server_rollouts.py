@@ -103,7 +103,7 @@ def saved(of: Rank) -> tuple[int, int, list[Any]]:
 
 
 def wait_for(both: list[ScriptedVllm], answers: int) -> None:
-    """Wait until the servers have sent so many answers."""
+    """Wait until the servers have sent `answers` responses."""
     end = time.monotonic() + DEADLINE_S
     while sum(len(server.answers) for server in both) < answers:
         assert time.monotonic() < end
@@ -153,7 +153,7 @@ def test_servers_generate_while_the_ranks_train(tmp_path):
         # Half of the samples in flight, on average, wait for the longest of another group.
         assert sum(len(server.answers) for server in both) < 2 * BATCH * N
         wait_for(both, 2 * BATCH * N)
-        # The whole batch of the next step is complete, so it needs no token by the newer weights.
+        # The batch of the next step is complete, so it has no token from the newer weights.
         [second] = walk(one, 2)
         assert {version for sample in samples_in(second) for version, _ in sample.versions} == {0}
 
@@ -190,8 +190,8 @@ def settings_of(name: str, k: int) -> dict[str, Any]:
     ],
 )
 def test_a_replay_of_the_journal_has_the_bits_of_the_run(name, world_size, k, saves, tmp_path):
-    """The run ends like a crash in the training of step 3. The replay's servers would answer with other lengths, and
-    the replay saves nothing."""
+    """The run ends like a crash in the training of step 3. The replay's servers would give responses of other
+    lengths, and the replay saves nothing."""
     journal, settings = tmp_path / "run", settings_of(name, k)
     with servers() as both:
         run = partial(on_ranks, [s.url for s in both], tmp_path / "logs", journal, 3, k, saves=saves, **settings)
@@ -206,7 +206,7 @@ def test_a_replay_of_the_journal_has_the_bits_of_the_run(name, world_size, k, sa
 
 
 def test_without_the_journal_the_clock_decides(tmp_path):
-    """So the test above compares runs that differ without a journal."""
+    """Without a journal the two runs differ, so the test above could fail."""
     runs = []
     for longest in (LONGEST, 9):
         with servers(longest=longest) as both, rank([s.url for s in both], tmp_path, 2) as one:

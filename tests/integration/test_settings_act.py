@@ -1,4 +1,4 @@
-"""Settings of the rollout, the loss and the engine reach the numbers of a run; each start here is two or three
+"""Settings of the rollout, the loss and the engine change the numbers of a run. Each run here has two or three
 steps."""
 
 import json
@@ -13,7 +13,7 @@ from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
 from tests.support.launching import TINY_POLICY, ranks, records, saved_steps, small
 from tests.support.rounding import independent_bound
 
-# No warm-up, so that the first step moves the weights and the second sees it.
+# No warm-up, so that the first step moves the weights and the second step shows the effect.
 TWO_STEPS = (
     "trainer.total_training_steps=2",
     "trainer.save_freq=0",
@@ -24,7 +24,7 @@ TWO_STEPS = (
 
 
 class Runs:
-    """Runs of two steps by name; each gives its metric records."""
+    """Runs of two steps, one for each set of overrides. A call returns the run's metric records."""
 
     def __init__(self, folder: Path, sums: Path):
         self.folder, self.sums, self.known = folder, sums, {}
@@ -74,14 +74,14 @@ def test_recomputed_activations_change_nothing(runs):
 
 def test_autocast_shows_as_rounding(runs):
     plain, autocast = runs()[0], runs("backend.autocast=bfloat16")[0]
-    # A unit in the last place is 2^16 times as large in bfloat16: nearer to it than to 1, on a scale of powers.
+    # A unit in the last place is 2^16 times larger in bfloat16. On a log scale, 2^8 is half of this.
     assert 2**8 * plain["rollout/logprob_diff_max"] < autocast["rollout/logprob_diff_max"] < 0.5
     # Each of two layers has 14 roundings one after another: input, weight and output of three products and of the gates
     # (the output projection and the last product have rounded inputs), two in the attention, two in the activation. The
     # head has three.
     forward = 2 * 14 + 3
     assert autocast["reward/mean"] == plain["reward/mean"]
-    # The backward pass has two products for each of the forward pass.
+    # The backward pass has two products for each product of the forward pass.
     apart = independent_bound(3 * forward, torch.bfloat16)
     assert autocast["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=apart)
 

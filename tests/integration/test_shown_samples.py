@@ -50,6 +50,6 @@ def test_all_rollouts_of_two_ranks_with_their_advantages(tmp_path, sums):
             question = next(prompt for prompt in rows if prompt in sample["prompt"])
             assert sample["ground_truth"] == rows[question]
             spread = stdev(scores) + 1e-6
-            # In float32, of zeros and ones: a sum of the group's squares, a root, a sum and a quotient.
+            # Scores are 0 or 1. Float32 rounds a sum of the group's squares, a root, a sum and a quotient.
             expected = (sample["score"] - mean(scores)) / spread
             assert sample["advantage"] == pytest.approx(expected, rel=sum_bound(len(group) + 3), abs=0)

@@ -30,7 +30,7 @@ QUICK = (
     "actor.ppo_mini_batch_size=2",
     "trainer.total_training_steps=3",
     "trainer.save_freq=1",
-    "checkpoint.async_save=false",  # or a kill in step 2 may come before the checkpoint of step 1
+    "checkpoint.async_save=false",  # else a kill in step 2 may come before the checkpoint of step 1
     "trainer.restart_backoff_s=0",
     "actor.optim.lr_warmup_steps=0",
 )
@@ -72,7 +72,7 @@ def test_the_status_fits_a_terminal(survivor, tmp_path, columns):
 
 
 def test_watch_follows_a_run_through_a_kill_and_its_restart(tmp_path):
-    """The holder of the lock is a process of this test, which is killed and started again."""
+    """A process of this test holds the run's lock. The test kills it and starts it again."""
     run = run_folder(tmp_path / "a", 4, events=[{"time": time.time(), "event": "started"}])
     holder = (
         "import sys, time; from pathlib import Path; from rlhf.ranks.lock import run_lock\n"

@@ -1,4 +1,4 @@
-"""A sweep of real runs: one that fails leaves the others alone, and the same command makes up for it."""
+"""A sweep of real runs: a failed run does not stop the others, and the same command starts it again."""
 
 import os
 import re
@@ -71,7 +71,7 @@ def test_a_failed_run_is_reported_and_made_up_for(tmp_path, capsys):
 
 
 def test_sigterm_between_two_runs_stops_the_sweep(tmp_path):
-    """The first run is refused, and the second waits before it has ranks."""
+    """The first run is rejected. The second run waits before it has ranks."""
     wrong, waits = shutil.copytree(TINY_POLICY, tmp_path / "wrong"), model_that_is_never_read(tmp_path / "waits")
     (wrong / "chat_template.jinja").write_text("{% if %}")
     command = ["-m", "rlhf.train", "-m", "recipes=null", *SMALL, f"model.path={wrong},{waits}"]

@@ -39,7 +39,7 @@ def expected(steps: range) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_kills_leave_every_step_once_and_in_order(tmp_path: Path) -> None:
-    # Before any checkpoint: the next launch is fresh again.
+    # The kill comes before any checkpoint, so the next launch starts at step 0 again.
     assert launch(tmp_path, "none", "20", "3") == -signal.SIGKILL
     assert launch(tmp_path, "none", "20", "12") == -signal.SIGKILL
     assert tensorboard_curves(tmp_path) == expected(range(13))

@@ -1,4 +1,4 @@
-"""torchrun as the launcher instead of our supervisor: it trains, restarts after a crash, and hands on a mistake."""
+"""torchrun as the launcher instead of our supervisor: it trains, restarts after a crash, and reports user errors."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
 with Path(sys.argv[1]).open("a") as file:
     file.write(f"{os.environ['RANK']} {restart} {torchrun_agent()}\\n")
 deadline = time.monotonic() + 60
-# The end of one rank is the other's, which has to write before.
+# The end of one rank also ends the other, which must write first.
 while Path(sys.argv[1]).read_text().count(f" {restart} ") < 2 and time.monotonic() < deadline:
     time.sleep(0.01)
 sys.exit(restart == "0")
@@ -57,7 +57,7 @@ sys.exit(restart == "0")
 
 @pytest.mark.slow
 def test_a_rank_knows_its_torchrun_in_every_attempt_and_from_behind_a_script(tmp_path, launches):
-    """Two launches with the run id "none", as of every launch without an elastic rendezvous."""
+    """Two launches with the run id "none", which every launch without an elastic rendezvous has."""
     (tmp_path / "agent.py").write_text(AGENT)
     script = tmp_path / "rank.sh"
     script.write_text(f"#!/bin/sh\n{sys.executable} {tmp_path}/agent.py $1\nexit $?\n")

@@ -11,7 +11,7 @@ from tests.support.tracked import tensorboard_curves, wandb_items
 
 @pytest.mark.slow
 def test_both_trackers_show_every_step_once_after_a_kill(tmp_path, sums):
-    saved = "checkpoint.async_save=false"  # when the kill comes
+    saved = "checkpoint.async_save=false"  # so that step 3 is saved when the kill comes
     command = small(
         tmp_path, "tracked", sums, "trainer.logger=[wandb,tensorboard]", "tracking.wandb.mode=offline", saved
     )

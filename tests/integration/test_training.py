@@ -17,8 +17,8 @@ from tests.support.rounding import sum_bound
 from tests.support.undisturbed import EXPORT, Undisturbed
 
 POISON = 9
-"""The row, in the order of the file, on which the poisoned function raises: with eight prompts a step that is step
-2."""
+"""The row, in the order of the file, on which the poisoned function raises. With eight prompts per step, it is in
+step 2."""
 
 REWARD = f"""
 import time
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, verl_rows: list[dict]) -> P
 
 @pytest.fixture(scope="module")
 def ends(launches: ThreadPoolExecutor, undisturbed: Undisturbed, folder: Path, sums: Path) -> dict[str, Future[Ended]]:
-    """Starts from the command line that may run side by side; each in a run directory of its name."""
+    """Starts from the command line that may run in parallel, each in a run directory with its name."""
 
     def start(name: str, *overrides: str, data: Path = sums) -> Future[Ended]:
         return launches.submit(train_forked, small(folder, name, data, *overrides))
@@ -123,12 +123,12 @@ def test_the_number_of_ranks_does_not_change_the_samples(undisturbed):
     one, two = (history(undisturbed.run_dir(nproc))[0] for nproc in (1, 2))
     for name in ("reward/mean", "reward/std", "tokens/total", "response_length/mean", "response_length/max"):
         assert one[name] == two[name], name
-    # Sums over the tokens of a step; the terms of the loss are advantages, of groups of four at most 1.5.
+    # Metrics are sums over a step's tokens. The terms of the loss are advantages: at most 1.5 in groups of four.
     bound = sum_bound(one["tokens/total"])
     for name in ("actor/entropy", "actor/grad_norm"):
         assert one[name] == pytest.approx(two[name], rel=bound, abs=0), name
     assert one["actor/loss"] == pytest.approx(two["actor/loss"], rel=0, abs=1.5 * bound)
-    # About half the squares of log-ratios, which are off by rounding: their mean size is at most sqrt(2 KL).
+    # The KL is about half the mean square of log-ratios, which have rounding errors. Their mean size is <= sqrt(2 KL).
     apart = bound * (2 * one["actor/kl_loss"]) ** 0.5
     assert one["actor/kl_loss"] == pytest.approx(two["actor/kl_loss"], rel=0, abs=apart)
 
@@ -167,7 +167,7 @@ def test_parquet_with_verl_columns_a_function_with_details_and_one_that_hangs(en
     end = ends["parquet"].result()
     assert end.code == EXIT_DONE, end.output
     initial, first, second = records(folder / "rlhf" / "parquet")
-    # Row 0 hangs on each of its four samples, in one of the two steps of the epoch.
+    # Row 0 hangs for each of its four samples. It is in one of the two steps of the epoch.
     assert sorted([first["reward/timeouts"], second["reward/timeouts"]]) == [0, 4]
     assert (first["reward/row"] + second["reward/row"]) > 0
     assert 1 <= first["reward/length"] <= 8
@@ -198,7 +198,7 @@ def test_an_epoch_ends_with_its_prompts_those_that_were_dropped_included(tmp_pat
     assert end.code == EXIT_DONE, end.output
     run_dir = tmp_path / "rlhf" / "epochs"
     generated = [record["sampling/groups_generated"] for record in records(run_dir)]
-    # 30 prompts: two passes would be seven batches of 8, had none been dropped.
+    # Two passes over 30 prompts would be seven batches of 8 if no group had been dropped.
     assert len(generated) < 7
     assert sum(generated[:-1]) < 2 * 30 <= sum(generated)
     assert saved_steps(run_dir)[0] == len(generated)

@@ -48,7 +48,7 @@ def randomised(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.parametrize("architecture", CAUSAL)
 def test_values_are_the_trunk_under_a_head_that_starts_at_zero(tmp_path, architecture, caplog):
     causal = causal_lm(architecture, tmp_path)
-    logging.getLogger("transformers").addHandler(caplog.handler)  # the library's loggers don't propagate
+    logging.getLogger("transformers").addHandler(caplog.handler)  # transformers' loggers don't propagate
     try:
         model = load(tmp_path)
     finally:
@@ -138,7 +138,7 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path, architecture):
     for enabled in (False, True):
         model = randomised(load(tmp_path)).train()
         if enabled:
-            # As the worker does for the policy.
+            # The worker enables it in the same way for the policy.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
                 {"use_reentrant": False}
             )
@@ -153,7 +153,7 @@ SHARDED = ("qwen2", "gpt2", "olmo2")
 
 @in_float64()
 def on_rank(folder: Path) -> list[float]:
-    """Under FSDP2: how far the loss and the gradients of each model are from the whole model's at most."""
+    """Return the largest difference of each model's loss and gradients under FSDP2 from the whole model's."""
     result = []
     for architecture in SHARDED:
         whole = randomised(load(folder / architecture).double())

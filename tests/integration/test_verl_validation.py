@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "verl_validation.py"
 
 
 def evaluation(n: int) -> tuple[list[AnsweredPrompt], dict[str, Any]]:
-    """Six prompts of two sources with `n` responses each, for us and for verl."""
+    """Return six prompts of two sources with `n` responses each, in our form and in verl's."""
     rng, prompts = random.Random(n), []
     sources, uids, numbers = [], [], {"reward": [], "acc": [], "pred": []}
     for number in range(6):
@@ -46,7 +46,7 @@ def test_what_verl_names_alike_is_equal(tmp_path):
             if not metric.endswith("/std")
         }
         metrics = validation_metrics(prompts, n, Coordinator(GlooTransport()))
-        # pass@k and the functions by themselves are ours alone.
+        # verl has neither pass@k nor metrics of single reward functions.
         ours = {name.partition("/")[2]: value for name, value in metrics.items() if "/pass@" not in name}
         ours = {name: value for name, value in ours.items() if "/reward/function/" not in name}
         assert ours == pytest.approx(expected, rel=1e-12)

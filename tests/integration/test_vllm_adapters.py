@@ -33,7 +33,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
 class Served:
-    """The bundled policy with random adapters, and an engine that serves these."""
+    """The bundled policy with random adapters, and an engine that serves the adapters."""
 
     def __init__(self) -> None:
         from rlhf.rollout.vllm.native_adapters import build_adapter_engine
@@ -89,7 +89,7 @@ def test_samples_are_those_of_the_merged_model_and_the_base_comes_once(served):
     for step in (1, 2):
         before = {name: tensor.clone() for name, tensor in served.factors().items()}
         served.hand_over(step)
-        # vLLM multiplies by the scale in place, which must not be the trainer's own memory.
+        # vLLM multiplies by the scale in place. This must not change the trainer's own tensors.
         assert all(torch.equal(tensor, before[name]) for name, tensor in served.factors().items())
         merged = copy.deepcopy(served.model).merge_and_unload()
         embedded = build_embedded_engine(merged, served.tokenizer, RolloutConfig())

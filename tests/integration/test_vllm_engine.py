@@ -50,7 +50,7 @@ RANDOM = SamplingParams(temperature=1.5, max_tokens=24)
 
 
 def policy(name: str) -> Any:
-    """The bundled policy with noise, its head tied to its embeddings; or a random Qwen2 with a head of its own."""
+    """Return the bundled policy with noise and a tied head, or a random Qwen2 with an untied head."""
     if name == "bundled":
         return shaken(AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32).eval(), 0.4)
     torch.manual_seed(5)
@@ -59,7 +59,7 @@ def policy(name: str) -> Any:
 
 
 def shaken(model: Any, share: float) -> Any:
-    """With noise on all weights, of that share of their spread."""
+    """Add noise to all weights. `share` is relative to the standard deviation of a weight."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -74,7 +74,7 @@ def requests(tokenizer: Any, count: int = 12) -> list[Request]:
 
 
 def build(model: Any, tokenizer: Any, folder: Path | None = None, **rollout: Any) -> Any:
-    """An engine; several ranks need the same `folder`."""
+    """Return a vLLM engine. Several ranks need the same `folder`."""
     from rlhf.rollout.vllm.engine_start import build_vllm_engine
 
     config = RolloutConfig(name="vllm", max_num_seqs=32, **rollout)
@@ -87,7 +87,7 @@ def build(model: Any, tokenizer: Any, folder: Path | None = None, **rollout: Any
 
 
 def process() -> dict[str, Any]:
-    """What of this process a library may change behind its user's back."""
+    """Return the state of this process that a library may change unnoticed."""
     root = logging.getLogger()
     return {
         "environment": dict(os.environ),
@@ -110,7 +110,7 @@ def process() -> dict[str, Any]:
 
 
 class Pair:
-    """A model in vLLM and in the embedded engine, and what making the first changed in this process."""
+    """A model in vLLM and in the embedded engine. `changed` names the process state that vLLM changed."""
 
     def __init__(self, name: str) -> None:
         self.model, self.tokenizer = policy(name), tiny_tokenizer()
@@ -118,7 +118,7 @@ class Pair:
         torch.use_deterministic_algorithms(True)
         try:
             before = process()
-            # Blocks that prompts of a test can fill.
+            # Blocks are so small that prompts of a test fill them.
             self.vllm = build(self.model, self.tokenizer, engine_kwargs=EngineKwargsConfig({"block_size": 32}))
             self.vllm.update_weights(self.model.named_parameters, 3)
             sampled(self.vllm, self.requests, RANDOM, 3, seed=9, step=9)
@@ -146,7 +146,7 @@ def pair(request: pytest.FixtureRequest, rank: None) -> Iterator[Pair]:
 
 @torch.no_grad()
 def log_probs(model: Any, prompt: list[int], response: list[int], params: SamplingParams) -> torch.Tensor:
-    """Of each token of `response`, by transformers, under the distribution that `params` (without top_p) makes."""
+    """Return transformers' log-prob of each token of `response` under `params` (without top_p)."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     for position, row in enumerate(logits):
         history = torch.tensor([prompt + response[:position]])
@@ -227,7 +227,7 @@ def test_nothing_of_earlier_calls_matters_to_the_bit(pair: Pair):
 
     prompts = [replace(r, token_ids=r.token_ids * 2) for r in pair.requests]
     first = again()
-    # Prompts that begin as those do: blocks of theirs are in the cache then.
+    # Longer prompts with the same beginnings, so that the cache has blocks of these beginnings.
     longer = [replace(r, token_ids=r.token_ids + r.token_ids[:9]) for r in prompts[::2]]
     sampled(pair.vllm, longer, replace(RANDOM, max_tokens=20), seed=4, step=1)
     assert again() == first
@@ -273,7 +273,7 @@ def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp
             yield name, tensor
 
     pair.vllm.update_weights(gathered, 4)
-    # Those of one layer that belong together, and no more.
+    # At a time, only tensors of one layer that belong together exist.
     assert max(most) <= 8 < len(most)
     after = pair.sampled(GREEDY)
     pair.vllm.update_weights(pair.model.named_parameters, 3)
@@ -357,7 +357,7 @@ def test_a_head_that_computes_with_old_weights_is_found(pair: Pair, monkeypatch:
     from rlhf.rollout.vllm import colocated
 
     if not pair.model.config.tie_word_embeddings:
-        pytest.skip("vLLM itself sees to heads of their own")
+        pytest.skip("vLLM itself updates an untied head")
     pair.vllm.update_weights(pair.model.named_parameters, 3)
     trained = shaken(copy.deepcopy(pair.model), 0.4)
     with monkeypatch.context() as patched:
@@ -368,7 +368,7 @@ def test_a_head_that_computes_with_old_weights_is_found(pair: Pair, monkeypatch:
 
 
 def test_weights_that_changed_in_a_sleep_are_found_before_generation(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    """As if the engine had been in its first level of sleep, which a CPU does not have."""
+    """The test imitates sleep level 1, which a CPU does not have."""
     norm = pair.vllm._model().model.norm.weight
     pair.vllm.update_weights(pair.model.named_parameters, 3)
     before = pair.sampled(GREEDY)
@@ -398,7 +398,7 @@ def test_ranks_with_gpus_make_vllms_groups_in_one_split_each(monkeypatch: pytest
 
 
 def test_the_probe_after_a_sleep_finds_lost_tensors(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    """As if the engine had been in its second level of sleep, which a CPU does not have."""
+    """The test imitates sleep level 2, which a CPU does not have."""
     training = Training(OptimConfig(), grad_clip=1.0, total_optimizer_steps=1)
     actor = build_backend(copy.deepcopy(pair.model), BackendConfig(), CPU, training)
     monkeypatch.setattr(pair.vllm, "sleep", lambda: True)
@@ -454,7 +454,7 @@ def test_structure_arguments_of_vllm_and_weights_that_do_not_fit(rank: None):
 
 
 def experts_beside_the_embedded_engine() -> list[tuple[Any, Any, float]]:
-    """After each of two updates: what vLLM and the embedded engine say, and how far their log-probs are apart."""
+    """Return after each of two updates the tokens of vLLM and the embedded engine, and how far log-probs differ."""
     torch.manual_seed(5)
     tokenizer, sizes = tiny_tokenizer(), {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
     config = tiny_config("mixtral", num_attention_heads=2, **sizes)
@@ -475,8 +475,8 @@ def experts_beside_the_embedded_engine() -> list[tuple[Any, Any, float]]:
 
 
 def test_experts_are_handed_over_one_by_one():
-    """vLLM has the names of the files. After a reload it would compute with experts that it has not packed. In a
-    process of its own: in one that has had a dense model vLLM takes none with experts."""
+    """vLLM expects the names in the files. After a reload it would compute with unpacked experts. The test needs its
+    own process, because vLLM cannot load experts in a process that has had a dense model."""
     (found,) = run_ranks(1, experts_beside_the_embedded_engine)
     assert found[0] != found[1]
     for tokens, expected, apart in found:
@@ -485,7 +485,7 @@ def test_experts_are_handed_over_one_by_one():
 
 
 def on_two_ranks(backend_name: str, tensor_parallel: int, folder: Path) -> dict[str, Any]:
-    """Samples from weights that are sharded over the ranks: all of them with work, then only the last one."""
+    """Return samples from sharded weights: first with requests on all ranks, then only on the last rank."""
     model, tokenizer = policy("own head"), AutoTokenizer.from_pretrained(TINY_POLICY)
     engine = build(model, tokenizer, folder, tensor_model_parallel_size=tensor_parallel)
     backend = build_backend(
@@ -521,7 +521,7 @@ def zero3_and_an_engine_for_both(folder: Path) -> dict[str, Any]:
 def test_on_two_ranks_each_gets_its_own(function, tmp_path):
     before = set(SHARED_MEMORY.iterdir())
     results = run_ranks(2, partial(function, tmp_path / "model"))
-    # vLLM's is made anew in each start, and so must not be there after a kill.
+    # vLLM creates its shared memory anew at each start, so nothing would remove a leftover.
     assert [path for path in set(SHARED_MEMORY.iterdir()) - before if "cpushm" in path.name] == []
     assert any(result["sockets"] for result in results) == (function is zero3_and_an_engine_for_both)
     scratches = [Path(result["scratch"]) for result in results]

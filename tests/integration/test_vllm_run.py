@@ -1,4 +1,4 @@
-"""vLLM in the ranks: training to the end, the same after a kill, and the same evaluation without training."""
+"""vLLM in the ranks: a killed run ends with the undisturbed bits, and `rlhf.evaluate` has the run's results."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 SETTINGS = {
-    # With an evaluation between saves: what was generated for it must not change the step after it.
+    # Evaluates between saves: the samples of an evaluation must not change the step after it.
     "one rank": ["trainer.test_freq=2"],
     "two ranks": ["trainer.nproc=2"],
 }
@@ -28,14 +28,14 @@ def test_a_killed_run_ends_as_one_that_was_not(name, sums, tmp_path: Path, launc
         return small(tmp_path, experiment, sums, f"data.val_files={sums}", *settings)
 
     undisturbed = launches.submit(train, command("undisturbed"))
-    # In step 5, after the save of step 3.
+    # The kill is in step 5, after the save of step 3.
     killed = launches.submit(train, command("killed"), at("rollout.after", 5, "SIGKILL", once=tmp_path / "hit"))
     for end in (undisturbed.result(), killed.result()):
         assert end.code == 0, end.output
     assert (tmp_path / "hit").exists()
     runs = tmp_path / "rlhf"
     assert differences(runs / "undisturbed", runs / "killed") == []
-    # Not in a folder with a new name at each start, on which vLLM's compile cache depends.
+    # The folder has the same name at each start, because vLLM's compile cache depends on the name.
     assert (runs / "killed" / "rollout_model" / "config.json").exists()
     history = records(runs / "killed")
     assert [record["step"] for record in history] == list(range(STEPS + 1))
@@ -43,7 +43,7 @@ def test_a_killed_run_ends_as_one_that_was_not(name, sums, tmp_path: Path, launc
 
 
 def test_an_evaluation_has_the_bits_of_the_run_also_after_a_kill(sums, tmp_path: Path):
-    """On two ranks; the stored settings of the run are those of the evaluation."""
+    """The evaluation runs on two ranks, with the stored settings of the run."""
     sampled = ["rollout.val_kwargs.n=2", "rollout.val_kwargs.temperature=1.0", "trainer.total_training_steps=2"]
     command = small(tmp_path, "run", sums, f"data.val_files={sums}", "rollout=vllm", "trainer.nproc=2", *sampled)
     end = train(command)

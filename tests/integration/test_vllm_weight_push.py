@@ -1,4 +1,4 @@
-"""Weights from a trainer into a vLLM server, whole, in buckets, and broken off; and the end of a server."""
+"""Weight pushes from a trainer to a vLLM server: in one piece, in buckets, and interrupted; and the end of a server."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def settings(answer_s: float = ANSWER_S) -> RolloutConfig:
 
 
 def policy(changed: bool = False) -> PreTrainedModel:
-    """The bundled policy; `changed`: as if trained a little, in all of its weights."""
+    """Return the bundled policy. `changed`: all weights are changed, as if trained a little."""
     model = AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
     if changed:
         generator = torch.Generator().manual_seed(5)
@@ -71,7 +71,7 @@ def prompts() -> list[list[int]]:
 
 
 def embedded(model: PreTrainedModel) -> list[list[int]]:
-    """What the embedded engine answers, greedily."""
+    """Return the greedy responses of the embedded engine."""
     engine = build_embedded_engine(model, AutoTokenizer.from_pretrained(TINY_POLICY), RolloutConfig())
     greedy = SamplingParams(temperature=0, max_tokens=RESPONSE, ignore_eos=True)
     samples = sampled(engine, [Request(i, ids) for i, ids in enumerate(prompts())], greedy, seed=0, step=0)
@@ -79,7 +79,7 @@ def embedded(model: PreTrainedModel) -> list[list[int]]:
 
 
 class Server:
-    """A server of ours and what a test asks it."""
+    """A server that the trainer's code starts, and the requests of the tests."""
 
     def __init__(self, folder: Path, log: Path) -> None:
         self.log = log
@@ -97,12 +97,12 @@ class Server:
                 time.sleep(0.1)
 
     def request(self, path: str, body: bytes | None = None) -> urllib.request.Request:
-        """A request that shows the secret."""
+        """Return a request with the secret."""
         headers = SECRET.headers | {"Content-Type": "application/json"}
         return urllib.request.Request(self.process.url + path, body, headers)
 
     def greedy(self) -> tuple[list[list[int]], set[str]]:
-        """Its answers, and the versions of the weights that they came from."""
+        """Return the server's greedy responses, and the versions of the weights that generated them."""
         tokens, versions = [], set()
         for ids in prompts():
             params = {"temperature": 0, "max_tokens": RESPONSE, "ignore_eos": True, "logprobs": 0}
@@ -127,7 +127,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[list[int]]:
-    """Answers of a fresh engine that has loaded the changed policy from a folder; made while the server starts."""
+    """Responses of a new engine that loads the changed policy from a folder. Made while the server starts."""
     folder = tmp_path_factory.mktemp("fresh")
     (folder / "in.json").write_text(json.dumps(prompts()))
     save(policy(changed=True), folder / "model")
@@ -169,7 +169,7 @@ def test_every_route_asks_for_the_secret(server: Server):
         paths = json.load(response)["paths"]
     routes = {(path, method.upper()) for path, methods in paths.items() for method in methods}
     assert {("/update_weights", "POST"), ("/pause", "POST"), ("/v1/chat/completions", "POST")} <= routes
-    # Those that the schema does not list, too.
+    # Also try routes that the schema does not list.
     routes |= {(path, "GET") for path in ("/metrics", "/docs", "/openapi.json", "/health", "/ping", "/none")}
     for shown in ({}, {"Authorization": "Bearer of-another-run"}):
         for path, method in sorted(routes):
@@ -179,7 +179,7 @@ def test_every_route_asks_for_the_secret(server: Server):
 
 
 def test_weights_of_a_trainer_with_another_secret_are_not_fetched(server: Server, monkeypatch: pytest.MonkeyPatch):
-    """Even if it may call the server."""
+    """This holds even for a trainer that may call the server."""
     server.wait()
     url, old = server.process.url, policy()
 
@@ -216,7 +216,7 @@ def test_the_secret_is_on_no_command_line_and_in_no_log_and_the_port_is_this_mac
 
 
 class Damaged(WeightServer):
-    """Bytes that change on their way, in the third bucket."""
+    """Serves the third bucket with a flipped bit."""
 
     count = 0
 
@@ -280,14 +280,14 @@ class Adapted:
         fill_from_seed(self.backend.model_shards(), seed=1)
 
     def move(self) -> None:
-        """As if trained a little."""
+        """Change the adapters, as if trained a little."""
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for shard in self.backend.model_shards().values():
                 shard.local.add_(0.05 * torch.randn(shard.local.shape, generator=generator))
 
     def merged(self) -> PreTrainedModel:
-        """The model that base and adapters are together."""
+        """Return the model with the adapters merged into the base."""
         model = policy()
         model.load_state_dict(dict(self.backend.full_tensors()), strict=False)
         return model
@@ -302,7 +302,7 @@ def flipped(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("arriving", "message"),
     [
-        # Of each layer the weights that vLLM has: qkv_proj, o_proj, gate_up_proj and down_proj. The base is held.
+        # Old are vLLM's weights of each layer (qkv_proj, o_proj, gate_up_proj, down_proj). The base is unchanged.
         (lambda old, name, weight: None, "the engine still has the old values: {} ("),
         (
             lambda old, name, weight: None if name == DOWN else weight,
@@ -315,7 +315,7 @@ def flipped(weight: torch.Tensor) -> torch.Tensor:
 def test_a_server_that_does_not_hold_what_it_was_sent_serves_nothing(
     server: Server, monkeypatch: pytest.MonkeyPatch, arriving: Any, message: str
 ):
-    """Of a policy with adapters, merged. What it takes over is something else than what the digests are of."""
+    """The policy has merged adapters. The server receives other weights than those that the digests describe."""
     server.wait()
     url = server.process.url
     weight_push = WeightPush(settings(), CPU, SECRET, bucket_bytes=SMALL_BUCKETS)
@@ -374,7 +374,7 @@ def test_a_killed_server_leaves_nothing_behind(server: Server):
     first = server.process.url
     server.process.start()
     assert server.process.url != first
-    time.sleep(3)  # while it imports
+    time.sleep(3)  # the server is still importing
     again = kept(server.process).process
     server.process.kill()
     assert not processes_of(again.pid)

@@ -35,7 +35,7 @@ def launch(
 
 
 def nested(item: dict, name: str) -> dict:
-    """The entries below `name`, taken out."""
+    """Remove the entries below `name` from `item`, and return them."""
     return {key.removeprefix(f"{name}."): item.pop(key) for key in list(item) if key.startswith(f"{name}.")}
 
 
@@ -68,7 +68,7 @@ def test_offline_run_is_one_file_with_every_step_after_kills(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_rewinds_within_one_process_leave_one_offline_file(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    # Quick ones, so that segments begin within one second.
+    # The rollbacks are so quick that several segments begin within one second.
     end = launch(run_dir, "offline", "none", "20", "12:10", "11:10", "14:0", "15:15")
     assert end.returncode == 0
     assert end.stdout == end.stderr == ""

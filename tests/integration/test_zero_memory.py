@@ -1,4 +1,4 @@
-"""ZeRO 3 is made of a model on the meta device without more than one weight whole on a rank."""
+"""A ZeRO 3 engine is built from a model on the meta device, with at most one whole weight at a time on a rank."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ BUCKET = 1 << 14
 
 
 def on_meta() -> PreTrainedModel:
-    """A model of several layers as a skeleton is: parameters on the meta device, buffers in place."""
+    """Return a model of several layers with parameters on the meta device and real buffers."""
     config = tiny_config("llama", hidden_size=128, intermediate_size=512, num_hidden_layers=6)
     model = AutoModelForCausalLM.from_config(config)
     replace_parameters(model, lambda _, p: nn.Parameter(torch.empty_like(p, device="meta")))
@@ -30,7 +30,7 @@ def on_meta() -> PreTrainedModel:
 
 
 def peaks(rank: int) -> dict[str, Any]:
-    """Bytes at a time while weights are cut, and while an engine is made."""
+    """Return the peak bytes while weights are partitioned, and while an engine is built."""
     deepspeed_backend.REDUCE_BUCKET = BUCKET
     library = deepspeed_backend.import_deepspeed(CPU)
     model, other, config = on_meta(), on_meta(), ENGINES["zero3-bfloat16"]
@@ -52,7 +52,7 @@ def peaks(rank: int) -> dict[str, Any]:
 def test_no_rank_has_the_whole_model_at_a_time(tmp_path):
     for found in run_ranks(2, peaks, deadline_s=120, join=tmp_path / "join"):
         weights, largest = found["weights"], found["largest"]
-        # Where another rank is late, gloo's threads hold some of the weights that they have sent.
+        # If another rank is late, gloo's threads keep some of the weights that they have sent.
         assert 4 * weights / 2 <= found["cut"] < 4 * weights / 2 + 8 * 4 * largest < 4 * weights
         # Half of the weights in bfloat16, the masters, two moments and the gradients in float32.
         resident = (2 + 4 + 8 + 4) * weights / 2

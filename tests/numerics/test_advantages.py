@@ -186,7 +186,7 @@ def test_pass_at_k_of_binary_scores_is_the_closed_form_of_the_paper(right, k):
     of_wrong = (1 - mean - comb(n - right - 1, k - 1) / comb(n - 1, k - 1)) / deviation if right < n else 0.0
     close(ours, [[of_right]] * right + [[of_wrong]] * (n - right), tolerance=1e-12)
     if right == 0 or n - right < k:
-        assert not ours.any(), "exactly, or the division would blow up the rounding"
+        assert not ours.any(), "must be exactly 0, else the division would enlarge rounding errors"
 
 
 def test_a_group_of_one_keeps_its_score():

@@ -42,7 +42,7 @@ def random_step(seed: int) -> list[tuple[Group, list[Any]]]:
             turns = rng.randint(1, 5)
             episode = SimpleNamespace(
                 phase=Stage.FAILED if failed else Stage.DONE,
-                rewards=[rng.gauss(0, 1) for _ in range(turns + 1)],  # one of each turn, and the final one
+                rewards=[rng.gauss(0, 1) for _ in range(turns + 1)],  # a reward for each turn, and the final reward
                 turn=turns,
                 tool_calls=rng.randint(0, 9),
                 invalid_calls=rng.randint(0, 3),

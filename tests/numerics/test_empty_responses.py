@@ -157,7 +157,7 @@ def test_values_with_a_constant_error_have_explained_variance_one():
 
 @pytest.mark.parametrize("rows", [4, 6, 8])
 def test_explained_variance_is_over_all_mini_batches(rows):
-    """Mini-batches of unlike lengths and levels: a mean of their explained variances would be another number."""
+    """Mini-batches differ in length and level, so a mean of their explained variances would be a different number."""
     batch = random_batch(seed=7, samples=8, response=(2, 9)).select(slice(8 - rows, None))
     batch.response_lengths[: rows // 2] = 1
     batch.response_mask[: rows // 2, 1:] = 0

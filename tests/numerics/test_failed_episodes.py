@@ -57,7 +57,7 @@ def test_failed_samples_are_in_no_group(name):
     found = load_estimator(name)(inputs, AlgorithmConfig(adv_estimator=name)).advantages
     wanted = torch.tensor(expected(name, scores), dtype=torch.float64)[:, None] * inputs.mask
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-    # A zero for each failed sample, as of a response without reward, would be another advantage.
+    # If failed samples had a score of 0, like responses without reward, the advantages would differ.
     assert not torch.allclose(load_estimator(name)(replace(inputs, failed=None), AlgorithmConfig()).advantages, wanted)
 
 

@@ -94,12 +94,12 @@ def test_corrected_value_and_gradient(kind, scale):
 
 @pytest.mark.parametrize("scale", [1e-7, 1e-5, 1e-3, 1.0, 30.0])
 def test_the_metric_has_the_precision_of_its_value(scale):
-    """For small log-ratios exp(-d) - 1 + d is rounding: zero, or negative."""
+    """For small log-ratios, a plain exp(-d) - 1 + d has only rounding errors: it is zero or negative."""
     rng = random.Random(3)
     new, ref = (torch.tensor(random_table(rng, 8, 8, scale)) for _ in range(2))
     found = kl_metric(new, ref)
     assert found.min() > 0
-    # By the series where float64 cancels, too.
+    # Use the series for small d, where float64 cancels, too.
     d = (new.double() - ref.double()).clamp(-20, 20)
     expected = torch.where(d.abs() < 1e-2, d**2 / 2 - d**3 / 6 + d**4 / 24 - d**5 / 120, torch.exp(-d) - 1 + d)
     torch.testing.assert_close(found, expected.clamp(max=10), rtol=1e-7, atol=0)

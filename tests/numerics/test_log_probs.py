@@ -195,7 +195,7 @@ def test_a_model_that_changes_hidden_states_before_its_head_computes_all_logits_
 
 @in_float64()
 def test_the_comparison_at_the_start_has_the_precision_of_float64():
-    """A head that hides behind the tolerance of a half-precision type."""
+    """The head is off by 1e-6, which is within the tolerance of a half-precision type."""
     with single_rank():
         module = Fsdp2Model(tiny_qwen2(), BackendConfig(), CPU).module
         module._parts = replace(module._parts, finish=lambda logits: logits * (1 + 1e-6))

@@ -98,7 +98,7 @@ def test_the_update_equals_that_of_a_batch_without_truncated_responses(role: str
 
 
 def test_a_mini_batch_without_tokens_is_a_step_that_does_not_adapt_the_entropy_bonus() -> None:
-    """Its mean entropy over no tokens would be 0, and would raise the adaptive bonus."""
+    """The mean entropy over no tokens would be 0, and would raise the adaptive bonus."""
     made, _ = filled("gae", True)
     made.response_mask[:6] = False
     control = EntropyCtrlConfig("adaptive", target_entropy=1e-3, delta=0.1)
@@ -115,7 +115,7 @@ def test_a_mini_batch_without_tokens_is_a_step_that_does_not_adapt_the_entropy_b
 
 @pytest.mark.parametrize("in_mask", [False, True])
 def test_metrics_leave_out_an_optimizer_step_without_tokens(in_mask: bool) -> None:
-    """Its means over no tokens would be 0; if tokens of the policy are left, only the loss has none."""
+    """Means over no tokens would be 0. With `in_mask`, only the loss has no tokens, but the policy has some."""
     made, _ = filled("gae", True)
     config = ActorConfig(ppo_max_token_len_per_gpu=60, optim=OPTIM, calculate_entropy=True)
     made.loss_mask = made.response_mask.clone()

@@ -43,7 +43,7 @@ ENGINES = {
 
 @contextmanager
 def engines_in_float64() -> Iterator[None]:
-    """`in_float64`, for DeepSpeed too, which has no float64 in its list of types on a CPU."""
+    """Like `in_float64`, also for DeepSpeed, whose list of CPU types lacks float64."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     with in_float64(), pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Process groups of one real rank."""
+"""Makes process groups in which only this rank is real."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextmanager
 def one_of(ranks: int) -> Iterator[None]:
-    """A process group in which this process is the first rank and the others are made up. Every rank sends the same."""
+    """Create a process group with this process as rank 0. The other ranks are made up, and send what rank 0 sends."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield

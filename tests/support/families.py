@@ -59,18 +59,18 @@ EOS = {
     "harmony": "<|return|>",
 }
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""The cuts of Llama 3's and Qwen's tokenizers, without English contractions."""
+"""The pattern by which Llama 3's and Qwen's tokenizers split text, without English contractions."""
 _CORPUS = [
     "What is 12 + 30?\n\nThe answer is 42.\nA thought.\n\n",
     '{"name": "add", "arguments": {"a": 1, "b": 2}}\n{"name": "search", "parameters": {"query": "x"}}\n}}\n',
     'user\nassistant\nsystem\n\nmodel\ntool\nto=functions.add json\ncommentary analysis final " "\n"}]\n',
 ] * 20
-"""Trains merges over line ends and braces, so that a wrong cut between texts changes the tokens."""
+"""Trains merges over line ends and braces, so that a wrong split between texts changes the tokens."""
 
 
 @cache
 def _trained(family: str) -> str:
-    if family == "gemma":  # as SentencePiece: no cut between words
+    if family == "gemma":  # like SentencePiece: no split between words
         made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
         made.normalizer = normalizers.Replace(" ", "▁")
         made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
