@@ -6,9 +6,9 @@ Each class simplifies a trainer's schedule. It follows the trainer's description
   each 4 updates of a quarter of a batch. Whole groups start right after a sync, until one and a half batches are in
   flight or in the queue. Updates take complete groups in the order in which they complete. A sync aborts all samples,
   which continue afterwards.
-- `PrimeRL`: as many samples as slots are in flight. A new sample starts when one ends, unless two batches wait for
-  training or are trained on. Weights change under the running samples, which keep their KV cache. prime-rl drops
-  groups that began more than 8 steps ago (`max_off_policy_steps`); here no group gets so old.
+- `PrimeRL`: the number of samples in flight equals the number of slots. A new sample starts when one ends, unless two
+  batches wait for training or are trained on. Weights change under the running samples, which keep their KV cache.
+  prime-rl drops groups that began more than 8 steps ago (`max_off_policy_steps`); here no group gets so old.
 
 A token's age is the number of steps from the weights that drew the token to the weights that the step updates, as for
 `rollout.async_steps`.
@@ -171,7 +171,7 @@ class Verl(Policy):
 class PrimeRL(Policy):
     def __init__(self, work: Workload, training_s: float) -> None:
         super().__init__(work, training_s)
-        self.counted: Counter[str] = Counter()  # tokens of unfinished samples that are in `drawn`, by name
+        self.counted: Counter[str] = Counter()  # by name: tokens of an unfinished sample that `drawn` includes
 
     def refill(self) -> None:
         newest = next(reversed(self.begun.values()), None)

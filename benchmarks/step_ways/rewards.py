@@ -1,4 +1,4 @@
-"""Scores responses for all ways of `benchmarks.step`: cheap, and different within a group."""
+"""Scores responses for every program that `benchmarks.step` compares: cheap, and different within a group."""
 
 
 def of_text(text: str) -> float:

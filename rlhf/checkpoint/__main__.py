@@ -23,8 +23,8 @@ VERBS = {
     "diff": "rlhf.convert.verbs.diff",
     "push": "rlhf.convert.verbs.pushing",
 }
-"""Verb -> its module, with `HELP`, `add_arguments(parser)` and `run(arguments, console) -> int`. Imports torch in
-`run`."""
+"""Verb -> its module, with `HELP`, `add_arguments(parser)` and `run(arguments, console) -> int`. Only `run`
+imports torch."""
 ALIASES: dict[str, tuple[str, dict[str, str | None]]] = {
     "merge": ("convert --to hf: make a Hugging Face folder of a training checkpoint", {"to": "hf", "adapter": None}),
     "export": (

@@ -100,7 +100,8 @@ class Episode:
     def asked(self) -> str:
         """Name of the next calls in the journal: the operation, and a hash of the response so far.
 
-        On another number of ranks, a turn's tokens may differ from the journal's, whose replies then do not fit.
+        On another number of ranks, a turn's tokens may differ from those in the journal. Then the journal's replies do
+        not fit.
         """
         return f"{self.operation} {xxhash.xxh3_64_hexdigest(np.array(self.response, np.int32).tobytes())}"
 
@@ -220,7 +221,7 @@ class Episode:
     def finished(self, version: int) -> Sample:
         """Return the sample of a finished episode.
 
-        The sample of a failed episode has no tokens, and `version` as the number of steps of its policy.
+        The sample of a failed episode has no tokens. It counts as drawn by the policy after `version` steps.
         """
         if self.phase is Stage.FAILED:
             return Sample.of(self.uid, self.sample, [], [], "failed", version)

@@ -151,7 +151,9 @@ def _verdict(rollout: RolloutConfig, plan: Plan, remedies: Sequence[Remedy]) -> 
     elif peak > TIGHT * memory:
         yield f"The run fits with {gib(memory - peak)} to spare, but memory fragmentation may need more than that."
     else:
-        fills = " While generating, vLLM's cache takes the rest." if any(each.fills for each in plan.phases) else ""
+        fills = ""
+        if any(each.fills for each in plan.phases):
+            fills = " During generation, vLLM's cache takes the memory that other uses leave."
         yield f"The run fits with {gib(memory - peak)} to spare.{fills}"
     if remedies:
         yield "Settings that lower the peak:"
@@ -164,7 +166,7 @@ def _together(found: FittingChanges, typed: Sequence[str]) -> Iterator[str]:
     if found.plan.fits:
         keys = {text.partition("=")[0] for text in found.overrides}
         kept = [text for text in typed if text.partition("=")[0] not in keys]
-        yield f"With these settings together the run fits ({plan_peak(found.plan)}):"
+        yield f"With these settings together the run fits (the peak: {plan_peak(found.plan)}):"
         yield from _shell_lines(["python", "-m", "rlhf.train", *kept, *found.overrides])
         return
     yield nothing_fits(found)

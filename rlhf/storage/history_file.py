@@ -20,7 +20,7 @@ class DamagedHistory(Exception):
 
 @dataclass(frozen=True)
 class HistoryMark:
-    """Marks the position after `size` bytes of the history. `tail`: xxh3-128 in hex of the last TAIL bytes before."""
+    """Marks the position after `size` bytes of the history. `tail`: xxh3-128 in hex of the TAIL bytes before it."""
 
     size: int
     tail: str

@@ -27,7 +27,8 @@ TAIL_BYTES = 1 << 20
 WINDOW = 20
 """Number of newest steps whose mean time predicts the remaining time."""
 FACTOR, SHORTEST_S = 5.0, 300.0
-"""A rank counts as hung after FACTOR times the longest recent step, at least SHORTEST_S, as for the watchdog."""
+"""A run counts as hung after this time without progress: FACTOR times the longest recent step, at least SHORTEST_S, as
+for the watchdog."""
 _TIMES = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 
 
@@ -139,7 +140,7 @@ def _state(
         ends: dict[str, State] = {"finished": "finished", "stopped": "stopped", "failed": "crashed"}
         return ends[last.kind], last.cause
     reported_at = _changed(run_dir / REPORT, -1.0)
-    if last is None and reported_at >= _changed(run_dir / HISTORY, 0.0):  # by a release that wrote no events
+    if last is None and reported_at >= _changed(run_dir / HISTORY, 0.0):  # the run's release wrote no events
         return "finished", ""
     alive = holder_is_alive(run_dir)
     if alive is False:

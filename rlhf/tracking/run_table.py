@@ -19,7 +19,7 @@ class RunResult:
     name: str
     status: str
     report: Mapping[str, Any]
-    """The present content of `report/report.json`; empty for a run without a directory."""
+    """The content that `report/report.json` would have now. Empty if a run of a sweep has no directory."""
 
     @classmethod
     def read(cls, name: str, run_dir: Path, status: str | None = None) -> "RunResult":

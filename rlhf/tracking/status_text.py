@@ -16,7 +16,7 @@ FIGURES = (
     ("response_length/mean", "length", ",.1f"),
     ("perf/tokens_per_second", "tokens/s", ",.0f"),
 )
-"""Metrics with their labels and formats. The status shows only the first held-out result that the run has."""
+"""Metrics with their labels and formats. The status shows held-out reward only if there is no accuracy."""
 LONGEST_BAR, SHORTEST_BAR = 40, 10
 _INDENT = "  "
 
@@ -70,7 +70,7 @@ def _reasons(state: LiveState, width: int) -> Iterator[str]:
 
 
 def _packed(parts: Sequence[str], width: int, indent: str = _INDENT) -> list[str]:
-    """Return the parts on as few lines as possible, two spaces apart. Shorten a part that is too long in its middle."""
+    """Return the parts on as few lines as possible, two spaces apart. If a part is too long, shorten its middle."""
     lines: list[str] = []
     for part in parts:
         short = wrapped(part.replace(" ", "\N{NO-BREAK SPACE}"), max(8, width - len(indent)))[0]

@@ -67,7 +67,7 @@ def check_trackers(names: Sequence[str], tracking: TrackingConfig) -> None:
 
 
 class Tracker:
-    """Records the metrics of a run; only the driver has a tracker. Trackers may show the run's `settings`."""
+    """Records the metrics of a run. Of the ranks, only rank 0 has a tracker. Trackers may show the run's `settings`."""
 
     def __init__(
         self,

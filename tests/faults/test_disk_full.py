@@ -54,7 +54,7 @@ def mounted(tmp_path) -> Iterator[Config]:
 
 @pytest.fixture
 def processes(tmp_path):
-    """Run an attempt on two processes, for tests of limits, user and death of a process."""
+    """Run an attempt on two processes, for tests that limit or kill a process, or change its user."""
 
     def run(function: Callable, *arguments) -> list:
         join = Path(tempfile.mkdtemp(dir=tmp_path))

@@ -33,7 +33,8 @@ from tests.support.undisturbed import EXPORT
 
 DEADLINE_S = 15
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
-# `hanger` hangs before the event is written. Rank 0, which is stopped, is the parent of the watchdog.
+# `hanger` hangs a rank before the rank's status shows the event, so the watchdog reports the event before (PHASES).
+# Rank 0, which is stopped, is the parent of the watchdog.
 PLAN = (("rollout.after", 2, 1, "hold_the_gil"), ("update.mid", 9, 0, "stop_forever"))
 PHASES = ("rollout.before", "update.before")
 
@@ -100,8 +101,8 @@ def test_a_rank_that_waits_for_another_node_does_not_hang(monkeypatch):
         time.sleep(0.1)
     end = time.monotonic() + 60
     while (hang := look(0)) is None:
-        assert look(1) is None or time.monotonic() < end, "a hang of both nodes"
-        assert time.monotonic() < end, "nobody moves"
+        assert look(1) is None or time.monotonic() < end, "60 s passed, and only node 1 found a hang"
+        assert time.monotonic() < end, "60 s passed without progress, and node 0 found no hang"
         time.sleep(0.1)
     assert hang.rank == 0
 

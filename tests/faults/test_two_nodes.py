@@ -105,7 +105,7 @@ def train_on(
 
 
 def merged(nodes: list[Node], folder: Path) -> Path:
-    """Merge the run into one directory: the driver's disk, and the files that only the other disk has."""
+    """Merge the run into one directory: the first node's disk, and the second node's files of each checkpoint."""
     shutil.copytree(nodes[0].run_dir, folder, ignore=shutil.ignore_patterns("*.lock"))
     for step in saved_steps(folder):
         shutil.copytree(step_dir(nodes[1].run_dir, step), step_dir(folder, step), dirs_exist_ok=True)

@@ -1,4 +1,4 @@
-"""One rank on a device: samples and weights over NCCL (gloo on a CPU), and generators that a checkpoint restores."""
+"""One rank on a device: samples sent over NCCL (gloo on a CPU), and trained weights given to the engine."""
 
 from collections.abc import Iterator
 

@@ -59,7 +59,7 @@ class Run:
         self.part.state["count"] += 1
         if self.driver.step % 2 == 0:
             self.reference.update(self.driver.step)
-        # Nothing on some ranks, nothing on any rank in some steps.
+        # Of two ranks, one holds nothing in two of three steps. A single rank holds nothing in each third step.
         self.carried.held = [] if self.driver.step % 3 == self.rank else [{"tokens": torch.randint(500, (7,))}]
 
     def everything(self) -> dict:

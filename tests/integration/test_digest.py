@@ -1,8 +1,9 @@
 """The first three steps of the offline recipe have known bits, recorded from earlier code.
 
 A change of the code, or a release of transformers or reasoning-gym, that alters bits fails here in seconds. Known bits
-belong to a processor's kernels (`place`). Parts without kernels have the same bits on every processor, and metrics
-agree within the rounding of their sums. The test compares both on processors without known bits, too.
+belong to a processor's kernels (`place`). Parts that no kernel affects have the same bits on every
+processor, and metrics agree within the rounding of their sums. The test compares both on processors without known
+bits, too.
 """
 
 from pathlib import Path

@@ -126,8 +126,8 @@ def test_other_settings_and_model_files_than_those_of_a_run_are_no_question(tmp_
 
 
 def test_what_a_source_lacks_begins_anew_without_a_setting(tmp_path, trained, model_files):
-    """The source has only weights, like a Hugging Face folder. With the default `checkpoint.contents`, the command
-    needs no setting for this."""
+    """The source has only weights, like a Hugging Face folder. `checkpoint.contents` has its
+    default, which lists more parts, but the run needs no setting to load only the parts that the checkpoint has."""
     weights = MemorySource(whole_state(trained)["model"], model_files=model_files)
     target = imported(weights, tmp_path, 0)
     assert read_manifest(target).contents == ["model", "hf_model"]

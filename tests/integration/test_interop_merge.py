@@ -1,5 +1,5 @@
 """Models of five architectures, trained on 2 ranks under each backend, saved, merged, and opened by transformers: the
-logits are the trainer's, bit for bit."""
+logits are the trainer's, bit for bit. For qwen2 under ZeRO 3, they agree up to the rounding of its biases."""
 
 import json
 from pathlib import Path

@@ -100,7 +100,8 @@ def close(a: list[float], b: list[float]) -> bool:
     return a == pytest.approx(b, rel=TOLERANCE, abs=TOLERANCE)
 
 
-# The template ends each chat with the end-of-sequence token, 1. If 1 is also the padding, it does not mark the end.
+# The template ends each chat with the end-of-sequence token, 1. If 1 is also the padding, the model class skips it, and
+# scores at the last token before it.
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("pad", [0, 1, None, -1])
 @pytest.mark.parametrize("budget", [1, 60, 16384])

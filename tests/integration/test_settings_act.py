@@ -1,4 +1,4 @@
-"""Settings of the rollout, the loss and the engine change the numbers of a run. Each run here has two or three
+"""Settings of the rollout, the loss and the engine change the numbers of a run. Each run here has at most two
 steps."""
 
 import json
@@ -76,9 +76,9 @@ def test_autocast_shows_as_rounding(runs):
     plain, autocast = runs()[0], runs("backend.autocast=bfloat16")[0]
     # A unit in the last place is 2^16 times larger in bfloat16. On a log scale, 2^8 is half of this.
     assert 2**8 * plain["rollout/logprob_diff_max"] < autocast["rollout/logprob_diff_max"] < 0.5
-    # Each of two layers has 14 roundings one after another: input, weight and output of three products and of the gates
-    # (the output projection and the last product have rounded inputs), two in the attention, two in the activation. The
-    # head has three.
+    # Each of two layers has 14 roundings one after another. Four products (attention's input and output, the gates and
+    # the last one) have three each: input, weight and output. Two of these inputs are already rounded. The
+    # attention and the activation have two roundings each. The head has three.
     forward = 2 * 14 + 3
     assert autocast["reward/mean"] == plain["reward/mean"]
     # The backward pass has two products for each product of the forward pass.

@@ -213,8 +213,8 @@ def test_whitening_is_precise_for_small_differences_around_a_large_mean():
     values = [[1e6 + 0.1 * i for i in range(5)], [1e6 - 0.3] * 5]
     ours = masked_whiten(tensor(values), torch.ones(2, 5), advantages.only_rank)
     close(ours, reference.whiten(values))
-    # Whitening divides by sqrt(var + 1e-8). The values are off by half a unit in the last place of 1e6, and the mean by
-    # one for each term.
+    # Whitening divides by sqrt(var + 1e-8). Each value is off by half a unit in the last place of 1e6. The
+    # mean is off by at most one such unit for each of its ten terms.
     variance = statistics.variance(value for row in values for value in row)
     rounding = 1e6 * sum_bound(10 + 1, torch.float64) / variance**0.5
     assert ours.std() == pytest.approx(1, abs=1e-8 / (2 * variance) + 2 * rounding)

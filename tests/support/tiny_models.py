@@ -57,9 +57,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     # Not causal.
     "bert": COMMON,
-    # Adds its position biases (ALiBi) to the mask. GPT-J, used here before, can be packed since transformers 5.24.
+    # Can't be packed: it adds its position biases (ALiBi) to the mask. (transformers 5.24 can pack GPT-J, used before.)
     "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 4},
-    # Linear attention, whose state continues across packed sequences without its kernels.
+    # Linear attention. It needs its kernels (flash-linear-attention) to keep packed sequences apart.
     "qwen3_5_text": GQA
     | {
         "head_dim": 8,

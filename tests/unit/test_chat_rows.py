@@ -44,7 +44,7 @@ def test_a_prompt_with_the_answer_as_last_turn(tmp_path, role):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_chat_that_ends_with_two_turns_of_the_model(tmp_path, last):
-    """data.last_turn_as_answer=true alone is no remedy: one such turn would remain, and it may already be set."""
+    """data.last_turn_as_answer=true alone is no remedy: one such turn would remain. It is already set in one case."""
     row = {"messages": [ASKED, ANSWERED, ANSWERED | {"content": "two"}], "answer": "2"}
     data = data_of(tmp_path, row, prompt_key="messages", last_turn_as_answer=last)
     rejected(data, "t.jsonl line 1", "messages", "2 turns of role assistant", "Remove these turns", "only one of them")
@@ -90,7 +90,7 @@ def test_a_role_that_the_template_leaves_out(tmp_path):
 
 
 def test_a_template_that_rejects_messages_in_another_order(tmp_path):
-    """The template requires alternating roles, like Gemma's, so the checks cannot leave messages out."""
+    """Like Gemma's, the template requires alternating roles, so the checks change messages instead of omitting them."""
     template = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('!') }}"
         "{% endif %}{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt else '' }}"

@@ -254,7 +254,7 @@ def test_what_cannot_be_split_is_refused_before_anything_is_written(models: Any,
 
 
 def test_the_pages_commands_do_what_it_says(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each command as written on the page, on folders in verl's and Megatron-LM's layout."""
+    """Run each command of `From and to Megatron` in docs/interop.md, on folders in verl's and Megatron-LM's layout."""
     model, folder = models("qwen2")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, "my_model")

@@ -271,7 +271,7 @@ def test_only_steps_that_a_published_checkpoint_has_are_dropped(runs):
     (runs.run_dir / ".tmp-global_step_6-x").mkdir()
     assert knows_all(runs.at(5))
     assert runs.names() == [runs.file(5).name, runs.file(6).name]
-    # A later checkpoint could not be used, so the steps run again.
+    # The run is at step 5 again, because it could not use the later checkpoint. So it still needs these files.
     (runs.run_dir / "global_step_9").mkdir()
     assert knows_all(runs.at(5))
     runs.journal().drop_published(up_to=9)
@@ -355,7 +355,7 @@ def test_a_journal_that_cannot_be_read_is_a_warning(runs, ranks, caplog):
     assert journal.samples(UIDS) is None
     assert caplog.text.count("can't be") == 1
     fill(journal)
-    # The rank does not write to an object in the place of its own file.
+    # The rank writes nothing if something else, here a folder, is in the place of its own file.
     assert (journal.written > 0) == (ranks == 2)
 
 

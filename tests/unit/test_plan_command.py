@@ -168,7 +168,7 @@ def test_what_is_offloaded_is_where_it_is_needed(seven_b, capsys):
     assert there(moved, "actor weights") == ["old log-probs", "actor update"]
     assert there(moved, "critic weights") == ["values", "critic update"]
     assert there(moved, "reference weights") == ["reference"]
-    # The peak is at the activations, when the optimizer's state is not on the device.
+    # An update's peak is when activations are stored. At that time the optimizer's state is not on the device.
     assert there(moved, "actor optimizer") == there(moved, "critic optimizer") == []
     save = plain["phases"]["save"]
     items = [f"{role} {what}" for role in ("actor", "critic") for what in ("weights", "optimizer")]

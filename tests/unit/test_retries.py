@@ -174,7 +174,7 @@ def test_a_call_that_hangs_has_failed_while_others_move(clock):
 
 
 def test_a_call_is_given_up_when_it_comes_no_further(clock):
-    """Earlier, one error ended a file that took longer than the deadline, since nothing had finished before."""
+    """Earlier, a file that took longer than `give_up_s` was given up at its first error if no call had succeeded."""
     there, tries = Retries("there", stalled_s=DEADLINE_S, give_up_s=0.28), list[int]()
 
     def action(furthest: int) -> str:

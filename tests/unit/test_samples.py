@@ -153,7 +153,7 @@ def test_a_roll_back_and_a_resume_drop_samples_of_later_steps(tmp_path):
     run_log.rewind(2)
     assert SampleFiles(tmp_path).steps() == [1, 2]
     run_log.step(3, {"x": 1.0})
-    assert SampleFiles(tmp_path).steps() == [1, 2], "shown in a step that is undone"
+    assert SampleFiles(tmp_path).steps() == [1, 2], "step 3 must not store the sample shown before the rollback"
     log().start(1, resumed=True)
     assert SampleFiles(tmp_path).steps() == [1]
     log().start(0, resumed=False)

@@ -9,8 +9,9 @@ from rlhf.models.hf.source import TensorInfo
 from rlhf.storage.shards import DTYPES, Shard, TensorReader
 
 READ_AHEAD, MOST_AHEAD = 16 << 20, 128 << 20
-"""Least and most bytes of whole tensors per read; reads grow with the number of ranks. Each read verifies whole blocks
-of a file, so reading small tensors one by one would read each block many times."""
+"""Least and most bytes of whole tensors per read. Between these limits, a read has one block for each rank that saved
+the checkpoint. Each read verifies whole blocks of a file, so reading small tensors one by one would read each block
+many times."""
 
 
 class NativeTensors:

@@ -54,7 +54,10 @@ class FileLocations:
 
 
 def published(run_dir: Path, coordinator: Coordinator) -> list[Path]:
-    """Return the paths of all checkpoints in any storage domain, as seen by this rank, newest first. Collective."""
+    """Return the paths of the checkpoints of all storage domains, newest first. Collective.
+
+    The paths are in this rank's `run_dir`, and need not exist.
+    """
     names = {name for names in coordinator.on_domain_leaders(lambda: [p.name for p in scan(run_dir)]) for name in names}
     return sorted((run_dir / name for name in names), key=lambda path: -(step_of(path) or 0))
 

@@ -114,7 +114,7 @@ def _asynchronous(config: Config) -> Iterator[str]:
     if name == "vllm":
         yield (
             f"{ahead}: vLLM in the ranks ends each generation before training; set rollout=vllm_server or "
-            "rollout=embedded (it is vllm), or rollout.async_steps=0."
+            "rollout=embedded instead of vllm, or rollout.async_steps=0."
         )
     if correction.rollout_is is None and not config.env.classes:
         yield (

@@ -51,8 +51,9 @@ class ActorConfig:
     """Tokens per forward and backward pass on one rank; a longer sample gets a pass of its own. Affects memory and
     speed, not the gradient (up to rounding)."""
     use_remove_padding: bool | None = setting(None, resume="harmless")
-    """Pack the sequences of a micro-batch into one row without padding, also for the reference. null packs unless a
-    test finds that packed sequences affect each other in the model; true then ends the run instead; false pads."""
+    """Pack the sequences of a micro-batch into one row without padding, also for the reference. null packs, or pads
+    if a test finds that packed sequences affect each other in the model. true packs, or ends the run in that case.
+    false pads."""
     ppo_epochs: int = setting(1, ge=1)
     """Optimizer passes over each batch."""
     shuffle: bool = setting(False)

@@ -147,7 +147,10 @@ def _chunks(content: Any, path: Path) -> list[dict[str, StoredTensor]]:
 
 
 def _check_ends(folder: Path, chunks: list[Chunk]) -> None:
-    """Raise UserError unless the first stage has the model's first tensor and the last stage its last tensor."""
+    """Raise UserError if the model's first tensor is only in later stages, or its last tensor only in earlier stages.
+
+    A tensor that no stage has is not an error here.
+    """
     for name, stage, which in ((EMBEDDING, 0, "first"), (NORM, -1, "last")):
         found = [number for number, chunk in enumerate(chunks) if name in chunk]
         if found and range(len(chunks))[stage] not in found:

@@ -18,14 +18,14 @@ from rlhf.storage.shards import DTYPE_NAMES, as_bytes
 def write_component(
     root: Path, folder: str, tensors: Mapping[str, ReadableTensor], progress: Progress
 ) -> list[WrittenFile]:
-    """Write `tensors` to `root/folder`, in one file with its index. Values are converted to the dtypes of the infos.
+    """Write `tensors` to `root/folder`, in one file with its index. Each tensor gets the dtype in its `info`.
 
     Any number of ranks can load this one file, because each rank reads only its parts: see `rlhf.storage.shards`.
     """
     infos = {name: tensor.info for name, tensor in tensors.items()}
     table = {name: (DTYPE_NAMES[info.dtype], info.shape) for name, info in infos.items()}
     number = {name: i for i, name in enumerate(sorted(table))}
-    # Step counts first, as in a save.
+    # AdamW's step counts, of one element each, come first, as in `rlhf.storage.shards.lay_out`.
     flat = {name: infos[name] for name in sorted(infos, key=lambda name: infos[name].numel > 1) if infos[name].numel}
     header = make_safetensors_header({name: (table[name][0], (info.numel,)) for name, info in flat.items()})
 

@@ -34,7 +34,8 @@ ONLY_FOR = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `rlhf.checkpoint.__main__.VERBS`. `--hf_model_path` replaces SOURCE, as in verl."""
+    """See `rlhf.checkpoint.__main__.VERBS`. Without SOURCE and `--local_dir`, `--hf_model_path` is the
+    source, as in verl."""
     parser.add_argument(
         "source",
         type=local_folder,

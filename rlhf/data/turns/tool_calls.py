@@ -100,7 +100,7 @@ def parsed_json(text: str) -> Any:
 
 
 def written_object(text: str, keys: Sequence[str] = ("arguments", "parameters")) -> Written:
-    """Read `{"name": ..., "arguments": {...}}`; `keys` are the names of the arguments."""
+    """Read `{"name": ..., "arguments": {...}}`; `keys` are the keys that may hold the arguments."""
     try:
         value = parsed_json(text)
     except BROKEN_JSON as error:

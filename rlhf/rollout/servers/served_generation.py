@@ -11,7 +11,7 @@ from rlhf.rollout.servers.dispatch import SampleQueue
 
 @dataclass
 class ServedGeneration:
-    """The requests of one generation. `queue` has the indices of requests that no server generates."""
+    """The requests of one generation. `queue` has the indices of requests that wait for a server."""
 
     requests: Sequence[Request]
     quotas: Sequence[Quota]

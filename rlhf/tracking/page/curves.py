@@ -14,7 +14,7 @@ COLUMNS = 560
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot: its title, and its curves as pairs of a label and a metric. `share`: whether values are in [0, 1]."""
+    """One plot: its title, and its curves as pairs of a label and a metric. `share`: whether the axis covers 0 to 1."""
 
     title: str
     curves: tuple[tuple[str, str], ...]
