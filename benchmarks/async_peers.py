@@ -36,9 +36,9 @@ class _Group:
 
 
 class Policy(ABC):
-    """Runs what both schedules share: servers, groups in flight, complete groups, and measurements."""
+    """Base class of both schedules: servers, groups in flight, complete groups, and measurements."""
 
-    updates = 1  # per step
+    updates = 1  # optimizer updates per step
 
     def __init__(self, work: Workload, training_s: float) -> None:
         self.work, self.training_s, self.version, self.uid = work, training_s, 0, 0
@@ -84,7 +84,7 @@ class Policy(ABC):
         """Decode all tokens of a sample, and count them in `group.drawn`."""
 
     def sample_ended(self) -> None:  # noqa: B027 - nothing to do by default
-        """Use the free slot."""
+        """Use the slot that the sample has freed."""
 
     @abstractmethod
     def refill(self) -> None:
@@ -203,7 +203,7 @@ class PrimeRL(Policy):
 
 
 def run_peer(policy: type[Policy], work: Workload, training_s: float) -> Measured:
-    """Run the steps of a policy with `training_s` simulated seconds of training each."""
+    """Run all steps of `policy`; the training of each step takes `training_s` simulated seconds."""
 
     async def measured() -> Measured:
         return await policy(work, training_s).run()

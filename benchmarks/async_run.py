@@ -45,7 +45,7 @@ T = TypeVar("T")
 TOKENS, SECONDS = 128, 16
 GROUP, PROMPT, LONGEST = 8, 256, 20_480
 SYNC_S = 5.0
-"""Seconds of a weight sync, in which no server generates."""
+"""Duration of a weight sync in seconds. No server generates during a sync."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Workload:
     groups: int = 32
     warmup: int = 5
     steps: int = 6
-    """Measured steps, after `warmup` steps."""
+    """Number of measured steps. They follow `warmup` steps."""
     _drawn: list[int] = field(default_factory=list)
 
     def length(self, uid: int, sample: int) -> int:
@@ -91,7 +91,7 @@ class Measured:
     seconds: float  # per step, simulated
     tokens: float  # trained per step, simulated
     ages: Counter[int]  # trained tokens by age in steps
-    live: float  # fraction of the slots
+    live: float  # mean fraction of the slots that decode a sample
     trained: list[tuple[int, int]]  # uid and number of the samples of all steps
     decoded: float = 0.0  # simulated tokens of all steps
     left_over: int = 0  # simulated tokens of the responses in flight at the end
@@ -110,12 +110,12 @@ class Measured:
 
 
 def slot_seconds(servers: Sequence[ScriptedServer], end: float) -> float:
-    """Return the integral of live slots over time until `end`."""
+    """Return the integral over time, until `end`, of the number of slots that decode a sample."""
     return sum(server.running_until(end) for server in servers)
 
 
 class VirtualFleet:
-    """Replaces `Fleet`: runs the fleet's loop only while the trainer waits for it or trains, in virtual time."""
+    """Replaces `Fleet`: runs the fleet's loop only while the trainer waits for the loop or trains, in virtual time."""
 
     def __init__(self, servers: Sequence[ScriptedServer], capacity: int) -> None:
         self.servers = {f"http://server{i}": server for i, server in enumerate(servers)}
@@ -161,7 +161,7 @@ class VirtualFleet:
 
 
 class _Engine(ServerEngine):
-    """Records how many tokens each request needs, by its seed."""
+    """Maps the seed of each request to the number of tokens that the request needs."""
 
     def __init__(self, work: Workload) -> None:
         self._work, self.left = work, dict[int, int]()
@@ -220,7 +220,7 @@ def source_of(engine: ServerEngine, groups: int, async_steps: int) -> NewPrompts
 
 
 def run(work: Workload, async_steps: int, training_s: float) -> Measured:
-    """Run the steps with `training_s` simulated seconds of training each."""
+    """Run all steps; the training of each step takes `training_s` simulated seconds."""
     engine = _Engine(work)
     try:
         source, fleet = source_of(engine, work.groups, async_steps), engine.fleet
@@ -246,14 +246,14 @@ def run(work: Workload, async_steps: int, training_s: float) -> Measured:
 
 
 def left_over(source: NewPrompts | PartialRollouts) -> int:
-    """End the generation in the background, and return the number of tokens in flight."""
+    """End the background generation, and return the number of tokens in flight."""
     source.tensors()
     begun = source.begun if isinstance(source, PartialRollouts) else []
     return sum(len(sample) for each in begun for sample in each.samples)
 
 
 def token_ages(groups: Sequence[Group], version: int) -> Counter[int]:
-    """Return the number of tokens by age, if the policy after `version` steps trains on them."""
+    """Return the number of tokens of `groups` by age, for training by the policy after `version` steps."""
     ages = Counter[int]()
     for sample in (sample for group in groups for sample in group.samples):
         start = 0

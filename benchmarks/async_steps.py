@@ -2,13 +2,13 @@
 
 Runs k = 0, 1, 2 and 4 (`benchmarks.async_run`) on 4 simulated servers of 16 slots, for three distributions of response
 lengths (4 to 20,480 tokens). A step trains on 32 groups of 8 samples. With k = 0, generation and training alternate.
-Training takes 1/4 to 4 times as long as that generation. The tables also show, with the same constants:
+Training takes 1/4 to 4 times as long as this generation with k = 0. The tables also show, with the same constants:
 
 - verl, prime-rl: simplified simulations of other trainers' schedules (`benchmarks.async_peers`)
 - perfect: a lower bound without waits; a step takes as long as its training or, if longer, its generation on all slots
 
 Prints steps per hour and their ratio to k = 0, then the mean and maximal age of the trained tokens in steps, and the
-live slots.
+fraction of slots that decode a sample (live slots).
 
 Exits with 0 if k = 2 makes at least 1.8 times the steps of k = 0 where training and generation take equally long.
 """
@@ -38,7 +38,7 @@ class Result:
 
     seconds: float  # per step, simulated
     speed: float  # steps per hour, relative to k = 0
-    live: float  # fraction of the slots
+    live: float  # mean fraction of the slots that decode a sample
     age: str = ""
 
     @property

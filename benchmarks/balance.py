@@ -1,13 +1,13 @@
 """python -m benchmarks.balance: compares the update time of ranks in lockstep with the time of a perfect balance.
 
 Simulates 8 to 1,024 ranks with the trainer's planner (`rlhf.learning.balancing`), for three length distributions with
-mean 3,000 and maximum 20,000 tokens and 16 samples per prompt. Ranks run their k-th micro-batches together, which take
-as long as the costliest of them. A perfect balance is the cost of all samples divided by the number of ranks. The
+mean 3,000 and maximum 20,000 tokens and 16 samples per prompt. All ranks run their k-th micro-batches at the same time
+and wait for the costliest of them. A perfect balance is the cost of all samples divided by the number of ranks. The
 `plain way` puts equally many whole prompts on each rank, with one sample per micro-batch.
 
 If one sample costs more than a rank's part of its mini-batch, all ranks wait for this sample and a perfect balance is
-impossible. `least` is the lower bound of all plans (otherwise 1). Exits with 0 if every plan takes less than 1.15 times
-`least`.
+impossible. `least` is the lower bound of all plans: 1 if a perfect balance is possible, else more. Exits with 0 if
+every plan takes less than 1.15 times `least`.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def truncated(prompts: int, rng: random.Random) -> list[int]:
 
 
 def correlated(prompts: int, rng: random.Random) -> list[int]:
-    """Draw hard prompts with only long samples, and easy prompts."""
+    """Draw hard prompts, whose samples are all long, and easy prompts, whose samples are all short."""
     of_prompts, of_samples = 0.8, 0.4
     middle = math.log(MEAN) - (of_prompts**2 + of_samples**2) / 2
     return [

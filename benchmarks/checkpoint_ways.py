@@ -38,7 +38,7 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 class State:
     """A simulated model in training: float32 weights and Adam's two moments, `nbytes` bytes over all ranks together.
 
-    Each rank has an equal range of rows of every tensor, as under FSDP2. Layers have 16 MiB and a small tensor each.
+    Each rank has an equal range of rows of every tensor, as under FSDP2. Layers have a 16 MiB weight and a small norm.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -250,7 +250,7 @@ class Verl(Way):
     """
 
     def __init__(self, state: State) -> None:
-        os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")  # verl reads it once, at the import
+        os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")  # verl reads this variable once, at the import
         from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
         model = Model(state)

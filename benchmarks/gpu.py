@@ -1,15 +1,15 @@
 """python -m benchmarks.gpu: measures what only a GPU can show, in independent parts.
 
 attention      forward and backward over 50 new lengths, by backend of scaled_dot_product_attention
-varlen         one call of varlen_attn for a packed row of 16k tokens, and a call per length: equal, and faster?
+varlen         one varlen_attn call for a packed row of 16k tokens, compared with a call per length: results, time
 suite          tests/gpu
 step           three steps of a random 0.5B policy with GSM8K's lengths: MFU, share of time with a kernel (goal 80 %)
 save           an asynchronous save of 1.5B: how long training waits, host memory, time relative to cp and sync
 lora           adapters of a random 7B policy at 16k tokens: memory peak against the plan (goal: within 10 %), MFU
 fragmentation  ragged micro-batches: memory that torch reserves, relative to memory that it allocates
-contents       every subset of checkpoint.contents; generators of all GPUs; the reference's EMA on its cadence
+contents       every subset of checkpoint.contents; random generators of all GPUs; EMA weights of the reference
 kills          SIGKILL in a generation and in a save: equal bits, no GPU memory still in use
-vllm           five steps with vLLM in the rank: log-probs (goal: 0.03 apart), weight sync (goal: 2 s), memory asleep
+vllm           five steps with vLLM in the rank: log-probs (goal: 0.03 apart), weight sync (goal: 2 s), memory in sleep
 
 Nothing is downloaded: models have random weights, and the bundled tokenizer. Each part runs in a process of its own for
 at most eight minutes. Its figures, the goals that it missed, and the releases are appended to --results as a line of

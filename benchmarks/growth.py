@@ -2,7 +2,7 @@
 measures the collection of a large batch (`benchmarks/collecting.py`).
 
 Runs real commands with the bundled policy until rank 0 begins its first step. `first` starts a new run and builds the
-prompt cache, `start` starts a new run with the cache, `resume` has a checkpoint and a long metric history. CPU time and
+prompt cache, `start` starts a new run with the cache, `resume` continues a run with a long metric history. CPU time and
 memory are the largest of any rank. RSS counts all touched pages of shared files, PSS the rank's part. Figures are
 medians. Exits with 1 if `start` or `resume` needs over 2 s or 200 MB more with many rows and lines than with few. On a
 busy machine CPU time is more reliable than wall time.
@@ -39,7 +39,7 @@ def on_event(event: str) -> None:
             file.write(json.dumps(entry) + "\n")
     history = next(folder.glob(f"rlhf/*/{HISTORY}"), None)
     if event == "metrics.after" and rank == "0" and history is not None and not (folder / "long").exists():
-        # Lengthen it before the save, so that the checkpoint of step 1 covers all lines.
+        # Lengthen the history before the save, so that the checkpoint of step 1 covers all lines.
         last = history.read_text().splitlines()[-1]
         record = json.dumps(json.loads(last) | {"step": 0})
         with history.open("w") as file:
@@ -80,7 +80,7 @@ def launch(folder: Path, data: Path, size: int, ranks: int, steps: int) -> Figur
     first = [json.loads(lines[0]) for lines in notes]
     wanted = "Resumed step 1 " if steps == 1 else ""
     if not (folder / "long").exists() or wanted not in log.read_text():
-        raise RuntimeError(f"this start is not of the kind to be measured:\n{log.read_text()[-3000:]}")
+        raise RuntimeError(f"the history is short, or the run did not resume step 1:\n{log.read_text()[-3000:]}")
     cpu, rss, pss = (max(entry[name] for entry in first) for name in ("cpu", "rss", "pss"))
     return first[0]["time"] - began, cpu, rss, pss
 

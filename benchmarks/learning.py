@@ -29,7 +29,7 @@ from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS
 from rlhf.models import tiny
 
 NOISE, NOISE_SEED = 0.3, 7
-"""Standard deviation of the noise relative to each matrix's, and seed."""
+"""Standard deviation of the noise, relative to each matrix's standard deviation, and the seed of the noise."""
 GAIN = 0.20
 SETTINGS = (
     "actor.ppo_mini_batch_size=16",
@@ -66,7 +66,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "decay_norm_and_bias": ("actor.optim.decay_norm_and_bias=true",),
     "lr_scheduler_interval": ("actor.optim.lr_scheduler_interval=training_step", "actor.optim.lr_warmup_steps=4"),
     **{f"async_steps_{k}": (f"rollout.async_steps={k}", WEIGHED) for k in (1, 2, 4)},
-    "normalize_reward": ("algorithm=rloo", "algorithm.normalize_reward=running"),  # GRPO divides by its own deviation
+    "normalize_reward": ("algorithm=rloo", "algorithm.normalize_reward=running"),  # GRPO always divides by a deviation
 }
 """Further rows: the default algorithm, or a named algorithm, with other settings."""
 ROWS = (*ALGORITHMS, *VARIANTS)
@@ -77,13 +77,13 @@ class Run:
     """Result of one run."""
 
     accuracy: dict[int, float]
-    """Held-out accuracy by step, from 0."""
+    """Held-out accuracy by step; step 0 is the policy before training."""
     clipped: float
     """Mean fraction of tokens whose loss the clip changed. KL-Cov: the fraction with a penalty. SAPO: the reduction by
     its gate."""
     explained: float | None
-    """Explained variance of the returns, None without a critic: the mean over the best consecutive quarter of steps,
-    since it falls again when all prompts are solved. A critic with constant values explains at most 0."""
+    """Explained variance of the returns, None without a critic: the mean over the best consecutive quarter of steps.
+    The value falls again when all prompts are solved. A critic with constant values explains at most 0."""
 
     @classmethod
     def of(cls, records: Sequence[dict]) -> "Run":

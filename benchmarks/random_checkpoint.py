@@ -24,7 +24,7 @@ RANKS, FOLDER = 2, "actor/model"
 
 
 def make_checkpoint(root: Path, nbytes: int) -> Path:
-    """Make a checkpoint with about `nbytes` bytes of weights, and its run's starting model, below `root`."""
+    """Make a checkpoint with about `nbytes` bytes of weights, and the starting model of its run, below `root`."""
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "vocab_size": 32_000}
     layers = max(1, round((nbytes / 4 - 2 * 32_000 * 1024) / (16 << 20)))
     config = LlamaConfig(num_hidden_layers=layers, **shape)  # type: ignore[arg-type]

@@ -7,11 +7,11 @@ brackets. The phases of rank 0:
 detection       until the supervisor has detected the crash and every rank has ended
 start           until the new process exists; after a crash with the wait of trainer.restart_backoff_s, in a cold start
                 with the imports of supervisor and launcher
-import          until all imports of the rank; plain starts (trainer.warm_start=false) import here
+import          until the rank has finished its imports; plain starts (trainer.warm_start=false) import here
 build           until model, data and all other components are built
 load            loading the checkpoint
 first step      until the first optimizer step; the sum up to here is the total
-replay          from the first step until the point of the kill: the lost work
+replay          from the first step to the point where the kill came: the lost work
 """
 
 import argparse

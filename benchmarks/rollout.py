@@ -133,7 +133,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    # vLLM runs beside a rank's process group.
+    # As in a run, vLLM starts in a process that already has a process group.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)

@@ -5,7 +5,7 @@ lengths (4 to 20,480 tokens) and several numbers of servers. Figures:
 
 - live slots: running samples over slots, until the last sample has been sent
 - time over best: virtual time divided by a perfect schedule's (the longest sample, or all tokens on all slots)
-- groups: both figures if servers take whole groups of siblings
+- groups: both figures if a server takes all samples of a prompt together
 - moved, repeated: samples taken back from a server's queue, and samples sent again after a failure
 
 With `--faults` one server in eight decodes half as fast, one stops and one dies; their slots do not count.
@@ -50,7 +50,7 @@ def lengths(name: str, seed: int) -> Iterator[int]:
 
 
 def with_groups(of_requests: Sequence[int], servers: int, slots: int) -> tuple[float, float]:
-    """Return the live slots and the time over the best if servers take whole groups, each when it has enough slots.
+    """Return live slots and time over best if a server takes a whole group once it has enough free slots.
 
     Every token takes the same time here.
     """

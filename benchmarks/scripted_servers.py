@@ -65,7 +65,7 @@ class ScriptedServer:
     prefills: int = 0
     last_arrival: float = 0.0
     history: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # times and running samples
-    running: list[tuple[float, int, _Job]] = field(default_factory=list)  # heap by the engine step of the end
+    running: list[tuple[float, int, _Job]] = field(default_factory=list)  # heap by the engine step of a sample's end
     waiting: deque[_Job] = field(default_factory=deque)
     _step: float = 0.0  # engine steps so far
     _since: float = 0.0
@@ -77,7 +77,7 @@ class ScriptedServer:
     async def generate(self, body: dict[str, Any]) -> bytes:
         length, seed = self.length_of(body), body["sampling_params"]["seed"]
         tokens = await self.decode(tuple(body["token_ids"]), length, body["request_id"])
-        # Give each sibling other tokens, so that the prefix cache can distinguish their responses.
+        # Give each sample of a prompt other tokens, so that the prefix cache can distinguish their responses.
         return answer(tokens, self.label, token=2 + seed % 8, aborted=tokens < length)
 
     async def decode(self, key: tuple[int, ...], length: int, name: str) -> int:
@@ -99,7 +99,7 @@ class ScriptedServer:
             raise
 
     def abort(self, names: Container[str]) -> None:
-        """End the requests `names` with the tokens so far."""
+        """End the requests `names`; each returns the tokens decoded so far."""
         self._advance()
         aborted = [job for job in self._jobs() if job.name in names and not job.done.done()]
         for job in aborted:

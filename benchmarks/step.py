@@ -40,7 +40,7 @@ LOOK_S, MEMORY_S, LONGEST_S = 0.01, 0.2, 900.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Means per step of one run, and its peak memory, the sum of its processes' PSS."""
+    """Means per step of one run, and the run's peak memory: the sum of the PSS of all its processes."""
 
     seconds: float
     processor_seconds: float

@@ -27,7 +27,7 @@ IMPORTS = "import rlhf.convert.verbs.convert, rlhf.convert.verbs.outputs, rlhf.c
 
 @dataclass(frozen=True)
 class Cost:
-    """Wall seconds and processor seconds of processes, and the largest memory of one in bytes."""
+    """Wall seconds and processor seconds of processes, and the largest memory of one process in bytes."""
 
     seconds: float
     processor: float

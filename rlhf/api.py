@@ -251,7 +251,7 @@ def _check_models(config: Config) -> None:
 
 
 def _files_of_ranks(config: Config) -> list[tuple[str, str]]:
-    """Return the settings that name a user's file which the ranks import, with their values."""
+    """Return each setting, with its value, that names a user's file for the ranks to import."""
     named = {
         CUSTOM_CLS: config.data.custom_cls.spec,
         "algorithm.adv_estimator": config.algorithm.adv_estimator,

@@ -147,5 +147,5 @@ class TokenCounts:
     squares: int
     """Sum of the squared lengths of the samples, to which the cost of attention is proportional."""
     beyond: Mapping[int, int] = field(default_factory=dict)
-    """For each sliding window: the sum, over samples, of the squared number of tokens beyond the window. Attention
-    within the window costs less by this sum."""
+    """For each sliding window: the sum, over samples, of the squared number of tokens beyond the window. The cost
+    of attention with the window is proportional to `squares` minus this sum."""

@@ -81,5 +81,6 @@ def did_you_mean(found: str | None) -> str:
 
 
 def nearby(path: Path, is_right: Callable[[Path], bool]) -> str:
-    """Return the last sentence of a message about a missing path: it suggests the nearest path, or to correct it."""
+    """Return the last sentence of a message about a missing path. It suggests the nearest path, or asks to correct the
+    path."""
     return did_you_mean(nearest_path(path, is_right)) or " Correct the path."

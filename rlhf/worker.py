@@ -126,7 +126,7 @@ def main(run_dir: Path, *, evaluates: bool = False) -> int:
         device = _join(config)
         (evaluate if evaluates else run)(config, device, _coordinator(config), status, shown)
 
-    # Then lines that the user's functions print appear at once, and are not lost if this process dies.
+    # With this call, lines that the user's functions print appear at once, and a death of this process loses none.
     write_whole_lines()
     configure_logging(rank())
     return _guarded(work)

@@ -19,8 +19,8 @@ from tests.support.undisturbed import Undisturbed, session_folder
 # Set before torch is imported, for this process and for all processes that tests start. Tests start many small
 # processes at once, which are very slow if their threads compete for cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Under nohup or in the background, pytest ignores these signals, and so would its child processes, which tests stop
-# with these signals.
+# Under nohup or in the background, pytest ignores these signals, and child processes would inherit this. But tests stop
+# child processes with these signals.
 for number in STOP_SIGNALS:
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Attention kernels: new lengths, and one call for a packed row."""
+"""Times attention kernels on lengths that are new to them, and in one call for a packed row."""
 
 import random
 import statistics
@@ -9,10 +9,10 @@ from typing import Any
 from benchmarks.gpu_parts.place import Figures, Place, Skipped, seconds_of
 
 HALF_B, SEVEN_B = (14, 2, 64), (28, 4, 128)
-"""Heads, heads of keys and dimension of a layer of Qwen2.5-0.5B and 7B."""
+"""Attention heads, key heads and head dimension of Qwen2.5-0.5B and 7B."""
 NEW_LENGTHS, TOKENS, ROUNDS = 50, 16384, 5
 LARGEST_DIFFERENCE = 5e-2
-"""Relative difference of outputs and gradients in bfloat16, as in the check of `rlhf/models/varlen_attention.py`."""
+"""Largest allowed relative difference of outputs and gradients in bfloat16, as in `rlhf/models/varlen_attention.py`."""
 
 
 def _rows(shape: tuple[int, int, int], tokens: int, device: str) -> list[Any]:
@@ -45,7 +45,7 @@ def _backward(forward: Callable[[], Any]) -> None:
 
 
 def attention(place: Place) -> Figures:
-    """Time forward and backward over 50 lengths that no kernel has seen, by backend."""
+    """Time forward and backward, by backend, over 50 lengths: first new to the backend, then again."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     lengths = random.Random(1).sample(range(100, 500), 4 if place.rehearsal else NEW_LENGTHS)
@@ -105,5 +105,5 @@ def varlen(place: Place) -> Figures:
             times["alone"].append(seconds_of("cuda", lambda: _backward(alone)))
         figures[f"{name}: relative difference"] = apart
         figures |= {f"{name}: seconds {way}": statistics.median(values) for way, values in times.items()}
-        place.goal(apart <= LARGEST_DIFFERENCE, f"{name}: varlen_attn differs by {apart:.3g}")
+        place.goal(apart <= LARGEST_DIFFERENCE, f"{name}: varlen_attn differs from a call per length by {apart:.3g}")
     return figures

@@ -49,13 +49,14 @@ def contents(place: Place) -> Figures:
                 devices |= {key for key in stored.keys() if key.startswith("torch.cuda")}  # noqa: SIM118
         wanted = {f"torch.cuda.{i}" for i in range(torch.cuda.device_count())} if "extra" in chosen else set()
         if devices != wanted:
-            place.problems.append(f"contents [{name}]: generators of {sorted(devices)}, not of {sorted(wanted)}")
+            text = f"generator states of {sorted(devices)}, not of {sorted(wanted)}"
+            place.problems.append(f"contents [{name}]: {text}")
         found[name] = sorted(part.name for part in saved.iterdir())
     return found
 
 
 def save(place: Place) -> Figures:
-    """Save a random 1.5B policy asynchronously: how long training waits, host memory, and the time of a raw copy."""
+    """Save a random 1.5B policy asynchronously; measure the training wait, host memory and a raw copy."""
     more = ("trainer.save_freq=1", "checkpoint.max_to_keep=1", "trainer.total_training_steps=4")
     records = place.train(place.overrides(place.model("1.5b", QWEN_1_5B), "save", *more))
     saves = [record for record in records if record.get("perf/save_seconds")]
@@ -76,7 +77,7 @@ def save(place: Place) -> Figures:
 
 
 def kills(place: Place) -> Figures:
-    """Kill runs in a generation and in a save, in deterministic mode: equal bits, and no GPU memory still in use."""
+    """Kill deterministic runs in a generation and in a save; check for equal bits and for GPU memory still in use."""
     model = place.model("small", SMALL)
     more = ["trainer.deterministic=true", "trainer.save_freq=1", "trainer.restart_backoff_s=0.1"]
     more += ["data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "data.max_response_length=16"]

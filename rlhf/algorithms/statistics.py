@@ -16,7 +16,7 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
     """Whiten the entries in the mask over all ranks: (v - mean) * rsqrt(var + 1e-8), with unbiased variance.
 
-    Return [N, R] float64, zero outside the mask. If the masks of all ranks have a single entry, it becomes 0. Every
+    Return [N, R] float64, zero outside the mask. If all masks together have only one entry, it becomes 0. Every
     rank must call this function, because it calls `all_sum` twice.
     """
     inside = masked(values, mask).double()

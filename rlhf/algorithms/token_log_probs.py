@@ -33,8 +33,8 @@ def token_log_probs(
         labels: [M] int64.
         temperature: divides the logits.
         weight: [V, H] of the head, with its `bias` [V].
-        finish: computes the logits [m, V] from hidden @ weight^T + bias, for example by soft-capping; None if this is
-            the logits already.
+        finish: computes the logits [m, V] from hidden @ weight^T + bias, for example by soft-capping; None if this
+            sum already is the logits.
     """
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels, temperature, finish, with_entropy)
     return log_probs, entropy

@@ -53,8 +53,10 @@ class Setup:
 
 
 def build_reward(setup: Setup, models: ModelSources, day: date) -> Reward:
-    """Build the reward functions, and shard a reward model over the ranks. Its chat template prints `day`.
-    Collective."""
+    """Build the reward functions, and shard a reward model over the ranks. Collective.
+
+    `day`: the date that the reward model's chat template prints.
+    """
     config, device, found = setup.config, setup.device, models.reward_model
     if found is None:
         return reward_of(config.reward)

@@ -254,7 +254,7 @@ def _learners(setup: Setup, models: ModelSources, policy: PendingModel, total_st
         seed=config.trainer.seed,
     )
     if reference is not None and not lora.enabled and is_packed(actor.backend.module):
-        pack(model.module)  # the reference has the same architecture, so the actor's probe holds for it
+        pack(model.module)  # the actor's packing probe also covers the reference: same architecture
     critic = None
     if models.critic is not None:
         start = models.critic.load(loading.load_value_model, coordinator, device)

@@ -44,7 +44,8 @@ class PolicyWeights(Model, Protocol):
     def base_shards(self) -> Shards:
         """Return live views of this rank's part of the frozen base weights, by the names in the model's files.
 
-        Empty without adapters. With adapters, `model_shards` and `optimizer_shards` contain only the adapters.
+        Without adapters the result is empty. With adapters, `model_shards` and `optimizer_shards` contain only the
+        adapters.
         """
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:

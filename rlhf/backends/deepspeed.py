@@ -155,9 +155,9 @@ class ClippedAdamW(torch.optim.AdamW):
 
 
 def _set_device_variables(device: torch.device) -> None:
-    os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed reads it once, at the import
+    os.environ["DS_ACCELERATOR"] = device.type  # DeepSpeed reads this variable once, at the import
     if device.type == "cuda":
-        # DeepSpeed selects the GPU with this index. A rank that sees only its own GPU has another local rank.
+        # DeepSpeed uses LOCAL_RANK as the GPU's index. If a rank sees only its own GPU, index and local rank differ.
         os.environ["LOCAL_RANK"] = str(device.index or 0)
     os.environ.setdefault("LOCAL_RANK", "0")
 

@@ -218,8 +218,8 @@ def _apply_fsdp2(model: PreTrainedModel, config: BackendConfig, device: torch.de
 def stays_plain(model: PreTrainedModel, config: BackendConfig) -> bool:
     """Return whether each rank keeps a whole replica without FSDP2.
 
-    This needs as many replicas as ranks, and passes that compute in the dtype of the weights. FSDP2 would copy every
-    weight in each pass, and every gradient, and reduce the gradients of each micro-batch. On one rank the bits are the
+    True if there are as many replicas as ranks, and passes compute in the dtype of the weights. FSDP2 would copy every
+    weight and gradient in each pass, and would reduce the gradients of each micro-batch. On one rank the bits are the
     same with and without FSDP2.
     """
     return dims.everyone().size == config.replicas and precision_of(model, config).param_dtype is None

@@ -13,8 +13,8 @@ from rlhf.ranks.collectives import all_sum
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Replace the gradient of each trained parameter by its sum over the data-parallel ranks. Collective.
 
-    A parameter keeps no gradient only if it has none on any rank. Buckets and their order depend on the parameters
-    alone, so the bits of a sum are the same on all ranks and in every attempt.
+    A parameter stays without a gradient only if no rank has a gradient for it. Buckets and their order depend only on
+    the parameters, so the bits of a sum are the same on all ranks and in every attempt.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     absent = [i for i, parameter in enumerate(trained) if parameter.grad is None]

@@ -35,7 +35,7 @@ class Offload:
     ) -> None:
         self._find, self._setting, self._frozen = find, setting, frozen
         self._users = 0
-        # By storage: the offloaded storages with their copies, and the page-locked memory of GPU storages.
+        # Offloaded storages with their host copies, by storage. Copies of GPU storages are the page-locked `_pinned`.
         self._away: dict[int, tuple[UntypedStorage, Tensor]] = {}
         # Host copies of frozen storages that are on the device. They stay valid, because nothing writes the storages.
         self._kept: dict[int, Tensor] = {}

@@ -134,7 +134,7 @@ class Checkpointer:
         return True
 
     def _check_memory(self) -> None:
-        """Raise UserError on every rank if a machine lacks memory for the copies. A rollback has allocated them."""
+        """Raise UserError on every rank if a machine lacks memory for the copies. A rollback reuses its copies."""
         if self._background is not None:
             copied = self._state.copied_bytes(self._settings.contents, self._settings.hf_adapter)
             check_memory(copied, self._coordinator)
@@ -144,7 +144,7 @@ class Checkpointer:
     def save_restored(self, *, last: bool, rolls_back: bool = False) -> SaveResult | None:
         """Save the step that `resume` has restored from memory, if the step lacks a checkpoint that it needs.
 
-        It needs one if a save was due and the crash prevented it, or if the run may roll back and has no checkpoint.
+        The step needs one if a save was due, which the crash prevented, or if the run may roll back without one.
         Call when the metric history is open. Return the same as `save`.
         """
         every = self._trainer.save_freq
@@ -295,7 +295,7 @@ class Checkpointer:
                 try:
                     self.finish()
                 except Exception as error:
-                    log.error("%s", error)  # must not hide why the run ends
+                    log.error("%s", error)  # raising it would hide why the run ends
                 raise
             self.finish()
             self._drop_snapshots()

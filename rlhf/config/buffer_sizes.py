@@ -2,8 +2,8 @@
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Largest number of logits (tokens times vocabulary) that are computed at once. A chunk has at least one token, even
-if its logits are more. The CPU's value is the fastest. The GPU's value allows 440 tokens with a vocabulary of 152k,
-enough for matrix products at full speed."""
+if one token has more logits. The CPU's value is the fastest. The GPU's value allows 440 tokens with a vocabulary of
+152k, enough for matrix products at full speed."""
 HEAD_GRADIENT_BYTES = {"cpu": 0, "cuda": 512 << 20}
 """One product with the hidden states covers the logits' gradients of several chunks, up to this many bytes.
 Each product is added to the head's whole gradient in float32, which costs a GPU more than the product of one chunk."""

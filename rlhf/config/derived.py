@@ -63,7 +63,7 @@ def needs_old_log_probs(actor: ActorConfig, algorithm: AlgorithmConfig, mini_bat
 
 
 def longest_sample(data: DataConfig) -> int:
-    """Return the tokens of the longest prompt with the longest response."""
+    """Return the most tokens of a sample: the longest prompt plus the longest response."""
     return data.max_prompt_length + data.max_response_length
 
 
@@ -86,7 +86,7 @@ def generated_by_rank(prompts: int, rollout: RolloutConfig, algorithm: Algorithm
     """Return the number of samples that the busiest rank generates. All samples of a prompt come from one rank.
 
     Args:
-        prompts: of one generation, over all `ranks` ranks.
+        prompts: number of prompts of one generation, over all `ranks` ranks.
     """
     return math.ceil(prompts / ranks) * (rollout.n + needs_greedy_baseline(algorithm))
 

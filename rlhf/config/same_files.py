@@ -12,7 +12,7 @@ COMPARED_BY_SUFFIX = (
     "critic.path",
     "reward_model.path",
 )
-"""Settings in which a stored relative path equals a present path that ends with it: the working directory may differ.
+"""Settings in which a stored relative path may match the end of a present path: working directories may differ.
 
 A resume also compares the content of these files, of the chat template and of user functions by fingerprint. A chat
 template with another path but the same text is not a change: see `rlhf.checkpoint.load.stored_config`.
@@ -36,8 +36,8 @@ PATHS = (
 def same_value(key: str, stored: Any, present: Any) -> bool:
     """Return whether both values of a setting are equal, or name the same files in the same order.
 
-    A stored relative path that does not exist here came from another working directory. For `COMPARED_BY_SUFFIX`, it
-    then equals a present path that ends with it.
+    A stored relative path that does not exist here came from another working directory. In `COMPARED_BY_SUFFIX`, it
+    counts as the present path if the present path exists and ends with the stored path.
     """
     if stored == present:
         return True

@@ -147,7 +147,7 @@ def as_literals(tree: Any) -> Any:
 def masked(value: Any, name: str = "") -> Any:
     """Return a section or a setting as plain containers without secrets, for trackers, messages and comparisons.
 
-    `name` is the key of `value` in a free mapping. If it is a secret's name, `value` and all texts in it are masked.
+    `name` is the key of `value` in a free mapping. If `name` is a secret's name, all texts in `value` are masked.
     """
     if is_dataclass(value):
         return {field.name: masked(getattr(value, field.name)) for field in fields(value)}

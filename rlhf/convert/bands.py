@@ -44,7 +44,7 @@ def bands_of(
         yield Band(sum(offsets), torch.Size(sizes).numel(), 0, 1, 0, stored)
         return
     outer, columns = shape[:-1], sizes[-1]
-    # The rows of a band span the last outer dimensions that the part covers whole, and one more: `split`.
+    # The rows of a band span dimension `split` and the outer dimensions after it, which the part covers whole.
     split = len(outer) - 1
     while split > 0 and sizes[split] == shape[split]:
         split -= 1

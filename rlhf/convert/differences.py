@@ -119,7 +119,7 @@ def _compare(
     for piece in pieces:
         left, right = a.read(name, *piece).double(), b.read(name, *piece).double()
         squares_a, squares_b = squares_a + float(left.square().sum()), squares_b + float(right.square().sum())
-        # Infinities of one sign are equal. NaN differs from everything.
+        # Infinities of the same sign are equal. NaN differs from everything.
         found = float(torch.where(left == right, 0.0, (left - right).abs()).max())
         largest = found if math.isnan(found) or found > largest else largest
     what = "dtype" if info.dtype != other.dtype else "values"

@@ -104,7 +104,7 @@ def open_source(origin: Origin, backend: str = AUTO) -> TensorSource:
     for step in scan(origin.path):
         if _is_known(replace(origin, path=step), candidates):
             raise UserError(f"{origin.path} contains the steps of another trainer. Give one step, such as {step}.")
-    # The error of the selected layout names the missing file.
+    # Let the selected layout raise its own error, which names the missing file.
     if backend != AUTO and len(candidates) == 1:
         return _open(candidates[0], origin)
     if within := _checkpoint_around(origin, candidates):

@@ -17,7 +17,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.shards import as_bytes
 
 MOST_EXPANDED = 64 << 20
-"""A tensor with repeated elements (stride 0) may exceed its file by at most this many bytes."""
+"""A tensor with repeated elements (stride 0) may be larger than its file, by at most this many bytes."""
 
 
 @dataclass(frozen=True)

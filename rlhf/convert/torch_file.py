@@ -46,7 +46,7 @@ def torch_save_range(
 
 
 def slabs(source: TensorSource, name: str, start: int, stop: int) -> Iterator[memoryview]:
-    """Yield the bytes of elements [start, stop) of a tensor, in ranges that fit into memory."""
+    """Yield the bytes of elements [start, stop) of a tensor, in ranges of at most SLAB_BYTES."""
     step = SLAB_BYTES // source.contents.tensors[name].dtype.itemsize
     for first in range(start, stop, step):
         yield as_bytes(source.read(name, first, min(stop, first + step)))

@@ -51,7 +51,7 @@ def make_dataset(data: DataConfig, seed: int, size: int) -> Any:
 
 
 def first_row(data: DataConfig, seed: int) -> Row:
-    """Return the first training problem; raises UserError as `make_dataset`."""
+    """Return the first training problem. Raises UserError like `make_dataset`."""
     return _rows(data, [make_dataset(data, seed, data.reasoning_gym.train_size)[0]])[0]
 
 

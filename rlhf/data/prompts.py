@@ -13,7 +13,7 @@ from rlhf.data.tokens import LengthLimit, Lengths
 
 
 class StoredPrompts(Protocol):
-    """The prompts that `data.overlong_prompts` leaves, in memory or on disk."""
+    """The prompts that remain after `data.overlong_prompts`, in memory or on disk."""
 
     fingerprint: str
     """Hash of the rows."""

@@ -34,7 +34,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """Return the `data_source` of rows without their own."""
+        """Return the `data_source` of rows whose column `data_source` is missing or empty."""
         if self.path is not None and (file := self.path.resolve()).suffix == self.path.suffix:
             return file.stem  # a link's target, except in the Hub's cache, where a hash names the target
         return self.path.stem if self.path else self.spec.partition("@")[0].partition(":")[0]

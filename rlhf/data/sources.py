@@ -79,7 +79,8 @@ def build_val_set(
 def check_sources(data: DataConfig, reward: RewardConfig, seed: int, env: EnvConfig = NO_ENVIRONMENTS) -> Row | None:
     """Check names, files, extensions, columns and rewards without a tokenizer, and return the first row of the files.
 
-    Without files, return the first generated problem; with `data.custom_cls`, whose code only the ranks run, None.
+    Without files, return the first generated problem. With `data.custom_cls`, return None, because only the ranks run
+    its code.
 
     Reads one row of each source, then rows of local files for up to EARLY_CHECK_S seconds. Loads a Hub dataset, so that
     it is downloaded once, before the ranks need it.

@@ -67,7 +67,7 @@ class LengthLimit:
             yield row, token_ids
 
     def check(self, lengths: Lengths) -> None:
-        """Raise UserError if no prompts remain, or if the policy is `error`."""
+        """Raise UserError for overlong prompts if `data.overlong_prompts` is `error`, or `filter` leaves no prompt."""
         if lengths.too_long and self.overlong == "error":
             raise UserError(
                 f"{self._facts(lengths)}, and data.overlong_prompts=error. {REMEDY} to filter, left, right or middle."

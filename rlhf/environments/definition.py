@@ -29,7 +29,7 @@ class Definition:
 
 
 def define(spec: str, made: type) -> Definition:
-    """Return the definition of the class. Raise UserError if the class has no `reset`, or a tool has no types."""
+    """Return the definition of the class. Raise UserError if it lacks `reset`, or its methods cannot be tools."""
     shown = f"{ENV_CLASSES}={spec}"
     if not callable(getattr(made, "reset", None)):
         raise UserError(

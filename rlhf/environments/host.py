@@ -72,7 +72,7 @@ def _obey(channel: socket, classes: Sequence[type], definitions: Sequence[Defini
 def _kill(process: int) -> None:
     try:
         os.killpg(process, signal.SIGKILL)
-    except ProcessLookupError:  # the process has just been forked and leads no group yet
+    except ProcessLookupError:  # just after the fork, the process has no group of its own yet
         os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
 

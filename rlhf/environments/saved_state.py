@@ -11,7 +11,7 @@ from typing import Any
 
 TUPLE, RANDOM = "__tuple__", "__random__"
 _HEAP_TYPE = 1 << 9
-"""Flag of CPython's classes that Python code defines; other classes may store values outside of `__dict__`."""
+"""CPython's flag of classes that Python code defines. Other classes may store values outside of `__dict__`."""
 
 
 class _NotPlainError(Exception):

@@ -20,7 +20,7 @@ ANNOUNCE_S = 20.0
 """Seconds between the events of a slow round of calls."""
 MAX_REPLY_BYTES = 1 << 24
 _TRIES = 3
-"""Attempts of a call, each in a new process, if the process ends for a reason other than the call."""
+"""Attempts of a call, if the process ends for a reason other than the call. The last attempt gets its own process."""
 
 T = TypeVar("T")
 Call = dict[str, Any]

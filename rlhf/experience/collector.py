@@ -136,7 +136,7 @@ class Collector:
             journal.drop_published(up_to)
 
     def skip_to(self, position: int | None) -> None:
-        """Skip all prompts before the uid `position` and drop all carried groups; None skips nothing."""
+        """Skip prompts before the uid `position`, and drop carried groups and prompts in flight; None skips nothing."""
         if position is not None:
             self._source.drop()
             self.prompts.advance_to(position)
@@ -145,7 +145,7 @@ class Collector:
     def invalidate_policy(self) -> None:
         """Drop the responses in flight, and sync the weights before the next generation. Collective.
 
-        For a rollback, which changes the weights.
+        Called in a rollback, which changes the weights.
         """
         self._source.drop()
         self.generation.sampler.invalidate_weights()

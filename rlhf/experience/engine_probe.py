@@ -11,7 +11,7 @@ from rlhf.rollout import Request, Sample, SamplingParams
 PROMPT, RESPONSE = 8, 8
 """Tokens."""
 BOUND = 0.25
-"""Largest mean difference of log-probs. Rounding to bfloat16 stays below; lost tensors change it by whole nats."""
+"""Largest mean difference of log-probs. Rounding to bfloat16 causes less; lost tensors cause whole nats."""
 
 
 def probe_request() -> Request:

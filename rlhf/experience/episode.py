@@ -142,7 +142,7 @@ class Episode:
             self._answer_tools([])
 
     def take_replies(self, replies: Sequence[Reply]) -> None:
-        """Use the replies to `calls`."""
+        """Continue the episode with the replies to `calls`."""
         operation, self.calls = self.operation, []
         if operation == "reset":
             self._start(replies[0]["value"])

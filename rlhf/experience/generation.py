@@ -110,7 +110,7 @@ class Generation:
         return [Begun(each.drawn, of_prompt) for each, of_prompt in zip(begun, samples, strict=True)]
 
     def unbegun(self, drawn: DrawnPrompt) -> Begun:
-        """Return a prompt before the first token."""
+        """Return the prompt as a prompt in flight whose samples have no token yet."""
         return Begun(drawn, [Sample.of(drawn.uid, i, [], [], "partial") for i in range(self.samples_per_prompt)])
 
     def _params(self) -> list[SamplingParams]:
@@ -189,7 +189,7 @@ class Generation:
 
         Raises:
             UserError: with `reward.on_error=stop`, if the reward failed on all samples of the step on all ranks, and
-                these are enough samples for a batch.
+                the number of these samples is at least that of a batch.
         """
         started, n = time.monotonic(), self.n
         groups = []

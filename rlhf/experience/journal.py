@@ -159,7 +159,7 @@ class Journal:
                 records.samples_payload(self._generation, uid, of_prompt) for uid, of_prompt in samples.items()
             )
             self._known.newest |= dict.fromkeys(samples, self._generation)
-            for uid in samples:  # drop the rewards of replaced samples, whose record was damaged
+            for uid in samples:  # drop the rewards of older samples that these samples replace
                 self._known.results.pop(uid, None)
 
     def add_results(self, results: Mapping[int, Sequence[RewardResult]]) -> None:

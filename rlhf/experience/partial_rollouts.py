@@ -22,8 +22,8 @@ class PartialRollouts:
     A share is the number of a rank's prompts in a batch. A step draws new prompts until `steps` + 1 shares are in
     flight and generates with its weights until one share is complete. It then removes this share: groups with the
     oldest tokens first, then by uid. Servers continue the other prompts while the ranks train (`begin`). No token gets
-    older than `steps` steps, because the engine waits for groups that are due in this step. If more than a share is due
-    (after a change of the number of ranks or of the batch size), the surplus is dropped and counted.
+    older than `steps` steps: the engine waits for each group that would be too old in the next step. If these groups
+    exceed a share (after a change of the number of ranks or of the batch size), the surplus is dropped and counted.
 
     With the embedded engine, all of this follows from tokens and settings, never from the clock, so a resumed run
     repeats it bit for bit. With servers, the clock decides how many tokens the responses have when the weights change.

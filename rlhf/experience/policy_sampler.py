@@ -39,7 +39,7 @@ class PolicySampler:
     ) -> list[Sample]:
         """Return samples like `generate`, some of them partial, once every quota is reached. Collective.
 
-        `engine` must be a `PartialEngine`. With `background`, it continues the partial samples until `stop`.
+        `engine` must be a `PartialEngine`. With `background`, the engine continues the partial samples until `stop`.
         """
         self.stop()
         self._sync_weights(version)

@@ -20,7 +20,8 @@ class OtherRanks(Protocol):
     """The hang detectors of the other nodes. Each detector sees the ranks of its node only."""
 
     def report(self, *, save: bool) -> None:
-        """Report to the other nodes that a rank here is within the deadline of its loop, or with `save` of its save."""
+        """Report to the other nodes that a rank of this node is within the deadline of its loop; with `save`, of its
+        background save."""
 
     def are_silent(self, *, save: bool) -> bool:
         """Return True if no other node has called `report` with this `save` recently, or if a node has found a hang."""

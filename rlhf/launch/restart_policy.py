@@ -21,7 +21,7 @@ class GiveUp:
 
 
 class RestartPolicy:
-    """Waits ten times longer before each restart, and limits the restarts.
+    """Multiplies the wait by ten with each restart, up to `trainer.restart_backoff_max_s`, and limits the restarts.
 
     A crash at a later step than all earlier crashes renews the budget `trainer.max_restarts`. After
     `trainer.max_failures_per_step` crashes in a row at the same step, the run ends.

@@ -57,8 +57,8 @@ class Actor(Policy):
         """Take the optimizer steps of a training step with `rlhf.learning.update.update`. Collective.
 
         Return `actor/...` and `rollout/...` metrics. `batch` has `old_log_probs` if
-        `rlhf.config.derived.needs_old_log_probs`. If a log-prob of the rollout engine is not finite, the guards reject
-        the batch.
+        `rlhf.config.derived.needs_old_log_probs` returns True. If a log-prob of the rollout engine is not finite, the
+        guards reject the batch.
         """
         rejected: Metrics = {}
         sampled = all_sum(masked(batch.rollout_log_probs, batch.response_mask).double().sum()).item()

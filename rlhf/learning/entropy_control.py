@@ -6,10 +6,11 @@ from rlhf.config import ActorConfig
 
 
 class EntropyControl:
-    """Computes the weight of the entropy bonus in each optimizer step, from the entropy in the previous step.
+    """Computes the weight of the entropy bonus in each optimizer step.
 
-    With coefficient c, entropy e and target t, the weight is c if e <= t, otherwise 0; in the first step it is c. After
-    a step, c grows by `delta` if e < t and falls by `delta` if e > t, within its bounds.
+    A fixed weight is `entropy_coeff`. An adaptive weight depends on the previous step's entropy e, with coefficient c
+    and target t. It is c if e <= t, otherwise 0; in the first step it is c. After a step, c grows by `delta` if e < t
+    and falls by `delta` if e > t, within its bounds.
 
     Source: Skywork-OR1 (arXiv 2505.22312), adaptive entropy control.
     """
@@ -45,7 +46,8 @@ class EntropyControl:
         return {"coefficient": self._coefficient, "entropy": self._entropy, "started_at": self._start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the entropy and, if adaptive and with the same start value, the coefficient within its bounds."""
+        """Restore the entropy. Restore the coefficient, within its bounds, if it is adaptive and its start value is the
+        same."""
         self._entropy = state["entropy"]
         self._coefficient = self._start
         if self.is_adaptive and self._start == state["started_at"]:

@@ -39,13 +39,13 @@ class Guards:
     For each batch, call `begin`, then `allows` before each optimizer step, then `settle`. If `settle` returns
     `rollback`, call `remember`, load the newest checkpoint (which calls `load_state_dict`), and call `recall`.
 
-    A crash between a rollback and the next save loses the memory of the rollback, but does not change the run:
-    decisions depend only on the batch and the checkpoint's state, so the repeated step is rejected again and draws the
+    A crash between a rollback and the next save loses the memory of the rollback, but does not change the run.
+    Decisions depend only on the batch and the checkpoint's state. So the repeated step is rejected again, and draws the
     same later prompts. A rollback changes the trajectory only by these prompts, whichever checkpoint was loaded: the
     checkpoint restores the reward average, and the metrics of a step count only the events up to that step.
 
     The number of rollbacks is bounded. Only an accepted step after all rolled-back steps resets the count of
-    rejections in a row, so each step causes at most `max_events` rollbacks, even if repeated steps are accepted. A
+    rejections in a row. So each step causes at most `max_events` rollbacks, even if repeated steps are accepted. A
     crash may lower the count, but the supervisor limits the restarts after crashes.
 
     Args:
@@ -98,7 +98,8 @@ class Guards:
 
         Raises:
             UserError: `action` is `stop` and the batch is rejected; more than `max_events` batches in a row are
-                rejected; or `last`, and all batches were rejected for metrics that are not finite.
+                rejected; or `action` is `skip`, the step is the last, and metrics that are not finite were the reason
+                to reject every batch of the run.
         """
         if self.rejected is None:
             old = self._reward if self._average is None else self._average

@@ -77,8 +77,8 @@ def update(
     The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
     loss nor gradient (up to rounding). If no token of a mini-batch counts, the gradient is 0 and the optimizer still
     steps, as in verl and TRL: weights decay, momentum continues, and the schedule counts the step. `empty_mini_batches`
-    is the share of such steps, whose only other metrics are `grad_norm` and `lr`. If `guards` reject a mini-batch, the
-    update drops its gradient and ends; earlier optimizer steps stay.
+    is the share of such steps. They have no metrics of the loss; without response tokens, they have only `grad_norm`
+    and `lr`. If `guards` reject a mini-batch, the update drops its gradient and ends; earlier optimizer steps stay.
 
     Args:
         batch: this rank's samples.

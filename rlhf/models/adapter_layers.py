@@ -45,8 +45,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.d
     inject_adapter_in_model(
         PeftConfig(**peft_settings(asdict(config)), target_modules=targets), model, low_cpu_mem_usage=True
     )
-    # For some mixtures of experts (Mixtral, Qwen2-MoE), peft maps the names of the experts' earlier linear layers to
-    # the fused experts. Dense layers may have these names, too, and then peft would adapt the experts.
+    # In transformers 4, the experts of Mixtral, Qwen2-MoE and others were linear layers. peft maps the names of these
+    # layers to the fused experts. Dense layers may have these names, too, and then peft would adapt the experts.
     if others := sorted(_adapted(model).keys() ^ set(targets)):
         raise UserError(
             f"model.lora.target_modules={config.target_modules}: peft would adapt fused experts instead of layers of "

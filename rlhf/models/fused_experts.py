@@ -36,9 +36,9 @@ def fuse_experts(
 ) -> tuple[dict[str, FileTensor], dict[str, list[FilePart]]]:
     """Replace file tensors that transformers fuses for `hf_config` by the fused tensor, under its name in the model.
 
-    Only fusions that keep every file tensor contiguous are replaced: stacked experts ([E, rows, columns]), stacks
-    joined along the rows (gate and up: [E, 2 * rows, columns]), and tensors joined along the rows. Return all headers,
-    and the parts of each fused tensor.
+    Replace only tensors that are contiguous in the fused tensor: stacked experts ([E, rows, columns]), stacks joined
+    along the rows (gate and up: [E, 2 * rows, columns]), and tensors joined along the rows. Return all headers, and
+    the parts of each fused tensor.
     """
     return _fuse(headers, get_checkpoint_conversion_mapping(hf_config.model_type) or [])
 
@@ -88,7 +88,7 @@ class FileConversions:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "FileConversions":
         """Return the conversions that `save_pretrained` reverts for `model`. Call this before an engine wraps `model`,
-        because FSDP2 changes the names of classes. Leave out a prefix that some files have before all names."""
+        because FSDP2 changes the names of classes. Leave out conversions that only add or remove a prefix."""
         found = get_model_conversion_mapping(model, add_legacy=False)
         return cls([entry for entry in found if not isinstance(entry, PrefixChange)], model.config)
 
@@ -118,7 +118,7 @@ def parts_in_files(shapes: Mapping[str, Sequence[int]], conversions: FileConvers
 
 
 def _names(files: Mapping[str, FileTensor], mapping: Sequence[Any]) -> list[str]:
-    """Return the names of file tensors in the model."""
+    """Return the names that the tensors of `files` have in the model."""
     return [rename_source_key(name, *_by_kind(mapping))[0] for name in files]
 
 

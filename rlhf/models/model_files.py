@@ -70,7 +70,7 @@ def find_files(
         scratch: folder below which a rank that does not see the model writes the small files.
 
     Raises:
-        UserError: on every rank, if no rank sees the folder, or, with `loading=shard`, some rank does not.
+        UserError: on every rank, if no rank sees the folder; with `loading=shard`, if not all ranks see the same files.
     """
     folder, seen = _find_folder(source, loading, coordinator)
     reader = next(rank for rank, content in enumerate(seen) if content is not None)
@@ -90,7 +90,7 @@ def find_files(
 
 
 def _find_folder(source: ModelSource, loading: str, coordinator: Coordinator) -> tuple[Path, list[str | None]]:
-    """Return the model's folder, downloaded for a Hub name, and each rank's `_quick_hash`, or None without folder."""
+    """Return the model's folder, downloaded for a Hub name, and `_quick_hash` by rank (None if it lacks the folder)."""
     folder = Path(source.path).expanduser()
     seen = _hash_by_rank(source, folder, _has_model, coordinator)
     if any(seen):

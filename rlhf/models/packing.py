@@ -43,7 +43,7 @@ def lay_out(model: nn.Module, ids: Tensor, lengths: ArrayLike) -> TokenRows:
     ends = sizes[order].cumsum()
     starts = np.empty_like(ends)
     starts[order] = ends - sizes[order]
-    # [3, N]: one transfer. Each token of the row then knows its sequence's number, length and start in the row.
+    # [3, N]: number, length and start of each sequence, in one transfer. Below, repeat them for each token.
     numbers = torch.from_numpy(np.stack([order, sizes[order], ends - sizes[order]])).to(device, non_blocking=True)
     total = int(ends[-1])
     rows, _, before = numbers.repeat_interleave(numbers[1], dim=1, output_size=total)

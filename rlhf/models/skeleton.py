@@ -19,7 +19,7 @@ def skeleton(
     """Build a model with parameters on the meta device; return it with each weight's name in the files.
 
     Return None if some weight is not exactly one tensor of the files: it is fused, or the configuration ties it to
-    another weight although the files have both.
+    another weight although the files have both. A head may be missing in the files.
 
     `load_from` lets transformers map names, find missing weights and create buffers. The loaded tensors are stand-ins,
     views of one small tensor. If a weight of the loaded model is still a stand-in, transformers took the file's tensor

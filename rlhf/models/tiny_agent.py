@@ -64,7 +64,7 @@ def game_prompt(low: int) -> str:
 
 
 def guesses(low: int, secret: int, careful: bool) -> Turns:
-    """Return the turns of a game: four guesses that halve the range, or that count up from its first number."""
+    """Return the turns of a game: up to four guesses that halve the range, or count up from its first number."""
     turns: Turns = []
     guess, half = (low + WIDTH // 2, (WIDTH + 1) // 4) if careful else (low, 0)
     for _ in range(4):

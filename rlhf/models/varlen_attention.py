@@ -22,7 +22,7 @@ TOLERANCE = 5e-2
 """Largest relative difference of outputs and gradients. A rounding to bfloat16 is up to 4e-3. A kernel that mixes
 sequences or ignores the window differs by 0.1 or more."""
 WINDOWS = ((-1, 0), (4, 0))
-"""Windows that the check compares: all tokens before a token, and the last four and itself."""
+"""Windows that the check compares: a token attends to itself and to all tokens before it, or to the last four."""
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Options of transformers' attention functions that `varlen_attn` has no argument for."""
 

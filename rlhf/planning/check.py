@@ -130,8 +130,8 @@ def check_snapshots(config: Config, plan: Plan) -> None:
 def check_fits(config: Config) -> None:
     """Raise UserError with the peak and remedies if the plan exceeds a GPU's memory or its part of the host's.
 
-    Without GPUs only log a warning. Raise UserError also if vLLM can't split the attention heads, or if snapshots do
-    not fit.
+    Without GPUs, only log a warning. With GPUs and `trainer.check_memory=false`, do nothing. Raise UserError also if
+    vLLM can't split the attention heads, or if snapshots do not fit.
     """
     found = plan_of(config)
     if found is None:

@@ -26,7 +26,7 @@ class FittingChanges:
     changes: dict[str, Any]
     plan: Plan
     memory: int | None = None
-    """If the plan does not fit: bytes of the smallest device on which it fits, in whole GiB; None if none suffices."""
+    """If the plan does not fit: bytes of the smallest device on which it fits, a multiple of 1 GiB; None if none."""
     ranks: int | None = None
     """If the plan does not fit: number of the target's devices on which it fits, found by doubling; None if none."""
 

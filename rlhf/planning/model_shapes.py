@@ -24,7 +24,7 @@ FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """A model's weights, tied ones once, and the text part of its config.json."""
+    """A model's weights, without tied copies, and the text part of its config.json."""
 
     weights: Shapes
     config: Mapping[str, Any]
@@ -160,7 +160,7 @@ class ModelShapes:
         return replace(self, weights=body | {VALUE_HEAD: (1, self.hidden), "score.bias": (1,)})
 
     def _size(self, *names: str) -> int | None:
-        """Return the first of these settings that is a number, or the largest number of a list with one per layer."""
+        """Return the first positive value of these settings; of a list with a value per layer, the largest value."""
         for name in names:
             given = self.config.get(name)
             sizes = [size for size in (given if isinstance(given, list) else [given]) if isinstance(size, int)]

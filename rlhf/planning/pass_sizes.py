@@ -17,7 +17,7 @@ class PassSize:
     longest: int
     """Tokens of the longest sequence."""
     micro_batches: int
-    """Micro-batches per mini-batch in an update, per step in a pass without gradients."""
+    """Micro-batches per mini-batch in an update, or per step in passes without gradients."""
 
 
 def passes(samples: int, longest: int, response: int, budget: int) -> PassSize:

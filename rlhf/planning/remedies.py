@@ -47,7 +47,7 @@ class Candidate:
     device: Literal["cuda", "cpu"] | None = None
     """Type of device on which the setting matters; None for both."""
     effect: Effect = "speed"
-    """The most important thing that the change affects."""
+    """What the change affects most: speed, precision, training, or the number of devices."""
 
 
 def _to(value: Any) -> Values:

@@ -15,8 +15,8 @@ ENGINE_BASE = 1 << 30
 """Estimate for what vLLM keeps on a GPU beside weights and cache, also asleep: CUDA graphs and the libraries' buffers,
 1 GiB."""
 LARGE_GPU, PROFILED_TOKENS = 70 << 30, (16384, 8192)
-"""vLLM's default `max_num_batched_tokens` on GPUs of at least 70 GiB, and on smaller ones. A pass of this size, before
-vLLM allocates the cache, shows how much the activations need."""
+"""vLLM's default `max_num_batched_tokens` on GPUs of at least 70 GiB, and on smaller GPUs. Before vLLM allocates the
+cache, it measures the memory of the activations in a pass of this size."""
 LARGEST_SHARE = 0.9
 
 

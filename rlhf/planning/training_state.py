@@ -33,7 +33,7 @@ class TrainingState:
     root: int = 0
     """Weights and gradients of the embedding with the buffers of their reduction, after the layers."""
     micro_batch_gradients: int = 0
-    """DeepSpeed's gradients of the current micro-batch, besides the sum of earlier ones."""
+    """DeepSpeed's gradients of the current micro-batch, in addition to the sum over earlier micro-batches."""
     step_temporaries: int = 0
     """Temporaries of DeepSpeed's optimizer step, or a bucket of gradients that replicas sum; the fused AdamW has
     none."""

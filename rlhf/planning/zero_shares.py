@@ -21,7 +21,10 @@ MOMENTS = 2
 
 @dataclass(frozen=True)
 class ZeroShares:
-    """Bytes that `count` trained weights need on each of `ranks` at a ZeRO stage, with `width` bytes each in passes."""
+    """Bytes that each of `ranks` needs for `count` trained weights at a ZeRO stage.
+
+    `width` is the number of bytes of a weight in forward and backward passes.
+    """
 
     count: int
     stage: int
@@ -35,7 +38,7 @@ class ZeroShares:
 
     @property
     def optimizer(self) -> int:
-        """Return the bytes of master weights (a copy even if the module's weights are float32) and Adam's moments."""
+        """Return the bytes of Adam's moments and master weights. Stage 0 in float32 has no separate master weights."""
         return (self.share if self.stage or self.width == 2 else 0) + MOMENTS * self.share
 
     @property
@@ -96,7 +99,7 @@ class ZeroShares:
 
 
 def live_weights(whole: int, count: int, stage: int, ranks: int) -> int:
-    """Return the bytes of gathered weights in a pass of ZeRO 3, with the prefetch buffer; 0 for a single rank."""
+    """Return the bytes of gathered weights and prefetch buffer in a ZeRO 3 pass; 0 at other stages or on one rank."""
     if stage < 3 or ranks == 1:
         return 0
     width = whole / max(count, 1)

@@ -17,13 +17,13 @@ from rlhf.ranks.host_allocator import keep_freed_memory
 from rlhf.ranks.machines import START_FEWER_RANKS, settle_places
 from rlhf.ranks.world import STORE_FD
 
-# torch 2.13 renamed the function, and warns of the old name.
+# torch 2.13 renamed the function, and warns callers of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def pick_device(name: str) -> torch.device:
     """Return this rank's device. `auto` is CUDA if CUDA is available, else the CPU. A rank that sees several GPUs takes
-    the GPU of its local rank. A rank that sees one GPU takes it: `srun --gpus-per-task=1` hides the others.
+    the GPU of its local rank. A rank that sees one GPU takes this GPU: `srun --gpus-per-task=1` hides the others.
 
     Raises UserError if the rank sees several GPUs, and fewer than its machine has ranks.
     """
@@ -41,7 +41,7 @@ def pick_device(name: str) -> torch.device:
 def start(config: TrainerConfig, *, remote_servers: bool = False) -> torch.device:
     """Join the process group (gloo on CPU, NCCL on CUDA), apply the determinism settings, and return the device.
 
-    `remote_servers` as in `settle_places`. Raises UserError if two ranks use one GPU.
+    `remote_servers` is passed to `settle_places`. Raises UserError if two ranks use one GPU.
     """
     device = pick_device(config.device)
     deterministic = config.deterministic if config.deterministic is not None else device.type == "cpu"
@@ -146,12 +146,12 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 def gather_from(ranks: dims.RankGroup, tensor: Tensor) -> Tensor:
-    """Return the tensors of all `ranks`, of one shape, stacked to [ranks, ...]. Collective over `ranks`. A view of
-    `tensor` if there is one rank."""
+    """Return the tensors of all `ranks`, of one shape, stacked to [ranks, ...]. Collective over `ranks`. With one rank,
+    the result is a view of `tensor`."""
     if ranks.size == 1:
         return tensor[None]
     gathered = tensor.new_empty(ranks.size, *tensor.shape)
-    # One flat output: a list of outputs would be filled by one copy per rank.
+    # Gather into one flat output: with a list of outputs, torch would copy each rank's part once more.
     _all_gather_single(gathered.view(-1), tensor.reshape(-1), group=ranks.group)
     return gathered
 

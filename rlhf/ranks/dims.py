@@ -27,7 +27,7 @@ class RankGroup:
     """A group of ranks that make collective calls together.
 
     `members` are global ranks, and `rank` is this rank's index in `members`. `group` is None without torch.distributed,
-    and for a single rank of several.
+    and for a group of one rank in a run of several.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class RankGroup:
 
 
 def everyone() -> RankGroup:
-    """Return the group of all ranks, which the coordinator, checkpoint files and the flag to stop use."""
+    """Return the group of all ranks, which the coordinator, checkpoint files and the stop flag use."""
     if not dist.is_initialized():
         return RankGroup(0, range(1), None)
     return RankGroup(dist.get_rank(), range(dist.get_world_size()), dist.group.WORLD)

@@ -22,9 +22,9 @@ def _collective() -> Iterator[None]:
 
 
 class GlooTransport(Transport):
-    """Sends over a separate gloo group; without torch.distributed, the world has one rank.
+    """Sends over a separate gloo group. Without torch.distributed, this process is the only rank.
 
-    `timeout` is for each call; None means the timeout of the training's group.
+    `timeout` is for each call; None means the timeout of the process group for training.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:

@@ -22,7 +22,7 @@ def with_keep_alive(
     Args:
         action: runs in a thread, and may take longer than the timeout of a collective call. It must not raise.
         failed: returns whether a result is a failure.
-        stop: makes this rank's `action` end early. This function calls it if `action` has failed on another rank.
+        stop: makes this rank's `action` end early. It is called if `action` has failed on another rank.
     """
     ended: SimpleQueue[T] = SimpleQueue()
     threading.Thread(target=lambda: ended.put(action()), name="long work", daemon=True).start()

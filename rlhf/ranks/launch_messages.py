@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 EVALUATE = "evaluate"
-"""The second argument of a rank that evaluates a policy instead of training it."""
+"""Command-line argument that makes `python -m rlhf.worker RUN_DIR` evaluate a policy instead of training it."""
 
 
 @dataclass(frozen=True)

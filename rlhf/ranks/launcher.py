@@ -54,7 +54,7 @@ def _threads() -> list[str]:
 def _has_cuda_open() -> bool:
     """Return whether the CUDA driver runs in this process. The driver opens `nvidia-uvm`; NVML does not."""
     for fd in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the descriptor of the listing itself
+        with suppress(FileNotFoundError):  # the listing's own descriptor, now closed
             if fd.readlink().name == "nvidia-uvm":
                 return True
     return False
@@ -158,7 +158,7 @@ class Launcher:
         os.environ.update(rank_variables(rank, request.nproc, listener))
         os.environ[PARENT_PID] = str(launcher)
         if rank == 0:
-            listener.detach()  # the environment has the file descriptor
+            listener.detach()  # keep the descriptor open: rank 0 finds its number in the environment
         self._connection.close()
         signal.set_wakeup_fd(-1)
         os.close(self._wake)

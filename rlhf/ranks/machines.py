@@ -24,7 +24,7 @@ START_FEWER_RANKS = (
 
 
 def settle_places(store: "Store", rank: int, world_size: int, gpu: str, *, remote_servers: bool) -> None:
-    """Exchange the ranks' places through `store`, and set this rank's environment accordingly. Collective.
+    """Exchange each rank's machine and GPU through `store`, and set this rank's environment. Collective.
 
     If all ranks run on one machine, they listen on its loopback interface only, unless an environment variable names
     another interface. LOCAL_WORLD_SIZE becomes the number of ranks on this machine, if the launcher has not set it.

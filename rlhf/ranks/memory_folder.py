@@ -119,8 +119,8 @@ def lease(folder: Path) -> Iterator[None]:
 
 
 def remove_abandoned(base: str | Path, run_dir: Path, keep: Path | None = None) -> None:
-    """Remove the folders of dead runs, never a living run's folder. Remove folders of `run_dir`, except `keep`, at
-    once. Remove other folders `LEASE_S` seconds after their last snapshot. The caller holds the lock of `run_dir`."""
+    """Remove the folders of dead runs, never a living run's folder. Folders of `run_dir`, except `keep`, are removed
+    at any age, other folders `LEASE_S` seconds after their last snapshot. The caller holds the lock of `run_dir`."""
     own = folders_of(base, run_dir)
     for folder in _folders(Path(base)):
         if folder == keep or (folder not in own and not _is_old(folder)):

@@ -8,11 +8,11 @@ import uuid
 from pathlib import Path
 
 SUPERVISOR_PID = "RLHF_SUPERVISOR_PID"
-"""Process id of a rank's supervisor. Without this variable (torchrun, a debugger) a rank logs its errors itself."""
+"""Variable with the process id of a rank's supervisor. Without it (torchrun, a debugger) a rank logs its own errors."""
 PARENT_PID = "RLHF_PARENT_PID"
-"""Process id of the parent: a rank's supervisor or launcher, or a rollout server's keeper."""
+"""Variable with the process id of the parent: a rank's supervisor or launcher, or a rollout server's keeper."""
 KEEPER = "RLHF_SERVER_KEEPER"
-"""Path of the socket of the process that keeps a run's rollout servers; set by the supervisor."""
+"""Variable with the socket path of the process that keeps a run's rollout servers. The supervisor sets it."""
 LAUNCH = "RLHF_LAUNCH"
 """Variable with the name of a scheduler's job. The name is the same in all attempts, also after a requeue."""
 STOPPED = ("T", "t")
@@ -71,8 +71,8 @@ def state_of(pid: int) -> str:
 
 
 def exit_code_of(pid: int) -> int | None:
-    """Return the exit code, negative for a signal, of this user's process that has ended and still has an entry in the
-    kernel's table; otherwise None. Linux only."""
+    """Return the exit code (negative for a signal) of a zombie of this user; None if the process runs or is gone. Linux
+    only. A zombie is a process that has ended and that its parent has not waited for."""
     fields = _stat(pid)
     return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None
 

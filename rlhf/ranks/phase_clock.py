@@ -61,7 +61,7 @@ class _Mark:
 
 
 def memory_use(device: torch.device, statm: Path = STATM) -> dict[str, float]:
-    """Return the GiB of this process: resident on the host now (Linux), and the peaks on the CUDA device."""
+    """Return memory metrics of this process in GiB: resident host memory now (Linux), and peaks on the CUDA device."""
     used = {}
     if statm.exists():
         used["perf/host_rss_gb"] = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / GIB

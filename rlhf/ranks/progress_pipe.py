@@ -13,7 +13,7 @@ PROGRESS_FD = "RLHF_PROGRESS_FD"
 """Variable with the file descriptor of the pipe in a rank. Without it (torchrun, a debugger), nobody reads progress."""
 _LOST = (errno.EAGAIN, errno.EPIPE, errno.EBADF)
 _TOO_MANY = 1 << 63
-"""Greater than every count, and small enough for a float."""
+"""A message with a count of this size or more is invalid. A float can still represent this number."""
 
 
 class ProgressDisplay:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Return the state of every generator. Python's is 625 words of a Mersenne twister and the pending Gaussian."""
+    """Return every generator's state. Python's state is 625 words of a Mersenne twister and the pending Gaussian."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     assert version == 3

@@ -43,9 +43,9 @@ _LONGEST = 4000
 class RunEvent:
     """An event, its time in seconds since 1970, and its facts.
 
-    Facts are `step`; `total_steps` when the training begins or continues; `cause` (one line) and `details` (evidence)
-    of a failure; `seconds` and `bytes` of a save or a resume; `hang`, `restart`, `max_restarts` of a crash; `host` and
-    `release` of a start, and `alerts` if alerts are on.
+    Most events have `step`. A start has `host` and `release`, and `alerts` if alerts are on. The event `training` has
+    `total_steps`. A save, resume or rollback has `seconds` and `bytes`. A failure has `cause` (one line), and after a
+    crash also `details` (evidence) and `hang`. A crash with a restart has `restart` and `max_restarts`.
     """
 
     time: float

@@ -20,7 +20,7 @@ SAVE_BEGINS, SAVE_ENDS = "commit.before", "commit.after"
 """First and last event of a background save, which runs in a thread of its own."""
 SCORED = "reward.scored"
 WAITS_FOR_SCORE = "reward.wait"
-"""Events of a thread that the loop waits for: it has scored a sample, or waits for a score with a deadline."""
+"""Events of a thread that the loop waits for. The thread has scored a sample, or waits for a score with a deadline."""
 
 _PAGE = 4096
 # Equal events within this many seconds are written once, which suffices to show that the rank makes progress.
@@ -60,7 +60,7 @@ class PhaseStatus:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A rank's step, the newest event of its loop and its time, and the rank's error.
+    """A rank's step, the newest event of its loop, the time of this event, and the rank's error.
 
     Times are seconds of the monotonic clock, which all processes of a machine share and which is never set. `thread` is
     the identity of the loop's thread. `save` is the status of the running background save, if any.

@@ -37,7 +37,7 @@ class FunctionCall:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
-        """Return one reply entry per item. Raise the function's error; a concurrent call's error becomes an entry."""
+        """Return one reply entry per item. Errors of the function propagate; an async call's error becomes an entry."""
         if self._convention is not Convention.SAMPLE:
             return [asdict(score) for score in self._batch(items)]
         if not self.signature.is_async:

@@ -126,7 +126,7 @@ def _lock(folder: Path) -> int:
 
 
 def _set_limits(memory_gb: float | None) -> None:
-    # When memory runs out, the kernel kills this process before the trainer. Some mappings count against no limit.
+    # Some memory mappings count against no limit. When memory runs out, the kernel kills this process first.
     kernel.write_proc("/proc/self/oom_score_adj", "1000")
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
@@ -158,7 +158,7 @@ def _drop_privileges(uid: int, own: str, writes: bool, missing: list[str]) -> bo
         kernel.set_capabilities(0)
         return False
     kept = kernel.permitted_capabilities() & 1 << kernel.CAP_DAC_READ_SEARCH
-    if writes or not kept:  # this capability also allows reading; Landlock limits the writing
+    if writes or not kept:  # DAC_OVERRIDE also allows reading; Landlock limits the writing
         kept |= kernel.permitted_capabilities() & 1 << kernel.CAP_DAC_OVERRIDE
     try:
         if not kept:

@@ -1,7 +1,7 @@
 """Wraps the Linux system calls for confinement with ctypes: Landlock, seccomp, namespaces, capabilities.
 
 All but `landlock_version` raise OSError where the kernel, or a container around the process, rejects the call.
-Numbers: the kernel's `uapi` headers; Landlock: https://docs.kernel.org/userspace-api/landlock.html.
+The numbers are from the kernel's `uapi` headers. Landlock: https://docs.kernel.org/userspace-api/landlock.html.
 """
 
 import ctypes

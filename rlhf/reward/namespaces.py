@@ -1,4 +1,4 @@
-"""Puts a reward process into Linux namespaces: its own processes, a folder in memory, a layer over /dev/shm.
+"""Puts a reward process into Linux namespaces, with its own process ids, a folder in memory, an overlay on /dev/shm.
 
 When the first process of the namespace ends, the kernel kills all other processes of the namespace, whatever sessions
 they created. The files in memory vanish with these processes, however the processes ended.
@@ -82,7 +82,7 @@ def _become_a_grandchild() -> None:
     if child := os.fork():
         _end_like(child)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    # This mount fails in a container that hides parts of /proc. /proc/self is right in either case.
+    # This mount fails in a container that hides parts of /proc. /proc/self is this process with or without it.
     with contextlib.suppress(OSError):
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     # The first process of a namespace ignores signals that it does not handle, so the verifier runs in a second

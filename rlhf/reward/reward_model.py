@@ -26,7 +26,7 @@ class RewardModel(Scorer):
     Args:
         module: from `load_reward_model`, on `device`.
         tokenizer: the reward model's own. It renders the chat by its template; without one, the texts are joined.
-        config: the model reads the last `max_length` tokens of a chat, or fewer if it or its tokenizer allow fewer.
+        config: the model reads the last `max_length` tokens of a chat, or fewer if model or tokenizer allow fewer.
         day: the day for a chat template that prints the date, so that a resume on a later day gives the same scores.
         on_device: the engine's context in which `module` can be called.
     """
@@ -77,7 +77,7 @@ class RewardModel(Scorer):
         batches: list[list[int]] = []
         room = 0
         for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-            # In a padded micro-batch each item is as long as the first.
+            # Padding makes each item of a micro-batch as long as the first, which is the longest.
             size = lengths[i] if packed or not batches else lengths[batches[-1][0]]
             if size > room:
                 batches.append([])

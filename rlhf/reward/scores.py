@@ -26,7 +26,7 @@ class RewardItem:
     columns: dict[str, Any] = field(default_factory=dict)
     """Further columns of the row that functions read; `prompt` has the prompt as in the data."""
     token_ids: Sequence[int] | np.ndarray = ()
-    """Token ids of the response; a list where a function reads them."""
+    """Token ids of the response: an array on the ranks, a list in reward processes."""
     group: int = 0
     """Index of the sample's prompt among the prompts that are scored together."""
     conversation: list[dict[str, Any]] = field(default_factory=list)
@@ -64,9 +64,9 @@ class RewardResult:
     """Unweighted score of each function that returned one, by label, in the order of `reward.functions`."""
     extra: dict[str, float] = field(default_factory=dict)
     timeouts: int = 0
-    """Functions that timed out on the sample."""
+    """Number of functions that timed out on the sample."""
     failures: int = 0
-    """Functions that failed on the sample."""
+    """Number of functions that failed on the sample."""
     notes: dict[str, Any] = field(default_factory=dict)
     """The notes of all functions (see `Score.notes`)."""
 

@@ -17,14 +17,14 @@ PROMPT = "prompt"
 
 
 class Convention(Enum):
-    """Names of the arguments, and the number of samples per call."""
+    """A calling convention: the names of the arguments, and the number of samples per call."""
 
     SAMPLE = "sample"
     """verl's `compute_score`: one sample."""
     BATCH = "batch"
-    """verl's batch reward manager: lists, of all samples of a prompt."""
+    """verl's batch reward manager: each argument is a list over all samples of a prompt."""
     TRL = "trl"
-    """TRL: lists, of all samples of a prompt, with every column of the rows as a list."""
+    """TRL: arguments are lists over all samples of a prompt. Each column of the rows is such a list, too."""
 
 
 GIVEN = {

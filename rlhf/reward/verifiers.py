@@ -33,7 +33,7 @@ def final_answer(text: str) -> str:
 
 
 def _braced(text: str) -> str:
-    """Return `text` up to the brace that closes the brace before `text`; all of `text` if no brace closes it."""
+    """Return `text`, which follows an opening brace, up to its closing brace; all of `text` if there is none."""
     depth = 1
     for i, character in enumerate(text):
         depth += (character == "{") - (character == "}")
@@ -49,7 +49,7 @@ def reference_answers(ground_truth: Any) -> list[str]:
 
 
 def exact_match(item: RewardItem) -> Score:
-    """Return 1 if the response's `final_answer` is one of the reference's, else 0."""
+    """Return 1 if the response's `final_answer` is one of the `reference_answers`, else 0."""
     return Score(float(final_answer(item.answer) in reference_answers(item.ground_truth)))
 
 
@@ -67,7 +67,7 @@ def math_verify(item: RewardItem) -> Score:
 
 
 def reasoning_gym(item: RewardItem) -> Score:
-    """Return `score_answer` of the task that generated the problem, on the stripped response. reasoning-gym's verifiers
+    """Score the stripped response with `score_answer` of the task that generated the problem. reasoning-gym's verifiers
     raise on answers that they cannot read. Such an answer scores 0 and counts as unreadable."""
     entry = {
         "question": item.extra_info["question"],
@@ -111,7 +111,7 @@ def evaluates_answers(data_source: str, settings: dict[str, Any]) -> bool:
 
 def answer_reader(config: RewardConfig) -> Reader | None:
     """Return the reader of the first of `reward.functions`; None unless it is a named verifier. The trainer cannot know
-    how a user's function reads an answer, and a reward model reads none."""
+    how a user's function reads an answer, and a reward model extracts no answer."""
     first = config.functions[0] if config.functions else None
     if first in ("exact_match", "math_verify"):
         return final_answer

@@ -242,7 +242,7 @@ class Decoding:
         self._rows_changed()
 
     def _rows_changed(self) -> None:
-        """Narrow the columns to the longest row, and mask the columns before shorter rows (not for equal lengths)."""
+        """Narrow the columns to the longest row, and mask the columns before shorter rows, if lengths differ."""
         span = self.cache.span
         if not span.rows:
             span.start, self.mask = span.end, None

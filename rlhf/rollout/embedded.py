@@ -100,8 +100,8 @@ class EmbeddedEngine(PartialEngine):
     def generate_until(
         self, requests: Sequence[Request], quotas: Sequence[Quota], *, seed: int, step: int
     ) -> list[Sample]:
-        """Return a sample for each request as soon as every quota is reached, as `PartialEngine`. Decode the requests
-        in their order, at most `max_num_seqs` at once. Raises as `generate`."""
+        """Return a sample for each request as soon as every quota is reached (see `PartialEngine`). Decode the requests
+        in their order, at most `max_num_seqs` at once. Raises the errors of `generate`."""
         return self._generate(requests, quotas, seed, step)
 
     @torch.inference_mode()
@@ -110,8 +110,8 @@ class EmbeddedEngine(PartialEngine):
             raise ValueError("a prompt has no tokens")
         samples: dict[int, Sample] = {}
         completion = Completion(requests, quotas)
-        # The requests with the most common parameters come last. Groups complete only with their greedy baselines, so
-        # a quota can be reached before the end only if the baselines come first.
+        # The requests with the most common parameters come last. A group with a greedy baseline is complete only after
+        # the baseline, so a quota can be reached before the end only if the baselines come first.
         by_params = sorted(indices_by_params(requests).items(), key=lambda item: len(item[1]))
         for params, indices in by_params:
             group = [requests[i] for i in indices]
@@ -126,7 +126,7 @@ def build_embedded_engine(
     model: Any, tokenizer: Any, config: RolloutConfig, device: torch.device | str | None = None
 ) -> EmbeddedEngine:
     """Build an engine over a copy of `model`, the policy before sharding, in `config.dtype` on `device` (default: the
-    model's). If the weights are on the meta device, the engine has none before the first `update_weights`."""
+    model's). If the weights are on the meta device, the engine needs `update_weights` before it can generate."""
     dtype = getattr(torch, config.engine_dtype)
     # Convert weights only: in half precision, buffers such as rotary frequencies are wrong at distant positions.
     memo: dict[int, Any] = {

@@ -39,9 +39,9 @@ class Request:
     Noise is keyed by `uid`, `sample` and the position in the response. Successive requests for successive samples of
     one prompt are siblings. An engine may prefill the prompt of siblings once.
 
-    With `response`, the response so far, an engine continues after the prompt and these tokens. The sample that it
-    returns begins with them, and `params.max_tokens` bounds the whole response. A stop string may begin in the response
-    so far, but not before the end of its last observation.
+    With `response`, the response so far, an engine continues after the prompt and the response's tokens. The returned
+    sample begins with these tokens, and `params.max_tokens` bounds the whole response. A stop string may begin in the
+    response so far, but not before the end of the last observation.
     """
 
     uid: int

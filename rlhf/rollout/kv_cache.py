@@ -102,7 +102,7 @@ class RowCache(Cache):
         self.span.start, self.span.end = end - (self.span.end - self.span.start), end
 
     def append(self, prefill: "RowCache", source: Tensor, width: int) -> None:
-        """Add a row for each index in `source`: the last `width` columns of that row of the prefill."""
+        """Append a row for each index in `source`: the last `width` columns of the prefill's row with this index."""
         end, rows = self.span.end, slice(self.span.rows, self.span.rows + len(source))
         for layer, other in zip(self.attention, prefill.attention, strict=True):
             for own, new in ((layer.keys, other.keys), (layer.values, other.values)):

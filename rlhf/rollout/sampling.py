@@ -28,7 +28,9 @@ def _xor_shift_(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix_(x: Tensor) -> Tensor:
-    """Apply the finalizer of splitmix64 in place: a bijection of 64-bit words; an input bit flips half the output bits.
+    """Apply the finalizer of splitmix64 in place: a bijection of 64-bit words that mixes the bits.
+
+    A flip of one input bit flips about half of the output bits.
 
     Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), Stafford's variant 13.
     """
@@ -38,7 +40,7 @@ def _mix_(x: Tensor) -> Tensor:
 
 
 def fold(keys: Tensor, values: Tensor) -> Tensor:
-    """Return keys that also depend on `values`; both int64 of one broadcastable shape."""
+    """Return keys that also depend on `values`. `keys` and `values` are int64 with broadcastable shapes."""
     return _mix_(keys + values * _GOLDEN)
 
 
@@ -73,7 +75,7 @@ def _race(log_probs: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the `k` highest `logits` [rows, vocab] and their token ids, both [rows, k]; equal logits by token id."""
+    """Return the `k` highest `logits` [rows, vocab] and their token ids, [rows, k]. Equal logits rank by token id."""
     width = 2 * k + 64
     if width < logits.shape[-1]:
         highest, candidates = logits.topk(width, dim=-1)
@@ -111,8 +113,8 @@ def sample(logits: Tensor, keys: Tensor, params: SamplingParams, seen: Tensor | 
         logits: [rows, vocab], any float type.
         keys: [rows] int64, the row keys folded with the position in the response.
         params: temperature 0 selects the likeliest token (first of equals). The order is vLLM's: repetition penalty,
-            temperature, `min_p`, `top_k`, then `top_p`, the smallest set of the remaining tokens with at least that
-            probability. Equal logits rank by token id.
+            temperature, `min_p`, `top_k`, then `top_p`: the smallest set of the remaining tokens with a probability of
+            at least `top_p`. Equal logits rank by token id.
         seen: [rows, vocab] bool, tokens of the prompt and response so far; only with a repetition penalty.
 
     Returns:

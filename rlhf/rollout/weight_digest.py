@@ -32,9 +32,8 @@ def digest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the digest of the bits of `tensor`, [4] int64 on the tensor's device. Does not wait for the device.
 
     Floating-point tensors count as if cast to `dtype`. A flipped bit always changes the sum. A swap of two unequal
-    words changes the place sum. The sum and the sum of squares ignore the order of elements and additional zeros; for a
-    tensor in slices, each of the two is the total over the slices. So padding, repacking and sharding in an engine
-    change neither.
+    words changes the place sum. The sum and the sum of squares ignore the order of elements and additional zeros, and
+    add up over the slices of a tensor. So padding, repacking and sharding in an engine change neither of the two.
     """
     cast = dtype if tensor.is_floating_point() else tensor.dtype
     on_cpu = tensor.device.type == "cpu"
@@ -197,7 +196,7 @@ class WeightCheck:
             return self._before is None or self._changed(group, expected, actual) in ((False, False), (True, True))
         parts = [rank[group] for rank in actual if group in rank]
         sent, places = expected[group], group not in self._rearranged
-        # Each device has all of the weight, or a slice.
+        # Either each device has the whole weight, or the devices have slices, which are joined.
         if all(part[:2] == sent[:2] for part in parts):
             return not places or all(part[2] in (None, sent[2]) for part in parts)
         return len(parts) > 1 and joined(parts)[:2] == sent[:2]

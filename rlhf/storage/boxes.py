@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 
 class Box(NamedTuple):
-    """Elements [offset, offset + size) of a tensor in each dimension, or of the flattened tensor if there is one entry.
+    """Elements [offset, offset + size) in each dimension of a tensor, or of the flattened tensor if there is one size.
     A part that is contiguous in the flattened tensor is always written as a range: see `normalize`."""
 
     offsets: tuple[int, ...]

@@ -132,7 +132,7 @@ def find_uncovered(parts: Parts, table: Table) -> int | None:
     ranges = np.stack([parts.tensor, parts.first, parts.stop], axis=1)[flat]
     if (wrong := find_uncovered_range(ranges, np.where(with_boxes, 0, table.sizes))) is not None:
         return wrong
-    seen: set[tuple[object, ...]] = set()  # the layers of a model are cut alike
+    seen: set[tuple[object, ...]] = set()  # many layers are cut alike: check each cut once
     for number, members in _by_tensor(parts.tensor, np.flatnonzero(~flat)):
         boxes = [parts.box(i, table) for i in members]
         if (key := (table.shapes[number], *boxes)) not in seen and not covers(boxes, table.shapes[number]):
@@ -148,9 +148,9 @@ def _by_tensor(tensor: NDArray[np.int64], which: NDArray[np.intp]) -> Iterator[t
 
 
 def find_uncovered_range(ranges: Rows, sizes: NDArray[np.int64], first: NDArray[np.int64] | None = None) -> int | None:
-    """Return the number of a tensor whose wanted elements the ranges do not cover exactly once; None without such a
-    tensor. `ranges` are [n, 3] (tensor, start, stop). `sizes` [tensors] are the numbers of wanted elements, `first`
-    [tensors] the first wanted elements (None for 0)."""
+    """Return the number of a tensor whose wanted elements the `ranges` do not cover exactly once, or None. `ranges` are
+    [n, 3] (tensor, start, stop). Of each tensor, `sizes` [tensors] elements are wanted, from element `first` [tensors]
+    on (None: from 0)."""
     first = np.zeros_like(sizes) if first is None else first
     ranges = ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))]
     number, start, stop = ranges.T

@@ -190,7 +190,7 @@ class ShardIndex:
 
     def _probable(self, rank: int, world_size: int) -> NDArray[np.intp]:
         """Return the files in which this rank probably finds its parts: the files at the rank's relative position among
-        all files, the file of its number, and the first file, which has the tensors that are not sharded."""
+        all files, the file number `rank`, and the first file, which has the tensors that are not sharded."""
         count = len(self._file_names)
         low, high = count * rank // world_size - 1, -(-count * (rank + 1) // world_size) + 1
         return np.array(sorted({n for n in (0, rank, *range(low, high)) if 0 <= n < count}), dtype=np.intp)

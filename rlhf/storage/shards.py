@@ -219,7 +219,7 @@ class TensorReader:
 
 
 class _Read(NamedTuple):
-    """A read of the bytes [start, stop) of a file. `into` receives all their elements, or only those in `layout`."""
+    """A read of the bytes [start, stop) of a file. `into` receives all elements in the bytes, or those in `layout`."""
 
     start: int
     stop: int

@@ -8,7 +8,7 @@ SAMPLES = "see python -m rlhf.samples RUN_DIR"
 
 
 class _Always:
-    """Counts the steps that have a metric, and whether `holds` was true in all of them."""
+    """Counts the steps that have a metric, and records whether `holds` was true in all of them."""
 
     def __init__(self, metric: str, holds: Callable[[Record], bool]) -> None:
         self._metric, self._holds = metric, holds

@@ -27,8 +27,8 @@ TAIL_BYTES = 1 << 20
 WINDOW = 20
 """Number of newest steps whose mean time predicts the remaining time."""
 FACTOR, SHORTEST_S = 5.0, 300.0
-"""A run counts as hung after this time without progress: FACTOR times the longest recent step, at least SHORTEST_S, as
-for the watchdog."""
+"""Without `trainer.watchdog_timeout_s`, a run counts as hung after FACTOR times its longest recent step without
+progress, but at least SHORTEST_S. The watchdog uses the same rule."""
 _TIMES = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 
 

@@ -55,7 +55,7 @@ class Mlflow:
         """Milliseconds since 1970 at which each unsent step was logged. A repeated request has the same times, so that
         the server ignores the metrics that it already has."""
         self._begun = int(time.time() * 1000)
-        """Time of steps that earlier starts logged: before all times of this start, because MLflow sorts by time."""
+        """Time for steps of earlier starts. It is before all times of this start, because MLflow sorts by time."""
         self._follower: HistoryFollower | None = None
         self._is_lost = self._warned = self._files_fail = False
         self._system_at = time.monotonic()

@@ -76,7 +76,7 @@ def params_of(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 class MlflowRun:
-    """Sends to one run on the server. Errors of the server propagate; `connect` then reads what the server has."""
+    """Sends to one run on the server. Errors propagate. After an error, `connect` reads again what the server has."""
 
     def __init__(self, trainer: TrainerConfig, config: MlflowConfig, settings: Mapping[str, Any], run_id: str) -> None:
         self._experiment, self._name = trainer.project_name, trainer.experiment_name

@@ -3,4 +3,4 @@
 from typing import Literal
 
 Outcome = Literal["finished", "stopped", "failed"]
-"""The last step is done; the run saved and left on request; or an error ended it."""
+"""`finished`: the last step is done. `stopped`: the run saved and left on request. `failed`: an error ended the run."""

@@ -27,7 +27,7 @@ INTERVAL_S = 0.1
 
 
 class Phases:
-    """Sends the phases of the present thread to `shown` and to the rank's status file.
+    """Sends the phases of the thread that creates this object to `shown` and to the rank's status file.
 
     Other threads only update a phase's counts.
     """

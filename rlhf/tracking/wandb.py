@@ -19,7 +19,7 @@ from rlhf.tracking.wandb_login import NO_LOGIN, mode_of
 logger = logging.getLogger(__name__)
 
 INIT_TIMEOUT_S = 30.0
-# Also bounds wandb's own atexit hook, so that an unreachable server can't keep a finished run alive.
+# This time also bounds wandb's own atexit hook, so that an unreachable server can't keep a finished run alive.
 FINISH_TIMEOUT_S = 60.0
 
 
@@ -37,7 +37,7 @@ class Wandb:
     _next_step: int = field(default=0, init=False)
 
     def start(self, history: History) -> None:
-        """Open the wandb run and log the steps of the history that it lacks.
+        """Open the wandb run and log the steps of the history that the wandb run lacks.
 
         Online the server returns its next step. The server may be behind the history (a kill loses wandb's buffer) or
         ahead (the run repeats steps); steps before the server's next step are never sent again. Offline each start
@@ -93,7 +93,7 @@ class Wandb:
             self._run.log(metrics | table, step=step, commit=True)
 
     def finish(self, outcome: Outcome = "finished") -> None:
-        """Upload the remaining data. wandb takes every outcome as finished.
+        """Upload the remaining data. `outcome` is ignored: wandb shows every run as finished.
 
         Raises:
             TimeoutError: the upload took over FINISH_TIMEOUT_S; `wandb sync` uploads the rest from the run directory.

@@ -201,7 +201,7 @@ def take_turns(folder: Path, hours: float, seed: int, nproc: int, names: list[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.campaign", description=__doc__)
-    parser.add_argument("--kills", type=int, default=25, help="12 plus the profile's own windows hit all")
+    parser.add_argument("--kills", type=int, default=25, help="to hit all windows: 12 plus the profile's own")
     parser.add_argument("--random", action="store_true", help="kill any process, at random instants, in four ways")
     parser.add_argument("--hours", type=float, help="run all profiles in turn, with both kinds of kills, for H hours")
     parser.add_argument("--steps", type=int, help="with --random: steps of each run (default: from the profile)")

@@ -2,7 +2,7 @@
 
 Records the file operations of real saves of every kind, builds states that a power cut may leave
 (`tests.support.power_cut_states`), and starts the run again in each state. The run must find the newest checkpoint
-reported as saved, or a later one, with its history and journal, and save again. Exits with 0 only if all do.
+reported as saved, or a later one, with its history and journal, and save again. Exits with 0 only if every run does.
 
 In K further states, runs with GRPO and with PPO train to the end and must equal the undisturbed run bit for bit.
 

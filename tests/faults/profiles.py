@@ -89,7 +89,7 @@ PROFILES = {
         on_the_leader=("commit.link",),
         spare=12,
     ),
-    # Guards reject batches far below the average reward. Batches this small are sometimes that far below.
+    # Guards reject batches whose reward is far below the average. Batches are so small here that some are rejected.
     "rollback": Profile(
         (
             "actor.use_kl_loss=true",

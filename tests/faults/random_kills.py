@@ -40,7 +40,7 @@ class Figures:
     """Counts of one campaign: kills, starts and restarts."""
 
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By kind and by the role of the process."""
+    """Number of kills by kind and by the role of the killed process."""
     recoveries: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """By kind, the seconds from a kill to the next update by a new process, if no other kill comes first."""
     runs: int = 0

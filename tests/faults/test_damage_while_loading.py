@@ -25,7 +25,7 @@ from tests.support.checkpoints import (
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 DEADLINE_S = 90
-# In float32 five blocks of 4 MiB, so that a rank that reads a range of another rank's file needs only some blocks.
+# Five blocks of 4 MiB in float32: a rank that reads a range of another rank's file needs only some of the blocks.
 SIZE = 5 << 20
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 

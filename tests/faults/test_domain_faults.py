@@ -243,7 +243,7 @@ def test_no_room_for_what_is_fetched(tmp_path):
     run_thread_ranks(2, save, tmp_path, [0, 1], 2)
     for text in run_thread_ranks(2, resume_onto_a_full_disk, tmp_path):
         assert ".tmp-fetched-global_step_2" in text
-    # The checkpoint is not at fault.
+    # The full disk is at fault, so no checkpoint is set aside.
     assert [published(on_node(tmp_path, node)) for node in (0, 1)] == [[2, 1]] * 2
     assert not [path for node in (0, 1) for path in on_node(tmp_path, node).run_dir.glob(".tmp-*")]
 

@@ -105,7 +105,7 @@ if (run_dir / "hung").exists():
 """
 TURNS = """
 if rank == 0:
-    sys.exit(0)  # nobody is left to wait for it
+    sys.exit(0)  # no other rank waits for rank 1
 status.event(5, "update.before")
 (run_dir / "hung").touch()
 hanger.turn_forever()
@@ -121,7 +121,7 @@ status.event(5, "step.begin")
 if rank == 1:
     (run_dir / "begun").touch()
     hanger.wait_for_nobody()
-hanger.wait_for(run_dir / "begun")  # so that the rank that causes it is overdue first
+hanger.wait_for(run_dir / "begun")  # so that the rank that causes the hang is overdue first
 status.event(5, "rollout.before")
 dist.all_reduce(torch.zeros(1))
 """
@@ -133,7 +133,7 @@ collectives.start(TrainerConfig(device="cpu"))
 dist.barrier()
 (run_dir / "hung").touch()
 if rank == 1:
-    hanger.rest()  # so that the rank that waits for it is overdue first
+    hanger.rest()  # so that rank 0, which waits for rank 1, is overdue first
 status.event(5, "update.before")
 if rank == 1:
     hanger.sleep_forever()

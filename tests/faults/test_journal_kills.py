@@ -14,8 +14,8 @@ from tests.support.launching import STEPS, ranks, records, small
 from tests.support.undisturbed import EXPORT
 
 JOURNAL = "checkpoint.journal=true"
-# Two mini-batches and two writes per step, saves every three steps: the event of the kill, and the steps in the
-# journal.
+# A step has two mini-batches and two journal writes, and every third step is saved. Each case has the event of the kill
+# and the steps whose samples the restart reads from the journal.
 KILLS: dict[str, tuple[dict[str, Any], set[int]]] = {
     "update": ({"event": "update.mid", "number": 11}, {4, 5, 6}),
     "samples without rewards": ({"event": "rollout.after", "number": 5}, {4, 5}),

@@ -81,7 +81,7 @@ def test_what_is_not_safe_to_fork_is_not_forked(config, supervised, tmp_path, ca
 
 
 def test_what_ranks_import_starts_no_threads(config, supervised, monkeypatch):
-    """The import of NumPy starts no threads, although its OpenBLAS would if a rank has several threads."""
+    """NumPy's OpenBLAS must not start threads at its import in the launcher, although ranks use several threads."""
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     config.trainer.threads_per_rank = 2
     assert supervised("assert os.getppid() != supervisor", *needs_of(config).modules) == EXIT_DONE
@@ -211,7 +211,7 @@ def test_a_crash_is_seen_under_a_parent_that_ignores_its_children(config, superv
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         assert supervised("sys.exit(number == 1)") == EXIT_DONE
-        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN, "it may be a process of somebody else's"
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN, "the caller's handler must stay as it was"
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert len(starts(config)) > 2

@@ -171,7 +171,7 @@ def test_a_remote_that_is_away_at_the_start(tmp_path, url, monkeypatch, caplog):
     WEATHER.before = before
     assert open_remote(config) is None
     assert "does not answer" in caplog.text
-    # The content of the remote decides at which step the start begins.
+    # On an empty disk, the remote's content decides at which step the run begins, so the start fails.
     with pytest.raises(UserError, match="a small file cannot be written"):
         open_remote(other)
     WEATHER.__init__()

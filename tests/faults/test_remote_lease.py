@@ -98,7 +98,7 @@ def test_the_lease_of_a_dead_machine_ends_by_itself(store, tmp_path, leases):
     started = time.monotonic()
     second.acquire()
     assert EXPIRY_S <= time.monotonic() - started < LONG_S
-    # The machine was only disconnected, and is back.
+    # The first machine was only disconnected, and is back.
     with pytest.raises(UserError, match="is in use by beta"):
         first.confirm()
     first.release()

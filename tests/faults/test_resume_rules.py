@@ -86,7 +86,7 @@ def test_other_prompts_are_refused(case):
     case.cut_back(3)
     shorter = case.folder / "shorter.jsonl"
     shorter.write_text("".join(case.sums.read_text().splitlines(keepends=True)[:-1]))
-    # Only the content of the files counts, not the path.
+    # The file has other content. Another path with the same content would be allowed.
     end = case.start(f"data.train_files={shorter}")
     assert end.code == EXIT_USER_ERROR
     assert f"data.train_files: {case.sums} in the checkpoint, {shorter} now" in end.output

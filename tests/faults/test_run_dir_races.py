@@ -47,7 +47,7 @@ def set_up_as_torchrun_does(rank: int, config: Config, set_ups: int) -> dict[str
             assert not leftover.exists()
             status = StatusWriter(run_dir, rank)
             coordinator.all_gather(None)
-            os.close(status._fd)  # normally open as long as the rank's process; here many ranks share one process
+            os.close(status._fd)  # a rank keeps it open until its process ends; here many ranks share one process
         assert mark.exists() == (number > 0 and not config.trainer.overwrite)
         identity = read_run_file(run_dir)["run_id"]
         assert (identity in runs) == (number > 0 and not config.trainer.overwrite)

@@ -1,5 +1,5 @@
-"""Runs with `rollout.async_steps=2` on two scripted servers, killed with responses in flight. A replay of the journal
-ends with the killed run's bits, without kills and on servers that would give other responses."""
+"""Runs with `rollout.async_steps=2` on two scripted servers, killed with responses in flight. A run without kills that
+replays the journal ends with the killed run's bits, although its servers would give other responses."""
 
 import shutil
 from pathlib import Path
@@ -27,8 +27,8 @@ SETTINGS = (
 
 
 def journaled(run_dir: Path) -> list[float]:
-    """Return each step's share of samples from the journal. A step whose batch was complete already logs no share; it
-    repeats the last one."""
+    """Return each step's share of samples from the journal. A step whose batch was already complete logs no share. For
+    such a step, repeat the share of the step before."""
     steps = [record for record in records(run_dir) if record["step"]]
     before = 0.0
     return [before := record.get("perf/journal_samples", before) for record in steps]
@@ -51,7 +51,7 @@ def test_a_replay_of_the_journal_ends_with_the_bits_of_the_killed_run(nproc, sum
             for server in servers:
                 server.close()
 
-    # In the update of step 6, after the save of step 3, with the journal of steps 4 to 6.
+    # The kill is in the update of step 6. Step 3 is saved, and the journal has steps 4 to 6.
     kill = at(run_dir, kept, "update.mid", 11, "SIGKILL")
     assert start(32, kill).code == -9
     live = records(run_dir)

@@ -18,9 +18,9 @@ from tests.support.undisturbed import EXPORT
 
 pytestmark = [needs_slurm, pytest.mark.slow]
 
-# The undisturbed run is on one machine, with whole replicas.
+# The undisturbed run is on one machine with whole replicas. `dp_replicate=2` gives two nodes whole replicas, too.
 ONE_NODE, TWO_NODES = ("trainer.nproc=2",), ("trainer.nproc=1", "trainer.nnodes=2", "backend.dp_replicate=2")
-"""Two ranks each: under the supervisor, and started by srun."""
+"""Settings for two ranks: on one node under the supervisor, on two nodes started by srun."""
 both_ways = pytest.mark.parametrize("machines", [ONE_NODE, TWO_NODES], ids=["supervisor", "srun"])
 
 

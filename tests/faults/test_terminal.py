@@ -138,7 +138,7 @@ LAST = "rank == 0 or peers_ended()\n"
 DEATHS = {
     "giving up": Death(f"{LAST}sys.exit(3)", EXIT_CRASHED, "The run ends: crashes in a row"),
     "a mistake": Death(
-        f'{LAST}status.error("user", "a=b: mend it."); sys.exit(2)', EXIT_USER_ERROR, "supervisor: error: a=b: mend it."
+        f'{LAST}status.error("user", "a=b: fix it."); sys.exit(2)', EXIT_USER_ERROR, "supervisor: error: a=b: fix it."
     ),
     "kill -9": Death("stay()", -signal.SIGKILL, "", kill(signal.SIGKILL), AT_WORK),
     "SIGTERM": Death("stay()", EXIT_REQUEUE, "SIGTERM: the ranks saved and left.", kill(signal.SIGTERM), AT_WORK),

@@ -105,7 +105,7 @@ def test_the_offline_task_is_learnt_alike_by_every_engine(server, tmp_path: Path
 def test_a_trainer_killed_with_responses_in_flight_trains_on_the_journal(server, sums, tmp_path: Path) -> None:
     in_flight = ["rollout=vllm_server", f"rollout.servers.urls=[{server}]", "rollout.async_steps=2", CORRECTED]
     saves = ["trainer.nproc=2", "trainer.restart_backoff_s=0", "checkpoint.async_save=false", "checkpoint.journal=true"]
-    # In the update of step 5, after the save of step 3.
+    # The kill is in the update of step 5, after the save of step 3.
     interruption = at("update.before", 5, "SIGKILL", once=tmp_path / "hit")
     end = train(small(tmp_path, "killed", sums, *in_flight, *saves), recording(tmp_path / "killed", interruption))
     assert end.code == 0, end.output

@@ -264,7 +264,7 @@ def one_of_two_ranks(urls: list[str], secret: str, folder: Path) -> list[list[tu
 
 def test_ranks_share_servers_given_by_url(world, undisturbed, tmp_path):
     world.everyone_serves()
-    # Directly to the servers, not through the engine's addresses.
+    # These are the servers' own addresses, without the proxies that the engine of `world` uses.
     urls = [server.proxy.upstream + "/" for server in world.servers]
     first, second = run_ranks(2, partial(one_of_two_ranks, urls, world.secret.value, tmp_path))
     wanted = plain(undisturbed)

@@ -1,4 +1,4 @@
-"""Whole runs on a GPU: 0.5B parameters need the planned memory within a tenth, and a killed run keeps its bits."""
+"""Whole runs on a GPU: a 0.5B model uses the planned memory within a tenth, and a killed run keeps its bits."""
 
 import json
 from pathlib import Path

@@ -307,7 +307,7 @@ SANDBOX = "sandbox of reward processes, which has nothing in a checkpoint: tests
 EPISODES = "acts in episodes, which have nothing in a checkpoint: tests/integration/test_episodes.py"
 ELSEWHERE: dict[str, str] = {
     "trainer.deterministic": "set in the process before there is anything to restore: rlhf/ranks/collectives.py",
-    "trainer.tf32": "also set in the process, and of no effect on a CPU",
+    "trainer.tf32": "set in the process before there is anything to restore, and of no effect on a CPU",
     "model.trust_remote_code": "decides what is loaded before there is anything to restore",
     "model.attn_implementation": "another kernel for the same numbers, in the model before it is filled",
     "rollout.name": ENGINE,
@@ -340,7 +340,7 @@ ELSEWHERE: dict[str, str] = {
     "reward.writable": SANDBOX,
     "reward.memory_gb": SANDBOX,
     "reward_model.max_length": "acts on a model that no checkpoint stores: tests/integration/test_reward_model.py",
-    "reward_model.fsdp_config.model_dtype": "acts on that model, too: tests/numerics/test_reference.py",
+    "reward_model.fsdp_config.model_dtype": "acts on a model in no checkpoint: tests/numerics/test_reference.py",
 }
 ENDS_THE_RUN = {"reward.on_error", "guards.action", "guards.max_events", "algorithm.filter_groups.on_limit"}
 REWARDS = """

@@ -47,7 +47,7 @@ def train_on_during_a_save(rank: int, config: Config) -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_save_holds_the_moment_of_its_call(tmp_path, config, world_size):
     assert on_ranks(tmp_path, world_size, train_on_during_a_save, config) == [[]] * world_size
-    # This also holds for the model for other tools, which all ranks write together.
+    # The exported model, which all ranks write together, has the state at the call, too.
     exported = load_file(step_dir(config.run_dir, 1) / "actor/huggingface/model.safetensors")
     assert torch.equal(exported["weight"], even_range(SIZE, 0, 1, 1)[0])
     assert read_manifest(step_dir(config.run_dir, 1)).metrics == {"val/accuracy": 0.25}

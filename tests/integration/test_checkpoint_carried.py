@@ -122,7 +122,7 @@ def test_samples_of_other_settings_are_dropped_when_a_change_is_allowed(tmp_path
     carried = PlainCarried()
     assert resume(config, PlainRole(), carried=carried) == 2
     assert bool(carried.held) == kept
-    assert ("samples of other settings or files for later steps; they are dropped" in caplog.text) == (not kept)
+    assert ("samples for later steps, from other settings or files; they are dropped" in caplog.text) == (not kept)
 
 
 @pytest.mark.parametrize(("setting", "kept"), [("reward.functions", False), ("env.classes", False), (None, True)])

@@ -62,7 +62,7 @@ def train(rank: int, config: Config, last: int, lose: int | None = None, die_at:
     Before the save of step `lose`, the previous checkpoint disappears.
 
     Returns:
-        step, step of the last update and reference weights after the resume; the last two again at the end
+        After the resume: the step, and the reference's last update (a step) and weights. At the end: these two again.
     """
     coordinator, driver = make_coordinator(), make_driver()
     world_size = coordinator.world_size

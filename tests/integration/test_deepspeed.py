@@ -1,5 +1,5 @@
 """DeepSpeed at every ZeRO stage and precision on real ranks: FSDP2's updates, and the contract of a backend. The tests
-run on two ranks. --full-product adds one rank; without it, test_portability.py resumes every engine there."""
+run on two ranks, with --full-product also on one. test_portability.py resumes every engine on one rank, too."""
 
 import itertools
 import math
@@ -59,7 +59,7 @@ UPDATES_APART = apart_in_float64(steps=6, grad_clip=1.0)
 EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
 SAVED = [["model"], ["hf_model", "extra"], ["hf_model", "optimizer"]]
 LOADED = [["model"], ["model", "optimizer"], ["hf_model", "optimizer"], ["hf_model", "extra"]]
-# In bfloat16 the parts are the same files, so each part is saved and loaded only once.
+# A checkpoint has the same files in bfloat16 as in float32, so in bfloat16 each part is saved and loaded only once.
 SAVED_BFLOAT16, LOADED_BFLOAT16 = SAVED[-1:], [["model", "optimizer"], ["hf_model", "extra"]]
 DEADLINE_S = 500
 

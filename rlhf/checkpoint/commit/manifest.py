@@ -106,7 +106,7 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
 
 
 def manifest_bytes(root: Path) -> bytes:
-    """Return the manifest's bytes, not verified; raise DamagedCheckpoint without a manifest, and for a link."""
+    """Return the manifest's bytes, not verified; raise DamagedCheckpoint if it is missing or a symbolic link."""
     path = root / MANIFEST
     if path.is_symlink():
         raise DamagedCheckpoint(f"{path} is a symbolic link, but a save writes files: copy the checkpoint again")
@@ -117,7 +117,7 @@ def manifest_bytes(root: Path) -> bytes:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """Return a checkpoint's manifest; raise DamagedCheckpoint for a wrong checksum, or another step than in `root`."""
+    """Return a checkpoint's manifest; raise DamagedCheckpoint if its checksum or the step in `root`'s name differs."""
     manifest = parse_manifest(manifest_bytes(root), root / MANIFEST)
     named = step_of(root.absolute())
     if named is not None and named != manifest.step:

@@ -163,8 +163,8 @@ def _clear(leftover: Path, target: Path) -> None:
 
 
 def _create_locked(target: Path) -> tuple[Path, int | None]:
-    """Create a folder beside `target` and its lock, which shows a living writer; None on a file system without
-    locks."""
+    """Create and lock a folder beside `target`; the lock tells other processes that the writer lives. Return the folder
+    and the lock's file descriptor, or None on a file system without locks."""
     while True:
         folder = target.parent / fresh_name(INCOMPLETE, target.name)
         try:
@@ -176,7 +176,7 @@ def _create_locked(target: Path) -> tuple[Path, int | None]:
             lock = lock_folder(folder)
         except OSError:
             return folder, None
-        if lock is not None:  # without a lock, another process has just removed the folder as a leftover
+        if lock is not None:  # None: another process has just removed the folder as a leftover
             return folder, lock
 
 

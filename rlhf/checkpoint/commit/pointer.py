@@ -40,7 +40,7 @@ def point_elsewhere(leaving: Path) -> None:
 
 
 def point_to_newest(run_dir: Path) -> None:
-    """Write the newest checkpoint into the pointer, which after a kill may name a checkpoint that retention removes."""
+    """Point to the newest checkpoint. After a kill, the pointer may name a step that retention removes."""
     newest = next((step_of(path) for path in scan(run_dir)), None)
     if read_pointer(run_dir) != newest:
         # A killed run may not have synced the checkpoint's name, and then a power cut would leave only the pointer.

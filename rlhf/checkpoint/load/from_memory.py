@@ -1,4 +1,4 @@
-"""Decides whether a resume may use a snapshot in memory: only one of the run's present trajectory."""
+"""Decides whether a resume may use a snapshot in memory: it must be of the run's present trajectory."""
 
 from dataclasses import dataclass
 from pathlib import Path

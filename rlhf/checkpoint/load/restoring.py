@@ -34,12 +34,12 @@ REST = "other"
 SAMPLE_SETTINGS = ("trainer.seed", "model.", "data.", "rollout.", "env.", "reward.", "reward_model.", "algorithm.")
 """Prefixes of the settings on which samples and their rewards depend."""
 PROMPT_HASHES = ("fingerprint", "tokens_fingerprint")
-"""Entries in the state of the stream of prompts."""
+"""Entries in the prompt stream's state: hashes of the prompts and of their tokens."""
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Describes the restored checkpoint, and the seconds from reading its manifest to restoring the last generator.
+    """Describes the restored checkpoint, and the seconds from reading its manifest to restoring the RNG state.
 
     `by_part` has the bytes that all ranks read and the seconds of the slowest rank: for each role's tensors, for the
     reference's (`ref`), and for all other files, whether restored or only verified (`other`).
@@ -196,7 +196,8 @@ class _Loading:
         if state.carried is not None and self._samples_are_obsolete(saved):
             state.carried.load_tensors([])
             if self._manifest.in_folder(CARRIED) and self._rank == 0:
-                log.warning("%s has samples of other settings or files for later steps; they are dropped.", self._path)
+                text = "%s has samples for later steps, from other settings or files; they are dropped."
+                log.warning(text, self._path)
         elif state.carried is not None:
             state.carried.load_tensors([self._documents[name] for name in self._carried()])
         elif self._manifest.in_folder(CARRIED) and self._rank == 0:

@@ -24,7 +24,7 @@ class BlockNumbers:
         self._first, self._count = dict(zip(counts, ends, strict=False)), ends[-1]
 
     def bits(self, blocks: Mapping[str, Collection[int]]) -> bytes:
-        """Return a bitmap of all blocks, set for `blocks`."""
+        """Return a bitmap of all blocks, in which the bits of `blocks` are set."""
         flags = np.zeros(self._count, dtype=bool)
         for name, numbers in blocks.items():
             flags[self._first[name] + np.fromiter(numbers, dtype=np.int64)] = True

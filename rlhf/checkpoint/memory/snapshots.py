@@ -110,7 +110,7 @@ class MemorySnapshots:
         self._deleter.wait(self._settings.timeout_s)
 
     def drop(self) -> None:
-        """Remove all snapshots: the run is saved."""
+        """Remove all snapshots. A run that has ended, or has saved its state, does not need them."""
         self.settle()
         self.forget(after=-1)
         self.tidy()
@@ -167,7 +167,7 @@ class MemorySnapshots:
             log.warning("Snapshot in memory: %s The run goes on; a crash now repeats more steps.", error)
 
     def wait_for_end(self, seconds: float) -> None:
-        """Wait at most `seconds` until the snapshot in flight has ended, well or not."""
+        """Wait at most `seconds` until the snapshot in flight has succeeded or failed."""
         if self._in_flight is not None:
             self._in_flight.wait_for_end(seconds)
 

@@ -78,8 +78,8 @@ class RemoteCopies:
             self._changed.notify_all()
 
     def metrics(self) -> dict[str, float]:
-        """Return pending checkpoints, failed calls so far, and bytes and seconds of copies completed since the last
-        call."""
+        """Return pending checkpoints, failed network calls so far, and bytes and seconds of the copies completed since
+        the last `metrics()`."""
         with self._changed:
             found: dict[str, float] = {
                 "perf/remote_pending": len(self._pending),
@@ -148,7 +148,7 @@ class RemoteCopies:
         return self._lease
 
     def _list_copies(self, store: RemoteStore) -> None:
-        """List the complete copies, and remove half-copied or half-removed ones of earlier starts."""
+        """List the complete copies, and remove copies that earlier starts left half copied or half removed."""
         run_id, others = read_run_file(self._run_dir)["run_id"], 0
         for step in self._retries.call("listing", store.steps):
             copy = self._retries.call(f"reading step {step}", partial(store.copy, step))

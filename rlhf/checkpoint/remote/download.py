@@ -25,7 +25,7 @@ CHECK_S = 30.0
 DOWNLOAD_S = 600.0
 """Seconds without progress after which a rank gives up retrying a file."""
 DISK, NETWORK, DAMAGE, STOPPED = range(4)
-"""Reasons why a rank did not download its part. The lowest reason of any rank decides for all ranks."""
+"""Reasons why a rank did not download its part. The lowest number among the ranks decides for all ranks."""
 Fault = tuple[int, str]
 
 

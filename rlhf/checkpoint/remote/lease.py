@@ -31,7 +31,7 @@ POLL_S = 2.0
 SETTLE_S = 2.0
 """Seconds between the takeover of an expired lease and the check that no other machine has taken it over, too."""
 READS, READ_AGAIN_S = 6, 0.1
-"""How often to read an incomplete lease, and seconds between reads: in a `file://` remote, a reader can see a lease
+"""Number of reads of an incomplete lease, and seconds between reads: in a `file://` remote, a reader can see a lease
 that is only partly written."""
 STALLED_S = 30.0
 RELEASE_S = 1.0

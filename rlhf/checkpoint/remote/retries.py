@@ -36,7 +36,7 @@ class Retries:
 
     The wait after a failure starts at FIRST_WAIT_S and doubles up to LONGEST_WAIT_S; a success resets it. Each wait is
     logged once. A call without a `beat` for `stalled_s` seconds counts as failed, and its daemon thread is abandoned.
-    A call raises its last error after `give_up_s` seconds in which no try made more beats than the best earlier try.
+    A call raises its last error if for `give_up_s` seconds no try gets further (makes more beats) than an earlier try.
     """
 
     def __init__(self, remote: str, *, stalled_s: float, give_up_s: float | None = None) -> None:
@@ -125,7 +125,7 @@ class Retries:
         with self._changed:
             self.failures += 1
             now = time.monotonic()
-            if now < self._next_try:  # another thread has logged it
+            if now < self._next_try:  # another thread has logged this wait
                 return
             self._in_a_row += 1
             wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self._in_a_row - 1, 30))
@@ -152,7 +152,7 @@ def silence_as_warning(url: str) -> Iterator[None]:
 
 
 def in_threads(jobs: Iterable[Callable[[], None]], threads: int) -> None:
-    """Run `jobs` in order in daemon threads, `threads` at a time. After an error, start no more jobs and raise it."""
+    """Run `jobs` in order in daemon threads, `threads` at a time. Stop at the first error, and raise the error."""
     todo: SimpleQueue[Callable[[], None]] = SimpleQueue()
     errors: list[BaseException] = []
     for job in jobs:

@@ -46,7 +46,7 @@ class SaveInFlight:
 
     @property
     def over(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Whether the save has ended, in success or failure."""
         return self._outcome.done()
 
     @property
@@ -55,7 +55,7 @@ class SaveInFlight:
         return self._outcome.exception() if self.over else None
 
     def wait_for_end(self, seconds: float) -> None:
-        """Wait at most `seconds` until the save has ended, well or not."""
+        """Wait at most `seconds` until the save has succeeded or failed."""
         concurrent.futures.wait([self._outcome], seconds)
 
     def wait(self) -> SaveResult:

@@ -30,8 +30,8 @@ def make_room(
     coordinator: Coordinator,
     cancel_copy: Callable[[], None] = lambda: None,
 ) -> None:
-    """Free space on each disk until it has `needed` free bytes. A storage domain is a group of ranks that see the same
-    run directory; the `needed` of its leader applies to its disk. Collective.
+    """Free space on each disk until `needed` bytes are free. Each storage domain (the ranks that see the same run
+    directory) has one disk; the domain's leader passes `needed` for this disk. Collective.
 
     First call `cancel_copy`, and wait at most `timeout_s` seconds for `deleter`. Then remove the first checkpoints of
     `victims()`, which retention will remove anyway (oldest first). Keep the newest checkpoint that a resume could load,
@@ -89,7 +89,7 @@ def bytes_freed_by(paths: list[Path]) -> int:
     """Return the bytes that the removal of all `paths` and their upload links frees. A file with other links stays."""
     names: Counter[tuple[int, int]] = Counter()
     freed = 0
-    # A symlink to a checkpoint elsewhere frees nothing here.
+    # Removing a symlink to a checkpoint elsewhere frees nothing here.
     own = [path for path in paths if not path.is_symlink()]
     links = [folder for path in own for folder in path.parent.glob(f"{UPLOAD}{path.name}-*")]
     for root in [*own, *links]:

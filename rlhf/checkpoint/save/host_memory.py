@@ -15,8 +15,11 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Return the bytes that this process can still allocate: the least of the kernel's available memory and what
-    each control group's limit leaves (version 1 or 2, own or parent). None if the system reports neither."""
+    """Return the bytes that this process can still allocate; None if the system reports no limit.
+
+    This is the minimum of the kernel's available memory and the unused part of each control group's limit. The groups
+    are the process's own and all parents, of version 1 or 2.
+    """
     known = [*_of_kernel(proc), *_of_groups(proc, cgroups)]
     return max(0, min(known)) if known else None
 

@@ -62,7 +62,7 @@ def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator
 
 
 def over_domains(by_domain: list[Entries], coordinator: Coordinator) -> Entries:
-    """Merge the domains' manifest entries; empty unless every domain has some."""
+    """Merge the domains' manifest entries. Return no entries if a domain has none."""
     if not all(by_domain):
         return {}
     merged = {name: entry for entries in by_domain for name, entry in entries.items()}

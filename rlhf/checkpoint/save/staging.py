@@ -18,14 +18,14 @@ class Stager:
     """Copies the live tensors of a snapshot into memory that is reused from save to save.
 
     Allocating memory takes several times as long as the copy, so a save allocates only if it needs more than any
-    earlier save. CUDA tensors are copied to page-locked memory on a separate stream. `remedy` is the setting that needs
-    no copies.
+    earlier save. CUDA tensors are copied to page-locked memory on a separate stream. `remedy` is the setting to
+    suggest if memory is short: with it, saves need no copies.
     """
 
     def __init__(self, remedy: str = "checkpoint.async_save=false") -> None:
         self._remedy = remedy
         self._memory = {pinned: torch.empty(0, dtype=torch.uint8) for pinned in (False, True)}
-        self._block: PageLockedMemory | None = None  # of self._memory[True]
+        self._block: PageLockedMemory | None = None  # the memory of self._memory[True]
         self._stream: torch.cuda.Stream | None = None
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ from rlhf.storage.layout import CONFIG, DRIVER_STATE, INDEX, REFERENCE, SCHEDULE
 from rlhf.storage.shard_index import FileShards, merge_shares
 from rlhf.storage.shards import safetensors_chunks, tensor_table, write_shards
 
-# Space for the manifest, names and directory entries beside the counted bytes, and for each rank's part of them.
+# Space beside the counted bytes, for the manifest, names and directory entries: a fixed part, and a part per rank.
 SLACK_BYTES, RANK_BYTES = 1 << 20, 2 << 10
 
 
@@ -167,7 +167,8 @@ def _write_files(root: Path, snapshot: Snapshot, linked: Collection[str], rank: 
 
 
 def _add_exported(ranks: list[RankFiles], exported: Exported, roles: list[str]) -> None:
-    """Add the exported files to those of the leader, whose disk has them, and each rank's seconds to that rank."""
+    """Add the exported files, which are on the leader's disk, to the leader's report, and each rank's seconds to that
+    rank's report."""
     ranks[0].files += exported.files
     for rank, seconds in zip(ranks, exported.seconds, strict=True):
         for folder, spent in seconds.items():

@@ -60,7 +60,7 @@ def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
 
 
 def reject_shared(run_dir: Path) -> None:
-    """Raise UserError if a file to which the run appends has another hard link, whose folder would change, too."""
+    """Raise UserError if a file to which the run appends has a second hard link: that file would change, too."""
     for path in (run_dir / HISTORY, run_dir / EVENTS):
         if path.exists() and path.stat().st_nlink > 1:
             raise UserError(

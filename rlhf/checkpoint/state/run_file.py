@@ -13,10 +13,10 @@ from rlhf.storage.reading import parse_json, read_regular
 
 LARGEST = 1 << 20
 AGENTS = "agents"
-"""The names of the launch: a scheduler's job, or torchrun processes. A restart by one of them must keep the launch's
-own checkpoints, also with `trainer.overwrite=true` or `trainer.resume_mode=disable`."""
+"""Key of the launch's names: a scheduler's job, or torchrun processes. A restart in the same launch must keep its
+checkpoints, also with `trainer.overwrite=true` or `trainer.resume_mode=disable`."""
 STARTED_ON = "started_on"
-"""The day of the run's start (ISO), which chat templates print in every attempt."""
+"""Key of the day of the run's start (ISO), which chat templates print in every attempt."""
 
 
 def read_run_file(run_dir: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rlhf.errors import EXIT_CRASHED, EXIT_DONE
 from rlhf.printable import printable
 from rlhf.storage.layout import POINTER
 
-HELP = "one line per checkpoint of a run directory, or of each in a folder of many"
+HELP = "one line per checkpoint of a run directory, or of all run directories in a folder"
 
 add_arguments = add_address
 

@@ -24,7 +24,7 @@ HELP = "remove checkpoints as retention would, and kills' leftovers; without --y
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a run directory or a folder of many")
+    parser.add_argument("path", metavar="PATH", help="a run directory, or a folder of run directories")
     parser.add_argument("--max-to-keep", metavar="N", help="keep the newest N; null keeps all")
     parser.add_argument("--keep-every", metavar="N", help="keep steps that are multiples of N; null keeps none")
     parser.add_argument("--keep-best", metavar="N", help="keep the best N")
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--best-metric", metavar="NAME", help="the metric that --keep-best ranks by; null: the headline"
     )
     parser.add_argument(
-        "--set-aside", action="store_true", help="also global_step_N.damaged-K, .superseded-K, .incomplete-K"
+        "--set-aside", action="store_true", help="also remove global_step_N.damaged-K, .superseded-K, .incomplete-K"
     )
     act = parser.add_mutually_exclusive_group()
     act.add_argument("--yes", action="store_true", help="remove, after reading every byte of the newest checkpoint")

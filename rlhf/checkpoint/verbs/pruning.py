@@ -68,7 +68,7 @@ def plan_pruning(
 def run_at_rest(run_dir: Path) -> Iterator[None]:
     """Lock a run directory; raises UserError when the run, or a rank of an earlier start, is alive."""
     # Promise 12.
-    with run_lock(run_dir, "Wait for it, or stop it, and prune then."):
+    with run_lock(run_dir, "Wait for the run or stop it, then prune."):
         wait_for_ranks(run_dir, RANKS_S)
         yield
 

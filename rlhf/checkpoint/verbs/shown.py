@@ -23,7 +23,7 @@ def sizes_of(manifest: Manifest) -> str:
 
 
 def facts_of(manifest: Manifest) -> dict[str, Any]:
-    """Return an intact checkpoint's facts for a document, without its files: a thousand manifests need much memory."""
+    """Return an intact checkpoint's facts for a document. Leave out its list of files, which needs much memory."""
     return {
         "step": manifest.step,
         "created": manifest.created,
@@ -85,7 +85,7 @@ def nonfinite_as_text(value: Any) -> Any:
 
 @contextmanager
 def work_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that counts bytes done of `total_bytes`: in a bar on stderr where that is a terminal."""
+    """Yield a function that counts bytes done of `total_bytes`: in a bar on stderr if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return

@@ -26,7 +26,8 @@ _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 def words_of(script: str) -> list[str]:
     """Return the words of all commands of a script that are not assignments, comments or other shell syntax.
 
-    Variables that the script sets, their defaults (`${N:-8}`) and sums of whole numbers are replaced by their values.
+    Variables that the script sets, their defaults (`${N:-8}`) and arithmetic with integers (`$((2 * N))`) are replaced
+    by their values.
     Other variables become interpolations of the environment: `$HOME/data` is `${oc.env:HOME}/data`.
     """
     values: dict[str, str] = {}
@@ -53,7 +54,7 @@ def _split(text: str) -> list[str]:
 
 
 def _replaced(text: str, values: Mapping[str, str]) -> str:
-    """Replace the variables and sums in `text`, from the inside out."""
+    """Replace the variables and `$((...))` in `text`, from the inside out."""
     for _ in range(20):
         if len(text) > _LONGEST:
             raise UserError(f"a line has over {_LONGEST} characters after its variables are replaced. Shorten it.")
@@ -75,7 +76,7 @@ def _value(match: re.Match[str], values: Mapping[str, str]) -> str:
 
 
 def _total(text: str, values: Mapping[str, str]) -> str:
-    """Return the value of a sum of whole numbers, or the unchanged sum if it is anything else."""
+    """Return the value of an expression of integers; keep any other expression, in parentheses."""
     names = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda match: values.get(match[1], match[1]), text)
     try:
         return str(_evaluated(ast.parse(names.strip(), mode="eval").body))
@@ -89,4 +90,4 @@ def _evaluated(node: ast.expr) -> int:
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         total: Any = _OPERATORS[type(node.op)](_evaluated(node.left), _evaluated(node.right))
         return int(total)
-    raise ValueError("not a sum of whole numbers")
+    raise ValueError("not an expression of integers")

@@ -32,7 +32,7 @@ STEPS = (("train_state", "step"), ("progress", "step"))
 """Keys of the step in torchtitan's and in prime-rl's state dict."""
 MOMENT = re.compile(r"state\.(.+)\.(exp_avg|exp_avg_sq|step)")
 OF_OPTIMIZER = re.compile(r"param_groups\..+|state\..+\.(?:max_exp_avg_sq|momentum_buffer)")
-"""Other names of a flattened optimizer, which may be beside the model's at the top level: `{**model, **optimizer}`."""
+"""Other names of a flattened optimizer, which may be beside the model's names (`{**model, **optimizer}`)."""
 WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts that torch.compile, FSDP and activation checkpointing insert into parameter names."""
 ACCELERATE_MODEL = re.compile(r"pytorch_model_fsdp_(\d+)")

@@ -94,8 +94,8 @@ def files_by_rank(save: Path, pattern: str) -> dict[int, Path]:
 
 
 def check_no_others(save: Path, pattern: str, ranks: int) -> None:
-    """Raise UserError that names the file if `pattern` matches one of another save: of a rank beyond `ranks`, or a
-    second file beside a file without a rank in its name."""
+    """Raise UserError with the name of a file of another save that matches `pattern`: a file of a rank from `ranks` on,
+    or any other file beside a file without a rank in its name."""
     files = files_by_rank(save, pattern)
     if (alone := RANK.fullmatch(files[0].name) if 0 in files else None) and alone[1] is None:
         ranks = min(ranks, 1)

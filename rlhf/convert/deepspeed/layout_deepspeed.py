@@ -29,12 +29,12 @@ def recognises(origin: Origin) -> bool:
     """Return whether the folder, or a folder in it, is a save."""
     try:
         return find_save(origin) is not None
-    except UserError:  # saves exist; `open_source` raises the reason
+    except UserError:  # saves exist, but none of them is selected; `open_source` raises the error again
         return True
 
 
 def open_source(origin: Origin) -> NamedTensors:
-    """Open a save. Raises UserError for an unknown tag, a rank's missing file, and a split other than ZeRO's."""
+    """Open a save. Raises UserError for an unknown tag, a missing file, and a save that `check_supported` rejects."""
     save = find_save(origin)
     if save is None:
         raise UserError(f"{origin.path} has no DeepSpeed save ({MODEL_STATES}). Give the folder of a save.")

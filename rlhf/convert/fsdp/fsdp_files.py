@@ -22,7 +22,7 @@ class _Nested(StandIn):
 
 
 def _nested(_owner: Any, _name: str) -> type[_Nested]:
-    """Return a stand-in instead of an attribute. Python 3.11 pickles nested classes and enum members with `getattr`."""
+    """Return a stand-in. Replaces `getattr`, by which Python 3.11 pickles nested classes and enum members."""
     return _Nested
 
 
@@ -111,13 +111,13 @@ def paths_of(folder: Path, kind: str, world_size: int) -> list[Path]:
 
 
 def missing_among(paths: list[Path]) -> str:
-    """Return the names of the first four missing files; empty when none is missing."""
+    """Return the names of up to four missing files, and how many more are missing; empty if none is."""
     missing = [path.name for path in paths if not path.is_file()]
     return ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
 
 
 def check_no_others(folder: Path, world_size: int) -> None:
-    """Raise UserError that names a file of another save, by another number of ranks."""
+    """Raise UserError if `folder` also has a file of a save by another number of ranks."""
     for path in sorted(folder.iterdir()):
         match = RANK_FILE.fullmatch(path.name)
         if match and (int(match[1]) != world_size or int(match[2]) >= world_size):

@@ -1,8 +1,8 @@
 """Maps the moments in the optimizer files of verl's FSDP ranks to parameter names.
 
-FSDP2's files have one entry per parameter. FSDP1 concatenates the parameters of each wrapped unit, and its files have
-one entry per unit: the rank's piece. With `use_orig_params`, they have one entry per parameter: the rank's piece of the
-parameter.
+FSDP2's files have one entry per parameter. FSDP1 concatenates the parameters of each wrapped unit. FSDP1's
+files have one entry per unit: the rank's piece of the unit. With `use_orig_params`, FSDP1's files have one entry per
+parameter: the rank's piece of the parameter.
 """
 
 import math
@@ -25,10 +25,11 @@ BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
 def read_moments(
     folder: Path, world_size: int, parameters: Mapping[str, tuple[int, ...]], shard_ranks: Sequence[int]
 ) -> dict[str, ReadableTensor]:
-    """Return `NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step` of the optimizer of `parameters`, in the model's order.
+    """Return the optimizer's `NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step` for each parameter NAME.
 
-    `shard_ranks` are the ranks whose pieces, in this order, form one copy of the model. Raises Unmapped when the
-    optimizer is missing or does not fit the parameters; DamagedCheckpoint for files of different steps.
+    `parameters` maps names to shapes, in the model's order. `shard_ranks` are the ranks whose pieces, in this order,
+    form one copy of the model. Raises Unmapped when the optimizer is missing or does not fit the parameters;
+    DamagedCheckpoint for files of different steps.
     """
     paths = paths_of(folder, OPTIMIZER, world_size)
     if missing := missing_among(paths):

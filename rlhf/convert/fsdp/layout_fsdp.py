@@ -120,7 +120,7 @@ def _moments(
 
 
 def _shard_ranks(ranks: Sequence[Mapping[str, Any]], split: Sequence[str]) -> list[int]:
-    """Return the ranks whose parts form the model without copies, in the order of their parts."""
+    """Return the ranks whose parts together form one copy of the model, in the order of the parts."""
     if not split:  # each rank has the whole model
         return [0]
     parts = [rank[split[0]] for rank in ranks]

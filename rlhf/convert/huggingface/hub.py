@@ -66,7 +66,7 @@ def upload_folder(
 
     Weights are sent first; then one commit adds all files at once and deletes the weights of an older model. Files that
     the Hub has, from a killed upload or another commit, are not sent again. `card` is the model card for a folder
-    without a README.md. Raises UserError as `prepare_repository`, and when all retries fail.
+    without a README.md. Raises UserError like `prepare_repository`, and when all retries fail.
     """
     files = files_to_send(folder)
     repo_id = prepare_repository(repo_id, private=private, revision=revision)
@@ -76,7 +76,7 @@ def upload_folder(
 
 
 def look_up_model(repo_id: str) -> tuple[str | None, str | None]:
-    """Return name and license of a model of the Hub, each None if unknown. Raises UserError as `prepare_repository`."""
+    """Return name and license of a model of the Hub, each None if unknown. Raises like `prepare_repository`."""
     with _client(repo_id) as api:
         try:
             info = _with_retries(lambda: api.model_info(repo_id))
@@ -206,7 +206,7 @@ def _default_client() -> Any:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return the cause of a transfer thread's RuntimeError, which only names the file; else return `error`."""
+    """Return the cause of a transfer thread's RuntimeError, whose own text only names the file; else return `error`."""
     return error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ is not None else error
 
 

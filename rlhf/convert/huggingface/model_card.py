@@ -68,7 +68,7 @@ class ModelCard:
         return self._on_hub(self._settings.get("model.path"))
 
     def text(self, title: str, *, base_model: str | None = None, license: str | None = None) -> str:
-        """Return README.md; its metadata have the base model and its license, if the Hub has them."""
+        """Return the text of README.md. `base_model` and `license` go into its metadata; None leaves them out."""
         parts = [_metadata(self._metadata(base_model, license)), f"# {_inline(title)}\n", self._summary()]
         parts += [_table("Training", self._training()), _table("Recipe", self._recipe()), self._metrics()]
         return "\n".join([*parts, self._command()])

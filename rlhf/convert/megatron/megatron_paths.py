@@ -10,8 +10,9 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 
 def find_folder(origin: Origin, is_one: Callable[[Path], bool]) -> Path | None:
-    """Return the first folder that `is_one` accepts, or None. The candidates are the folder itself, the iteration of
-    the tag or else the newest (Megatron-LM), and the folders `model` and `dist_ckpt` of the role (verl)."""
+    """Return the first folder that `is_one` accepts, or None. With a tag, only the folder of this name may be returned.
+    Otherwise try the folder itself, the role's folder, `model` and `dist_ckpt` in both (verl), and the newest iteration
+    (Megatron-LM)."""
     return next((folder for folder in _candidates(origin) if folder.is_dir() and is_one(folder)), None)
 
 

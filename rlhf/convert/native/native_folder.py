@@ -48,7 +48,8 @@ class RolePlan:
 
 @dataclass
 class WrittenCheckpoint:
-    """Result of a conversion. Each line names state that was `converted`, or that is `absent` and starts anew."""
+    """Result of a conversion. Each line of `converted` names state that was written. Each line of `absent` names state
+    that starts anew."""
 
     path: Path
     manifest: Manifest
@@ -116,7 +117,7 @@ def _write_role(
         if lacking:
             done.absent.append(f"{role}: moments of {len(lacking)} weights, such as {lacking[0]}, which begin at zero")
     if (position := _position(source)) is not None:
-        # A load uses only these fields: rates and shape are the run's own settings.
+        # A load uses only these fields. The rates and the form of the schedule are settings of the new run.
         schedule = {"last_epoch": position, "_step_count": position + 1}
         steps = {"optimizer_step": position, "training_step": done.manifest.step}
         files.append(write_json(root, f"{role}/{SCHEDULE}", {"lr_scheduler": schedule, "steps_taken": steps}))
@@ -146,7 +147,10 @@ def _moments(source: TensorSource, named: Mapping[str, TrainedTensor]) -> tuple[
 
 
 def _position(source: TensorSource) -> int | None:
-    """Return the schedule's position in optimizer steps; some tools' schedules count something else."""
+    """Return the schedule's position in optimizer steps, or None if it is unknown.
+
+    Use the schedule's own count only as a last resort, because some tools' schedules do not count optimizer steps.
+    """
     progress = source.contents.progress
     if progress.optimizer_steps is not None:
         return progress.optimizer_steps

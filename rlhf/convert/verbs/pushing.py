@@ -85,7 +85,7 @@ def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
 
     checkpoints_at(arguments.path)
     with closing(open_source(Origin(arguments.path, model_files=arguments.hf_model_path))) as source:
-        # Fix the checkpoint to upload now, because a live run may save a newer one before the merge.
+        # Select the checkpoint now, because a live run may save a newer checkpoint before the merge.
         origin = Origin(source.path, model_files=arguments.hf_model_path, adapter=arguments.adapter)
         if source.adapted:
             from rlhf.models.hf.adapters import adapter_choice  # imports torch

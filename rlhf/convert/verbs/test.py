@@ -58,7 +58,7 @@ class Verdict:
     shapes: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
-    """Largest differences that exceed `--atol`."""
+    """Tensor -> its largest difference, if this exceeds `--atol`."""
     largest: float = 0.0
     logits: float | None = None
     """Largest difference; None if the logits were not compared."""

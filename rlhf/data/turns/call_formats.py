@@ -75,7 +75,7 @@ def llama3(text: str, tools: ToolSchemas) -> tuple[str, list[Written]]:
 
 
 def mistral(text: str, tools: ToolSchemas) -> tuple[str, list[Written]]:
-    """Read `[TOOL_CALLS]` with a JSON list, or with `name[ARGS]{...}` of newer models, which repeat the mark."""
+    """Read `[TOOL_CALLS]` with a JSON list of calls, or newer models' `[TOOL_CALLS]name[ARGS]{...}` for each call."""
     before, *parts = text.split(_MISTRAL)
     calls = list[Written]()
     for part in (part.strip() for part in parts):
@@ -159,7 +159,7 @@ def _python_call(node: ast.AST, tools: ToolSchemas) -> Written:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Format in which a family writes calls and thoughts, and tools and results if its template has no tools."""
+    """A model family's format: `read` reads the calls in a text, `thoughts` are the marks around thoughts."""
 
     name: str
     read: Read

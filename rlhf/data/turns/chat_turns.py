@@ -55,7 +55,7 @@ class ChatTurns:
         template: text of `env.template`, or None for the tokenizer's template.
         variables: `data.apply_chat_template_kwargs`.
         day: the day that templates print, as in `LengthLimit`; today if None.
-        announce: without tools in the template, describe them in the prompt.
+        announce: whether to describe the tools in the prompt if the template does not print them.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template cannot be extended turn by turn.

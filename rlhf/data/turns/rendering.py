@@ -13,7 +13,10 @@ MARK = "rlhf-marks-this-answer"
 
 
 def answer(text: str = MARK, thoughts: str = "", results: Messages = ()) -> dict[str, Any]:
-    """Return an assistant message with `text`, or a message with one call per result, the last call with `text`."""
+    """Return an assistant message with the content `text`.
+
+    With `results`, the message has one call per result instead, and `text` is the argument of the last call.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": "" if results else text}
     if thoughts:
         message["reasoning_content"] = thoughts

@@ -1,7 +1,7 @@
 """Finds the training template for a tokenizer whose chat template rewrites earlier turns.
 
 A training template renders what follows the first generation prompt; the tokenizer's own template renders the prompt.
-A family is recognised if both render the same text after a turn, for a user message and for results.
+A family is recognised if both templates render the same text after a turn, for a user message and for tool results.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -74,7 +74,10 @@ def training_template(
 def _agree(
     template: TemplateRenderer, ours: ContinuationRenderer, tools: Messages, after_turn: Callable[[str], list[int]]
 ) -> bool:
-    """Return whether both renderers print the same after a turn. Renders no tools, because some templates move them."""
+    """Return whether both renderers print the same text after a turn.
+
+    Renders no tool schemas: some templates, such as Mistral's, print the schemas before the last user message.
+    """
     for messages in _continuations(tools):
         dummy = answer(MARK, results=[each for each in messages if each["role"] == "tool"])
         try:

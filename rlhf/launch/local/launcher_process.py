@@ -37,7 +37,7 @@ class LauncherProcess:
             self._popen = start_launcher(theirs.fileno(), modules, variables, output)
         self.pid = self._popen.pid
         self.exit: int | None = None
-        """Exit code, negative for a signal; None while the launcher runs. When it ends, the kernel kills its ranks."""
+        """Exit code, negative for a signal; None while the launcher runs. A launcher's death kills its ranks."""
 
     @property
     def is_stopped(self) -> bool:
@@ -76,8 +76,8 @@ class LauncherProcess:
 class ForkedRanks(RankProcesses):
     """`Ranks` that a launcher forked. If the launcher dies, the kernel kills the ranks.
 
-    If the launcher does not report the end of a rank, for example because a debugger stopped it, `ended` finds the end
-    in `/proc`.
+    If the launcher does not report the end of a rank, for example because a debugger stopped the launcher, `ended`
+    finds the end in `/proc`.
     """
 
     def __init__(self, launcher: LauncherProcess, nproc: int, pids: Mapping[int, int], run_dir: Path) -> None:

@@ -62,7 +62,7 @@ class RankProcesses:
         return Stacks(texts, silent, rename_stacks(self._run_dir))
 
     def kill(self, ranks: Collection[int]) -> None:
-        """See `Ranks`. Kill the process as well as its group: just after a fork a rank does not lead its group yet."""
+        """See `Ranks`. Kill the process as well as its group: just after a fork, a rank has no group of its own yet."""
         for rank in ranks:
             for kill in (os.kill, os.killpg):
                 with suppress(ProcessLookupError, KeyError):

@@ -13,7 +13,7 @@ from rlhf.tracking.run_output import RunOutput
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 16
 _STOP = b"stop"
-# Full pipes need fewer reads. The bound ends the loop if orphans of dead ranks keep printing.
+# Limit of the reads that empty the pipes. Full pipes need fewer, but orphans of dead ranks may print forever.
 _DRAIN_READS = 64
 
 

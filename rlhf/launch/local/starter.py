@@ -27,7 +27,8 @@ from rlhf.ranks.parent import SUPERVISOR_PID
 from rlhf.ranks.status import clear_statuses
 
 _LOOK_S = 0.1
-# Checks, 0.1 s apart, before giving up a stopped launcher. Not fewer: all processes of a run may pause together.
+# Give up a launcher that is stopped in this many checks in a row, 0.1 s apart. With fewer checks, a short pause of the
+# whole run would count.
 _STOPPED_LOOKS = 30
 # With the default handler of SIGINT, Ctrl-C leaves no traceback of this process on the terminal.
 _COUNT_GPUS = """

@@ -1,6 +1,7 @@
-"""Assigns each block of a file to the rank that writes it, if many ranks have its bytes. Imports no torch.
+"""Assigns each block of a file, whose bytes are on many ranks, to the rank that writes the block. Imports no torch.
 
-Each block of 4 MiB has one hash, so one rank writes it: the writer with the largest part. Others send their parts.
+Each block of 4 MiB has one hash, so one rank writes it: the writer with the largest part, or any writer if none has a
+part. The other ranks send their parts.
 """
 
 from collections import defaultdict

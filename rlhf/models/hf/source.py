@@ -66,7 +66,7 @@ class TrainedSoFar:
 class Contents:
     """Contents of a checkpoint.
 
-    tensors: the model's tensors by their names in transformers, tied ones once.
+    tensors: the model's tensors by their names in transformers; tied copies may be missing.
     moments: the optimizer's `NAME.exp_avg`, `NAME.exp_avg_sq` (of NAME's shape) and `NAME.step` (a scalar) for the
         parameter NAME; empty if the checkpoint has none.
     model_files: folder with config.json, tokenizer and chat template, if known.

@@ -18,7 +18,7 @@ from rlhf.rollout.servers.weights.plugin import BACKEND, SERVER_PID
 DEFAULTS = ["--host", "127.0.0.1", "--served-model-name", "policy", "--disable-uvicorn-access-log"]
 REQUIRED = [
     "--enable-scale-out",  # token ids as input and output
-    *("--logprobs-mode", "processed_logprobs"),  # of the sampled distribution
+    *("--logprobs-mode", "processed_logprobs"),  # log-probs under the sampled distribution
     *("--generation-config", "vllm"),  # otherwise the model's file adds stop tokens and penalties
     *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
 ]
@@ -39,7 +39,7 @@ def server_flags(arguments: Sequence[str], cpu: bool, has_secret: bool) -> list[
     if not flags[0].startswith("-"):  # --help
         flags.insert(0, "--model")
     defaults = DEFAULTS + (CPU_DEFAULTS if cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ else [])
-    # vLLM calls the last middleware first.
+    # The secret's middleware comes last, because vLLM calls the last middleware first.
     return [*defaults, *flags, *REQUIRED, *(CPU_REQUIRED if cpu else []), *(SECRET_FLAGS if has_secret else [])]
 
 

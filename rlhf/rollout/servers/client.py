@@ -113,7 +113,7 @@ class ServerClient:
         """Return the sample of `request`, drawn with `seed`. Wait without a deadline.
 
         Args:
-            label: label of the weights that the server must use, the policy after `version` steps.
+            label: label of the weights that the server must use. They are the policy's after `version` steps.
             name: unique name for `abort`, after which the sample is `partial`.
 
         Raises:

@@ -117,7 +117,7 @@ class FleetLoop:
         return outcome
 
     def begin_push(self, label: str, version: int) -> list[str]:
-        """Make `label` the wanted weights, after `version` steps. Return the URLs of live servers with other weights.
+        """Set the label and the version of the wanted weights. Return the URLs of live servers with other weights.
 
         These servers get no other calls until `end_push`.
         """

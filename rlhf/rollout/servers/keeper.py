@@ -56,7 +56,7 @@ class Keeper:
         """Start `python *command --port PORT` with a free port in place of an earlier server `name`. Return the URL.
 
         Args:
-            environment: the whole environment; the scratch folder and this process as the parent are added.
+            environment: all other variables of the server. `start` adds the scratch folder and the parent's process id.
             output: file to which the server's output is appended.
             fingerprint: a hash of everything that must be the same before a later attempt may use the server again.
         """

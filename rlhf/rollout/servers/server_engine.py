@@ -37,7 +37,7 @@ KEEP_ALIVE_S = 20.0
 
 
 class ServerEngine:
-    """A `BackgroundEngine`. On the leader, `resources` closes `fleet` and `weight_push`; other ranks have None."""
+    """A `BackgroundEngine`. On the leader, `resources` closes `fleet` and `weight_push`; elsewhere both are None."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ServerEngine:
         self._sizes: list[int] = []  # on the leader: each rank's number of requests in the current generation
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Push the weights to all live servers. Other servers get them before they serve."""
+        """Push the weights to all live servers. A server that comes up later gets the weights before it serves."""
         self._weights, self._version = weights, version
         self._new_label(version)
         self._push(version)
@@ -93,8 +93,8 @@ class ServerEngine:
         self._on_leader(lambda fleet: fleet.do(lambda loop: loop.begin(all_requests, seed, step, all_quotas)))
 
     def stop(self) -> list[Sample]:
-        """Return the sample of each of this rank's requests, partial ones with the tokens so far. The tokens on a
-        server that fails are lost."""
+        """Return the sample of each of this rank's requests. An unfinished sample is partial and has the tokens so far.
+        If a server fails, its tokens are lost."""
         self._on_leader(lambda fleet: fleet.do(FleetLoop.stop))
         self._outcome()
         return self._samples(FleetLoop.pop_samples)

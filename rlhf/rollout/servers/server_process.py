@@ -37,7 +37,7 @@ class ServerProcess:
         Args:
             folder: Hugging Face configuration and tokenizer of the model.
             max_model_len: limit of prompt plus response in tokens.
-            device: has the server's device type.
+            device: the server runs on this type of device.
             gpus: visible CUDA devices, as in CUDA_VISIBLE_DEVICES; ignored on a CPU.
             log: file to which the server's output is appended.
             keeper: starts and ends the server.
@@ -48,7 +48,7 @@ class ServerProcess:
         self.url = ""
 
     def adopt(self) -> bool:
-        """Use the server that an earlier attempt of the ranks started the same way. Return whether there is one."""
+        """Reuse the server of an earlier attempt if it runs with the same fingerprint. Return whether it does."""
         url = self._keeper.find(self._log, self._fingerprint())
         self.url = url or self.url
         return url is not None
@@ -74,7 +74,7 @@ class ServerProcess:
 
 
 def flags(config: RolloutConfig, folder: Path, max_model_len: int, device: torch.device) -> list[str]:
-    """Return the command line of `python -m rlhf.rollout.servers`; engine_kwargs.vllm comes last and so wins."""
+    """Return the command line of `python -m rlhf.rollout.servers`; engine_kwargs.vllm comes last and overrides."""
     ours: dict[str, Any] = {
         "dtype": config.dtype,
         "seed": 0,
@@ -107,7 +107,7 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
 def environment(
     rank: Mapping[str, str], device: torch.device, gpus: Sequence[int | str], secret: Secret
 ) -> dict[str, str]:
-    """Return a server's environment: the rank's without its rank variables, and with the secret and the GPUs."""
+    """Return a server's environment: this rank's variables without torchrun's, plus secret and GPUs."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # seldom needed, and slow to import
 
     kept = {name: value for name, value in rank.items() if not name.startswith(_OF_THE_RANK)}

@@ -45,8 +45,8 @@ def hidden_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _tensors_in(value: object, seen: dict[int, int], depth: int) -> Iterator[Tensor]:
-    """Yield the tensors in `value`, up to `depth` levels below. `seen`: id of an object -> number of levels below it
-    that were searched."""
+    """Yield the tensors in `value`, up to `depth` levels below. `seen` maps the id of an object to the
+    number of levels already searched below the object."""
     if isinstance(value, Tensor):
         yield value
         return

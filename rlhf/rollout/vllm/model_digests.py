@@ -71,7 +71,7 @@ def model_digests(model: nn.Module, dtype: torch.dtype, buffers: Collection[str]
 
 
 def unsent_digests(model: nn.Module) -> dict[str, Tensor]:
-    """Return the digests of the buffers, which no weight sync changes, as tensors on the device."""
+    """Return the digests of all buffers, as tensors on the device. A sleep must not change any of the buffers."""
     return {name: digest(buffer, buffer.dtype) for name, buffer in model.named_buffers() if buffer.numel()}
 
 

@@ -101,7 +101,7 @@ class AdapterVllmEngine(VllmEngine):
         return name
 
     def _digest(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the digest after vLLM has multiplied B by the scale."""
+        """Return the digest of a factor as vLLM stores it: vLLM multiplies lora_B by the scale."""
         scaled = tensor if "lora_A" in name or self._scaling == 1 else tensor * self._scaling
         return digest(scaled, self.dtype)
 

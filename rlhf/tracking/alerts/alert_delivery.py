@@ -31,7 +31,7 @@ def run_command(config: AlertsConfig, facts: dict[str, object]) -> str | None:
     Return the problem, or None. After `timeout_s` the command and its children are killed.
     """
     named = {f"RLHF_ALERT_{name.upper()}": "" if value is None else str(value) for name, value in facts.items()}
-    # A null character may be in a message, but in no variable.
+    # A message may contain a null character, but an environment variable may not.
     variables = {name: value.replace("\0", "") for name, value in named.items()}
     variables["RLHF_ALERT"] = variables.pop("RLHF_ALERT_ALERT")
     try:
@@ -62,8 +62,8 @@ def run_command(config: AlertsConfig, facts: dict[str, object]) -> str | None:
 def post(config: AlertsConfig, facts: dict[str, object]) -> str | None:
     """Post the facts to the webhook. Return the problem, or None.
 
-    Only a request that the server has not taken is sent again: no connection, or the answer 429 or 5xx. A server that
-    does not answer in time may have taken the alert.
+    Repeats only a request that the server has not accepted: no connection, or the answer 429 or 5xx. A server that does
+    not answer in time may have accepted the alert, so the request is not repeated.
     """
     assert config.webhook is not None
     return asyncio.run(_post(config.webhook, config.timeout_s, facts))

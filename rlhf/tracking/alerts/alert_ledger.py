@@ -60,6 +60,6 @@ class AlertLedger:
             try:
                 facts = json.loads(line)
                 found.add((facts["alert"], facts["cause"]))
-            except (ValueError, TypeError, LookupError):  # the line of a delivery, or one that a full disk tore
+            except (ValueError, TypeError, LookupError):  # the line records a delivery, or a full disk cut it off
                 continue
         return found

@@ -80,11 +80,11 @@ class NcclGroup:
         return communicator
 
     def send(self, bucket: dict[str, Tensor], urls: Sequence[str]) -> dict[str, str]:
-        """Broadcast the bucket. An interrupted broadcast fails for all servers: workers may wait in it forever."""
+        """Broadcast the bucket. If the broadcast is interrupted, all servers fail: workers may wait in it forever."""
         if not urls:
             return {}
         if self._communicator is None and not self.join(urls):  # a server dropped out during the last bucket
-            return dict.fromkeys(urls, "no NCCL group without the server that dropped out")
+            return dict.fromkeys(urls, "no NCCL group could be formed after another server dropped out")
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         update = {
@@ -116,8 +116,8 @@ class NcclGroup:
     def _with_servers(
         self, ours: Callable[[], Any], theirs: Callable[[str], None], urls: Sequence[str]
     ) -> tuple[Any, dict[str, str]]:
-        """Run `ours` while each server runs `theirs`. Return the result of `ours` (None: failed or interrupted) and the
-        servers' errors. `ours` may hang in NCCL if a peer is missing, so it runs in a thread that can be abandoned."""
+        """Run `ours` while `theirs` calls each server. Return the result of `ours` (None: failed or interrupted) and
+        the servers' errors. `ours` runs in a thread that can be abandoned: NCCL may hang if a peer is missing."""
         results: list[Any] = []
         ended, failed = threading.Event(), threading.Event()
 
@@ -145,7 +145,7 @@ class NcclGroup:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
                     failed.clear()
                 if time.monotonic() > deadline:
-                    self.leave()  # ends the broadcast at this end
+                    self.leave()  # ends the broadcast on the leader
                     break
             return (results[0] if results else None), errors.result()
 
