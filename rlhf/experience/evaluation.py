@@ -56,8 +56,8 @@ class Evaluator:
     def maybe_evaluate(self, step: int, *, last: bool) -> dict[str, float]:
         """Return the metrics after `step` if an evaluation is due, otherwise no metrics.
 
-    With `trainer.test_freq`, an evaluation is due at its multiples and after the last step.
-    """
+        With `trainer.test_freq`, an evaluation is due at its multiples and after the last step.
+        """
         test_freq = self.config.test_freq
         due = self.prompts is not None and test_freq and (last or step % test_freq == 0)
         return self.evaluate(step) if due else {}
