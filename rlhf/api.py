@@ -201,9 +201,9 @@ def check_files(config: Config) -> None:
     check_trackers(config.trainer.logger, config.tracking)
     if os.environ.get("RANK", "0") == "0":  # the process that sends alerts
         check_alerts(config.tracking.alerts)
-    check_reward(config.reward, config.reward_model, without_functions=bool(config.env.classes))
+    check_reward(config.reward, config.reward_model, without_functions=config.env.used)
     check_environments(config.env)
-    if config.env.classes and config.env.template is not None:
+    if config.env.used and config.env.template is not None:
         env_template(config.env.template)
     # Under torchrun, only one rank of each node imports the files.
     leads = os.environ.get("LOCAL_RANK", "0") == "0"

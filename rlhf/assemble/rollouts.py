@@ -1,6 +1,7 @@
 """Builds the reward, the rollout engine, the collector and the evaluator."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -105,7 +106,7 @@ def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel, *,
 
 def build_pool(setup: Setup) -> EnvironmentPool | None:
     """Start the environments' process, if there are any. Raise UserError for a class that is not an environment."""
-    return EnvironmentPool(setup.config.env).start() if setup.config.env.classes else None
+    return EnvironmentPool(setup.config.env).start() if setup.config.env.used else None
 
 
 def build_episodes(
@@ -120,21 +121,19 @@ def build_episodes(
         return None
     env, data = setup.config.env, setup.config.data
     template = None if env.template is None else env_template(env.template)
-    classes = [
-        EnvironmentClass(
-            index,
-            definition,
-            ChatTurns(
-                tokenizer,
-                definition.tools,
-                template,
-                data.apply_chat_template_kwargs,
-                day,
-                announce=env.announce_tools,
-            ),
-        )
-        for index, definition in enumerate(pool.definitions)
-    ]
+    chats: dict[str, ChatTurns] = {}
+
+    def chat_of(tools: Sequence[dict[str, Any]]) -> ChatTurns:
+        key = json.dumps(tools)
+        if key not in chats:
+            variables, announce = data.apply_chat_template_kwargs, env.announce_tools
+            chats[key] = ChatTurns(tokenizer, tools, template, variables, day, announce=announce)
+        return chats[key]
+
+    must_reward = not setup.config.reward.functions
+    classes = [EnvironmentClass(i, each, chat_of, must_reward) for i, each in enumerate(pool.definitions)]
+    for each in pool.definitions:
+        chat_of(each.tools)  # raises UserError before the training
     seed, limit = setup.config.trainer.seed, data.max_prompt_length
     return Episodes(env, classes, pool, sampler, setup.coordinator, seed, limit, tokenizer)
 

@@ -9,6 +9,7 @@ import xxhash
 
 import rlhf
 from rlhf.config import ActorConfig, AlgorithmConfig, CheckpointConfig, LoraConfig, ModelConfig, RewardConfig
+from rlhf.config.agent_command import COMMAND, files_of
 from rlhf.config.schema.env import EnvConfig
 from rlhf.config.user_functions import hash_of_files
 from rlhf.models.fingerprint import fingerprint, fingerprint_file
@@ -40,6 +41,7 @@ def trajectory_hash(
         "functions": hash_of_files(
             [settings[key] for key in ("algorithm.adv_estimator", "actor.policy_loss.loss_mode")]
             + settings["env.classes"]
+            + files_of(settings["env.command"])
         ),
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
@@ -59,6 +61,8 @@ def user_files(
         "actor.policy_loss.loss_mode": [actor.policy_loss.loss_mode],
     }
     hashes = {key: hash_of_files(names) for key, names in named.items() if any(".py:" in name for name in names)}
+    if env.command is not None:
+        hashes[COMMAND] = hash_of_files(files_of(env.command))
     if (template := model.chat_template) is not None:
         hashes["model.chat_template"] = fingerprint_file(Path(template).expanduser())
     if env.template is not None:

@@ -52,6 +52,7 @@ MIGRATIONS: dict[str, tuple[Migration, ...]] = {
         Added("data.custom_cls.path", None),
         Added("data.custom_cls.name", None),
         Added("env.classes", []),
+        Added("env.command", None),
         Added("env.template", None),
         Added("env.announce_tools", True),
         Added("env.max_turns", 8),

@@ -128,8 +128,13 @@ def check_positional(
 
 
 def hash_of_files(functions: Sequence[str]) -> str:
-    """Return a hash of the files of the user functions among `functions`, without the files that they import."""
-    paths = [split_spec("functions", function)[0] for function in functions if ".py:" in function]
+    """Return a hash of the users' files among `functions`, without the files that they import.
+
+    Args:
+        functions: `path/to/file.py:name`, absolute paths, or names of functions of ours, which are not hashed.
+    """
+    paths = [split_spec("functions", each)[0] for each in functions if ".py:" in each]
+    paths += [path for each in functions if ".py:" not in each and (path := Path(each)).is_absolute()]
     return xxhash.xxh3_128_hexdigest(b"".join(xxhash.xxh3_128_digest(path.read_bytes()) for path in paths))
 
 

@@ -172,7 +172,7 @@ def _read(data: DataConfig, reward: RewardConfig, env: EnvConfig, sources: list[
 
 def _wanted(reward: RewardConfig, env: EnvConfig) -> WantedColumns:
     wanted = WantedColumns.of(reward)
-    return replace(wanted, reads_all=True) if env.classes else wanted
+    return replace(wanted, reads_all=True) if env.used else wanted
 
 
 def _rows(data: DataConfig, reward: RewardConfig, env: EnvConfig, records: Iterable[CustomRecord]) -> Iterator[Row]:

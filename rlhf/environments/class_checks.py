@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from rlhf.config.agent_command import split_command
 from rlhf.config.schema.env import EnvConfig
 from rlhf.config.user_functions import ENV_CLASSES, find_class, split_spec
 from rlhf.environments.definition import NO_TOOLS
@@ -29,6 +30,8 @@ def check_environments(config: EnvConfig) -> None:
         # Skip a class with a base class: only an import shows the methods that it inherits.
         if found is not None and not any(not isinstance(b, ast.Name) or b.id != "object" for b in found.bases):
             _check_class(f"{ENV_CLASSES}={spec}", found)
+    if config.command is not None:
+        split_command(config.command)
     labels = labels_of(config)
     for i, label in enumerate(labels):
         if label in labels[:i]:
@@ -84,8 +87,8 @@ def check_row(config: EnvConfig, record: dict[str, object], where: str) -> None:
 @contextlib.contextmanager
 def preflight_environments(config: EnvConfig | None) -> Iterator[None]:
     """Import the classes in a confined process, as the training will, while the `with` body runs. Then raise UserError
-    for a class that cannot be imported or is not an environment."""
-    if config is None or not config.classes:
+    for a class that cannot be imported or is not an environment, or if programs cannot be confined."""
+    if config is None or not config.used:
         yield
         return
     host = Host(config)

@@ -26,6 +26,8 @@ class Definition:
     """Name of the free-text method."""
     rewards: bool
     """Whether the class has `get_reward`."""
+    is_agent: bool = False
+    """Whether this is the program of `env.command`."""
 
 
 def define(spec: str, made: type) -> Definition:

@@ -1,9 +1,9 @@
 """Runs as one confined process per rank that imports the environment classes once, and forks processes for them.
 
 `python -m rlhf.environments.host PARENT_PID CONFINEMENT CHANNEL`, where CONFINEMENT is a `Confinement` as JSON and
-CHANNEL the number of an inherited SEQPACKET socket. The first message to the host names the classes. The host answers
-with their definitions or an error. Each later message asks the host to fork or to kill a process. A request to fork
-comes with a socket, on which the new process receives one socket per environment.
+CHANNEL the number of an inherited SEQPACKET socket. The first message to the host names the classes, or the program of
+`env.command`. The host answers with their definitions or an error. Each later message asks the host to fork or to kill
+a process. A request to fork comes with a socket, on which the new process receives one socket per environment.
 """
 
 import dataclasses
@@ -12,32 +12,52 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from socket import recv_fds, socket
 from typing import Any
 
+from rlhf.config.agent_command import label_of
 from rlhf.config.user_functions import ENV_CLASSES, load_function
+from rlhf.environments.agent_program import ServedAgent
+from rlhf.environments.agent_start import import_for, script_of
 from rlhf.environments.definition import Definition, define
 from rlhf.environments.serving import Served, serve
 from rlhf.errors import UserError
 from rlhf.reward.confinement import Confinement, confine
 from rlhf.reward.kernel import PR_SET_PDEATHSIG, prctl
 
+NewServed = Callable[[bool], Served | ServedAgent]
+"""Returns a new environment. The argument says whether the process serves no other."""
 MESSAGE_BYTES = 1 << 17
 _MOST_SOCKETS = 8
 _LONGEST = 20_000
+_NO_NAMESPACE = (
+    "env.command: this machine does not allow the network namespace in which programs reach only the trainer ({}). Set "
+    "env.network=true to let them use the network of this machine."
+)
 
 
 def main(parent_pid: int, confinement: Confinement, number: int) -> None:
     _die_with(parent_pid)
-    confined = confine(confinement)
+    try:
+        confined = confine(confinement)
+    except OSError as error:
+        with socket(fileno=number) as channel:
+            channel.recv(MESSAGE_BYTES)
+            channel.send(json.dumps({"error": _NO_NAMESPACE.format(error), "user": True}).encode())
+        return
     with socket(fileno=number) as channel:
         if not (first := channel.recv(MESSAGE_BYTES)):
             return
         try:
-            specs: list[str] = json.loads(first)["classes"]
+            settings = json.loads(first)
+            specs: list[str] = settings["classes"]
             classes: list[Any] = [load_function(ENV_CLASSES, spec) for spec in specs]
             definitions = [define(spec, made) for spec, made in zip(specs, classes, strict=True)]
+            if command := settings["command"]:
+                definitions = [Definition(label_of(command), [], None, True, is_agent=True)]
+                if (script := script_of(command)) is not None:
+                    import_for(script)
         # Also catch SystemExit, which a script without a __main__ guard may raise.
         except BaseException as error:
             reply = {"error": str(error)[-_LONGEST:], "user": isinstance(error, UserError)}
@@ -45,10 +65,13 @@ def main(parent_pid: int, confinement: Confinement, number: int) -> None:
             return
         found = [dataclasses.asdict(definition) for definition in definitions]
         channel.send(json.dumps({"definitions": found} | dataclasses.asdict(confined)).encode())
-        _obey(channel, classes, definitions)
+        if command:
+            _obey(channel, lambda alone: ServedAgent(command, settings["timeout_s"]))
+        else:
+            _obey(channel, lambda alone: Served(classes, definitions, alone=alone))
 
 
-def _obey(channel: socket, classes: Sequence[type], definitions: Sequence[Definition]) -> None:
+def _obey(channel: socket, new: NewServed) -> None:
     processes: dict[int, int] = {}
     while True:
         message, sockets, _, _ = recv_fds(channel, MESSAGE_BYTES, _MOST_SOCKETS)
@@ -56,11 +79,11 @@ def _obey(channel: socket, classes: Sequence[type], definitions: Sequence[Defini
             return
         request = json.loads(message)
         for number, process in list(processes.items()):
-            if os.waitpid(process, os.WNOHANG)[0]:
-                del processes[number]
+            if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                _kill(processes.pop(number))  # what it started may still run
         if "fork" in request:
             if not (process := os.fork()):
-                _serve_all(channel, socket(fileno=sockets[0]), Served, classes, definitions, request["alone"])
+                _serve_all(channel, socket(fileno=sockets[0]), new, request["alone"])
             processes[request["fork"]] = process
             os.close(sockets[0])
         else:
@@ -77,14 +100,7 @@ def _kill(process: int) -> None:
     os.waitpid(process, 0)
 
 
-def _serve_all(
-    channel: socket,
-    control: socket,
-    served: type[Served],
-    classes: Sequence[type],
-    definitions: Sequence[Definition],
-    alone: bool,
-) -> None:
+def _serve_all(channel: socket, control: socket, new: NewServed, alone: bool) -> None:
     """Serve each socket that arrives on `control` in a thread, until the trainer closes `control`. Never return."""
     try:
         os.setsid()  # so that a kill of the group reaches all processes of the user's code
@@ -97,8 +113,7 @@ def _serve_all(
             if not message:
                 break
             for number in sockets:
-                one = served(classes, definitions, alone=alone)
-                threads.append(threading.Thread(target=serve, args=(socket(fileno=number), one), daemon=True))
+                threads.append(threading.Thread(target=serve, args=(socket(fileno=number), new(alone)), daemon=True))
                 threads[-1].start()
             threads = [thread for thread in threads if thread.is_alive()]
         for thread in threads:

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from rlhf.config.agent_command import COMMAND, files_of, split_command
 from rlhf.config.schema.env import EnvConfig
 from rlhf.config.user_functions import ENV_CLASSES, check_unchanged, hash_at_start
 from rlhf.environments.definition import Definition
@@ -64,7 +65,9 @@ class Host:
         self._config = config
         self._popen: subprocess.Popen[bytes] | None = None
         self._lock = threading.RLock()
-        self._hash = hash_at_start(ENV_CLASSES, config.classes)
+        self._setting = COMMAND if config.command is not None else ENV_CLASSES
+        self._files = [*config.classes, *files_of(config.command)]
+        self._hash = hash_at_start(self._setting, self._files)
         self._numbers = count()
         self._processes: dict[int, Process] = {}
         self.definitions: list[Definition] = []
@@ -99,14 +102,14 @@ class Host:
         """Kill the process and everything that it started."""
         with self._lock:
             process.gone = True
-            self._forget(process)
-            if self._popen is None:
-                return
             try:
-                self._channel.send(json.dumps({"kill": process.number}).encode())
-                self._channel.recv(MESSAGE_BYTES)
+                if self._popen is not None:
+                    self._channel.send(json.dumps({"kill": process.number}).encode())
+                    self._channel.recv(MESSAGE_BYTES)
             except OSError:  # also a timeout
                 self.close()
+            # Close the socket after the kill. Otherwise the process ends by itself, and what it started lives on.
+            self._forget(process)
 
     def release(self, process: Process) -> None:
         """Let a process end by itself; it ends when its environments are closed."""
@@ -135,10 +138,18 @@ class Host:
             if self._folder:
                 remove_dir(Path(self._folder), ignore_errors=True)
 
+    def _settings(self) -> dict[str, Any]:
+        """Return the first message to the host."""
+        config = self._config
+        command = None if config.command is None else split_command(config.command)
+        return {"classes": config.classes, "command": command, "timeout_s": config.timeout_s}
+
     def _start(self) -> None:
         config = self._config
         writable = [str(Path(path).expanduser().absolute()) for path in config.writable]
-        confinement = json.dumps(dataclasses.asdict(Confinement(config.memory_gb, config.network, writable)))
+        loopback = config.command is not None
+        rights = Confinement(config.memory_gb, config.network, writable, loopback=loopback)
+        confinement = json.dumps(dataclasses.asdict(rights))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel, self._folder = ours, ""
         arguments = [str(os.getpid()), confinement, str(theirs.fileno())]
@@ -159,23 +170,21 @@ class Host:
         ours.settimeout(START_TIMEOUT_S)
         reply: dict[str, Any] = {}
         try:
-            ours.send(json.dumps({"classes": config.classes}).encode())
+            ours.send(json.dumps(self._settings()).encode())
             reply = json.loads(ours.recv(MESSAGE_BYTES) or b"{}")
         except OSError as error:
             reply = {"error": f"the process of environments was not ready ({error})", "user": False}
         self._folder = reply.get("folder", "")
         try:
             # Promise 13: a host that starts again must not run a file that was edited meanwhile.
-            check_unchanged(ENV_CLASSES, config.classes, self._hash)
+            check_unchanged(self._setting, self._files, self._hash)
         except UserError:
             self.close()
             raise
         if "definitions" not in reply:
             self.close()
             found = reply.get("error", "the process of environments died while it started")
-            raise UserError(
-                found if reply.get("user") else f"{ENV_CLASSES}={config.classes}: {found}. Correct the file."
-            )
+            raise UserError(found if reply.get("user") else f"{config.shown}: {found}. Correct the file.")
         ours.settimeout(KILL_TIMEOUT_S)
         self.definitions = [Definition(**each) for each in reply["definitions"]]
 

@@ -11,13 +11,23 @@ import traceback
 from collections.abc import Sequence
 from functools import cache
 from socket import socket
-from typing import Any
+from typing import Any, Protocol
 
 from rlhf.environments.definition import Definition
 from rlhf.environments.saved_state import restore, saved
 
 _LONGEST = 20_000
 """Most characters of an error in a reply."""
+
+
+class Server(Protocol):
+    """Serves one environment."""
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Make one call and return its reply."""
+
+    def close(self) -> None:
+        """Close the environment."""
 
 
 class Served:
@@ -80,7 +90,7 @@ class Served:
         return _number("get_reward", _finished(self._environment.get_reward())) if self._definition.rewards else 0.0
 
 
-def serve(channel: socket, served: Served) -> None:
+def serve(channel: socket, served: Server) -> None:
     """Answer the requests of `channel` until it is closed, then close the environment."""
     with channel, channel.makefile("rb") as requests:
         try:
@@ -97,7 +107,7 @@ def serve(channel: socket, served: Served) -> None:
             _closed(served)
 
 
-def _closed(served: Served) -> dict[str, Any]:
+def _closed(served: Server) -> dict[str, Any]:
     try:
         served.close()
     except BaseException as error:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rlhf.config.schema.env import EnvConfig
+from rlhf.environments.chat_protocol import is_reply, is_start
 from rlhf.environments.host_handle import Host, Process
 from rlhf.events import announce
 
@@ -24,7 +25,7 @@ _TRIES = 3
 
 T = TypeVar("T")
 Call = dict[str, Any]
-"""Operation `op` (reset, tool, step, reward) and its arguments, as JSON values."""
+"""Operation `op` and its arguments, as JSON: reset, tool, step or reward; of an agent start, answer or reward."""
 Reply = dict[str, Any]
 """`value`, or `rejected`: the text with which a tool rejects a call."""
 
@@ -118,9 +119,10 @@ class Session:
         if not isinstance(reply, dict) or reply.pop("number", None) != number or not _is_valid(call["op"], reply):
             self.pool.kill(self._process)
             raise EnvironmentFailed(f"{call['op']} gave no valid reply")
-        reply = {name: _encodable(value) for name, value in reply.items()}
+        reply = {name: value if name == "state" else _encodable(value) for name, value in reply.items()}
         if "error" in reply:
-            raise EnvironmentFailed(f"{call['op']} raised an error:\n{reply['error']}")
+            what = "" if self.pool.config.command is not None else f"{call['op']} raised an error:\n"
+            raise EnvironmentFailed(what + reply["error"])
         return reply
 
     def close(self) -> None:
@@ -168,7 +170,7 @@ class EnvironmentPool:
 
     def process(self, *, single: bool) -> Process:
         """Return a process for one more environment. `single`: the process serves no other environment."""
-        if single or self.config.process == "episode":
+        if single or self.config.process == "episode" or self.config.command is not None:
             return self._host.process(single=True, alone=self.config.process == "episode")
         with self._lock:
             self._shared = [process for process in self._shared if not process.gone]
@@ -181,7 +183,9 @@ class EnvironmentPool:
     def leave(self, process: Process) -> None:
         """End a process that serves a single environment; otherwise count one environment less in the process."""
         if process.single:
-            if not process.gone:
+            if not process.gone and self.config.command is not None:
+                self._host.kill(process)  # with all that the program started
+            elif not process.gone:
                 self._host.release(process)
             return
         with self._lock:
@@ -206,6 +210,8 @@ def _is_valid(operation: str, reply: Reply) -> bool:
     if (text := reply.get("error", reply.get("rejected"))) is not None:
         return isinstance(text, str) and ("error" in reply or (operation == "tool" and _has_state(reply)))
     value, promised = reply.get("value"), "value" in reply and _has_state(reply)
+    if operation in ("start", "answer"):
+        return promised and (is_start(value) if operation == "start" else is_reply(value))
     if operation == "step":
         if not isinstance(value, list) or len(value) != 2:
             return False
@@ -227,6 +233,8 @@ def _encodable(value: Any) -> Any:
     """Return the value with a question mark for each half of a surrogate pair, which no tokenizer accepts."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(name): _encodable(each) for name, each in value.items()}
     return [_encodable(each) for each in value] if isinstance(value, list) else value
 
 

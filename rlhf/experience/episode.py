@@ -1,6 +1,6 @@
 """Represents one episode as tokens: the policy's turns and the environment's answers. Makes no calls itself."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -34,7 +34,10 @@ class EnvironmentClass:
     index: int
     """Index in `env.classes`."""
     definition: Definition
-    chat: ChatTurns
+    chat_of: Callable[[Sequence[dict[str, Any]]], ChatTurns]
+    """Returns the chat with these tools. The tools of an agent are in its first request."""
+    must_reward: bool = False
+    """Whether an agent must write a reward, because `reward.functions` is empty."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Episode:
     def _begin(self) -> None:
         self.session = self.new_session()
         self.phase = Stage.CALLS
-        self.calls: list[Call] = [{"op": "reset", "row": self.row}]
+        self.calls: list[Call] = [{"op": "start" if self.kind.definition.is_agent else "reset", "row": self.row}]
         self.turn = self.tool_calls = self.invalid_calls = 0
         self.prompt_ids: list[int] = []
         self.response: list[int] = []
@@ -93,7 +96,7 @@ class Episode:
 
     @property
     def operation(self) -> str:
-        """Kind of the next calls: reset, tool, step or reward."""
+        """Kind of the next calls: reset, tool, step or reward; start, answer or reward of an agent."""
         return str(self.calls[0]["op"])
 
     @property
@@ -118,12 +121,14 @@ class Episode:
         self._log_probs.append(made.log_probs)
         self._versions += [(version, before + end) for version, end in made.versions]
         self.turn += 1
-        turn = self.kind.chat.parse(sampled)
+        turn = self._chat.parse(sampled)
         self.conversation.append(turn.message())
         self._turn = turn, sampled
         if made.finish_reason == "length" or not turn.ended:
             return self._end("length")
-        if (step := self.kind.definition.step) is not None:
+        if self.kind.definition.is_agent:
+            self._ask([self._answer(turn, before, len(sampled))], "")
+        elif (step := self.kind.definition.step) is not None:
             self._ask([{"op": "step", "text": turn.text}], step)
         elif not turn.actions:
             self._end("stop")
@@ -145,7 +150,17 @@ class Episode:
         """Continue the episode with the replies to `calls`."""
         operation, self.calls = self.operation, []
         if operation == "reset":
-            self._start(replies[0]["value"])
+            self._chat = self.kind.chat_of(self.kind.definition.tools)
+            self._start(_with_text(self.prompt.messages, self._chat.harmless(replies[0]["value"] or "")))
+        elif operation == "start":
+            begun = replies[0]["value"]
+            self._chat = self.kind.chat_of(begun["tools"])
+            self._start([m | {"content": self._chat.harmless(m["content"])} for m in begun["messages"]])
+        elif operation == "answer":
+            if (messages := replies[0]["value"]) is None:
+                self._end("stop")
+            else:
+                self._observe(messages)
         elif operation == "tool":
             self._answer_tools(replies)
         elif operation == "step":
@@ -168,16 +183,24 @@ class Episode:
         else:
             self._begin()
 
-    def _start(self, text: str | None) -> None:
-        messages = _with_text(self.prompt.messages, self.kind.chat.harmless(text or ""))
+    def _answer(self, turn: Turn, before: int, sampled: int) -> Call:
+        """Return the call that answers the request of an agent. A call that cannot be read is text for the agent."""
+        self.invalid_calls += len(turn.invalid)
+        self.tool_calls += len(turn.calls)
+        message = turn.message()
+        message["content"] = "\n".join(filter(None, [turn.text, *(call.text for call in turn.invalid)]))
+        usage = {"prompt_tokens": len(self.prompt_ids) + before, "completion_tokens": sampled}
+        return {"op": "answer", "message": message, "usage": usage}
+
+    def _start(self, messages: Sequence[dict[str, Any]]) -> None:
         too_long = _too_long(messages, self.limits.prompt_tokens)
-        self.prompt_ids = [] if too_long else self.kind.chat.prompt(messages)
+        self.prompt_ids = [] if too_long else self._chat.prompt(messages)
         if too_long or len(self.prompt_ids) > self.limits.prompt_tokens:
             size = f"{_characters(messages)} characters" if too_long else f"{len(self.prompt_ids)} tokens"
             raise UserError(
                 f"An episode of {self.kind.definition.label} begins with {size}, more than "
-                f"data.max_prompt_length={self.limits.prompt_tokens}: the row's prompt, the tools, and the text that "
-                "reset returned. Raise data.max_prompt_length, or shorten them."
+                f"data.max_prompt_length={self.limits.prompt_tokens}: the messages and tools before the first turn. "
+                "Raise data.max_prompt_length, or shorten them."
             )
         self.phase = Stage.POLICY
 
@@ -203,7 +226,7 @@ class Episode:
         room = self.params.max_tokens - len(self.response)
         if self.turn >= self.limits.turns or _too_long(messages, room):
             return self._end("length")
-        tokens = self.kind.chat.observation(self._turn[1], messages)
+        tokens = self._chat.observation(self._turn[1], messages)
         if len(tokens) >= room:
             return self._end("length")
         start = len(self.response)
@@ -216,7 +239,8 @@ class Episode:
 
     def _end(self, reason: FinishReason) -> None:
         self._reason = reason
-        self.phase, self.calls = Stage.CALLS, [{"op": "reward"}]
+        required = {"required": self.kind.must_reward} if self.kind.definition.is_agent else {}
+        self.phase, self.calls = Stage.CALLS, [{"op": "reward"} | required]
 
     def finished(self, version: int) -> Sample:
         """Return the sample of a finished episode.

@@ -114,6 +114,8 @@ class Episodes:
         # All samples of a prompt have the same seed, because their rewards are compared with each other.
         seed = int.from_bytes(hashlib.blake2b(f"{self.seed} {prompt.index}".encode(), digest_size=4).digest()) >> 1
         row = _row(prompt, seed)
+        if kind.definition.is_agent:
+            row = {"messages": prompt.messages} | row  # the row's prompt may be a string
         session = partial(Session, self.pool, kind.index, seed)
         return [
             Episode(asked.uid, number, prompt, params, kind, limits, row, session)

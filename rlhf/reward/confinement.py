@@ -22,6 +22,8 @@ from rlhf.storage.files import remove_dir
 MAX_PROCESSES = 1024
 """Limit on processes and threads of a reward process with its own user. With a shared user the limit is four times as
 high, plus the threads that the user already runs."""
+AGENT_PROCESSES = 16
+"""Factor of MAX_PROCESSES for agents, whose programs all run at the same time: each has about six threads."""
 MAX_OPEN_FILES = 4096
 MAX_FILE_BYTES = 1 << 30
 _PREFIX = "rlhf-reward-"
@@ -46,6 +48,8 @@ class Confinement:
     network: bool
     writable: list[str]
     """Folders that the process may write, in addition to its own folder."""
+    loopback: bool = False
+    """Whether the process and its children may talk to each other over a loopback device of their own."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,11 @@ def confine(confinement: Confinement) -> Confined:
         number = os.getpid()
         running = 0 if os.getuid() == 0 else _threads_of_this_user()
         _set_limits(confinement.memory_gb)
-        own = namespaces.enter(folder, confinement.writable, missing)
+        alone = confinement.loopback and not confinement.network
+        own = namespaces.enter(folder, confinement.writable, missing, own_loopback=alone)
         own_user = _drop_privileges(_FIRST_UID + number % _UIDS, own, bool(confinement.writable), missing)
-        _limit(resource.RLIMIT_NPROC, MAX_PROCESSES if own_user else 4 * MAX_PROCESSES + running)
+        most = MAX_PROCESSES * (AGENT_PROCESSES if confinement.loopback else 1)
+        _limit(resource.RLIMIT_NPROC, most if own_user else 4 * most + running)
         _restrict(confinement, own, missing)
     else:
         missing.append("Linux: reward processes have all rights of your user, without limits")
@@ -190,8 +196,12 @@ def _restrict(confinement: Confinement, own: str, missing: list[str]) -> None:
         devices = [*_DEVICES, *(str(path) for pattern in _ACCELERATORS for path in Path("/dev").glob(pattern))]
         paths = [path for path in (*sorted(folders), *devices) if Path(path).exists()]
         kernel.restrict_writing(version, paths, abstract_sockets=confinement.network)
+    allowed = ("socket",) if confinement.loopback else ()
+    network = () if confinement.network else tuple(call for call in _NETWORK_CALLS if call not in allowed)
     try:
-        kernel.forbid_calls(_FORBIDDEN_CALLS if confinement.network else (*_FORBIDDEN_CALLS, *_NETWORK_CALLS))
+        kernel.forbid_calls(
+            (*_FORBIDDEN_CALLS, *network), only_internet=confinement.loopback and not confinement.network
+        )
     except OSError as error:
         missing.append(f"seccomp ({error}): reward processes can use the network")
 

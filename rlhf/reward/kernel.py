@@ -5,9 +5,11 @@ The numbers are from the kernel's `uapi` headers. Landlock: https://docs.kernel.
 """
 
 import ctypes
+import fcntl
 import functools
 import os
 import platform
+import socket
 import stat
 import struct
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 8, 38, 47
 PR_CAP_AMBIENT_RAISE = 2
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
+CLONE_NEWNET = 0x40000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 1 << 18
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
 
@@ -124,20 +127,41 @@ def _allow(ruleset: int, path: str, to_file: int, anything: int) -> None:
         os.close(fd)
 
 
-def forbid_calls(names: Sequence[str]) -> None:
-    """With seccomp, let the system calls `names` fail with EPERM, for good, in this process and all its children."""
+def raise_loopback() -> None:
+    """Switch on the network device `lo` of this process' network namespace."""
+    get_flags, set_flags, up = 0x8913, 0x8914, 1
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sh22x", b"lo", 0)
+        name, flags = struct.unpack("16sh22x", fcntl.ioctl(any_socket, get_flags, request))
+        fcntl.ioctl(any_socket, set_flags, struct.pack("16sh22x", name, flags | up))
+
+
+def forbid_calls(names: Sequence[str], *, only_internet: bool = False) -> None:
+    """With seccomp, let the system calls `names` fail with EPERM, for good, in this process and all its children.
+
+    `only_internet`: also forbid sockets of all families but IPv4 and IPv6. A socket in the file system, such as
+    Docker's, is reachable from every network namespace.
+    """
     architecture, column = _ARCHITECTURES.get(platform.machine(), (0, 0))
     if not architecture:
         raise OSError(f"the system call numbers of {platform.machine()} are unknown")
     numbers = [_CALLS[name][column] for name in names]
     load, equal, at_least, ret = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
-    deny = len(numbers) + 1
+    families = [
+        (equal, 0, 3, _CALLS["socket"][column]),
+        (load, 0, 0, 16),  # the first argument of the call
+        (equal, 1, 0, socket.AF_INET),
+        (equal, 0, 1, socket.AF_INET6),
+    ]
+    tail = families if only_internet else []
+    deny = len(numbers) + len(tail) + 1
     program = [
         (load, 0, 0, 4),  # the architecture of the call, because numbers differ between architectures
         (equal, 0, deny + 2, architecture),
         (load, 0, 0, 0),  # the number of the call
         (at_least, deny, 0, 0x40000000),  # the x32 interface, the same calls under other numbers
         *((equal, deny - 1 - i, 0, number) for i, number in enumerate(numbers)),
+        *tail,
         (ret, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
         (ret, 0, 0, 0x00050000 | 1),  # SECCOMP_RET_ERRNO, EPERM
     ]

@@ -18,17 +18,26 @@ SHARED_MEMORY = "/dev/shm"
 _FOLDER_BYTES, _FOLDER_FILES = 1 << 30, 100_000
 
 
-def enter(folder: str, writable: Sequence[str], missing: list[str]) -> str:
+def enter(folder: str, writable: Sequence[str], missing: list[str], *, own_loopback: bool) -> str:
     """Continue in new namespaces, in a grandchild; this process ends with the grandchild's exit status or signal.
 
     Mounts a file system over the empty `folder` and returns a writable folder in it. Writes to the folders `writable`
     stay visible outside. Appends a line to `missing` for each protection that the machine does not allow.
+
+    Args:
+        own_loopback: also enter a network namespace, whose only device is a loopback device.
+
+    Raises:
+        OSError: the machine does not allow the network namespace.
     """
     user, group = os.geteuid(), os.getegid()
     flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
+    flags |= kernel.CLONE_NEWNET if own_loopback else 0
     try:
         kernel.unshare(flags if user == 0 else flags | kernel.CLONE_NEWUSER)
     except OSError as error:
+        if own_loopback:
+            raise
         missing.append(
             f"namespaces ({error}): a child in another session can outlive a timeout, and reward processes can write "
             f"to {SHARED_MEMORY}"
@@ -38,6 +47,8 @@ def enter(folder: str, writable: Sequence[str], missing: list[str]) -> str:
         kernel.write_proc("/proc/self/setgroups", "deny")
         kernel.write_proc("/proc/self/uid_map", f"{user} {user} 1")
         kernel.write_proc("/proc/self/gid_map", f"{group} {group} 1")
+    if own_loopback:
+        kernel.raise_loopback()
     own = _mount(folder, writable, missing)
     _become_a_grandchild()
     return own

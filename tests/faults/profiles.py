@@ -154,6 +154,16 @@ PROFILES = {
         ),
         on_every_rank=("env.answered", "env.recorded", "env.turn"),
     ),
+    # The same as a program that calls the model. After a kill it starts again, with the recorded answers.
+    "agent": Profile(
+        (
+            "env.command='python tests/support/chat_agent.py sums'",
+            "env.max_turns=3",
+            "data.max_response_length=32",
+            "checkpoint.journal=true",
+        ),
+        on_every_rank=("env.answered", "env.recorded", "env.turn"),
+    ),
     # Two vLLM servers, on machines that have vLLM.
     "servers": Profile(
         (

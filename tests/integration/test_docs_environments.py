@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"<!-- (file|command): ([^\n]*?) -->\n```\w*\n(.*?)```\n", PAGE, flags=re.DOTALL)
 FILES = {name: text for kind, name, text in BLOCKS if kind == "file"}
-(COMMAND,) = [shlex.split(text.replace("\\\n", ""))[3:] for kind, _, text in BLOCKS if kind == "command"]
+COMMAND, AGENT_COMMAND = [shlex.split(text.replace("\\\n", ""))[3:] for kind, _, text in BLOCKS if kind == "command"]
 QUIET = ("trainer.device=cpu", "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.log_rollouts=-1")
 
 
@@ -32,9 +32,9 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, name: str, *more: str) -> Path:
-    """Run the page's command in `folder` to the end of its two steps, and return the run directory."""
-    end = ranks(folder / f"{name}.log", [*COMMAND, f"trainer.experiment_name={name}", *QUIET, *more], folder=folder)
+def run(folder: Path, name: str, *more: str, command: list[str] = COMMAND) -> Path:
+    """Run a command of the page in `folder` to the end of its two steps, and return the run directory."""
+    end = ranks(folder / f"{name}.log", [*command, f"trainer.experiment_name={name}", *QUIET, *more], folder=folder)
     assert end.code == EXIT_DONE, end.output
     return folder / "checkpoints" / "rlhf" / name
 
@@ -44,8 +44,8 @@ def samples(run_dir: Path, step: int) -> list[dict]:
 
 
 def test_this_file_runs_every_block_of_the_page():
-    assert FILES.keys() == {"shop.py", "shop.jsonl", "echo.py"}
-    assert PAGE.count("```") == 2 * (len(FILES) + 1)
+    assert FILES.keys() == {"shop.py", "shop.jsonl", "echo.py", "guess_agent.py"}
+    assert PAGE.count("```") == 2 * (len(FILES) + 2)
 
 
 def test_the_shop_trains_and_resumes_to_the_same_bits(folder, tmp_path):
@@ -94,3 +94,17 @@ def test_the_echo_trains_on_free_text(folder):
             assert "again" in sample["response"]
         assert sample["rewards"]["Echo"] == sum(len(text.removesuffix("<|end|>")) < 20 for text in turns)
     assert records(run_dir)[-1]["env/turns"] > 1
+
+
+def test_the_agent_trains_on_the_bits_of_the_bundled_game(folder):
+    """The game is a class, the agent a program with OpenAI's client; the policy writes the same in both."""
+    agent = run(folder, "guess_agent", command=AGENT_COMMAND)
+    of_class = [each for each in AGENT_COMMAND if not each.startswith(("env=", "env.command="))]
+    game = run(folder, "guess_class", command=of_class)
+    for step in (1, 2):
+        assert [(s["prompt"], s["response"], s["score"]) for s in samples(agent, step)] == [
+            (s["prompt"], s["response"], s["score"]) for s in samples(game, step)
+        ]
+    pair = [{name: record[name] for name in ("actor/grad_norm", "reward/mean", "env/turns")}
+            for record in (records(agent)[-1], records(game)[-1])]  # fmt: skip
+    assert pair[0] == pair[1]

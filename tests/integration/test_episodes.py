@@ -80,7 +80,7 @@ def sampler() -> Sampler:
 def player(pool: EnvironmentPool, sampler: Any, name: str, **settings: Any) -> Episodes:
     tokenizer = sampler.tokenizer
     kinds = [
-        EnvironmentClass(i, definition, ChatTurns(tokenizer, definition.tools, announce=False))
+        EnvironmentClass(i, definition, lambda tools: ChatTurns(tokenizer, tools, announce=False))
         for i, definition in enumerate(pool.definitions)
     ]
     config = EnvConfig(**vars(pool.config) | settings)

@@ -13,10 +13,12 @@ import pytest
 from rlhf.api import check_inputs
 from rlhf.compose import compose_config
 from rlhf.config import Config
+from rlhf.config.agent_command import files_of, split_command
 from rlhf.config.library import Library
 from rlhf.config.rules.env_rules import idle_env
 from rlhf.config.rules.validate import validate
 from rlhf.config.schema.env import EnvConfig
+from rlhf.config.user_functions import hash_of_files
 from rlhf.data import Prompt
 from rlhf.data.turns.tool_calls import Turn
 from rlhf.environments import free_text
@@ -61,7 +63,7 @@ class CountingChat:
 
 
 def episode(chat: CountingChat) -> Episode:
-    kind = EnvironmentClass(0, Definition("Talk", [], "step", False), chat)
+    kind = EnvironmentClass(0, Definition("Talk", [], "step", False), lambda tools: chat)
     prompt = Prompt(0, [{"role": "user", "content": "Go."}], [], "", None, {})
     limits = Limits(turns=4, invalid_calls=0, retries=0, prompt_tokens=16)
     return Episode(0, 0, prompt, SamplingParams(max_tokens=16), kind, limits, {}, lambda: None)
@@ -120,10 +122,46 @@ def test_a_wrong_template_is_named_before_the_model_is_loaded(tmp_path):
 def test_settings_without_an_environment_are_a_mistake():
     config = Config()
     assert list(idle_env(config, [("env.max_turns", 4)])) == [
-        "env.max_turns=4: has no effect without an environment. Set env.classes=[FILE.py:CLASS], or remove it."
+        "env.max_turns=4: has no effect without an environment. Set env.classes=[FILE.py:CLASS] or "
+        "env.command='python FILE.py', or remove it."
     ]
-    config.env.classes = ["shop.py:Shop"]
-    assert list(idle_env(config, [("env.max_turns", 4)])) == []
+    for config.env.classes, config.env.command in ((["shop.py:Shop"], None), ([], "python agent.py")):
+        assert list(idle_env(config, [("env.max_turns", 4)])) == []
+
+
+def test_classes_and_a_program_exclude_each_other():
+    config = compose_config(["recipes=env_guess", "env.command=echo x"], Library.find(None))
+    with pytest.raises(UserError, match=r"env\.classes=.*env\.command=echo x is an environment, too"):
+        validate(config, {})
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("python agnt.py", ("no file", "agent.py", "Correct the path")),
+        ("nothere agent.py", ("no program nothere",)),
+        ("'python", ("Correct the quotes",)),
+        (" ", ("is empty", "python agent.py")),
+        ("python broken.py", ("broken.py cannot be read as Python",)),
+    ],
+)
+def test_a_wrong_command_is_named_before_anything_runs(command, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text("")
+    (tmp_path / "broken.py").write_text("def")
+    with pytest.raises(UserError, match=r"env\.command=") as raised:
+        check_environments(EnvConfig(command=command))
+    for word in words:
+        assert word in str(raised.value)
+    assert split_command("python agent.py --n 3")[1:] == [str(tmp_path / "agent.py"), "--n", "3"]
+
+
+def test_the_files_of_a_command_are_part_of_the_trajectory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text("a = 1")
+    before = hash_of_files(files_of("python agent.py"))
+    (tmp_path / "agent.py").write_text("a = 2")
+    assert hash_of_files(files_of("python agent.py")) != before
 
 
 @pytest.mark.parametrize("text", WRONG)

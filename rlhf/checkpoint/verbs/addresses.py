@@ -8,15 +8,20 @@ from rlhf.checkpoint.verbs.runs import FoundRun, LocalRun, local_runs_below, sna
 from rlhf.errors import UserError
 
 
-def add_address(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments PATH, for `find_runs`, and --json to a verb."""
+def add_address(parser: argparse.ArgumentParser, document: str) -> None:
+    """Add the arguments PATH, for `find_runs`, and --json to a verb. `document` describes the JSON document."""
     parser.add_argument(
         "path",
         metavar="PATH",
         help="a run directory, a global_step_N directory, a folder of many runs, or one of these in a remote folder "
         "(s3://..., gs://..., hdfs://..., file://...)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document (docs/checkpoints.md) for scripts")
+    add_json(parser, document)
+
+
+def add_json(parser: argparse.ArgumentParser, document: str) -> None:
+    """Add the argument --json to a verb."""
+    parser.add_argument("--json", action="store_true", help=f"print one JSON document: {document}")
 
 
 def find_runs(address: str, *, in_memory: bool = False) -> tuple[list[FoundRun], list[str]]:

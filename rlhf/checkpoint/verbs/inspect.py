@@ -4,6 +4,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,11 @@ HELP = "show one checkpoint, the newest of a run: roles, tensors, driver state"
 MOST, LONGEST, DEEPEST = 100, 200, 8
 """Limits for a driver state of any size: values shown, characters of each value, and levels of nesting."""
 
-add_arguments = add_address
+DOCUMENT = (
+    "`checkpoints`, as of `list`, with `linked`, `versions`, `numerics`, `format`, `driver_state`, `folders`: "
+    "`folder`, `bytes`, `tensors` (null, or `name`, `dtype`, `shape`, `shards`)"
+)
+add_arguments = partial(add_address, document=DOCUMENT)
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +21,14 @@ from rlhf.storage.layout import POINTER
 
 HELP = "one line per checkpoint of a run directory, or of all run directories in a folder"
 
-add_arguments = add_address
+DOCUMENT = (
+    "`runs`: `path`, `rules` (null if unknown), `pointer` (null if missing), `set_aside` (`reason`, `name`), "
+    "`in_memory` (snapshots, like `checkpoints` without `kept`), `checkpoints`: `path`, `step`, `state` (`committed`, "
+    "`damaged`, `other format`, `removed`), `problem` (null or a line), `kept` (reasons; empty: may go; "
+    "null: unknown); if committed `created`, `size` (text), `bytes`, `linked_bytes`, `files`, `ranks`, `backend`, "
+    "`contents`, `metrics`"
+)
+add_arguments = partial(add_address, document=DOCUMENT)
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:

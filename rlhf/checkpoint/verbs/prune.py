@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
-from rlhf.checkpoint.verbs.addresses import find_runs
+from rlhf.checkpoint.verbs.addresses import add_json, find_runs
 from rlhf.checkpoint.verbs.pruning import PruningPlan, bytes_freed, plan_pruning, remove_planned, run_at_rest
 from rlhf.checkpoint.verbs.runs import RULES, LocalCheckpoint, LocalRun, read_checkpoint, rules_of_save
 from rlhf.checkpoint.verbs.shown import show_end, size_text
@@ -21,6 +21,13 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import step_of
 
 HELP = "remove checkpoints as retention would, and kills' leftovers; without --yes only show them"
+
+
+DOCUMENT = (
+    "`removed` (true with --yes), `runs`: `path`, `problem`, `rules`, `newest_whole`, `going` (`name`, `kind`: "
+    "`checkpoint`, `set aside`, `leftover`; `bytes`; `left`: not removed), `kept` (steps), `bytes` (freed), `left` "
+    "(names not removed)"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     act = parser.add_mutually_exclusive_group()
     act.add_argument("--yes", action="store_true", help="remove, after reading every byte of the newest checkpoint")
     act.add_argument("--dry-run", action="store_true", help="only show, as without --yes")
-    parser.add_argument("--json", action="store_true", help="one JSON document (docs/checkpoints.md) for scripts")
+    add_json(parser, DOCUMENT)
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:

@@ -15,7 +15,11 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 
 HELP = "read every byte and compare it with the manifest"
 
-add_arguments = add_address
+DOCUMENT = (
+    "`checkpoints`: `path`, `step`, `state` (`intact`, `part` of one disk, `damaged`, `other format`, `removed` by its "
+    "run meanwhile), `problem`; if intact or part `bytes`, `linked_bytes`, `files`, `files_here`"
+)
+add_arguments = partial(add_address, document=DOCUMENT)
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:

@@ -101,7 +101,7 @@ def rollout_problems(config: Config) -> Iterator[str]:
 
 def missing_engine(config: Config) -> Iterator[str]:
     r = config.rollout
-    if config.env.classes:
+    if config.env.used:
         return  # `env_problems` asks for another engine
     own = r.name == "vllm" or (r.name == "vllm_server" and not r.servers.urls)
     if own and (problem := installation_problem()):
@@ -116,7 +116,7 @@ def _asynchronous(config: Config) -> Iterator[str]:
             f"{ahead}: vLLM in the ranks ends each generation before training; set rollout=vllm_server or "
             "rollout=embedded instead of vllm, or rollout.async_steps=0."
         )
-    if correction.rollout_is is None and not config.env.classes:
+    if correction.rollout_is is None and not config.env.used:
         yield (
             f"algorithm.rollout_correction.rollout_is=null: with {ahead} samples come from an older policy than the "
             "one in training; set algorithm.rollout_correction.rollout_is=token."

@@ -10,6 +10,8 @@ class EnvConfig:
     classes: list[str] = setting([])
     """Environment classes, `path/to/file.py:Class`. With several, the column `environment` names the class of each
     row. Empty: each response is one turn."""
+    command: str | None = setting(None)
+    """Program to run for each episode, such as 'python agent.py'. It calls the model at OPENAI_BASE_URL."""
     template: str | None = setting(None)
     """Chat template (Jinja file) for episodes; null: the tokenizer's, or a bundled one if the tokenizer's
     template changes earlier turns."""
@@ -43,3 +45,13 @@ class EnvConfig:
     """Folders that the processes may write to, besides their own temporary folder (HOME and TMPDIR)."""
     memory_gb: float | None = setting(8.0, gt=0)
     """GiB that each process may allocate; null sets no limit."""
+
+    @property
+    def used(self) -> bool:
+        """Whether the responses are episodes."""
+        return bool(self.classes) or self.command is not None
+
+    @property
+    def shown(self) -> str:
+        """The setting and the value that make the responses episodes, for messages."""
+        return f"env.command={self.command}" if self.command is not None else f"env.classes={self.classes}"

@@ -1,0 +1,172 @@
+"""Serves an agent: a program of the user's that calls the model, as the environment of one episode.
+
+The calls of the trainer are `start` (returns the messages and tools of the program's first request), `answer` (returns
+the messages that the program adds after the policy's answer, or None at its end), and `reward`.
+"""
+
+import json
+import os
+import queue
+import signal
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from rlhf.environments.agent_start import Program, start
+from rlhf.environments.chat_endpoint import ChatEndpoint, PendingRequest
+from rlhf.environments.chat_protocol import Conversation, Message, RejectedRequest, completion
+from rlhf.storage.files import remove_dir
+
+_LONGEST_OUTPUT = 4000
+"""Most characters of a program's output in the message about its failure."""
+_NO_REWARD = (
+    "the program wrote no reward. Write a number to the file RLHF_REWARD_FILE, or set reward.functions, which read the "
+    "conversation"
+)
+
+
+class _FailedError(Exception):
+    """The program failed; the text says how."""
+
+
+class ServedAgent:
+    """Runs the program of one episode in a folder of its own, with an endpoint of its own."""
+
+    def __init__(self, command: Sequence[str], timeout_s: float) -> None:
+        self._command, self._timeout_s = command, timeout_s
+        self._events: queue.Queue[PendingRequest | None] = queue.Queue()
+        self._conversation = Conversation()
+        self._pending: PendingRequest | None = None
+        self._answers = 0
+        self._program: Program | None = None
+        self._code: int | None = None
+        self._has_ended = threading.Event()
+        self._endpoint: ChatEndpoint | None = None
+        self._folder: Path | None = None
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Make one call and return `value`, or `error`. An agent has no `state`: its record restores it."""
+        try:
+            return {"value": getattr(self, f"_{request['op']}")(request), "state": None}
+        except (_FailedError, RejectedRequest, OSError) as error:
+            return {"error": str(error)}
+
+    def close(self) -> None:
+        """Kill the program and remove its folder. The trainer then kills this process with all that it started."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self._kill()
+        if self._folder is not None:
+            remove_dir(self._folder, ignore_errors=True)
+
+    def _open(self, request: dict[str, Any]) -> None:
+        """Do nothing: the program starts with its row."""
+
+    def _start(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._folder = Path(mkdtemp(prefix="episode-"))
+        self._endpoint = ChatEndpoint(self._events)
+        variables = {
+            "OPENAI_BASE_URL": self._endpoint.url,
+            "OPENAI_API_KEY": self._endpoint.key,
+            "RLHF_ROW": json.dumps(request["row"], ensure_ascii=False),
+            "RLHF_REWARD_FILE": str(self._folder / "reward"),
+            "HOME": str(self._folder),
+            "TMPDIR": str(self._folder),
+        }
+        pipe, output = os.pipe()
+        try:
+            self._program = start(self._command, variables, self._folder, output)
+        finally:
+            os.close(output)
+        self._endpoint.start()  # after the fork of the program, which should not copy a running thread
+        self._output = _Output(pipe)
+        threading.Thread(target=self._wait, args=(self._program,), daemon=True).start()
+        if (messages := self._next()) is None:
+            raise _FailedError(self._ended("without a request to OPENAI_BASE_URL"))
+        return {"messages": messages, "tools": self._conversation.tools}
+
+    def _answer(self, request: dict[str, Any]) -> list[Message] | None:
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        self._answers += 1
+        self._conversation.answered(request["message"])
+        model = str(pending.body.get("model", "rlhf"))
+        pending.reply(completion(self._answers, model, request["message"], request["usage"]))
+        return self._next()
+
+    def _reward(self, request: dict[str, Any]) -> float:
+        """End the episode, wait for the end of the program, and return the reward that it wrote."""
+        assert self._endpoint is not None
+        self._endpoint.end()
+        # The trainer's deadline is `timeout_s`, too; half of it is left for the reply.
+        if not self._has_ended.wait(self._timeout_s / 2):
+            self._kill()
+        found = _number_in(self._folder)
+        if found is None and request["required"]:
+            raise _FailedError(_NO_REWARD)
+        return found or 0.0
+
+    def _next(self) -> list[Message] | None:
+        """Wait for the program's next request and return its new messages; None if the program has ended."""
+        if (event := self._events.get()) is None:
+            if self._code:
+                raise _FailedError(self._ended(f"with exit code {self._code}"))
+            return None
+        try:
+            new = self._conversation.take(event.body)
+        except RejectedRequest as error:
+            event.reject(str(error))
+            raise RejectedRequest(f"a request of the program was rejected: {error}") from error
+        self._pending = event
+        return new
+
+    def _wait(self, program: Program) -> None:
+        self._code = program.wait()
+        self._has_ended.set()
+        self._events.put(None)
+
+    def _kill(self) -> None:
+        if self._program is not None and not self._has_ended.is_set():
+            with suppress(ProcessLookupError):
+                os.kill(self._program.pid, signal.SIGKILL)
+
+    def _ended(self, how: str) -> str:
+        output = self._output.end()
+        return f"the program ended {how}" + (f":\n{output}" if output else " and printed nothing")
+
+
+class _Output:
+    """Reads a program's output and keeps its end."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe, self._end = pipe, b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while data := os.read(self._pipe, 1 << 16):
+            self._end = (self._end + data)[-_LONGEST_OUTPUT:]
+
+    def end(self) -> str:
+        """Return the last characters of an ended program. A child that it left may have the pipe open."""
+        self._reader.join(1.0)
+        return self._end.decode(errors="replace").strip()
+
+
+def _number_in(folder: Path | None) -> float | None:
+    """Return the number in the reward file; None if there is no file. Raise _FailedError for anything else."""
+    assert folder is not None
+    file = folder / "reward"
+    if not file.exists():
+        return None
+    text = file.read_text(errors="replace").strip()
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if number - number != 0:  # NaN or infinite
+        raise _FailedError(f"RLHF_REWARD_FILE holds {text[:80]!r}, not a finite number")
+    return number

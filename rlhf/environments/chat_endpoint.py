@@ -1,0 +1,168 @@
+"""Serves OpenAI's chat protocol on loopback, for the program of one episode."""
+
+import hmac
+import json
+import queue
+import secrets
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from rlhf.environments.chat_protocol import chunks
+
+MAX_REQUEST_BYTES = 1 << 24
+IDLE_S = 600.0
+"""Seconds after which the server closes a connection that sends nothing."""
+_ENDED = {"message": "the episode has ended: no turn, or no token, is left", "code": "context_length_exceeded"}
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """A request that waits for its answer."""
+
+    body: Any
+    answer: dict[str, Any] | None = None
+    """The completion, or `error`."""
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def reply(self, answer: dict[str, Any]) -> None:
+        self.answer = answer
+        self.done.set()
+
+    def reject(self, why: str, code: str = "invalid_request") -> None:
+        self.reply({"error": {"message": why, "type": "invalid_request_error", "code": code}})
+
+    def end(self) -> None:
+        """Answer that the episode has ended, in the form in which OpenAI's servers report a full context."""
+        self.reject(_ENDED["message"], _ENDED["code"])
+
+
+class ChatEndpoint:
+    """An HTTP server with one key. `requests` receives each `PendingRequest`, in the order of arrival."""
+
+    def __init__(self, requests: "queue.Queue[Any]") -> None:
+        self.key = secrets.token_hex(16)
+        self._requests = requests
+        self._lock = threading.Lock()
+        self._waiting: list[PendingRequest] = []
+        self._closed = False
+        self._server = _Server(self)
+
+    def start(self) -> None:
+        """Begin to answer. Requests that came before wait."""
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 60.0}, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+
+    def ask(self, body: Any) -> dict[str, Any]:
+        """Queue a request and return its answer."""
+        pending = PendingRequest(body)
+        with self._lock:
+            if self._closed:
+                pending.end()
+            else:
+                self._waiting.append(pending)
+                self._requests.put(pending)
+        pending.done.wait()
+        with self._lock:
+            if pending in self._waiting:
+                self._waiting.remove(pending)
+        assert pending.answer is not None
+        return pending.answer
+
+    def end(self) -> None:
+        """Answer all waiting and all further requests with the end of the episode."""
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = self._waiting, []
+        for pending in waiting:
+            if not pending.done.is_set():
+                pending.end()
+
+    def close(self) -> None:
+        self.end()
+        self._server.socket.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, endpoint: ChatEndpoint) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.endpoint = endpoint
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is gone is no error."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_S
+
+    def do_GET(self) -> None:
+        if self._allowed():
+            models = {
+                "object": "list",
+                "data": [{"id": "rlhf", "object": "model", "created": 0, "owned_by": "rlhf"}],
+            }
+            self._send(*(200, models) if self.path == "/v1/models" else _unknown(self.path))
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > MAX_REQUEST_BYTES:
+            self.close_connection = True
+            self._send(413, _problem(f"the request needs a Content-Length of at most {MAX_REQUEST_BYTES} bytes"))
+            return
+        content = self.rfile.read(int(length))
+        if not self._allowed():
+            return
+        if self.path != "/v1/chat/completions":
+            self._send(*_unknown(self.path))
+            return
+        try:
+            body = json.loads(content)
+        except (ValueError, RecursionError):
+            body = None
+        self._answer(body, self.server.endpoint.ask(body))
+
+    def _answer(self, body: Any, answer: dict[str, Any]) -> None:
+        if "error" in answer:
+            self._send(400, answer)
+        elif body.get("stream"):
+            events = "".join(chunks(answer, bool((body.get("stream_options") or {}).get("include_usage"))))
+            self._send_bytes(200, "text/event-stream", events.encode())
+        else:
+            self._send(200, answer)
+
+    def _allowed(self) -> bool:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if hmac.compare_digest(given.encode(), self.server.endpoint.key.encode()):
+            return True
+        self._send(401, _problem("the key is not OPENAI_API_KEY"))
+        return False
+
+    def _send(self, status: int, value: dict[str, Any]) -> None:
+        self._send_bytes(status, "application/json", json.dumps(value).encode())
+
+    def _send_bytes(self, status: int, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """The episode's record has all requests; a log line each would fill the terminal."""
+
+
+def _unknown(path: str) -> tuple[int, dict[str, Any]]:
+    return 404, _problem(f"{path} is not served here. Use /v1/chat/completions")
+
+
+def _problem(why: str) -> dict[str, Any]:
+    return {"error": {"message": why, "type": "invalid_request_error", "code": None}}

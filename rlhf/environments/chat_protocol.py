@@ -1,0 +1,227 @@
+"""Reads requests of OpenAI's chat protocol, checks that they continue the conversation, and writes answers.
+
+The process of an environment imports this module, so it has no dependency.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+UNSUPPORTED = {
+    "n": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto"),
+    "echo": (None,),
+}
+"""Parameters that would change the answer, each with the values that the trainer supports."""
+
+
+class RejectedRequest(Exception):
+    """A request that the trainer cannot answer. The text is for the author of the program."""
+
+
+@dataclass
+class Conversation:
+    """The messages of one episode, as the program sends them."""
+
+    messages: list[Message] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+    def take(self, request: Any) -> list[Message]:
+        """Add the new messages of a request and return them.
+
+        Raises:
+            RejectedRequest: the request does not continue the conversation, or asks for what the trainer lacks.
+        """
+        messages, tools = _checked(request)
+        first = not self.messages
+        if first:
+            self.tools = tools
+        elif tools != self.tools:
+            raise RejectedRequest("the tools differ from the tools of the first request. Send the same tools each time")
+        for i, (before, now) in enumerate(zip(self.messages, messages, strict=False)):
+            if not _same(before, now):
+                raise RejectedRequest(
+                    f"message {i + 1} ({now['role']}) differs from the earlier requests. Each request must repeat all "
+                    "messages and answers unchanged, and add new messages at the end"
+                )
+        new = messages[len(self.messages) :]
+        if not new:
+            raise RejectedRequest(
+                "the request adds no message. Each request must repeat all messages and answers, and add new messages "
+                "at the end; one request follows the other"
+            )
+        if first:
+            _check_start(new)
+        else:
+            _check_reply(new, self.messages[-1])
+        self.messages += new
+        return new
+
+    def answered(self, message: Message) -> None:
+        """Add the policy's answer."""
+        self.messages.append(message)
+
+
+def completion(number: int, model: str, message: Message, usage: dict[str, int]) -> dict[str, Any]:
+    """Return the answer to a request. All its values are functions of the episode, so that a replay returns the same
+    bytes."""
+    reason = "tool_calls" if message.get("tool_calls") else "stop"
+    choice = {"index": 0, "message": _on_the_wire(message), "finish_reason": reason, "logprobs": None}
+    total = usage["prompt_tokens"] + usage["completion_tokens"]
+    return {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": model,
+        "choices": [choice],
+        "usage": usage | {"total_tokens": total},
+    }
+
+
+def chunks(whole: dict[str, Any], with_usage: bool) -> list[str]:
+    """Return the events of a streamed answer."""
+    head = {key: whole[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    choice = whole["choices"][0]
+    delta = dict(choice["message"])
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    parts: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+    ]
+    if with_usage:
+        parts.append({"choices": [], "usage": whole["usage"]})
+    return [*(f"data: {json.dumps(head | part)}\n\n" for part in parts), "data: [DONE]\n\n"]
+
+
+def is_start(value: Any) -> bool:
+    """Return whether the reply to `start`, from a process that runs users' code, has messages and tools."""
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"messages", "tools"}
+        and _are_messages(value["messages"])
+        and isinstance(value["tools"], list)
+        and all(_is_tool(tool) for tool in value["tools"])
+    )
+
+
+def is_reply(value: Any) -> bool:
+    """Return whether the reply to `answer` has new messages, or None at the program's end."""
+    return value is None or (_are_messages(value) and all(each["role"] in ("tool", "user") for each in value))
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_message(each) for each in value)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("role") in ROLES and isinstance(value.get("content"), str)
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    schema = function.get("parameters", {})
+    if not isinstance(schema, dict) or not isinstance(schema.get("required", []), list):
+        return False
+    properties = schema.get("properties", {})
+    return isinstance(properties, dict) and all(isinstance(each, dict) for each in properties.values())
+
+
+def _checked(request: Any) -> tuple[list[Message], list[dict[str, Any]]]:
+    if not isinstance(request, dict) or not isinstance(request.get("messages"), list) or not request["messages"]:
+        raise RejectedRequest("the body is not a JSON object with a list `messages`")
+    for name, supported in UNSUPPORTED.items():
+        if request.get(name) not in supported:
+            raise RejectedRequest(f"{name}={json.dumps(request[name])[:80]} is not supported. Remove it")
+    tools = request.get("tools") or []
+    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
+        raise RejectedRequest(
+            'each of `tools` must be {"type": "function", "function": {"name", "parameters": schema}}'
+        )
+    return [_read(message) for message in request["messages"]], tools
+
+
+def _read(message: Any) -> Message:
+    """Return a message with text content and parsed arguments, without fields that say nothing."""
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise RejectedRequest(f"each message needs a role of {', '.join(ROLES)}")
+    role = "system" if message["role"] == "developer" else message["role"]
+    found: Message = {"role": role, "content": _text(message.get("content"))}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(message.get(name), str):
+            found[name] = message[name]
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_call(call) for call in calls]
+    return found
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(part["text"] for part in content)
+    raise RejectedRequest("the content of a message is not text. Send a string, or parts of type text")
+
+
+def _call(call: Any) -> dict[str, Any]:
+    try:
+        arguments = call["function"]["arguments"]
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {
+            "type": "function",
+            "id": call["id"],
+            "function": {"name": call["function"]["name"], "arguments": parsed},
+        }
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise RejectedRequest("each of `tool_calls` needs an id, and a function with name and JSON arguments") from None
+
+
+def _same(before: Message, now: Message) -> bool:
+    """Return whether a program repeats a message. It may leave out the policy's thoughts, and outer white space of the
+    policy's text."""
+    if before["role"] != "assistant":
+        return {**before, "name": None} == {**now, "name": None}
+    return (
+        now["role"] == "assistant"
+        and before["content"].strip() == now["content"].strip()
+        and before.get("tool_calls", []) == now.get("tool_calls", [])
+    )
+
+
+def _check_start(messages: Sequence[Message]) -> None:
+    if messages[-1]["role"] == "assistant":
+        raise RejectedRequest("the first request ends with an assistant message, which the policy cannot continue")
+    if not any(message["content"].strip() for message in messages):
+        raise RejectedRequest("the messages of the first request are empty")
+
+
+def _check_reply(new: Sequence[Message], answer: Message) -> None:
+    """Check the messages after an answer, and name the tool of each result, which chat templates print."""
+    called = {call["id"]: call["function"]["name"] for call in answer.get("tool_calls", [])}
+    for message in new:
+        if message["role"] == "tool":
+            number = message.get("tool_call_id")
+            if number not in called:
+                raise RejectedRequest(f"a tool message has tool_call_id={number!r}, which the last answer did not call")
+            message["name"] = called.pop(number)
+        elif message["role"] != "user":
+            raise RejectedRequest(f"only tool and user messages can follow an answer, not {message['role']}")
+    if called:
+        raise RejectedRequest(f"the calls {', '.join(called)} have no tool message with their result")
+
+
+def _on_the_wire(message: Message) -> Message:
+    sent = dict(message)
+    if calls := message.get("tool_calls"):
+        sent["content"] = message["content"] or None
+        sent["tool_calls"] = [
+            call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return sent

@@ -1,0 +1,234 @@
+"""Programs of `env.command`: an agent trains as a class does, resumes exactly, is confined, and leaves nothing."""
+
+import contextlib
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf import events
+from rlhf.config.schema.env import EnvConfig
+from rlhf.data import Prompt
+from rlhf.data.turns.chat_turns import ChatTurns
+from rlhf.environments.sessions import EnvironmentPool
+from rlhf.experience.episode import EnvironmentClass, Episode, Stage
+from rlhf.experience.episodes import Asked, Episodes
+from rlhf.models import tiny
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
+from rlhf.rollout import SamplingParams
+from rlhf.rollout.embedded import EmbeddedEngine
+from tests.integration.test_episodes import Crash, Sampler, facts, journal_at
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "support" / "chat_agent.py"
+CLASS = f"{ROOT}/tests/support/logged_calls.py:Sums"
+CALCULATOR = f"{ROOT}/rlhf/environments/bundled/calculator.py:Calculator"
+
+
+@contextlib.contextmanager
+def pool_of(**settings: Any):
+    pool = EnvironmentPool(EnvConfig(**{"timeout_s": 60, "retries": 0} | settings)).start()
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def agent(behavior: str, **settings: Any):
+    return pool_of(command=f"python {PROGRAM} {behavior}", **settings)
+
+
+class AgentPolicy(Sampler):
+    """The bundled policy that calls a calculator."""
+
+    def __init__(self) -> None:
+        folder = tiny.FOLDER.parent / "tiny_agent_policy"
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.engine, self.sizes = EmbeddedEngine(AutoModelForCausalLM.from_pretrained(folder), self.tokenizer, 64), []
+
+
+@pytest.fixture(scope="module")
+def sampler() -> Sampler:
+    return Sampler()
+
+
+def prompts(sampler: Any, text: str = tiny.QUESTION, **columns: Any) -> list[Prompt]:
+    rows = [text.format(28 + i, "+", 35) for i in range(2)]
+    return [
+        Prompt(i, [{"role": "user", "content": row}], [], "sums", str(63 + i), {}, columns=columns)
+        for i, row in enumerate(rows)
+    ]
+
+
+def play(pool: EnvironmentPool, sampler: Any, given: list[Prompt] | None = None, journal: Any = None, **more: Any):
+    """Play three episodes of each prompt; `more` is for `EnvironmentClass`."""
+    (definition,) = pool.definitions
+    kind = EnvironmentClass(0, definition, lambda tools: ChatTurns(sampler.tokenizer, tools, announce=False), **more)
+    player = Episodes(pool.config, [kind], pool, sampler, Coordinator(GlooTransport()), 5, 96, sampler.tokenizer)
+    if journal is not None:
+        journal.begin(1, 0, None)
+    params = [SamplingParams(max_tokens=60)] * 3
+    asked = [Asked(100 + prompt.index, prompt, params) for prompt in given or prompts(sampler)]
+    return player.play(asked, version=0, step=1, journal=journal)
+
+
+def bits(groups: list[list[Episode]]) -> list[Any]:
+    """Everything that an update uses; a class gives a reward for each turn, an agent gives one."""
+    return [(*others, sum(rewards)) for *others, rewards in facts(groups)]
+
+
+def failures(groups: list[list[Episode]]) -> set[str]:
+    assert all(episode.phase is Stage.FAILED for group in groups for episode in group)
+    return {failure for group in groups for episode in group for failure in episode.failures}
+
+
+def test_an_agent_trains_on_the_bits_of_a_class_that_does_the_same(sampler):
+    with pool_of(classes=[CLASS]) as of_class, agent("sums") as of_agent:
+        assert bits(play(of_agent, sampler)) == bits(play(of_class, sampler))
+
+
+def test_calls_of_tools_are_the_bits_of_a_class_that_does_the_same(monkeypatch):
+    monkeypatch.setenv("RLHF_TEST_ROOT", str(ROOT))
+    policy = AgentPolicy()
+    with pool_of(classes=[CALCULATOR]) as of_class, agent("tools", pass_env=["RLHF_TEST_ROOT"]) as of_agent:
+        given = prompts(policy, "State the final answer to the following arithmetic problem: {} {} {} + 21 =")
+        found = play(of_agent, policy, given)
+        assert bits(found) == bits(play(of_class, policy, given))
+    assert any(episode.tool_calls for group in found for episode in group)
+    assert any(message["role"] == "tool" for group in found for episode in group for message in episode.conversation)
+
+
+@pytest.mark.parametrize("event", ["env.answered", "env.recorded", "env.turn"])
+def test_a_crash_anywhere_changes_no_bit(event, sampler, tmp_path):
+    """The program is started again and receives the recorded answers (promise 20)."""
+    with agent("sums") as pool:
+        expected, crashes = facts(play(pool, sampler)), 0
+        for nth in range(1, 20):
+            count = 0
+
+            def listener(announced, nth=nth):
+                nonlocal count
+                count += announced == event
+                if announced == event and count == nth:
+                    raise Crash
+
+            events._listeners.append(listener)
+            try:
+                sampler.sizes.clear()
+                found = facts(play(pool, sampler, journal=journal_at(tmp_path)))
+                break
+            except Crash:
+                crashes += 1
+            finally:
+                events._listeners.remove(listener)
+        assert crashes >= 3
+        assert found == expected
+
+
+WRONG = {
+    "silent": ("without a request", "nothing to do"),
+    "crash": ("exit code 1", "ValueError: the agent burnt"),
+    "rewrite": ("message 1 (user) differs", "repeat all messages"),
+    "twice": ("adds no message",),
+    "no_number": ("RLHF_REWARD_FILE", "'good'", "finite number"),
+    "no_reward": ("wrote no reward", "reward.functions"),
+    "unsupported": ("rejected", "n=2 is not supported"),
+}
+
+
+@pytest.mark.parametrize("behavior", WRONG)
+def test_a_wrong_program_fails_its_episodes_and_says_why(behavior, sampler):
+    with agent(behavior) as pool:
+        (failure, *others) = failures(play(pool, sampler, must_reward=True))
+        assert not others
+        for word in WRONG[behavior]:
+            assert word in failure
+
+
+def test_a_program_that_hangs_is_killed_at_its_deadline(sampler):
+    with agent("hang", timeout_s=6) as pool:
+        (failure,) = failures(play(pool, sampler))
+        assert "answer took longer than env.timeout_s=6" in failure
+
+
+def test_a_program_without_end_is_scored_at_the_last_turn(sampler):
+    with agent("flood", max_turns=2) as pool:
+        for group in play(pool, sampler):
+            assert [(e.phase, e.turn, e.rewards, e.finished(0).finish_reason) for e in group] == [
+                (Stage.DONE, 2, [0.0], "length")
+            ] * 3
+
+
+def left() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "left-by-an-agent" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def test_nothing_that_a_program_started_outlives_its_episode(sampler):
+    with agent("stay") as pool:
+        for group in play(pool, sampler):
+            assert [e.rewards for e in group] == [[1.0]] * 3
+        deadline = time.monotonic() + 20
+        while left() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left() == []
+        assert pool._host._processes == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces")
+def test_a_program_reaches_only_its_endpoint(sampler):
+    with socket.create_server(("127.0.0.1", 0)) as server, agent("escape") as pool:
+        port = server.getsockname()[1]
+        groups = play(pool, sampler, prompts(sampler, port=port))
+        for group in groups:
+            for episode in group:
+                assert episode.phase is Stage.DONE, episode.failures
+                assert sampler.tokenizer.decode(episode.prompt_ids).count("nothing") == 1
+    with socket.create_server(("127.0.0.1", 0)) as server, agent("escape", network=True) as pool:
+        given = prompts(sampler, port=server.getsockname()[1])
+        texts = [sampler.tokenizer.decode(e.prompt_ids) for group in play(pool, sampler, given) for e in group]
+        assert all("the machine" in text for text in texts)
+
+
+OPENAI = """
+import json, os
+import openai
+
+row, client = json.loads(os.environ["RLHF_ROW"]), openai.OpenAI(max_retries=0)
+messages = list(row["messages"])
+answer = client.chat.completions.create(model="any", messages=messages)
+assert answer.usage.completion_tokens > 0
+messages += [answer.choices[0].message, {"role": "user", "content": "Again."}]
+stream = client.chat.completions.create(
+    model="any", messages=messages, stream=True, stream_options={"include_usage": True}
+)
+parts = list(stream)
+text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+assert parts[-1].usage.total_tokens > answer.usage.total_tokens
+assert [model.id for model in client.models.list()] == ["rlhf"]
+with open(os.environ["RLHF_REWARD_FILE"], "w") as file:
+    file.write(str(len(text)))
+"""
+
+
+def test_openais_client_runs_unchanged(sampler, tmp_path):
+    pytest.importorskip("openai")
+    (tmp_path / "client.py").write_text(OPENAI)
+    tmp_path.chmod(0o755)
+    with pool_of(command=f"python {tmp_path}/client.py", timeout_s=120) as pool:
+        for group in play(pool, sampler):
+            for episode in group:
+                assert episode.phase is Stage.DONE, episode.failures
+                assert episode.turn == 2
+                answers = [m["content"] for m in episode.conversation if m["role"] == "assistant"]
+                assert episode.rewards == [float(len(answers[1]))]

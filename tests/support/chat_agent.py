@@ -1,0 +1,151 @@
+"""An agent for tests: `python chat_agent.py BEHAVIOR`. It needs the standard library alone."""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ROW = json.loads(os.environ["RLHF_ROW"])
+CALC = {
+    "type": "function",
+    "function": {
+        "name": "calc",
+        "description": "Compute.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    },
+}
+
+
+def ask(messages: list[dict], key: str = os.environ["OPENAI_API_KEY"], **more: object) -> dict:
+    body = json.dumps({"model": "policy", "messages": messages, **more}).encode()
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+
+def reward(number: object) -> None:
+    Path(os.environ["RLHF_REWARD_FILE"]).write_text(str(number))
+
+
+def sums() -> None:
+    """Do as `logged_calls.Sums`."""
+    messages, found, draws = [dict(message) for message in ROW["messages"]], 0.0, random.Random(ROW["seed"])
+    for turn in range(3):
+        messages.append(ask(messages))
+        found += messages[-1]["content"].strip() == ROW["ground_truth"]
+        if turn < 2:
+            messages.append({"role": "user", "content": f"again {draws.randrange(10)}"})
+    reward(found + draws.random() / 8)
+
+
+def tools() -> None:
+    """Do as the bundled calculator."""
+    messages = [dict(message) for message in ROW["messages"]]
+    while calls := messages[-1].get("tool_calls") or messages[-1]["role"] != "assistant":
+        if calls is not True:
+            for call in calls:
+                expression = json.loads(call["function"]["arguments"])["expression"]
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": computed(expression)})
+        messages.append(ask(messages, tools=[CALC]))
+
+
+def computed(expression: str) -> str:
+    sys.path.insert(0, os.environ["RLHF_TEST_ROOT"])
+    from rlhf.environments.bundled.calculator import Calculator
+
+    environment = Calculator()
+    environment.reset()
+    try:
+        return environment.calc(expression)
+    except ValueError as error:
+        return f"error: {error}"
+
+
+def silent() -> None:
+    sys.stderr.write("nothing to do\n")
+
+
+def crash() -> None:
+    ask(ROW["messages"])
+    raise ValueError("the agent burnt")
+
+
+def rewrite() -> None:
+    first = ask(ROW["messages"])
+    ask([{"role": "user", "content": "Summary."}, first, {"role": "user", "content": "Go on."}])
+
+
+def twice() -> None:
+    """Send two requests at the same time."""
+    threads = [threading.Thread(target=ask, args=(ROW["messages"],)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def flood() -> None:
+    messages = [dict(message) for message in ROW["messages"]]
+    while True:
+        messages += [ask(messages), {"role": "user", "content": "more"}]
+
+
+def hang() -> None:
+    ask(ROW["messages"])
+    time.sleep(1000)
+
+
+def stay() -> None:
+    """Leave a process behind."""
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)  # left-by-an-agent"])
+    ask(ROW["messages"])
+    reward(1)
+
+
+def no_number() -> None:
+    ask(ROW["messages"])
+    reward("good")
+
+
+def no_reward() -> None:
+    ask(ROW["messages"])
+
+
+def unsupported() -> None:
+    try:
+        ask(ROW["messages"], n=2)
+    except urllib.error.HTTPError as error:
+        sys.exit(error.read().decode())
+
+
+def escape() -> None:
+    """Say what the program reaches."""
+    reached = []
+    try:
+        socket.create_connection(("127.0.0.1", int(ROW["port"])), 2).close()
+        reached.append("the machine")
+    except OSError:
+        pass
+    try:
+        socket.socket(socket.AF_UNIX)
+        reached.append("a socket file")
+    except OSError:
+        pass
+    try:
+        ask(ROW["messages"], key="guess")
+        reached.append("another's endpoint")
+    except urllib.error.HTTPError:
+        pass
+    ask([{"role": "user", "content": ", ".join(reached) or "nothing"}])
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
