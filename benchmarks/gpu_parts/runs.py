@@ -1,7 +1,9 @@
 """Training runs: speed, memory compared with the plan, fragmentation, and vLLM in the rank."""
 
+import operator
 import subprocess
 import sys
+from itertools import dropwhile
 from pathlib import Path
 from statistics import fmean
 
@@ -35,8 +37,8 @@ def step(place: Place) -> Figures:
     figures = {
         name: value for name, value in last.items() if name.startswith(("timing_s/", "perf/mfu", "perf/max_mem"))
     }
-    # Leave out samples without a kernel: while a run starts, the GPU has nothing to do.
-    busy = [share for share in gpu["busy"] if share] or [0.0]
+    # Leave out the samples before the first kernel: while a run starts, the GPU has nothing to do.
+    busy = list(dropwhile(operator.not_, gpu["busy"])) or [0.0]
     figures["mean utilization of nvidia-smi, %"] = fmean(busy)
     place.goal(fmean(busy) >= 80, f"kernels ran {fmean(busy):.0f} % of the time, less than 80 %")
     return figures
