@@ -213,7 +213,7 @@ def test_requests_that_are_sampled_otherwise_share_no_batch(tokenizer: PreTraine
     )
     mixed = [one for prompt in prompts(4) for one in asking([prompt], drawn, 3) + asking([prompt], greedy)]
     answers = engine.generate(mixed, seed=3, step=4)
-    # Equal bits: the batches are the same as when the two kinds are generated one after the other.
+    # The bits are equal, because the mixed call and the call with one kind of request use the same batches.
     for params in (drawn, greedy):
         alike = [place for place, request in enumerate(mixed) if request.params == params]
         assert [answers[i] for i in alike] == engine.generate([mixed[i] for i in alike], seed=3, step=4)
@@ -375,7 +375,7 @@ def test_weights_that_the_engine_does_not_hold_after_a_hand_over_are_named(
     targets, norm = engine.model.state_dict(keep_vars=True), engine.model.model.norm.weight
 
     def mismatch(replaced: dict[str, torch.Tensor], damaged: int = 0) -> str:
-        """Return the error if weights go to `replaced`, not to the engine's tensors, or `damaged` flips bits."""
+        """Return the error if some weights go to the copies in `replaced`, or if the bits `damaged` flip in a norm."""
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             yield from other.named_parameters()

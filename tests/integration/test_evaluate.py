@@ -1,4 +1,4 @@
-"""python -m rlhf.evaluate: the bits of a run's own evaluations, after kills as well; several targets; mistakes."""
+"""python -m rlhf.evaluate gives the bits of the run's own evaluations, also after kills; several targets; mistakes."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def of_run(run_dir: Path, step: int) -> dict[str, float]:
 
 
 def test_a_run_and_its_base_model_have_the_bits_of_the_training(tmp_path, runs, capsys):
-    """On two ranks: the run, with the same command after a kill of the supervisor; the base model, after a crash."""
+    """Evaluate on two ranks: the run after a kill of the supervisor, and the base model after a crash of a rank."""
     run = shutil.copytree(runs / "whole", tmp_path / "whole")
     place = f"trainer.default_local_dir={tmp_path}"
     killed = train_forked([str(run), place], at("evaluation.before", 1, "SIGKILL", to="supervisor"), module=EVALUATE)
@@ -149,7 +149,7 @@ def test_mistakes(arguments, expected, capsys):
 
 
 def test_heads_that_vllm_cannot_split_are_an_error_before_the_start():
-    """The same rule holds for training. The bundled policy has fewer than 77 heads."""
+    """The check before a training has the same rule. The bundled policy has fewer than 77 attention heads."""
     config = composition(["recipes=offline"], Library.find(None)).resolved()
     config.rollout.name, config.rollout.tensor_model_parallel_size = "vllm", 77
     with pytest.raises(UserError) as raised:

@@ -74,7 +74,7 @@ def cast(rank: int, bucket_bytes: int) -> tuple[bool, int]:
 
 
 def test_a_cast_before_the_gather_equals_one_after_it_with_half_the_bytes(tmp_path: Path) -> None:
-    """Integers stay what they are. Each rank has half of each tensor, rounded to whole elements."""
+    """Integers keep their type. Each rank has half of each tensor, rounded to whole elements."""
     for bucket_bytes in (1, 1 << 20):
         found = run_ranks(2, partial(cast, bucket_bytes=bucket_bytes), deadline_s=60, join=tmp_path / str(bucket_bytes))
         of_ranks = [
@@ -153,7 +153,7 @@ def work(world_size: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) ->
 
     def with_bounds(ranks: RankGroup, sent: Tensor) -> Tensor:
         every = gather_from(ranks, sent)
-        if sent.dtype == torch.int64:  # made-up ranks send this rank's bounds: put in theirs
+        if sent.dtype == torch.int64:  # `one_of` repeats this rank's bounds for all ranks: set the others'
             every[..., 0] = torch.arange(world_size)[:, None] * sent[:, 1]
         return every
 
@@ -176,7 +176,7 @@ def work(world_size: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_the_work_does_not_grow_with_the_ranks(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    work(8, bucket_bytes, monkeypatch)  # the first use imports
+    work(8, bucket_bytes, monkeypatch)  # the first call also imports modules, which must not count
     few, many = (work(ranks, bucket_bytes, monkeypatch) for ranks in (8, 512))
     assert few == many
 

@@ -6,8 +6,8 @@ from safetensors.torch import load_file
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
 from tests.support.launching import TINY_POLICY, ranks, records, saved_steps, small
 
-# Two optimizer steps per batch. The first is always within the bound, because the policy has not moved yet. The second
-# is never within the bound.
+# Two optimizer steps per batch. The first is always within `guards.max_kl`, because the policy has not moved yet. The
+# second never is.
 TIGHT = (
     "trainer.total_training_steps=3",
     "trainer.save_freq=3",
@@ -38,8 +38,8 @@ def test_skip_ends_the_update_of_a_batch_and_keeps_the_steps_before(tmp_path, su
     end = ranks(tmp_path / "log", small(tmp_path, "one", sums, *TIGHT, hf, "actor.ppo_epochs=1"))
     assert end.code == EXIT_DONE, end.output
     ours, expected = weights(run_dir, 3), weights(tmp_path / "rlhf" / "one", 3)
-    # The bits differ: with one epoch the update's own pass gives the old log-probs, and their rounding changes the
-    # gradient a little. A second step would move the weights as far as the first.
+    # The bits differ, because with one epoch the old log-probs come from the update's own pass, which rounds otherwise.
+    # If the second step had been taken, the weights would be apart by about `way`.
     start = load_file(TINY_POLICY / "model.safetensors")
     apart = max(float((ours[name] - expected[name]).abs().max()) for name in expected)
     way = max(float((ours[name] - start[name]).abs().max()) for name in expected)

@@ -104,7 +104,7 @@ def test_a_commit_whose_answer_is_lost_is_not_made_twice(server, folder):
 
 
 def test_an_upload_that_ended_early_is_continued(server, folder, monkeypatch):
-    """Each group of weights is uploaded for good before the next begins, so a repeated upload sends only the rest."""
+    """The Hub keeps each uploaded group of weights before the next begins, so a repeated upload sends only the rest."""
     monkeypatch.setattr(hub, "FILES_AT_A_TIME", 1)
     last = hashlib.sha256((folder / "model-00003-of-00003.safetensors").read_bytes()).hexdigest()
     server.fail(last, Cut(), times=1000)

@@ -75,7 +75,7 @@ def check(folder: Path) -> None:
 
 
 def check_against_zero_to_fp32(ours: dict[str, Tensor], source: TensorSource, folder: Path) -> None:
-    """Check that weights equal those of DeepSpeed's own tool. `unfound` are weights that the tool does not find."""
+    """Check that weights equal those of DeepSpeed's own tool, except for `unfound`, which the tool does not find."""
     zero_to_fp32: Any = importlib.import_module("deepspeed.utils.zero_to_fp32")
     with contextlib.redirect_stdout(io.StringIO()):
         theirs = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder))
@@ -124,7 +124,7 @@ def test_progress(saves):
 
 
 def test_what_stage_0_keeps_without_names(saves, tmp_path):
-    """With several groups, or some parameters only, moments without names are not assigned to other parameters."""
+    """With several groups or with some parameters only, moments without names are not assigned to any parameter."""
     [file] = saves.glob("zero2-grouped/*/mp_rank_00_model_states.pt")
     content = torch.load(file, weights_only=False)
     matrices = [t.float() for t in content["module"].values() if t.ndim > 1]
@@ -143,7 +143,7 @@ def test_what_stage_0_keeps_without_names(saves, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("flat", [False, True])
 def test_stage_0_in_another_order_than_the_models(saves, tmp_path, dtype, flat):
-    """Two parameters of the same shape are swapped. Only float32 copies of the weights show this."""
+    """Two parameters of the same shape are swapped. Only a comparison with float32 copies of the weights detects it."""
     [file] = saves.glob("zero0/*/mp_rank_00_model_states.pt")
     content = torch.load(file, weights_only=False)
     weights = [tensor for name, tensor in content["module"].items() if not name.endswith("inv_freq")]

@@ -59,7 +59,7 @@ def whole(source: TensorSource, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_moments_are_those_that_torch_gathers(case, saved):
     tensors, moments = truth_of(saved / case)
-    if "orig_params" in case:  # on a CPU, torch 2.13 gathers both moments of this case into one memory
+    if "orig_params" in case:  # on a CPU, torch 2.13 gathers both moments of this case into the same memory
         _, moments = truth_of(saved / "llama" / "fsdp1")
     if not case.startswith("llama"):
         del tensors["lm_head.weight"]  # tied

@@ -43,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tensors_of(folder: Path, architecture: Path) -> dict[str, Tensor]:
-    """Return all tensors that we read from a folder of Megatron's."""
+    """Return all tensors that we read from a Megatron folder."""
     with opened(folder, model_files=architecture / "huggingface") as source:
         assert source.layout == "megatron"
         return whole(source, 1001)
@@ -51,7 +51,7 @@ def tensors_of(folder: Path, architecture: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("architecture", CASES)
 def test_the_merged_model_gives_megatrons_logits(made: Path, architecture: str) -> None:
-    """Logits are equal in float32 up to the order of sums, so every tensor is complete and in its place."""
+    """Float32 logits differ only by the order of sums. This shows that every tensor is complete and in its place."""
     tensors = tensors_of(made / architecture / "1x1x1" / "dist", made / architecture)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(made / architecture / "huggingface"))
     missing, unexpected = model.float().eval().load_state_dict(tensors, strict=False)

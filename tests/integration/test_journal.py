@@ -93,7 +93,7 @@ def start(folder: Path | None, name: str, fails_at: int | None = None) -> Rank:
 
 
 def walk(rank: Rank, last: int = STEPS) -> list[dict[str, Any]]:
-    """Return this rank's batch of each step, and how much was generated, synced and scored for it."""
+    """Return this rank's batch of each step, and the counts of samples generated and scored and of weight syncs."""
     records = []
     for step in range(rank.driver.step + 1, last + 1):
         engine, [term] = rank.collector.generation.sampler.engine, rank.collector.generation.reward._terms
@@ -172,19 +172,19 @@ def all_scenarios(folder: Path) -> dict[str, Any]:
     steps["second"] = walk(rank, 2)
     rank.collector.skip_to(rejected_until)
     steps["other data"] = walk(rank, 5)
-    # A crash forgets the rollback, and this time the third step is not rejected.
+    # A restart begins at step 1 and does not know of the rollback. This time the third step is not rejected.
     steps["not refused"] = walk(start(folder / "rollback", name), 5)
     return found
 
 
 def sizes_changed(folder: Path) -> dict[str, Any]:
-    """Return the steps of runs that find the journal of another number of ranks."""
+    """Return the steps of runs that find a journal written by another number of ranks."""
     return {name: walk(start(folder, name)) for name in SETTINGS}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
-    """The results of each rank on 1 and on 2 ranks, and on 1 and 2 ranks with the journal of 2 and 1 ranks."""
+    """The results of each rank: on 1 rank, on 2 ranks, on 1 rank with the journal of 2 ranks, and the reverse."""
     folders = {size: tmp_path_factory.mktemp(f"of_{size}") for size in (1, 2)}
     return {
         1: [all_scenarios(folders[1])],
@@ -277,7 +277,8 @@ def test_a_rollback_repeats_from_the_journal_and_draws_anew(ranks, size):
         assert_equal(found["second"], found["first"][:1])
         assert cost(found["second"], "generated") == [0]
         assert all(cost(found["other data"], "generated"))
-        # The third step repeats the rejected one. Samples that were generated after other data are not used.
+        # The third step repeats the rejected step from the journal. Journaled samples of later steps are not used,
+        # because their weights came from other data.
         assert [n > 0 for n in cost(found["not refused"], "generated")] == [False, False, False, True, True]
         assert_equal(found["not refused"][1:3], found["first"])
 

@@ -126,8 +126,8 @@ def weights_of(backend: TrainingBackend) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def look_at(backend: TrainingBackend, lora: LoraConfig = LORA) -> dict[str, Any]:
-    """Return the engine's logits, with and without adapters, and its merged weights; and the same of peft alone with
-    equal adapters."""
+    """Return the engine's logits, with and without adapters, and its merged weights; and the same from plain peft
+    with equal adapters."""
     weights, ids = weights_of(backend), tokens(7)
     alone = with_plain_peft(weights, lora)
     results = {"weights": weights, "logits": logits_of(backend, ids), "peft": alone(input_ids=ids).logits}

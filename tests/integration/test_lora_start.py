@@ -100,7 +100,7 @@ def test_new_adapters_follow_from_the_seed_alone():
 @pytest.mark.parametrize("kind", ["fsdp2", "zero2"])
 @torch.no_grad()
 def test_base_is_untouched_after_many_steps_and_hand_overs(kind, request):
-    """In bfloat16, a thousand cycles of merging in place and back would drift by two thirds of a weight. --full-product
+    """In bfloat16, a thousand merges in place and back would change a weight by two thirds of its value. --full-product
     runs a thousand steps."""
     backend = adapted_engine(kind)
     for step in range(1000 if request.config.getoption("full_product") else 50):
@@ -167,7 +167,7 @@ def test_a_run_goes_on_without_the_folder_that_its_adapters_began_with(tmp_path)
     first = load_file(run_dir / "global_step_1/actor/model/rank_00000.safetensors")
     rate = records(run_dir)[0]["actor/lr"]
     for name, tensor in began.items():
-        # AdamW's first step moves a weight by at most the learning rate, and decays it by at most that share.
+        # AdamW's first step moves a weight by at most the learning rate, and decays it by at most this fraction.
         torch.testing.assert_close(first[name], tensor.flatten(), rtol=rate + FLOAT32, atol=rate)
     assert len(undisturbed) == 2
     shutil.rmtree(run_dir / "global_step_2")

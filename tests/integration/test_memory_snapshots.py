@@ -295,7 +295,7 @@ def test_two_nodes_have_their_parts_in_memory_and_share_a_disk(tmp_path, base):
     before = run_thread_ranks(2, train_on_nodes, tmp_path, base, [0, 1])
     steps = [[step_of(path) for path in scan(next(path.glob("rlhf-*")))] for path in sorted(base.iterdir())]
     assert steps == [[3, 2], [3, 2]]
-    for nodes in ([0, 1], [1, 0]):  # swapped: each node reads its part from the other
+    for nodes in ([0, 1], [1, 0]):  # swapped: each node reads its ranks' parts from the other node
         for (step, state), expected in zip(
             run_thread_ranks(2, resume_on_nodes, tmp_path, base, nodes), before, strict=True
         ):

@@ -115,7 +115,7 @@ def test_system_metrics_go_on_after_a_restart(server: Server) -> None:
         assert [step for step, _ in server.curve("measured", "system/system_memory_usage_percentage")] == [
             *range(first + 2)
         ]
-        assert run.last_step < 0  # the server has no step of the training
+        assert run.last_step < 0  # the server has system metrics, but no training step
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_training_killed_between_log_and_save(tmp_path: Path, sums: Path, serv
     own = [f"tracking.mlflow.tracking_uri={uri}", "trainer.logger=[mlflow]", "checkpoint.async_save=false"]
     command = small(tmp_path, "tracked", sums, *own)
     run_dir = tmp_path / "rlhf" / "tracked"
-    # Steps 4 and 5 are logged and lost: the last checkpoint is that of step 3.
+    # The kill loses steps 4 and 5, which were logged, since the last checkpoint is of step 3.
     killed = ranks(tmp_path / "log", command, at("update.before", 6, "SIGKILL"))
     assert killed.code == -9, killed.output
     assert saved_steps(run_dir) == [3]

@@ -34,7 +34,7 @@ from tests.support.launching import DEADLINE_S, ROOT, ranks, records, saved_step
 from tests.support.tiny_models import TINY_POLICY, causal_lm, classifier, mixture
 
 CRITIC, JUDGE, POLICY = loading.load_value_model, loading.load_reward_model, loading.load_model
-MODELS = {  # what is in the folder, how it is loaded, and whether its weights can be read tensor by tensor
+MODELS = {  # folder -> the function that loads it, and whether its weights can be read tensor by tensor
     "tied": (POLICY, True),
     "untied": (POLICY, True),
     "bfloat16": (POLICY, True),

@@ -1,7 +1,7 @@
 """Runs that earlier releases left: this tree resumes them, restores every bit, and finishes them.
 
 `tests/support/release_checkpoints.py` makes them. The bits of later steps are compared only if the numerics
-version and the place are those of the release.
+version and the place (`digests.place`: torch, processor, switches) are those of the release.
 """
 
 import json

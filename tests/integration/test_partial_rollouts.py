@@ -118,7 +118,7 @@ def test_samples_span_steps_and_no_token_is_too_old(ranks, world_size, name):
             assert step - 1 - K <= versions[0]
             assert versions[-1] <= step - 1
             runs = max(runs, len(versions))
-    # Dynamic sampling pops more than a share in a step, so that samples wait less.
+    # Dynamic sampling takes more than one share (see `PartialRollouts`) in a step, so that samples wait less.
     assert runs == (2 if name == "dynamic sampling" else K + 1), "no sample spans several versions of the weights"
 
 

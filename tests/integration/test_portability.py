@@ -38,8 +38,8 @@ def every_cell() -> list[Cell]:
 
 def covering_cells() -> list[Cell]:
     """Return cells in which every engine loads every other engine's checkpoints, and saves and loads on one and on two
-    ranks. Each engine also loads its own, on one rank and on the other number of ranks. On two ranks, test_deepspeed.py
-    and test_lora.py resume all but two engines."""
+    ranks. Each engine also loads its own checkpoints, on one rank and on the other number of ranks. On two ranks,
+    only two engines resume their own here; test_deepspeed.py and test_lora.py resume the others."""
     cells = [(kind, 1, kind, 1) for kind in EVERY_KIND]
     cells += [(kind, 2, kind, 2) for kind in ("zero0-lora", "zero1-bfloat16-lora")]
     for kinds in FAMILIES:
@@ -49,7 +49,7 @@ def covering_cells() -> list[Cell]:
                 ranks = ((1, 1), (1, 2), (2, 2), (2, 1))[(first + 2 * distance) % 4]
             writers, readers = ranks
             cells.append((kinds[first], writers, kinds[(first + distance) % len(kinds)], readers))
-    # With adapters, each engine loads its own from one rank on two, and from two on one.
+    # With adapters, each engine loads its own checkpoints from one rank on two, and from two ranks on one.
     cells += [(kind, ranks, kind, 3 - ranks) for kind in ADAPTERS for ranks in RANKS]
     return list(dict.fromkeys(cells))
 
@@ -128,7 +128,7 @@ def test_opens(matrix, cell):
     # The weights have the same bits before the first loss. The step adds rounding errors from the order of its sums.
     first = mean_loss_bound(saved["losses"])
     # In bfloat16, a weight that is near the middle of two numbers after the step may be rounded to the other number.
-    # How many are is not known: 1e-2 allows for a few weights. All weights would change a loss by a few percent.
+    # The number of such weights is not known. 1e-2 allows for a few; all of them would change a loss by a few percent.
     later = 1e-2 if "bfloat16" in writer else 2 * first
     for tolerance, mine, theirs in zip((first, later), opened["losses"], saved["losses"], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)

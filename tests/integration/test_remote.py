@@ -256,7 +256,8 @@ def test_a_damaged_byte_in_a_copys_manifest_costs_none_of_its_files(tmp_path, fo
     kept = files_of(remote_dir(tmp_path, 2))
     shutil.rmtree(step_dir(config.run_dir, 2))
     assert copy_all(config) == []
-    # Step 4 is still here and is sent again. Step 2 is not: a user may be able to repair its copy, so it stays.
+    # Step 4 still exists in the run directory and is copied again. Step 2 does not exist there. Its copy stays, because
+    # a user may be able to repair it.
     assert complete_steps(config) == [4]
     assert files_of(remote_dir(tmp_path, 2)) == kept
 

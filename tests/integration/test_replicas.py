@@ -85,7 +85,7 @@ def on_two(rank: int, folder: str) -> dict[str, Any]:
 
 
 def settled(folder: str, name: str, rank: int) -> int | None:
-    """Return the replicas of a run without the setting, in a directory with a save or in a new directory."""
+    """Return `dp_replicate` as settled for a run that does not set it, in a directory with a save or in a new one."""
     config = config_of(folder, name.partition(",")[0], "fsdp2")
     config.backend.dp_replicate = None
     with pytest.MonkeyPatch.context() as patch:

@@ -78,7 +78,7 @@ def test_a_save_that_does_not_fit_removes_what_may_go_or_says_what_it_lacks(smal
     # A save writes 1.6 MB and asks for 2.6 MiB. The free 1.2 MB are not enough before step 2 is removed.
     filler = fill(small_config, leave=1_200_000)
     assert on_ranks((6, None)) == [[[4, 6]]] * 2
-    # Removing steps 4 and 6 would be enough, but step 6 is the newest. Step 4 alone is not, so nothing is removed.
+    # Removing steps 4 and 6 would be enough, but step 6 is the newest. Step 4 alone is not enough: nothing is removed.
     filler.unlink()
     filler = fill(small_config, leave=600_000)
     for (message,) in on_ranks((8, None)):

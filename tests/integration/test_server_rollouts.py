@@ -150,7 +150,7 @@ def test_servers_generate_while_the_ranks_train(tmp_path):
     with servers() as both, rank([server.url for server in both], tmp_path, 1) as one:
         one.collector.collect(1)
         one.driver.step = 1
-        # Half of the samples in flight, on average, wait for the longest of another group.
+        # One of the two batches in flight is complete. The servers have not answered all samples of the other.
         assert sum(len(server.answers) for server in both) < 2 * BATCH * N
         wait_for(both, 2 * BATCH * N)
         # The batch of the next step is complete, so it has no token from the newer weights.

@@ -59,7 +59,7 @@ def policy(name: str) -> Any:
 
 
 def shaken(model: Any, share: float) -> Any:
-    """Add noise to all weights. `share` is relative to the standard deviation of a weight."""
+    """Add noise to all weights. `share` times a tensor's standard deviation is the standard deviation of its noise."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -273,7 +273,7 @@ def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp
             yield name, tensor
 
     pair.vllm.update_weights(gathered, 4)
-    # At a time, only tensors of one layer that belong together exist.
+    # At any time, the only gathered tensors alive are those of one layer that vLLM fuses.
     assert max(most) <= 8 < len(most)
     after = pair.sampled(GREEDY)
     pair.vllm.update_weights(pair.model.named_parameters, 3)
@@ -475,8 +475,8 @@ def experts_beside_the_embedded_engine() -> list[tuple[Any, Any, float]]:
 
 
 def test_experts_are_handed_over_one_by_one():
-    """vLLM expects the names in the files. After a reload it would compute with unpacked experts. The test needs its
-    own process, because vLLM cannot load experts in a process that has had a dense model."""
+    """vLLM expects the tensor names of the files. It packs experts only at the first load, so we pack reloaded experts.
+    The test needs its own process, because vLLM cannot load experts in a process that has had a dense model."""
     (found,) = run_ranks(1, experts_beside_the_embedded_engine)
     assert found[0] != found[1]
     for tokens, expected, apart in found:

@@ -179,7 +179,7 @@ def test_every_route_asks_for_the_secret(server: Server):
 
 
 def test_weights_of_a_trainer_with_another_secret_are_not_fetched(server: Server, monkeypatch: pytest.MonkeyPatch):
-    """This holds even for a trainer that may call the server."""
+    """The server does not fetch such weights, even if the trainer may call the server."""
     server.wait()
     url, old = server.process.url, policy()
 
@@ -302,7 +302,7 @@ def flipped(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("arriving", "message"),
     [
-        # Old are vLLM's weights of each layer (qkv_proj, o_proj, gate_up_proj, down_proj). The base is unchanged.
+        # In each layer, vLLM's qkv_proj, o_proj, gate_up_proj and down_proj are old. No other weight has changed.
         (lambda old, name, weight: None, "the engine still has the old values: {} ("),
         (
             lambda old, name, weight: None if name == DOWN else weight,

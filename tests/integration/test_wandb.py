@@ -102,7 +102,7 @@ def test_online_run_continues_where_the_server_is(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with serve() as server:
         url = f"http://127.0.0.1:{server.server_port}"
-        # The server learns the run's id, but the kill takes all its steps.
+        # The server creates the run, but receives no step before the kill.
         assert launch(run_dir, "online", "none", "20", "12", url=url).returncode == EXIT_KILLED
         assert server.created
         # Resumed at 10: the server lacks steps up to 10 and gets them from the history.
@@ -125,7 +125,7 @@ def test_a_rewound_online_run_is_not_sent_what_the_server_has(tmp_path: Path) ->
         end = launch(run_dir, "online", "none", "20", "12:10", "11:4", "15:13", url=url)
         assert (end.returncode, end.stderr) == (0, "")
         assert server.steps == list(range(21))
-        # A crash in the steps that are repeated.
+        # The crash at step 25 comes while steps 23 to 27 are repeated after a rollback.
         assert launch(run_dir, "online", "20", "30", "27:22", "25", url=url).returncode == EXIT_KILLED
         assert launch(run_dir, "online", "22", "30", url=url).returncode == 0
     assert server.steps == list(range(31))

@@ -54,6 +54,6 @@ def test_no_rank_has_the_whole_model_at_a_time(tmp_path):
         weights, largest = found["weights"], found["largest"]
         # If another rank is late, gloo's threads keep some of the weights that they have sent.
         assert 4 * weights / 2 <= found["cut"] < 4 * weights / 2 + 8 * 4 * largest < 4 * weights
-        # Half of the weights in bfloat16, the masters, two moments and the gradients in float32.
+        # Each of two ranks has half of the weights in bfloat16, and of masters, two moments and gradients in float32.
         resident = (2 + 4 + 8 + 4) * weights / 2
         assert resident <= found["made"] < resident + 0.4 * 4 * weights

@@ -120,7 +120,7 @@ def test_metrics_over_one_and_two_ranks():
 
 @pytest.mark.parametrize("share", [0.5, 0.95])
 def test_a_quantile_is_the_inverse_of_the_distribution(share):
-    """The share is exact in integers: of 20 k values, 19 k are the smallest 95 %."""
+    """The count is exact: the smallest 95 % of 20 k values are 19 k values, for every k."""
     for total in range(1, 3000):
         needed = -(-total * round(share * 100) // 100)
         assert quantile({0: needed, 1: total - needed}, share) == 0

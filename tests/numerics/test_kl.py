@@ -99,7 +99,7 @@ def test_the_metric_has_the_precision_of_its_value(scale):
     new, ref = (torch.tensor(random_table(rng, 8, 8, scale)) for _ in range(2))
     found = kl_metric(new, ref)
     assert found.min() > 0
-    # Use the series for small d, where float64 cancels, too.
+    # For small d, use the series, because exp(-d) - 1 + d cancels in float64, too.
     d = (new.double() - ref.double()).clamp(-20, 20)
     expected = torch.where(d.abs() < 1e-2, d**2 / 2 - d**3 / 6 + d**4 / 24 - d**5 / 120, torch.exp(-d) - 1 + d)
     torch.testing.assert_close(found, expected.clamp(max=10), rtol=1e-7, atol=0)

@@ -143,7 +143,7 @@ def test_no_pass_uses_a_kv_cache(packed):
 
 
 def test_a_cache_would_mix_sequences():
-    """The reason why no pass may use a KV cache. If this test fails one day, a cache only costs memory."""
+    """This is why no pass may use a KV cache. If this test fails one day, a cache would only cost memory."""
     batch, model = skewed_batch(), tiny_lm("llama")
     pack(model)
     inputs = lay_out(model, batch.input_ids, batch.prompt_lengths + batch.response_lengths).inputs

@@ -35,7 +35,7 @@ def actor_at(step: int) -> dict[str, Tensor]:
 
 
 def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], Tensor]:
-    """Return the step of the last move after each step, and finally the unsharded weights and the log-probs."""
+    """Return the reference's last update as of each step, and its final unsharded weights and log-probs."""
     backend = Fsdp2Backend(
         tiny_qwen2(seed=100),
         BackendConfig(reshard_after_forward=False),
@@ -47,8 +47,8 @@ def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], 
     held = as_held(batch, ranks=dist.get_world_size())
     at = []
     for step in range(1, steps + 1):
-        # The pass leaves gathered weights in place (`reshard_after_forward=False`). `maybe_update` must not take them
-        # for shards, and the next pass must gather the moved shards again.
+        # The pass leaves gathered weights in place (`reshard_after_forward=False`). `maybe_update` must not
+        # mistake gathered weights for shards, and the next pass must gather the moved shards again.
         reference.all_log_probs(batch, held)
         whole = actor_at(step)
         for name, shard in backend.model_shards().items():

@@ -87,7 +87,7 @@ def test_values_and_gradients(chunk, finish, entropy_in_loss, dtype, tolerance, 
 @pytest.mark.parametrize("chunks", [0, 1, 2, 3, 100])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_heads_gradient_may_wait_for_several_chunks(chunks, dtype, monkeypatch):
-    """GPUs collect several chunks, because adding to the sum costs more than a chunk's product."""
+    """GPUs add several chunks to the head's gradient at once: an addition costs more than a chunk's product."""
     monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", 7 * VOCAB)
     added: list[int] = []
     add = module._Sum._add

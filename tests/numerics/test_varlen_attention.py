@@ -124,7 +124,7 @@ def test_eager_attention_does_not_use_the_kernel(installed):
     [
         (None, {}, True),
         (3, {"sliding_window": 3}, True),
-        (3, {}, False),  # chunks
+        (3, {}, False),  # chunks shorter than a sequence
         (8, {}, True),  # chunks at least as long as every sequence
         (None, {"softcap": 30.0}, False),
         (None, {"s_aux": torch.ones(2)}, False),

@@ -192,7 +192,7 @@ def begin_at(config: Config, source: Path, load: list[str] | None = None) -> Non
 
 
 def save_steps(config: Config, role: TrainState, *steps: int, started_on: str | None = None) -> None:
-    """Save the present `role` as the checkpoints of `steps`, of a run that `started_on` a day."""
+    """Save the unchanged `role` as a checkpoint of each of `steps`, of a run that started on the day `started_on`."""
     for step in steps:
         driver = replace(make_driver(step), started_on=started_on)
         assert make_checkpointer(config, role, step, driver=driver).save(step) is not None

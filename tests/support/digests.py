@@ -170,7 +170,7 @@ def _plain(numbers: Any) -> list:
 def known(here: Mapping[str, str]) -> dict[str, dict[str, str]] | None:
     """Return the known digests of each run at a place, or None for an unknown place.
 
-    Parts that changed since somebody last had a processor of a place are absent.
+    A part is absent if it changed after the last time that somebody could record digests at this place.
     """
     return next((entry["digests"] for entry in json.loads(TABLE.read_text()) if here in entry["places"]), None)
 
@@ -182,7 +182,7 @@ def known_everywhere(run: str) -> Digests:
 
 
 def record(here: Mapping[str, str], digests: Mapping[str, Digests]) -> None:
-    """Add an unknown place to the table, to the places with the same digests."""
+    """Add an unknown place to the table: to the entry with the same digests, or as a new entry."""
     entries = json.loads(TABLE.read_text())
     same = next((entry for entry in entries if entry["digests"] == digests), None)
     if same is None:

@@ -56,7 +56,7 @@ def apart_in_float64(steps: int, grad_clip: float) -> float:
 
     DeepSpeed computes the norm of the gradients, by which it clips them, in float32. So it scales all gradients of a
     step by a factor that is off by at most d, half a unit in the last place. AdamW's step is lr m / (sqrt(v) + eps),
-    where |m| and sqrt(v) are at most `grad_clip` and both are off by at most the share d. To first order in d, which
+    where |m| and sqrt(v) are at most `grad_clip` and both are off by at most the fraction d. To first order in d, which
     is 6e-8, the step is off by at most lr grad_clip / eps (d + d / 4): the second part is the largest value of
     sqrt(v) eps / (sqrt(v) + eps)^2. The bound is 2 d in place of 5/4 d.
 

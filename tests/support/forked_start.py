@@ -83,7 +83,8 @@ class _Starts:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            # The other thread writes the run's output; launchers and ranks do not need it.
+            # Python warns of a fork beside other threads. The only other thread writes the run's output, which
+            # launchers and ranks do not need.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:

@@ -155,8 +155,8 @@ NO_MANIFEST: dict[str, Callable[[Path], None]] = {
     "a number": content("7"),
     "a text": content('"payload"'),
     "null": content("null"),
-    "a manifest of the web": content('{"name": "site", "icons": [], "start_url": "."}'),
-    "a payload that is none": content('{"payload": [1], "checksum": "0"}'),
+    "a manifest of a web app": content('{"name": "site", "icons": [], "start_url": "."}'),
+    "a payload that is a list": content('{"payload": [1], "checksum": "0"}'),
     "no checksum": content('{"payload": {"step": 4}}'),
     "duplicated keys": lambda checkpoint: content(
         (checkpoint / MANIFEST).read_text().replace('"step": 4', '"step": 9,\n  "step": 4')

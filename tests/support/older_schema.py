@@ -1,5 +1,7 @@
-"""Gives a test's ranks a migration table in which 0.0.9 had a different schema. RLHF_EVENT_LISTENER names this module
-instead of `restored_state`, which still records."""
+"""Gives a test's ranks a migration table by which release 0.0.9 had a different schema.
+
+RLHF_EVENT_LISTENER names this module, which imports the listener of `restored_state`, so ranks still record.
+"""
 
 import os
 

@@ -121,12 +121,12 @@ def _wrong_save(run: TinyRun) -> list[str]:
 def _wrong_state(promises: Promises, run: TinyRun) -> list[str]:
     marks = [saved.mark for saved in promises.allowed]
     if not run.resumed:
-        found = [] if promises.may_be_none else [f"nothing is found, and {marks} were saved"]
+        found = [] if promises.may_be_none else [f"nothing is found, but {marks} were saved"]
         return found + ([f"nothing is found but a history of {len(run.history)}"] if run.history else [])
     mark = run.part.state["mark"]
     saved = next((saved for saved in promises.allowed if saved.mark == mark), None)
     if saved is None:
-        return [f"save {mark} (step {run.driver.step}) is found, and one of {marks} was promised"]
+        return [f"save {mark} (step {run.driver.step}) is found, but one of {marks} was promised"]
     found = []
     if not equal_bits(run.everything(), saved.states[run.rank]):
         found.append(f"save {mark} is found with another state than was saved")
@@ -144,7 +144,7 @@ def _wrong_journal(promises: Promises, run: TinyRun) -> list[str]:
         samples = what == "samples"
         known: list | None = run.journal.samples([uid]) if samples else run.journal.results([uid])
         if known != [samples_of(uid, step) if samples else results_of(uid, step)]:
-            found.append(f"the journal of step {step} has not the {what} of prompt {uid}")
+            found.append(f"the journal of step {step} lacks the {what} of prompt {uid}")
     return found
 
 

@@ -116,7 +116,7 @@ def finished(made: Record, sums: Path, name: str, moment: int, tree: Tree) -> tu
     else:
         wrong += differences(folder / "disk" / "rlhf" / made.kind, made.root / "rlhf" / made.kind)
     if found < promised:
-        wrong.append(f"step {found} is found, and {promised} was published")
+        wrong.append(f"step {found} is found, but {promised} was published")
     shutil.rmtree(folder)
     op = made.ops[moment - 1]
     return f"{made.kind} after operation {moment} of {len(made.ops)} ({op.kind} {op.path}): from step {found}", wrong

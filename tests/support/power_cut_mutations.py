@@ -15,9 +15,9 @@ from tests.support.power_cut_states import Change, Disk, Node, Tree, extremes, t
 from tests.support.recorded_files import Op, Site
 
 TRIED = 2000
-"""States in which to search for a promise broken by a missing call."""
+"""Up to this many states are searched for a promise that a missing call breaks."""
 SINGLES = 4
-"""At one point, at most this many changes of names and of contents are each lost alone."""
+"""At each point, at most this many changes of names, and as many of contents, are lost one at a time."""
 DRAWN = 4
 """Number of states drawn per point."""
 

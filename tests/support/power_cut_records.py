@@ -58,10 +58,10 @@ def after(ops: list[Op]) -> Tree:
 
 
 def killed(made: Record, rng: random.Random) -> list[Record]:
-    """Return a record per sync call, up to a kill before one of its syncs (drawn by `rng`), and then of the next start.
+    """Return a record per sync call: up to a kill before one of the call's syncs (drawn by `rng`), then the next start.
 
-    The next start sees unsynced changes, and a power cut after that start loses them. A start syncs changes that a
-    killed process left, so every such sync has changes to make durable in one of the records.
+    The next start reads changes that the killed process did not sync, and a later power cut could lose them. A start
+    therefore syncs such changes. In one of the records, each of these syncs has something to make durable.
     """
     starts = next(number for number, what, _ in made.notes if what == "begun")
     by_call: dict[tuple[Site, ...], list[int]] = {}

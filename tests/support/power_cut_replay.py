@@ -22,7 +22,7 @@ SHOWN = 3
 LEAST = 12
 """Least number of states to check per point; few wanted states mean fewer points."""
 GO_ON = 4
-"""Every `GO_ON`th state the start runs and saves a further step."""
+"""In every `GO_ON`th state, the start also runs and saves a further step."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Bench:
         self._seen: set[tuple[bytes, int]] = set()
 
     def check(self, moment: int, tree: Tree, *, every: int = GO_ON) -> bool:
-        """Run the command again in `tree` unless checked already; every `every`th state save a further step.
+        """Run the command again in `tree` unless checked already; in each `every`th state, save a further step.
 
         Returns whether all promises hold.
         """

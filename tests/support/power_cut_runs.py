@@ -137,7 +137,7 @@ class Start:
 class Book:
     """Notes, each with the number of operations recorded before it.
 
-    Another recorder counted `earlier` of these operations and noted `saves`.
+    Another recorder recorded the first `earlier` operations and noted `saves`.
     """
 
     def __init__(self, recorder: Recorder, saves: dict[int, Saved] | None = None, earlier: int = 0) -> None:

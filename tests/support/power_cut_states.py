@@ -18,14 +18,14 @@ from tests.support.recorded_files import Op
 
 BLOCK = 4096
 EXHAUSTIVE = 64
-"""Up to this number all states of one point are built; otherwise some are drawn."""
+"""If a point has at most this many states, all are built; otherwise some are drawn."""
 
 
 @dataclass(eq=False)
 class Change:
     """A change of a directory: a name that `node` gets, and a name that it loses.
 
-    A rename between directories has one change for each, an exchange one for each node. Both happen atomically.
+    A rename between directories is one change per directory, an exchange one per node. The two happen atomically.
     """
 
     node: "Node"
@@ -35,7 +35,7 @@ class Change:
     """Number of the operation."""
     other: "tuple[Node, Change] | None" = None
     follows: bool = False
-    """Whether the other change decides if both are lost."""
+    """Whether the `other` change decides whether both changes are lost."""
 
     @property
     def decides(self) -> "Change":
@@ -199,7 +199,7 @@ class Disk:
             for name in sorted(names):
                 path, child = prefix + name, names[name]
                 if child.is_dir:
-                    # A directory has one name: the first, if a lost change would leave it two.
+                    # A directory can have only one name. If lost changes would leave two, keep the first.
                     if id(child) not in first:
                         first[id(child)] = path
                         tree[path] = None
@@ -235,7 +235,7 @@ def torn(node: Node, rng: random.Random) -> bytes:
         new = node.content[start : start + BLOCK].ljust(BLOCK, b"\0")
         zero = bytes(BLOCK) if start + BLOCK > min(cut, len(node.synced)) else old
         if zero is not old and start < min(cut, len(node.synced)):
-            kept = min(cut, len(node.synced)) - start  # bytes never cut off stay
+            kept = min(cut, len(node.synced)) - start  # bytes that were never cut off stay old
             zero = old[:kept].ljust(BLOCK, b"\0")
         found += rng.choice((old, new, zero))
     return bytes(found[:size])

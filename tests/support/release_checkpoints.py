@@ -60,8 +60,8 @@ RUNS = {
     "fsdp2_lora": Run(LORA),
     "zero2": Run(("algorithm=ppo", "critic.optim.lr=1e-2", "algorithm.kl_ctrl.type=adaptive", *ZERO2)),
     "zero2_lora": Run((*LORA, *ZERO2)),
-    # Prompts per generation exceed a batch, so that groups are carried over, but are too few for the next batch, so
-    # that the step of the kill generates, too.
+    # A generation has more prompts than a batch, so groups are carried over. They are too few for the next batch, so
+    # the killed step generates, too.
     "dapo": Run(
         (
             "algorithm=dapo",

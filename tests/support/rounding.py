@@ -15,8 +15,8 @@ FLOAT32 = torch.finfo(torch.float32).eps
 def sum_bound(terms: int, dtype: torch.dtype = torch.float32) -> float:
     """Return the largest error of a sum of `terms` numbers in any order, relative to the sum of absolute values.
 
-    Each addition is off by half a unit in the last place (Higham, Accuracy and Stability of Numerical Algorithms, 4.2),
-    so two sums differ by a whole unit.
+    Each addition is off by at most half a unit in the last place (Higham, Accuracy and Stability of Numerical
+    Algorithms, 4.2), so two sums differ by at most a whole unit per term.
     """
     return terms * torch.finfo(dtype).eps
 
@@ -26,13 +26,13 @@ def forward_terms(*, layers: int, hidden: int, intermediate: int, head: int, tok
 
     In each layer: two norms, queries, the attention's output, and the gates sum over `hidden`; a norm of the queries
     and the scores sum over `head`; the softmax and the values sum over `tokens`; the MLP's output sums over
-    `intermediate`. At most 24 operations on single numbers come in addition: biases, rotations, square roots,
+    `intermediate`. In addition, at most 24 operations work on single numbers: biases, rotations, square roots,
     quotients, exponentials and residuals. After the layers come a norm and the head over `hidden`, and the log-softmax
     over `vocabulary`.
 
-    The count is exact for this architecture, and the bound of a pass is an estimate. It is too small if a layer
-    amplifies relative errors: if terms of a sum cancel. It is too large because it adds up the worst rounding of every
-    operation, where signs alternate: the errors of n random roundings grow with the square root of n.
+    The count is exact for this architecture, but the bound of a pass is an estimate. The bound is too small if a layer
+    amplifies relative errors, as when terms of a sum cancel. The bound is too large because it adds up the worst
+    rounding of every operation, although signs alternate: n random roundings only add up to about sqrt(n) of them.
     """
     layer = 5 * hidden + 2 * head + 2 * tokens + intermediate + 24
     return layers * layer + 2 * hidden + 3 + vocabulary
@@ -51,7 +51,7 @@ def independent_bound(roundings: int, dtype: torch.dtype) -> float:
 def log_softmax_bound(terms: int, largest: float, dtype: torch.dtype = torch.float32) -> float:
     """Return the largest difference between two computations of a log-softmax over `terms` logits.
 
-    The logits may have a temperature; L is `largest`, the largest absolute value of a logit after it. In half units in
+    The logits may be divided by a temperature; L is `largest`, the largest absolute value afterwards. In half units in
     the last place, a difference of two logits is off by 4 L, including its own rounding. The logarithm of the sum of
     their exponentials is off by 4 L + terms + 4. This includes its own rounding up to log(terms). The result adds
     2 L + log(terms).

@@ -1,6 +1,6 @@
 """A rollout server without a model: vLLM's routes, real time, and tokens that follow from the request's seed.
 
-The log-prob of each token encodes the version of the weights (`LOG_PROB`), so that a test can check each token's.
+The log-prob of each token encodes the version of the weights (`log_prob_of`), so that a test can check the version.
 """
 
 import hashlib

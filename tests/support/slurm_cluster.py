@@ -18,7 +18,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 NODES = ("n1", "n2")
 START_S = 60
 REVOKED_S = 3
-"""Seconds after a job's end until its nodes accept a start of the same job. The nodes count whole seconds."""
+"""Seconds after a job's end until its nodes let the same job start again. The nodes count whole seconds."""
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

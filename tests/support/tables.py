@@ -41,7 +41,7 @@ def tensor(table: Rows, mask: Rows | None = None) -> Tensor:
 
 
 SLOPES = 1e-6
-"""Tolerance for `slopes`: a step of 1e-6 leaves 1e-12 of a third derivative and, by rounding, 1e-10 of a value."""
+"""Tolerance for `slopes`: the error is 1e-12 of a third derivative (step 1e-6) and, by rounding, 1e-10 of a value."""
 
 
 def slopes(function: Callable[[Rows], float], at: Rows) -> Rows:

@@ -1,6 +1,6 @@
 """Runs ranks as threads of one process, which start in microseconds, for tests of agreement between ranks.
 
-Messages are encoded as those of real ranks, with their deadlines and errors. Arguments and results are pickled. The
+Messages have the encoding, the deadlines and the errors of real ranks. Arguments and results are pickled. The
 threads share the state of a process: random generators, limits, the environment, a test's patches. A rank cannot die in
 the middle of a line.
 Tests that depend on separate processes use `checkpoints.run_ranks`.

@@ -177,7 +177,7 @@ ENTROPY_CASES: dict[str, tuple[int, Config]] = {
         ),
     ),
 }
-# Without a correction of all samples, only tokens of an older policy are weighted.
+# Here `rollout_correction` is off, so only tokens of an older policy are weighted.
 OLDER_CASES: dict[str, tuple[int, Config]] = {
     "older_samples": (2, actor_case(ppo_epochs=2, clip_ratio_high=0.28)),
     "older_samples_one_look": (1, actor_case(loss_agg_mode="seq-mean-token-mean")),
@@ -185,7 +185,7 @@ OLDER_CASES: dict[str, tuple[int, Config]] = {
 SHUFFLED_CASES: dict[str, tuple[int, Config]] = {
     "shuffled_mini_batches": (3, actor_case(ppo_epochs=2, shuffle=True, use_kl_loss=True, kl_loss_coef=0.3)),
 }
-# Other cases tie the head to the embedding.
+# Only these cases have a head that is not tied to the embedding.
 OWN_HEAD_CASES: dict[str, tuple[int, Config]] = {
     "head_of_its_own_soft_capped": (2, actor_case(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.1)),
 }
@@ -207,9 +207,9 @@ OBSERVING_CASES = {
     "clip_cov_icepop_rejected_tokens",
     "critic_seq-mean-token-mean",
 }
-# Other cases do not decay norms and biases.
+# Only these cases decay norms and biases.
 ALL_DECAYED_CASES = {"token-mean_k3_clipped_norm", "critic_seq-mean-token-mean"}
-# In other cases every optimizer step has its own learning rate.
+# Only these cases change the learning rate once per training step; all others change it per optimizer step.
 BY_TRAINING_STEPS_CASES = {"cispo_sequence_correction_norm", "critic_clipped_values"}
 
 
@@ -243,7 +243,7 @@ def batch_of(case: str) -> EveryBatch:
     if case not in OLDER_CASES:
         return batch
     rows, columns = torch.meshgrid(*map(torch.arange, batch.response_mask.shape), indexing="ij")
-    # Every third sample is old as a whole, the next one up to its third token.
+    # In every third sample all tokens are old; in the sample after it, the first three.
     return replace(batch, staleness=((rows % 3 == 0) | (rows % 3 == 1) & (columns < 3)).int())
 
 

@@ -1,5 +1,7 @@
-"""Imports DeepSpeed on a CPU and its optimizers' late imports in the server of ranks, which saves each rank five CPU
-seconds. With a GPU, the caller of the engine's build sets the device before the import instead."""
+"""Imports DeepSpeed, and modules that it imports late, in the server of ranks; saves each rank five CPU seconds.
+
+Does nothing on a machine with a GPU: there, a rank sets its device before it imports DeepSpeed.
+"""
 
 import os
 from importlib import import_module

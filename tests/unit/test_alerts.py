@@ -163,7 +163,7 @@ def test_the_next_command_is_not_reported_as_killed_by_the_process_of_the_one_be
     record_event(tmp_path, "started", alerts=True)
     record_event(tmp_path, "saved", step=2)
     killed = read_events(tmp_path)[-1].time
-    time.sleep(0.01)  # kills at one time are one alert
+    time.sleep(0.01)  # kills with the same time would be one alert
     record_event(tmp_path, "started", alerts=True)
     watcher.look(ended=True)
     assert heard(tmp_path) == ["crashed"]

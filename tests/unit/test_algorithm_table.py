@@ -298,7 +298,7 @@ def test_an_estimator_that_raises_is_told_with_one_traceback(estimators):
     assert message.count("Traceback") == message.count("nothing_of_the_kind'") == 1
     assert "inputs.mask.nothing_of_the_kind" in message
     assert "rlhf/algorithms/user.py" not in message
-    # What another attempt may get over is one for the supervisor.
+    # An error that another attempt may avoid, such as out of memory, is left to the supervisor.
     with pytest.raises(torch.OutOfMemoryError):
         load_estimator(f"{estimators}:out_of_memory")(OUTCOME, Config().algorithm)
 

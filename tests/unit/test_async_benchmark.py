@@ -12,7 +12,7 @@ def small() -> Workload:
 
 
 def check_trained(found: Measured, work: Workload) -> None:
-    """Whole groups, each once; their measured tokens are those of their lengths."""
+    """Check that whole groups are trained on, each once, and that measured tokens match the samples' lengths."""
     assert len(found.trained) == len(set(found.trained)) == (work.warmup + work.steps) * work.groups * GROUP
     uids = [uid for uid, _ in found.trained]
     assert all(uids.count(uid) == GROUP for uid in uids)
@@ -28,7 +28,7 @@ def test_every_sample_is_generated_once_and_is_young_enough(async_steps, trainin
     check_trained(found, work)
     assert found.age_max <= async_steps
     kept = sum(work.length(*each) for each in found.trained) + found.left_over
-    # Aborts cut the token under way, and a sample that moves to another server may have begun.
+    # An abort loses the token being decoded. A sample that moves to another server may lose tokens that it already has.
     assert kept - 0.01 < found.decoded < 1.02 * kept
     assert run(small(), async_steps, training_s) == found
 

@@ -55,7 +55,7 @@ def random_groups(seed: int, prompts: int = 5, n: int = 3, *, baseline: bool = T
 
 
 def mask_of(sample: Sample) -> list[float]:
-    """1 for each token that the policy wrote, 0 for the others."""
+    """Return 1 for each token that the policy wrote, and 0 for each observed token."""
     observed = {place for start, end in sample.observations for place in range(start, end)}
     return [float(place not in observed) for place in range(len(sample))]
 

@@ -44,7 +44,7 @@ def test_a_prompt_with_the_answer_as_last_turn(tmp_path, role):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_chat_that_ends_with_two_turns_of_the_model(tmp_path, last):
-    """data.last_turn_as_answer=true alone is no remedy: one such turn would remain. It is already set in one case."""
+    """data.last_turn_as_answer=true (set in one case) is no remedy alone: one turn of the assistant would remain."""
     row = {"messages": [ASKED, ANSWERED, ANSWERED | {"content": "two"}], "answer": "2"}
     data = data_of(tmp_path, row, prompt_key="messages", last_turn_as_answer=last)
     rejected(data, "t.jsonl line 1", "messages", "2 turns of role assistant", "Remove these turns", "only one of them")

@@ -30,7 +30,7 @@ CALLS = st.lists(
     max_size=3,
 )
 TURNS = st.lists(st.tuples(TEXT, st.none() | TEXT, st.none() | CALLS, st.booleans(), TEXT), min_size=1, max_size=4)
-"""Per turn: answer, thoughts, calls, whether a user message follows the results, and its text."""
+"""Per turn: answer, thoughts, calls, whether a user message follows the calls' results, and this message's text."""
 
 
 def jsons(calls, key: str = "arguments") -> list[str]:

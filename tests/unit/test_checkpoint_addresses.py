@@ -143,7 +143,7 @@ def harm(remote: str, name: str, change) -> None:
 
 
 def test_a_remote_folder_is_looked_at_without_a_disk(remote, command, tmp_path):
-    command("inspect", remote)  # imports write their files now, not below
+    command("inspect", remote)  # imports write their cache files here, before writes are noted
     written = []
     sys.addaudithook(lambda event, arguments: _note(written, event, arguments))
     _note.on = True
@@ -171,7 +171,7 @@ def _note(written: list, event: str, arguments: tuple) -> None:
 
 
 def _of_another_test(path: Path, tmp_path: Path) -> bool:
-    """Return whether `path` is another test's. A thread that a test left behind wrote there once and failed CI."""
+    """Return whether `path` belongs to another test. A thread that another test had left running once failed CI."""
     return path.is_relative_to(tmp_path.parent) and not path.is_relative_to(tmp_path)
 
 

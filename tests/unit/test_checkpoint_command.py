@@ -142,7 +142,7 @@ def test_verify_names_the_damaged_file_and_goes_on(run_dir, command):
 
 
 RETIRED = ("before", "while reading", "replaced")
-"""When a run retires step 9: before a verb reads it, while the verb reads it, or with another one in its place."""
+"""When a run retires step 9: before a verb reads it, while the verb reads it, or with a different one in its place."""
 
 
 @pytest.fixture(params=RETIRED)
@@ -204,7 +204,7 @@ def test_a_damaged_manifest(run_dir, command):
     code, out, _ = command("list", run_dir)
     assert code == 1
     assert "never committed" in out
-    assert out.count(" committed") == 2  # "never committed" and the intact one's state
+    assert out.count(" committed") == 2  # in "never committed", and as the state of the intact checkpoint
     for action in ("inspect", "verify"):
         code, out, _ = command(action, step_dir(run_dir, 10))
         assert code == 1

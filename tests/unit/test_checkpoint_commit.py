@@ -70,7 +70,7 @@ def test_each_window_of_a_save_leaves_the_old_state_or_the_new_one(tmp_path):
     writes = [entry for entry in witness.seen if entry[0] in ("commit.file_write", "commit.fsync")]
     # 11 files: two components with indices, schedule, RNG, two of the export, driver state, configuration, manifest.
     assert [entry[0] for entry in writes] == ["commit.file_write", "commit.fsync"] * 11
-    # The manifest is the last file: it exists only from its own opening on.
+    # The manifest is the last file: it does not exist before it is opened for writing.
     assert [entry[1:] for entry in writes[:-2]] == [(before, "2\n", False)] * 20
     assert [entry[1:] for entry in writes[-2:]] == [(before, "2\n", True)] * 2
     assert [entry for entry in witness.seen if entry not in writes] == [

@@ -150,7 +150,7 @@ def test_ranking_follows_the_headline_unless_told(tmp_path, deleter):
 def test_a_later_checkpoint_that_could_not_be_set_aside_pushes_nothing_out(tmp_path, deleter):
     for step, accuracy in ((2, 0.1), (4, 0.5), (6, 0.9)):
         publish(tmp_path, step, {ACCURACY: accuracy})
-    # 6 is unreadable: the run resumed at 4 and has now saved 5.
+    # Step 6 is unreadable, so the run resumed at step 4. It has now saved step 5.
     flip_bit(step_dir(tmp_path, 6) / MANIFEST, 100)
     publish(tmp_path, 5, {ACCURACY: 0.3})
     assert retired(tmp_path, rules(1, keep_best=1), 5, deleter) == [2]

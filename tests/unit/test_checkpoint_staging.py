@@ -15,7 +15,8 @@ from tests.support.refusals import says, user_error
 
 
 def snapshot_of(size: int):
-    """One rank's part of a save, with shards of other types than float32, a scalar and one that another rank writes."""
+    """One rank's part of a save, with shards of other types than float32, a scalar and a tensor that another
+    rank writes."""
     role, reference = PlainRole(size), PlainReference(size)
     snapshot = take_snapshot(
         1, ["model", "optimizer"], RunState({"actor": role}, make_driver(), reference=reference), "", 0
@@ -58,7 +59,7 @@ def test_copies_lie_in_the_same_memory_from_save_to_save():
         here = {name: addresses(staged)[name] for name in own}
         first = first or here
         assert here == first
-    # A save that needs more memory grows it once, and smaller saves reuse it.
+    # A save that needs more memory enlarges the memory once, and smaller saves reuse it.
     large, small_again, large_again = (stager.copy(snapshot_of(size)) for size in (5000, 1000, 5000))
     assert addresses(large) == addresses(large_again)
     assert addresses(small_again)["actor/model/weight"] == addresses(large)["actor/model/weight"]

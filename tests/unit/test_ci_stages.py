@@ -86,7 +86,7 @@ def test_what_fails_is_named_and_what_needs_it_does_not_run(tmp_path):
 
 
 def test_stages_share_the_places_and_each_speaks_in_one_piece(tmp_path):
-    """Two stages print in turns. A third, with which they would need five of three places, waits."""
+    """Two stages print in turns. A third stage waits: all three would need five places, and there are three."""
     talk = "for i in 1 2 3; do echo {0}$i; touch {0}$i; until [ -e {1}$i ]; do sleep 0.01; done; done"
     stages = f"""
     stage "x" 2 "" "alone" bash -c 'nice; {talk.format("x", "y")}'

@@ -1,4 +1,4 @@
-"""Settings that name places: models, checkpoints to resume from, remote copies."""
+"""Settings that name folders or addresses: models, checkpoints to resume from, remote copies."""
 
 from collections.abc import Callable
 from pathlib import Path

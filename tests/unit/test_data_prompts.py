@@ -234,7 +234,7 @@ def test_a_stream_warns_of_other_held_out_prompts(ten, tokenizer, caplog):
     stream("v", "w").load_state_dict(state)
     stream("v", quiet=True).load_state_dict(state)
     PromptStream(ten, 3, True).load_state_dict(state)  # a resume without an evaluation
-    stream("v").load_state_dict(PromptStream(ten, 3, True).state_dict())  # a checkpoint without one
+    stream("v").load_state_dict(PromptStream(ten, 3, True).state_dict())  # a checkpoint of a run without an evaluation
     assert not caplog.messages
     stream("v").load_state_dict(state)
     (warning,) = caplog.messages

@@ -282,7 +282,7 @@ for name in sys.argv[1:]:
 
 
 def check_hub_names(home: Path, *names: str) -> list[str]:
-    """Return one answer per name, from a process whose Hub refuses connections: libraries read this at import."""
+    """Return one answer per name, from a new process, since libraries read the unreachable Hub's address at import."""
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(home)}
     command = [sys.executable, "-c", CHECK_HUB_NAMES, *names]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)

@@ -32,7 +32,7 @@ ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startsw
 NAMES = [(row[0], row[1]) for row in ROWS if len(row) == 2]
 NAMES = [(name, ours) for theirs, ours in NAMES for name in re.findall(r"`([^`]+)`", theirs)]
 DEFAULTS = [(name, row[1]) for row in ROWS if len(row) == 3 for name in re.findall(r"`([^`]+)`", row[0])]
-# The setting is in the answer to the whole name, or the name is valid here with another meaning; the row says more.
+# Names whose answer need not have the settings of their row, and (None) names that are valid here with other meanings.
 ELSEWHERE = {"beta": "actor.use_kl_loss", "algorithm.adv_estimator": None, "algorithm.kl_ctrl.kl_coef": None}
 
 

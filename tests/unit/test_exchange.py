@@ -141,7 +141,7 @@ def generate(rank: int) -> tuple[bool, list[int]]:
 
 
 def test_requests_go_to_the_leader_and_samples_to_their_rank():
-    """Earlier they were pickled, and every rank received the requests of all ranks."""
+    """Earlier, requests were pickled, and every rank received the requests of all ranks."""
     received = run_thread_ranks(4, generate)
     sizes = [len(requests_of(rank)) for rank in range(4)]
     assert received == [(True, sizes), (True, []), (True, []), (True, [])]

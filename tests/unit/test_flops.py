@@ -38,7 +38,7 @@ def counted(model: PreTrainedModel, outputs: Callable[[PreTrainedModel, Batch], 
     ("model", "outputs"), [(tiny_qwen2, log_probs), (gpt2, log_probs), (tiny_value_model, response_values)]
 )
 def test_operations_are_those_that_torch_counts(model, outputs):
-    """Except for the half of attention that a causal mask leaves out.
+    """Compare with torch's count, except for the half of attention that a causal mask leaves out.
 
     Torch counts the head's logits twice, because they are recomputed, and misses the head's gradient, which is added in
     place. The two differences cancel.
@@ -65,7 +65,7 @@ def test_frozen_weights_take_no_gradient_of_their_own():
     flops, samples, length = UpdateFlops.of(policy), 3, 25
     assert flops is not None
     tokens = TokenCounts(samples * length, samples * 20, samples * length**2)
-    # Torch skips the gradient of the input of the first layer's q, k and v and of their A, which nothing needs. It
+    # Torch skips the gradient of the first layer's input through q, k and v and through their A: nothing needs it. It
     # counts the head's logits twice, because they are recomputed.
     first = policy.model.layers[0].self_attn
     projections = [getattr(first, f"{name}_proj") for name in "qkv"]

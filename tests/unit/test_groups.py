@@ -42,7 +42,7 @@ def test_the_round_trip_is_exact():
     tensors = to_tensors(groups)
     restored = from_tensors(tensors)
     assert restored == groups
-    # Compared as text, because == ignores the sign of -0.0 and the order of names, which tells the first reward.
+    # Compared as text, because == ignores the sign of -0.0 and the order of names. The first name is the first reward.
     assert [repr(group.results) for group in restored] == [repr(group.results) for group in groups]
     assert all(tensor.dtype in DTYPE_NAMES and tensor.dim() == 1 for tensor in tensors.values())
 
@@ -58,7 +58,7 @@ def test_arrays_of_other_lengths_are_no_groups(name, change):
 
 
 def test_groups_of_format_7_are_read():
-    """The form of 0.1.0: prompts among the token ids, float64, all else of a sample in JSON."""
+    """Release 0.1.0 stored prompts among the token ids, log-probs in float64, and all else of a sample in JSON."""
     records = [
         {
             "uid": 5,

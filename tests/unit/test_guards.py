@@ -99,7 +99,7 @@ def test_a_run_that_trained_nothing_for_figures_that_are_not_finite_does_not_end
     again.begin(2, math.nan)
     with pytest.raises(UserError, match=r"(?s)rejected every batch of the run.*step 1: actor loss nan.*step 2: reward"):
         again.settle(2, last=True)
-    # A batch beyond a bound has been trained on up to that point, and one trained step is enough for a run.
+    # A batch beyond a bound was trained on up to that point. One trained batch is enough for a run to end normally.
     for figures in ({"kl": 3.0}, {}):
         guards = Guards(GuardsConfig(max_kl=1.0))
         judge(guards, 1, **figures)
@@ -293,7 +293,7 @@ def test_crashes_do_not_change_the_run(
 ) -> None:
     config = GuardsConfig(action=action, max_reward_drop=drop, max_events=max_events)
     calm, ending = finished(config, seed, rate)
-    # Further saves change where the run goes on and what it rolls back to, but not what it becomes.
+    # Saves at preemptions change where the run resumes and to which step it rolls back, but not its result.
     stormy, stormy_ending = finished(config, seed, rate, crashes, preemptions)
     assert (stormy_ending, stormy.records) == (ending, calm.records)
     if not ending:

@@ -1,4 +1,4 @@
-"""The ranks divide the held-out prompts between them, so all ranks must read the same ones, in the same order."""
+"""The ranks divide the held-out prompts between them, so all ranks must read the same prompts in the same order."""
 
 from datetime import date
 

@@ -1,4 +1,7 @@
-"""Follower of metrics.jsonl: each record once, and those after a cut again, even if the file soon grows past it."""
+"""Follower of metrics.jsonl: it returns each record once, and after a cut of the file the records written since.
+
+This holds even if the file soon grows past the cut.
+"""
 
 from pathlib import Path
 

@@ -52,7 +52,7 @@ MAY_IMPORT_CHECKPOINT = {"loop", "worker", "lifecycle", "assemble", "evaluate"} 
     "convert",
 }
 COMMANDS_IN_ROOMS = {"rlhf.checkpoint.__main__", "rlhf.launch.slurm.__main__"}
-"""Thin commands that lie in a room's folder, but may import from the rooms above it."""
+"""Thin commands whose files are in a room's folder, but which may import from the rooms above it."""
 
 MAY_SEE_THE_WHOLE_CONFIG = {
     "rlhf.api",
@@ -96,7 +96,7 @@ code; the comparisons of runs and of configurations."""
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """Every module by its dotted name; a package goes by the name of its folder."""
+    """Return every parsed module by its dotted name; an `__init__` module has the name of its folder."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -105,7 +105,7 @@ def trees() -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, str | None]]:
-    """The modules that a module imports, each with the name that it takes from there."""
+    """Yield the modules that `tree` imports, each with the imported name (None if the module itself is imported)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
@@ -118,7 +118,7 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, str | None]]:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """The modules of the package that each of them imports."""
+    """Return for each module of the package the modules of the package that it imports."""
     return {
         name: {target for target, _ in imports(tree) if target in trees()} - {name} for name, tree in trees().items()
     }

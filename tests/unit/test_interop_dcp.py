@@ -113,7 +113,7 @@ def trained(architecture: str, folder: Path) -> tuple[Any, torch.optim.Optimizer
 
 
 def test_accelerates_folders(tmp_path):
-    """accelerate saves FSDP with SHARDED_STATE_DICT in two folders, each with a state dict under a name."""
+    """With SHARDED_STATE_DICT, accelerate saves FSDP's model and optimizer in two folders, each a named state dict."""
     model, optimizer, expected = trained("qwen2", tmp_path / "checkpoint-7")
     weights, state = get_state_dict(model, optimizer)
     checkpoint = tmp_path / "checkpoint-7"
@@ -234,7 +234,8 @@ def test_torchtitans_folders(tmp_path, architecture, newer):
 
 @in_float64()
 def test_rows_in_torchtitans_order_turn_pairs_of_neighbours():
-    """Attention scores agree between Meta's rotation of torchtitan's rows and transformers' rotation of its own."""
+    """Attention scores agree between Meta's rotation of torchtitan's rows and transformers' rotation of its
+    own rows."""
     config = tiny_config("llama", head_dim=8)
     torch.manual_seed(1)
     weight, hidden = torch.randn(4 * 8, 16), torch.randn(5, 16)
@@ -276,7 +277,7 @@ def test_what_wraps_a_model_is_taken_off(tmp_path, prefix):
 
 
 def test_safetensors_that_ranks_save(tmp_path):
-    """First as one rank saves them, and then cut in two by rows, as two ranks save them."""
+    """The tensors are stored first as one rank saves them, and then cut in two by rows, as two ranks save them."""
     tensors = {name: tensor for name, tensor in TENSORS.items() if tensor.ndim and tensor.numel()}
     writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
     dcp.save(tensors, storage_writer=writer, no_dist=True)

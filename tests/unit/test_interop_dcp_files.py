@@ -73,12 +73,12 @@ def assert_read(folder: Path) -> None:
 
 
 def test_whole_tensors_are_read_in_ranges(folder: Path) -> None:
-    """As one rank saves them."""
+    """The tensors are stored as one rank saves them."""
     assert_read(folder)
 
 
 def test_chunks_of_rows_columns_and_blocks_are_put_together(folder: Path) -> None:
-    """As ranks of fully sharded, tensor and pipeline parallel runs save them."""
+    """The chunks are those that ranks of fully sharded, tensor and pipeline parallel runs save."""
     cube, matrix, vector = TENSORS["cube"], TENSORS["matrix"], TENSORS["vector"]
     blocks = [(a, b, c) for a in (0, 1) for b in (0, 2) for c in (0, 3)]
     in_chunks(folder, "cube", [((a, b, c), cube[a : a + 1, b : b + 2, c : c + 3].clone()) for a, b, c in blocks])

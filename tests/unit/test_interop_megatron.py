@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pr
 
 
 def assert_is(source: TensorSource, model: PreTrainedModel, chunk: int | None = None) -> None:
-    """The source has just the model's tensors, bit for bit."""
+    """Check that the source has exactly the model's tensors, bit for bit."""
     expected = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
@@ -67,7 +67,7 @@ def test_a_size_of_zero_is_a_users_mistake(models: Any, tmp_path: Path, name: st
 def test_every_split_of_ranks_gives_the_whole_model(
     models: Any, tmp_path: Path, ranks: int, stages: int, chunks: int
 ) -> None:
-    """Tensor, pipeline and virtual pipeline parallel."""
+    """The splits are tensor, pipeline and virtual pipeline parallel."""
     model, folder = models("qwen2")
     save_ranks(model, tmp_path, ranks=ranks, stages=stages, chunks=chunks)
     with opened(tmp_path, model_files=folder) as source:
@@ -79,7 +79,7 @@ def test_every_split_of_ranks_gives_the_whole_model(
 def test_written_folders_of_ranks_hold_what_whole_tensor_operations_make(
     models: Any, tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written equals the reference split of the model rank by rank, and is read back."""
+    """Each rank's written file equals the reference split of the model, and the folder is read back as the model."""
     monkeypatch.setattr(columns, "ROWS_BYTES", 300)
     monkeypatch.setattr(torch_file, "SLAB_BYTES", 700)
     model, folder = models(architecture)
@@ -97,7 +97,7 @@ def test_written_folders_of_ranks_hold_what_whole_tensor_operations_make(
 
 
 def test_a_critics_folder_gives_its_value_head(tmp_path: Path) -> None:
-    """verl puts a layer of one value in the output layer's place."""
+    """In a critic, verl replaces the output layer by a layer with one output."""
     config = tiny_config("llama", num_labels=1)
     model = AutoModelForTokenClassification.from_config(config)
     folder = tmp_path / "global_step_5" / "critic"

@@ -71,7 +71,7 @@ def test_types_and_shards(models, tmp_path, command):
 
 
 def test_the_names_of_convert_write_the_same(models, tmp_path, command):
-    """`convert --to hf` takes all options for a Hugging Face folder, and folders with and without flags."""
+    """`convert --to hf` takes all options for a Hugging Face folder, and the two folders as arguments or as flags."""
     options = ("--dtype", "bfloat16", "--max-shard-size", "4KB", "--tie-word-embedding", "--json")
     merged(command, models / "qwen2", tmp_path / "merged", *options)
     for number, places in enumerate(
@@ -116,7 +116,7 @@ def test_tied_embeddings(models, tmp_path, command):
     assert equal_bits(found["lm_head.weight"], embeddings + 1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "kept")
     assert equal_bits(model.lm_head.weight.detach(), embeddings + 1)
-    # A model with a tied head whose config.json does not say so.
+    # The model has a tied head, but its config.json does not say so.
     source = shutil.copytree(models / "qwen2", tmp_path / "forgets")
     config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": False}
     (source / "config.json").write_text(json.dumps(config))
@@ -147,7 +147,7 @@ def test_value_models(models, tmp_path, command):
     check_rejected(
         tmp_path / "saved", "value model, use merge with --is-value-model", "--hf_model_path", models / "llama"
     )
-    # The folder is one of a tool that saves tensors without knowing what the head is.
+    # A tool may save tensors without noting what the head is; --is-value-model then says so.
     merged(command, tmp_path / "saved", tmp_path / "value", "--hf_model_path", models / "llama", "--is-value-model")
     written = json.loads((tmp_path / "value/config.json").read_text())
     assert (written["architectures"], list(written["id2label"])) == (["LlamaForTokenClassification"], ["0"])
@@ -292,7 +292,7 @@ def test_copied_weights_are_the_computed_ones(tmp_path, command, monkeypatch, co
 
 
 def save_part(rank: int, folder: Path, contents: str) -> None:
-    """One rank's part of a save of weights of several sizes."""
+    """Save one rank's part of weights of several sizes."""
 
     class Some(PlainRole):
         def model_shards(self):

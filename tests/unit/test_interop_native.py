@@ -41,7 +41,7 @@ def run_dir(tmp_path) -> Path:
 
 
 def save_of(rank: int, folder: Path, world_size: int, domains: bool = False) -> None:
-    """One rank's part of a save of an actor, a critic and a reference."""
+    """Save one rank's part of an actor, a critic and a reference."""
     config = make_config(folder / str(rank) if domains else folder)
     config.checkpoint.contents = ["model", "optimizer", "extra"]
     roles = {"actor": PlainRole(SIZE, rank, world_size), "critic": PlainRole(SIZE, rank, world_size, seed=5)}
@@ -124,7 +124,7 @@ def test_parts_of_several_disks(tmp_path):
         opened(first),
     ):
         pass
-    shutil.copytree(second, first, dirs_exist_ok=True)  # put together by hand
+    shutil.copytree(second, first, dirs_exist_ok=True)  # as a user merges the parts by hand
     with opened(first) as source:
         assert equal_bits(whole(source), wanted)
     save_steps(make_config(tmp_path / "other"), PlainRole(SIZE), 3)

@@ -162,7 +162,7 @@ def test_what_is_no_whole_file_is_one_line(tensors, tmp_path):
     zipped(tmp_path / "bomb", entries, zipfile.ZIP_DEFLATED)
     zipped(tmp_path / "no_pickle", {"x": b"1"})
     zipped(tmp_path / "broken_pickle", {"data.pkl": b"\x80\x02}q\x00X\xff\xff\xff\x7fabc"})
-    # A tensor's 5000 elements become 2 ** 31 - 1 elements, or get an offset before the file's begin.
+    # A tensor's 5000 elements become 2 ** 31 - 1 elements, or get an offset before the start of the file.
     with_pickle(tmp_path / "huge", whole, (b"M\x88\x13\x85", b"J\xff\xff\xff\x7f\x85"))
     with_pickle(tmp_path / "negative", whole, (b"QK\x00M\x88\x13\x85", b"QJ\x00\x00\x00\xf0M\x88\x13\x85"))
     for name, message in expected.items():
@@ -187,7 +187,7 @@ def test_an_archive_that_claims_more_than_it_has(tmp_path):
 
 
 class Lying:
-    """Four numbers, unpickled as a tensor of whatever `offset`, `size` and `stride`."""
+    """Pickles four numbers so that they are unpickled as a tensor with any given `offset`, `size` and `stride`."""
 
     def __init__(self, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
         self.form = offset, size, stride
@@ -204,7 +204,7 @@ class Lying:
     [(0, (20,), (1,)), (3, (2,), (1,)), (100, (4,), (1,)), (0, (4, 2), (2, 1)), (0, (1 << 30, 4), (0, 1))],
 )
 def test_a_tensor_has_only_numbers_of_its_own(offset, size, stride, tmp_path):
-    """It must not read other tensors' numbers in the file, nor repeat a few of its own without bound."""
+    """A tensor must not read other tensors' numbers in the file, nor repeat a few of its own without bound."""
     path = saved(tmp_path / "f.pt", {"lying": Lying(offset, size, stride), "other": torch.full((1000,), 7.0)})
     with pytest.raises(DamagedCheckpoint, match=r"lists tensors beyond its end|expands a few numbers"):
         open_torch_file(path)
@@ -224,7 +224,7 @@ def test_another_byte_order_is_told(tmp_path):
 
 
 def test_no_array_of_numpy_is_made(tmp_path):
-    """NumPy's dtypes trust a pickle: it can make them take the bytes of an array for addresses of objects."""
+    """NumPy's dtypes trust a pickle, which can make them treat the bytes of an array as addresses of objects."""
     state = {"rng": np.random.get_state()}
     for files in (fsdp_files, deepspeed_files):
         path = saved(tmp_path / "f.pt", state | {"weight": torch.ones(2)})
@@ -235,7 +235,7 @@ def test_no_array_of_numpy_is_made(tmp_path):
 
 @pytest.mark.parametrize("order", ["ahead", "backwards", "all but the last", "columns"])
 def test_a_flipped_bit_of_a_tensor_is_seen_while_it_is_read(order, tmp_path):
-    """By the archive's own checksum, in whatever order the ranges come."""
+    """The archive's own checksum reveals the flipped bit, in whatever order the ranges are read."""
     weight = torch.arange(4000.0)
     path = saved(tmp_path / "f.pt", {"other": torch.ones(9), "weight": weight})
     ranges = [(at, at + 100) for at in range(0, 4000, 100)]

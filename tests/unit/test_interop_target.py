@@ -66,7 +66,7 @@ def test_a_failed_sync_of_the_new_name_keeps_the_old_output(tmp_path, monkeypatc
 @pytest.mark.parametrize("name", [r"out\.earlier-\w+", r"\.(incomplete|replaced)-out-\w+"])
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_an_old_output_that_cannot_be_put_back_stays(tmp_path, monkeypatch, exchanges, name):
-    """The sync of the new name fails, then the first rename; with the second `name` all later renames fail, too."""
+    """The sync of the new name fails, and then the first rename. With the second `name`, later renames fail, too."""
     target, calls, ends_well = tmp_path / "out", [], name.startswith("out")
     target.mkdir()
     (target / "a").write_bytes(b"old")
@@ -115,7 +115,7 @@ def test_an_old_output_that_cannot_be_removed_is_no_error(tmp_path, monkeypatch,
 
 
 def test_a_writer_that_has_moved_the_old_output_is_not_disturbed(tmp_path, monkeypatch):
-    """Where names cannot be exchanged, the old output has another name for an instant."""
+    """On a file system that cannot exchange names, the old output has another name for an instant."""
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(target_module, "exchange", lambda *_: False)
     listed, seen = Path.iterdir, []

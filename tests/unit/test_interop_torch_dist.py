@@ -54,7 +54,7 @@ def save_distributed(tensors: dict[str, Tensor], folder: Path, backend: str = "t
 
 
 def assert_is(model: PreTrainedModel, folder: Path, **origin: Any) -> None:
-    """The folder is Megatron's and has just the model's tensors, bit for bit."""
+    """Check that the folder is Megatron's and has exactly the model's tensors, bit for bit."""
     expected = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         del expected["lm_head.weight"]
@@ -69,7 +69,7 @@ def assert_is(model: PreTrainedModel, folder: Path, **origin: Any) -> None:
 def test_a_written_folder_has_megatrons_tensors_and_is_read_back(
     tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's own reader finds the reference tensors in it, in chunks of few rows that were written in slabs."""
+    """Torch's own reader finds the reference tensors in the written folder, in chunks of few rows written in slabs."""
     model = causal_lm(architecture, tmp_path / "model", **SIZES)
     monkeypatch.setattr(dcp_writer, "CHUNK_BYTES", 1500)
     monkeypatch.setattr(torch_file, "SLAB_BYTES", 400)
@@ -90,8 +90,8 @@ def test_a_written_folder_has_megatrons_tensors_and_is_read_back(
 
 
 def test_layers_and_halves_of_an_mlp_may_have_names_of_their_own(tmp_path: Path) -> None:
-    """As megatron-core names them with `non_homogeneous_layers` and `singleton_local_shards`; the optimizer lies
-    beside them, and the config where verl puts it."""
+    """megatron-core uses such names with `non_homogeneous_layers` and `singleton_local_shards`. The optimizer is in the
+    same folder, and the config is where verl puts it."""
     model = causal_lm("qwen2", tmp_path / "global_step_4" / "actor" / "huggingface", **SIZES)
     tensors = reference(model)
     for name in [name for name in tensors if name.endswith("linear_fc1.weight")]:

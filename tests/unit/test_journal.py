@@ -197,7 +197,7 @@ def test_a_file_of_another_format_is_dropped(runs):
 
 
 def test_of_a_step_one_prompt_at_a_time_is_copied(runs):
-    """Only one prompt's samples are in memory as bytes at a time; the samples themselves exist before."""
+    """The journal encodes one prompt's samples at a time, so its memory stays small beside the samples."""
     length, prompts = 10_000, 40
     samples = {uid: [Sample.of(uid, 0, [uid] * length, [-0.5] * length, "stop")] for uid in range(prompts)}
     journal = runs.at(3)
@@ -259,7 +259,7 @@ def test_functions_of_the_user_s_count_with_their_files(runs, tmp_path, which):
     assert knows_all(runs.at(3))
     file.write_text("def f(): return 1\n")
     again = runs.at(3)
-    # Other rewards make other weights only from the next step on.
+    # Samples stay usable if a reward changes, because the reward affects weights only from the next step on.
     assert again.samples(UIDS) == (list(SAMPLES.values()) if which == "reward" else None)
     assert again.results(UIDS) is None
 
@@ -308,7 +308,7 @@ def test_another_number_of_ranks_finds_every_sample(runs):
     assert knows_all(runs.at(3))
     for rank in range(3):
         assert knows_all(runs.at(3, rank=rank, ranks=3))
-    # One rank is responsible for each file.
+    # Exactly one rank drops each file.
     (runs.run_dir / "global_step_3").mkdir()
     runs.at(4, rank=1, ranks=2)
     assert runs.names() == [runs.file(3, 0).name]

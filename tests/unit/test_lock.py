@@ -70,7 +70,7 @@ def test_ranks_of_one_launch_hold_every_directory_together_and_a_second_launch_g
 
 
 def _leave_before(rank: int, last: int, folder: Path) -> bool:
-    """Unlock before the rank `last`, or return on that rank whether it still has the directory then."""
+    """Unlock before the rank `last` does. On rank `last`, return whether the directory is still locked then."""
     coordinator = make_coordinator()
     refused = False
     with run_lock_together(folder, coordinator):

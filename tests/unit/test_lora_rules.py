@@ -188,7 +188,7 @@ def test_adapter_of_another_base(folders, tmp_path):
     write(adapter, Path("org/base"))
     with pytest.raises(UserError, match=facts("org/base", "model.path=org/other")):
         check_adapter_folder(LoraConfig(enabled=True, path=str(adapter)), "org/other")
-    check_adapter_folder(LoraConfig(enabled=True, path=str(adapter)), str(base))  # the folder may be org/base
+    check_adapter_folder(LoraConfig(enabled=True, path=str(adapter)), str(base))  # the folder may be a copy of org/base
 
 
 def test_a_torn_adapter_is_told_before_the_base_is_loaded(folders):
@@ -201,7 +201,7 @@ def test_a_torn_adapter_is_told_before_the_base_is_loaded(folders):
 
 
 def test_layers_and_shapes_are_told_before_the_base_is_loaded(folders):
-    """The base has no weights at all."""
+    """The base's folder has no weights, so the checks cannot have loaded any."""
     base, adapter = folders
     model = tiny_qwen2(0)
     lora = LoraConfig(enabled=True, rank=4, target_modules=["q_proj"], path=str(adapter))

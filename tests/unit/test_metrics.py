@@ -74,7 +74,7 @@ def test_step_metrics():
     ]
     groups = [
         Group(0, [1] * 3, samples[:2], results[:2], [0.0, 0.0], None),
-        Group(1, [1] * 5, samples[2:], results[2:], [-0.5, 0.0], None),  # the punishment evens them out
+        Group(1, [1] * 5, samples[2:], results[2:], [-0.5, 0.0], None),  # penalties make scores equal
     ]
     metrics, tokens = step_metrics(batch, groups, 8, Coordinator(GlooTransport()), windows={10})
     squares = 7**2 + 11**2 + 7**2 + 13**2

@@ -48,10 +48,11 @@ RENAMED: dict[str, dict[str, Any]] = {
     "olmo_hybrid": GQA | LINEAR,  # convolutions, stored in three tensors
     "qwen3_5_moe_text": GQA | LINEAR | MOE,  # a prefix, which only some files have
 }
+"""Architectures whose files have other names than the model. Comments say which names differ."""
 
 
 def small(kind: Any) -> Any:
-    """The default configuration of a type, with two layers if it builds with so few."""
+    """Return the default configuration of a model type, with two layers."""
     config = kind()
     text = config.get_text_config()
     for name in ("num_hidden_layers", "n_layer", "num_layers"):
@@ -65,13 +66,13 @@ def on_meta(kind: Any) -> PreTrainedModel | None:
         try:
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(make(kind))
-        except Exception:  # whatever a configuration without its sizes raises
+        except Exception:  # a configuration without its sizes may raise anything
             continue
     return None
 
 
 def ours_and_theirs(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Names and shapes of the files of a model, as we write them and as save_pretrained does."""
+    """Return names and shapes of a model's tensors in files, as we write them and as save_pretrained does."""
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     parts = parts_in_files({name: tensor.shape for name, tensor in state.items()}, FileConversions.of(model))
@@ -132,7 +133,7 @@ def test_verbs_write_and_compare_the_names_of_the_base(tmp_path, command):
         assert command("export", native, target, *options)[0] == 0
         assert equal_bits(load_file(target / "model.safetensors"), stored)
     assert command("test", "--local_dir", native, "--test_hf_dir", base)[0] == 0
-    # Named as in the model, as an earlier release wrote it.
+    # The base now has the model's names, as an earlier release wrote them.
     save_file(AutoModelForCausalLM.from_pretrained(base).state_dict(), base / "model.safetensors", {"format": "pt"})
     assert command("merge", "--local_dir", base, "--target_dir", tmp_path / "merged")[0] == 0
     assert equal_bits(load_file(tmp_path / "merged" / "model.safetensors"), stored)

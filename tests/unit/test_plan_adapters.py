@@ -1,4 +1,4 @@
-"""Plan of a policy with adapters: against peft's own, and the recipes on the cards that they are for."""
+"""Plan of a policy with adapters: the shapes equal peft's, and each recipe fits the GPU that it is for."""
 
 import json
 import warnings
@@ -61,7 +61,7 @@ def test_a_recipe_fits_the_card_that_it_is_for(recipe, tmp_path: Path):
     assert models is not None
     target = target_of(config, ON_CARD[recipe], 1)
     plan = memory_plan(config, models, target)
-    # Gaps between tensors take some memory, too.
+    # Leave 5 % of the memory for gaps between tensors.
     assert plan.peak.total < 0.95 * ON_CARD[recipe], {phase.name: phase.total / 2**30 for phase in plan.phases}
     config.model.lora.enabled = False
     assert not memory_plan(config, models, target).fits

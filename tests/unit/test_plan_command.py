@@ -364,7 +364,7 @@ def test_adapters_are_a_remedy_where_the_whole_model_does_not_fit(seven_b, capsy
 
 
 def test_an_engine_of_ones_own_is_a_remedy_for_long_samples(seven_b, capsys):
-    """The bundled engine has room for all samples that it decodes together, each as long as the longest."""
+    """The embedded engine reserves room for all samples that it decodes together, each as long as the longest."""
     long = ["data.max_response_length=20480", "rollout.max_num_seqs=256", "trainer.nproc=8", "--device-memory=80GB"]
     found = document(capsys, f"model.path={seven_b}", *long, "data.train_batch_size=512", code=DOES_NOT_FIT)
     assert found["peak"]["phase"] == "generation"
@@ -422,7 +422,7 @@ def test_vllm_gets_what_training_leaves(seven_b, capsys):
 
 
 def test_vllm_gets_what_an_evaluation_leaves(seven_b):
-    """Without an optimizer, and with the policy in host memory, that is nearly all of the GPU."""
+    """An evaluation has no optimizer and keeps the policy in host memory, so vLLM gets nearly all of the GPU."""
     target = Target(True, 8, 80 << 30, 1 << 40)
     run = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", "rollout=vllm", "trainer.device=cuda"]
     run += ["rollout.dtype=bfloat16", "trainer.nproc=8"]

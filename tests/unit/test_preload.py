@@ -15,7 +15,7 @@ def send_counts(sender: Any) -> None:
 
 
 def test_what_it_has_imported_is_no_matter_of_a_ranks_garbage_collector():
-    """Each rank runs several collections, and each would take a quarter of a second."""
+    """Each rank runs several collections. Each would take a quarter of a second if it visited the imports."""
     receiver, sender = forkserver.Pipe(duplex=False)
     process = forkserver.Process(target=send_counts, args=(sender,))
     process.start()
@@ -31,7 +31,7 @@ def send_what_is_made(sender: Any) -> None:
 
 
 def test_what_ranks_have_in_common_is_made_before_they_are_forked():
-    """transformers' mappings of weights and the schema would be a sixth of a rank's work before its first step."""
+    """Making transformers' mappings of weights and the schema is a sixth of a rank's work before its first step."""
     receiver, sender = forkserver.Pipe(duplex=False)
     process = forkserver.Process(target=send_what_is_made, args=(sender,))
     process.start()

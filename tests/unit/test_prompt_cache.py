@@ -32,7 +32,7 @@ DAY = datetime.date(2026, 3, 14)
 
 
 class Counting:
-    """A tokenizer that counts its calls for tokens and may do something at each."""
+    """A tokenizer that counts its calls for tokens and calls `at_call` with each call's number."""
 
     def __init__(self, at_call: Callable[[int], None] = lambda _: None) -> None:
         self._tokenizer, self._at_call = letter_tokenizer(), at_call
@@ -180,7 +180,7 @@ def test_a_changed_file_is_seen_though_its_size_and_time_are_the_same(tmp_path, 
     file = numbered(path, 100)
     first = build(file, cache)
     stat = path.stat()
-    time.sleep(0.1)  # the clock of a file system ticks a hundred times a second or more
+    time.sleep(0.1)  # so that the inode's change time differs: the clock ticks at least every 0.01 s
     path.write_text(path.read_text().replace("99 + 1", "98 + 2"))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     changed = build(file, cache)

@@ -93,7 +93,7 @@ def test_a_dry_run_beside_a_run_leaves_out_what_the_run_removes(run_dir, best, c
 
 @pytest.mark.parametrize("there", [True, False])
 def test_an_output_that_a_kill_left_without_a_name_stays(run_dir, there, command):
-    """A kill between two renames left an export under a replaced export's name; it stays if it is the only one."""
+    """A kill between two renames left an export as `.replaced-...`. This export stays if it is the only one."""
     replaced = run_dir / ".replaced-huggingface-0123456789ab"
     replaced.mkdir()
     if there:
@@ -158,7 +158,7 @@ def test_mistakes_are_one_line(run_dir, command):
 
 
 def test_the_newest_whole_checkpoint_stays(run_dir, command):
-    """Also where damaged ones are newer, which a resume will set aside."""
+    """The newest intact checkpoint stays even if newer ones are damaged, which a resume will set aside."""
     for step in (8, 7):
         flip_bit(step_dir(run_dir, step) / "actor/model/weights", 9)
     code, out, _ = command("prune", run_dir, "--yes", "--max-to-keep", "1", "--keep-every", "null", "--keep-best", "0")

@@ -44,7 +44,7 @@ def test_a_rank_on_a_gpu_attends_without_cudnn(monkeypatch, tf32: bool, precisio
         torch.backends.cuda.enable_cudnn_sdp(True)
         configure_cuda(tf32=tf32)
         assert not torch.backends.cuda.cudnn_sdp_enabled()
-        # The other kernels stay, and torch chooses among them.
+        # The other attention kernels stay enabled, and torch chooses among them.
         assert torch.backends.cuda.flash_sdp_enabled()
         assert torch.backends.cuda.mem_efficient_sdp_enabled()
         assert torch.get_float32_matmul_precision() == precision

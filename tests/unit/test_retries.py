@@ -26,7 +26,7 @@ def failing(times: int) -> Callable[[], str]:
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch, caplog) -> Callable[[], list[tuple[int, float]]]:
-    """Every wait so far: failures in a row, seconds."""
+    """Return a function that lists every wait so far: the failures in a row before it, and its seconds."""
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.004)
     found = r"failed \((\d+) in a row\): ConnectionError: no route to host. Next try in (\S+) s"

@@ -136,7 +136,7 @@ def start_by_agents(rank: int, config: Config, agents: list[str]) -> list[int | 
 
 @pytest.mark.parametrize("mode", ["overwrite", "disable"])
 def test_a_launch_of_torchrun_knows_its_own_saves_while_machines_come_and_go(config, monkeypatch, mode):
-    """torchrun's restart count stays 0 then. Each change of members once deleted or rejected the run's own saves."""
+    """torchrun's restart count stays 0 if machines come and go. Such a change once deleted or rejected own saves."""
     config.checkpoint.max_to_keep = None
     if mode == "overwrite":
         save_steps(config, PlainRole(), 1)

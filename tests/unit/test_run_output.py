@@ -208,7 +208,7 @@ def test_log_records_are_lines(output, capsys):
 
 
 def test_a_pipe_that_nobody_reads_holds_up_nothing(tmp_path, output, monkeypatch):
-    """A paused pager loses lines after a deadline, but the log has them. When it reads again, a line tells it so."""
+    """A paused pager loses lines after a deadline, but the log has them. Then a line reports the loss."""
     monkeypatch.setattr(unread_output, "READER_TIMEOUT_S", 0.3)
     read, write = os.pipe()
     lines = [f"line {i} {'x' * 90}" for i in range(2000)]

@@ -33,7 +33,7 @@ def config_error(config: Config) -> str:
 
 
 def test_a_directory_answers_no_other_experiment_whether_finished_or_not(config):
-    """Once a finished run answered any command: GRPO's result and exit code 0 for algorithm=rloo at another rate."""
+    """Earlier, a finished run answered any command: algorithm=rloo with another rate got GRPO's result and code 0."""
     for step in (8, 10):
         save_steps(config, PlainRole(), step)
         config.actor.optim.lr, config.trainer.seed = 5e-5, 2
@@ -62,7 +62,7 @@ def test_an_allowed_change_goes_on_where_there_is_something_left_to_train(config
 
 
 def test_checkpoints_of_another_version_are_left_as_they_are(config):
-    """They once were set aside as damaged, one after the other."""
+    """Earlier, such checkpoints were set aside as damaged, one after the other."""
     save_steps(config, PlainRole(), 8, 10)
     for step in (8, 10):
         folder = step_dir(config.run_dir, step)

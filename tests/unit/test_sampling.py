@@ -112,7 +112,7 @@ def test_noise_is_independent_along_every_coordinate(axis: str) -> None:
     if axis == "token":
         noise = noise.T
     x, y = noise[:-1].flatten(), noise[1:].flatten()
-    # Correlation of neighbours has standard deviation 1 / sqrt(count); so have the cells of their joint histogram.
+    # The correlation of neighbours has standard deviation 1 / sqrt(count). `chi_square` of their cells is a z-score.
     assert abs(torch.corrcoef(torch.stack([x, y]))[0, 1].item()) * math.sqrt(len(x)) < 4
     cells = torch.bincount((x * 8).long() * 8 + (y * 8).long(), minlength=64).double()
     assert abs(chi_square(cells, torch.full((64,), len(x) / 64, dtype=torch.float64))) < 4

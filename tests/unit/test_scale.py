@@ -82,7 +82,7 @@ def save_twice(rank: int, config) -> None:
 
 
 RECEIVED: list[list[tuple[str, bytes]]] = [[] for _ in range(4)]
-"""Kind and bytes of what each rank has received from others."""
+"""By rank: kind and bytes of each message that the rank has received."""
 
 
 def test_room_and_linked_files_are_the_leaders_business(tmp_path, monkeypatch):

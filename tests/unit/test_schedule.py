@@ -62,7 +62,7 @@ def backend_of(optim: OptimConfig) -> Fsdp2Backend:
 
 
 def rates(backend: Fsdp2Backend, steps: int) -> list[float]:
-    """The rates used by the next `steps` optimizer steps, without gradients; each must be the optimizer's own."""
+    """Return the rates of the next `steps` optimizer steps without gradients. Check that the optimizer has them."""
     found = []
     for _ in range(steps):
         in_optimizer = backend.optimizer.param_groups[0]["lr"]
@@ -107,7 +107,7 @@ def in_training_steps(optim: OptimConfig = BY_TRAINING_STEPS) -> Fsdp2Backend:
 
 
 def by_hand(step: int) -> float:
-    """The rate of `BY_TRAINING_STEPS`, by its definition."""
+    """Return the rate of `BY_TRAINING_STEPS` in a training step, by its definition."""
     if step < 2:
         return 3e-4 * (step + 1) / 2
     angle = math.pi * min(1.0, (step - 2) / (TOTAL - 2))
@@ -151,7 +151,8 @@ def test_a_training_step_counts_once_if_an_optimizer_step_was_taken():
     ids=["optimizer", "to_training", "to_optimizer", "training"],
 )
 def test_a_resume_goes_on_in_either_interval(before, after, stop):
-    """A resume may change the interval. The rate continues where the new interval would be, despite skipped steps."""
+    """A resume may change the interval. The rate goes on as if the new interval had always been
+    set, despite skipped steps."""
     intervals = BY_OPTIMIZER_STEPS, BY_TRAINING_STEPS
 
     def walk(backend: Fsdp2Backend, *steps: int) -> list[list[float]]:

@@ -79,7 +79,7 @@ def test_what_a_killed_process_leaves_goes_with_the_next_and_what_a_living_one_h
     living, of_living = holder()
     assert shared(of_killed)
     assert shared(of_living)
-    os.killpg(killed.pid, signal.SIGKILL)  # with the process that would remove the memory
+    os.killpg(killed.pid, signal.SIGKILL)  # this also kills the process that would remove the shared memory
     killed.wait()
     assert len(list(of_killed.iterdir())) == 2
     assert shared(of_killed)

@@ -1,4 +1,4 @@
-"""Fleet without a good server, and what servers are started with; with good ones: tests/faults/test_vllm_servers.py."""
+"""Fleet whose servers fail, and settings of a server's start. tests/faults/test_vllm_servers.py has working servers."""
 
 import json
 import subprocess
@@ -175,7 +175,7 @@ class SlowHandler(BaseHTTPRequestHandler):
 def test_a_busy_server_is_waited_for_and_one_that_hangs_is_not(hangs):
     """With `engine`, the engine hangs while HTTP still answers."""
     alive = hangs == "nothing"
-    # The first count is at the start, and later ones are compared with the second; a deadline has four counts.
+    # The first count is at the start. Later counts are compared with the second. A deadline spans four counts.
     server, proxy, limit_s = Slow(counts=2 + 5 if alive else 1000, alive=hangs != "engine"), Proxy(), 3.0
     proxy.upstream = f"http://{HERE}:{server.server_port}"
     if hangs == "network":

@@ -51,7 +51,7 @@ def test_a_server_given_by_url_is_never_started():
         health.failed(0.0, "refused", gone=True)
         assert health.due(LIMITS.backoff_max_s) == "probe"
     health.probing(10.0)
-    assert health.overdue(109.0) is None  # it gets as long as a server that this run starts
+    assert health.overdue(109.0) is None  # this server gets as much time as one that this run starts
     assert "start_timeout_s" in str(health.overdue(110.0))
 
 
@@ -97,7 +97,7 @@ def test_a_process_of_ours_is_asked_again_first_and_then_started_anew():
     assert health.due(10.9) == "nothing"
     assert health.due(11.0) == "probe"
     health.probing(11.0)
-    assert "answer_timeout_s" in str(health.overdue(31.0))  # it was up: it gets no time to start
+    assert "answer_timeout_s" in str(health.overdue(31.0))  # the server was up before, so it gets no time to start
     health.probed(11.0, "w1")
     assert health.state == "serving"
     health.failed(12.0, "connection lost")
@@ -124,7 +124,7 @@ def test_a_busy_server_is_alive_as_long_as_it_computes_tokens():
         health.counted(now + 4.9, tokens)
         now += 5.0
     assert health.state == "serving"
-    # The newest count came 4.9 s after the newest look.
+    # The last progress is 0.1 s old: its count arrived 4.9 s after the question.
     health.counting(now)
     health.counted(now, 109)
     assert health.overdue(now + 19.8) is None
@@ -199,7 +199,7 @@ def test_the_budget_is_the_fleets_and_counts_while_somebody_waits(needed):
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """In any history, requests go only to servers with the wanted weights, waits are bounded, and so are failures."""
+    """In any history, requests go only to servers with the wanted weights, and waits and failures are bounded."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ SECRET = Secret("of-this-run-alone", "here")
 
 
 def value(words: list[str], flag: str) -> str:
-    """What the last `flag` in `words` is set to, as argparse reads it."""
+    """Return the value of the last `flag` in `words`, as argparse reads it."""
     found = [word.partition("=")[2] or words[i + 1] for i, word in enumerate(words) if word.split("=")[0] == flag]
     return found[-1]
 

@@ -137,7 +137,7 @@ def test_reading_needs_only_a_fixed_buffer_beside_the_destination(tmp_path):
 
 
 def test_other_devices_are_filled_window_by_window(root):
-    """With windows of one and of two blocks; the destination is in main memory here, which the function cannot tell."""
+    """Read with windows of one and of two blocks, into main memory, which the function treats like another device."""
     files = checked(root)
     bounds = [(0, 9), (9, BLOCK + 5), (BLOCK + 8, 2 * BLOCK), (2 * BLOCK, SIZE)]
     for landing_blocks in (1, 2):

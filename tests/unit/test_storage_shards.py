@@ -41,13 +41,13 @@ def write_all(folder, ranks: list[dict[str, Shard]]) -> None:
 
 
 def files_below(folder) -> CheckedFiles:
-    """All files of a folder, as a manifest would have them now."""
+    """Return the files of a folder with the sizes and hashes that a manifest written now would have."""
     found = {name: hash_file(folder / name) for name in files_of(folder)}
     return CheckedFiles(folder, {name: {"size": size, "xxh3_128": hashes} for name, (size, hashes) in found.items()})
 
 
 def as_shard(tensor: torch.Tensor, box: Box) -> Shard:
-    """The part of a whole tensor that a rank holds, in memory of its own."""
+    """Return the part `box` of a whole tensor as a shard in separate memory."""
     part = Shard(tuple(tensor.shape), box.offsets, torch.empty(box.sizes, dtype=tensor.dtype))
     return replace(part, local=part.cut(tensor).clone())
 
@@ -82,7 +82,8 @@ def test_any_split_reads_back_as_any_other_split(tmp_path_factory, landing, data
 
 
 def test_ranks_read_columns_of_the_blocks_that_they_name_and_no_others(tmp_path):
-    """Two ranks each wrote half of the columns in several blocks. Reads of rows need both files, others only one."""
+    """Two ranks each wrote half of the columns in several blocks. A read that covers columns of
+    both halves needs both files, other reads only one."""
     rows, columns = 3 * BLOCK // 64, 16
     tensor = torch.arange(rows * columns, dtype=torch.int64).view(rows, columns)
     halves = [Box((0, 0), (rows, columns // 2)), Box((0, columns // 2), (rows, columns // 2))]
@@ -197,7 +198,7 @@ def test_whole_tensors_come_from_the_named_files_only(tmp_path):
 
 
 TABLE = {"v": ("F32", (3,)), "w": ("F32", (2, 5))}
-"""Two tensors, of which the first is one shard always."""
+"""Two tensors; the first is always a single shard."""
 
 
 def shares(*ranges: tuple[int, int], table: dict = TABLE) -> list[FileShards]:
@@ -253,8 +254,8 @@ def test_merge_refuses_ranks_that_disagree(other):
 
 
 def test_a_rank_reads_the_rows_of_few_files(tmp_path):
-    """In an index of 800 ranks, one of 800 ranks reads only its own part, and one of another number of ranks reads the
-    neighbourhood. Shards in unexpected places are found, too."""
+    """In an index of 800 ranks, a rank of 800 reads only its own part. A rank of another number of ranks reads parts
+    nearby. Shards in unexpected places are found, too."""
     world, width = 800, 512
     names = [f"t{number:03}" for number in range(width)]
     table = dict.fromkeys(names, ("F32", (world,)))

@@ -26,7 +26,7 @@ def run(first: int, last: int, evaluate_every: int = 1000) -> list[str]:
 
 
 def drawn(shown: Progress, width: int) -> list[str]:
-    """The lines of the bar on a terminal of so many columns."""
+    """Return the lines of the bar on a terminal of `width` columns."""
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="standard")
     return ["".join(segment.text for segment in line).rstrip() for line in console.render_lines(shown, pad=False)]
 
@@ -76,7 +76,7 @@ def test_phases_are_named_once_at_the_start_and_then_only_when_they_last(monkeyp
 def test_counts_are_those_of_all_ranks_at_the_same_step():
     shown = Progress(lambda _: None)
     shown.start(0, 9)
-    shown.phase(1, 1, "generating", 256, 256)  # rank 1 is ahead of rank 0; its last report of this phase
+    shown.phase(1, 1, "generating", 256, 256)  # the last report of rank 1 in this phase; rank 1 is ahead of rank 0
     shown.phase(1, 1, "reward", 0, 256)
     shown.phase(0, 1, "generating", 44, 256)
     assert shown.phase_text == "generating 300/512"

@@ -150,7 +150,7 @@ BETTER = {"reward/max": 1.0, "reward/frac_zero_std": 0.5, "response_length/clip_
     ],
 )
 def test_the_report_says_what_the_run_did_not_do(tmp_path: Path, steps: list[dict], expected: list[str]) -> None:
-    """The record of an evaluation before the training lacks these metrics, which must not matter."""
+    """The record of the evaluation before the training lacks the metrics of the findings, which must not matter."""
     history = History(tmp_path / "metrics.jsonl")
     history.append({"step": 0, "val/accuracy": 0.0})
     for step, metrics in enumerate(steps, start=1):

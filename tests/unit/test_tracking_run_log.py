@@ -27,7 +27,8 @@ def test_a_rewound_log_is_that_of_a_resumed_run(tmp_path: Path) -> None:
     rewound.rewind(4)
     rewound.step(5, {"x": -5.0})
     rewound.step(6, {"x": -6.0})
-    # As at a start, the first step shows at once; the save was of a step that was rolled back, so no record has it.
+    # The first step after the rewind shows at once, as at a start. The save was of a step that was rolled back, so no
+    # record has it.
     assert [line[:10] for line in lines] == ["step  5/10"]
 
     resumed, other = run_log(tmp_path / "resumed")

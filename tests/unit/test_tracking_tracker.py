@@ -184,7 +184,7 @@ def test_a_resume_goes_on_where_the_checkpoint_saw_the_end(tmp_path: Path, caplo
     saved = saved_after(tmp_path, 300)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-3])  # torn
-    # A resume reads nothing before the mark, so only later readers find damage there.
+    # A resume reads nothing before the position that the checkpoint stores, so only later readers find damage there.
     path.write_bytes(path.read_bytes().replace(b'"step": 2,', b'"stop": 2,'))
     tracker = tracker_of(tmp_path)
     tracker.start(300, saved)

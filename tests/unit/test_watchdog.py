@@ -16,7 +16,7 @@ ALARM_FREE_S = 4 * 3600
 
 
 class Machine:
-    """A watchdog with its clock, looked at every second."""
+    """A watchdog with a simulated clock; `wait` checks the watchdog at every second."""
 
     def __init__(self, nproc: int = 1, **settings) -> None:
         self.watchdog = Watchdog(TrainerConfig(**settings), SAVE_S)
