@@ -63,7 +63,8 @@ class ServedAgent:
             remove_dir(self._folder, ignore_errors=True)
 
     def _open(self, request: dict[str, Any]) -> None:
-        """Do nothing: the program starts with its row."""
+        """Store the seed. The program starts with its row."""
+        self._seed = int(request["seed"])
 
     def _start(self, request: dict[str, Any]) -> dict[str, Any]:
         self._folder = Path(mkdtemp(prefix="episode-"))
@@ -78,7 +79,7 @@ class ServedAgent:
         }
         pipe, output = os.pipe()
         try:
-            self._program = start(self._command, variables, self._folder, output)
+            self._program = start(self._command, variables, self._folder, output, self._seed)
         finally:
             os.close(output)
         self._endpoint.start()  # after the fork of the program, which should not copy a running thread

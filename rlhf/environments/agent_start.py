@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 import rlhf
+from rlhf.environments.serving import seed_generators
 
 
 class Program(Protocol):
@@ -56,9 +57,14 @@ def import_for(script: str) -> None:
                 importlib.import_module(name)
 
 
-def start(command: Sequence[str], variables: Mapping[str, str], folder: Path, output: int) -> Program:
-    """Start the program in `folder`, with `variables` added to the environment. `output` is the descriptor for its
-    output."""
+def start(command: Sequence[str], variables: Mapping[str, str], folder: Path, output: int, seed: int) -> Program:
+    """Start the program in `folder`.
+
+    Args:
+        variables: additions to the environment.
+        output: descriptor for the program's output.
+        seed: of the global generators of a Python script. After a kill, the script must send the same requests again.
+    """
     if (script := script_of(command)) is None:
         return subprocess.Popen(
             command, cwd=folder, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -68,11 +74,13 @@ def start(command: Sequence[str], variables: Mapping[str, str], folder: Path, ou
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
-        _become(script, command[1:], variables, folder, output)
+        _become(script, command[1:], variables, folder, output, seed)
     return _Forked(child)
 
 
-def _become(script: str, arguments: Sequence[str], variables: Mapping[str, str], folder: Path, output: int) -> NoReturn:
+def _become(
+    script: str, arguments: Sequence[str], variables: Mapping[str, str], folder: Path, output: int, seed: int
+) -> NoReturn:
     code = 1
     atexit._clear()  # the handlers of the process that forked this one
     try:
@@ -81,8 +89,7 @@ def _become(script: str, arguments: Sequence[str], variables: Mapping[str, str],
         os.environ.update(variables)
         sys.argv = list(arguments)
         sys.path[0:0] = [str(Path(script).parent)]
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed()  # each fork has the same state; Python's own generator seeds itself again
+        seed_generators(seed)
         runpy.run_path(script, run_name="__main__")
         code = 0
     except SystemExit as error:

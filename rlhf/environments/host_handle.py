@@ -161,7 +161,8 @@ class Host:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env=reward_environment(os.environ, config.pass_env),
+                # Repeated calls must have the same replies, also where they follow the order of a set.
+                env={"PYTHONHASHSEED": "0"} | reward_environment(os.environ, config.pass_env),
                 start_new_session=True,
             )
         assert self._popen.stdout is not None

@@ -63,7 +63,7 @@ class Served:
     def _open(self, request: dict[str, Any]) -> None:
         self._definition = self._definitions[request["kind"]]
         if self._alone:
-            _seed(request["seed"])
+            seed_generators(request["seed"])
         self._environment = self._classes[request["kind"]]()
         if (state := request["state"]) is not None:
             restore(self._environment, state)
@@ -133,7 +133,8 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _seed(seed: int) -> None:
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python and, if it is imported, of NumPy."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % (1 << 32))

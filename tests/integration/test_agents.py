@@ -131,6 +131,12 @@ def test_a_crash_anywhere_changes_no_bit(event, sampler, tmp_path):
         assert found == expected
 
 
+def test_a_program_draws_the_same_numbers_when_it_starts_again(sampler):
+    """Otherwise the program would send other requests, and its episode would fail after a kill."""
+    with agent("draws") as one, agent("draws") as other:
+        assert facts(play(one, sampler)) == facts(play(other, sampler))
+
+
 WRONG = {
     "silent": ("without a request", "nothing to do"),
     "crash": ("exit code 1", "ValueError: the agent burnt"),

@@ -69,6 +69,12 @@ def computed(expression: str) -> str:
         return f"error: {error}"
 
 
+def draws() -> None:
+    """Use a generator without a seed, and the order of a set."""
+    text = f"{random.randrange(1000)} {list({'a', 'b', 'c', 'd', 'e'})}"
+    ask([*ROW["messages"], {"role": "user", "content": text}])
+
+
 def silent() -> None:
     sys.stderr.write("nothing to do\n")
 
