@@ -73,7 +73,7 @@ class Balance:
     planned: float
     micro_batches: float
     plain: float | None
-    """None if the ranks do not divide the prompts."""
+    """None if the number of prompts is not a multiple of the number of ranks."""
     least: float
     """Lower bound of all plans: 1, or more if a mini-batch has a sample that costs more than a rank's part."""
 
@@ -103,7 +103,9 @@ def balance(name: str, ranks: int, prompts: int, budget: int) -> Balance:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.balance", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128, 1024])
-    parser.add_argument("--prompts-per-rank", type=int, default=2, help="of a mini-batch, 16 samples each (default 2)")
+    parser.add_argument(
+        "--prompts-per-rank", type=int, default=2, help="prompts of a mini-batch, with 16 samples each (default 2)"
+    )
     parser.add_argument("--budget", type=int, default=32768, help="tokens of a micro-batch (default 32768)")
     chosen = parser.parse_args(arguments)
     table = Table("ranks", "prompts", "lengths", "micro-batches", "plain way", "planned", "gain", "least")

@@ -2,7 +2,8 @@
 
 One rank with one thread computes a simulated step (matrix products) with and without a snapshot of the same state, in
 turn. In a step with a snapshot, the copy comes before the work. The publication runs during the work, and the wait for
-the publication comes after it. The ratio is the median over the pairs of steps.
+the publication comes after it. `ratio` is the time with a snapshot divided by
+the time without, as the median over the pairs of steps.
 """
 
 import argparse

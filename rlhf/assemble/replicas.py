@@ -13,11 +13,11 @@ log = logging.getLogger(__name__)
 
 
 def settle_replicas(config: Config, coordinator: Coordinator) -> Config:
-    """Return the configuration with a number in place of a null `backend.dp_replicate`, on several ranks. Collective.
+    """Return the configuration; for FSDP2 on several ranks, choose a number if `dp_replicate` is null. Collective.
 
     A resume on the same number of ranks keeps the number of replicas, because sums of gradients over more or fewer
-    replicas round differently. Whole replicas need ranks on one machine, because processors of several machines may
-    round differently.
+    replicas round differently. One replica per rank needs all ranks on one machine, because processors of
+    several machines may round differently.
     """
     if config.backend.name != "fsdp2" or config.backend.dp_replicate is not None or coordinator.world_size == 1:
         return config

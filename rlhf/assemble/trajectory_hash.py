@@ -50,7 +50,7 @@ def trajectory_hash(
 def user_files(
     reward: RewardConfig, algorithm: AlgorithmConfig, actor: ActorConfig, model: ModelConfig, env: EnvConfig
 ) -> dict[str, str]:
-    """Return the hash of each file with users' functions, environments or chat templates, by setting and path.
+    """Return, for each setting that names users' functions, environments or chat templates, a hash of its files.
 
     The files change the run just as settings do. Files that the functions import are not hashed.
     """

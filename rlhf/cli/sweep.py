@@ -136,5 +136,5 @@ def _result(run: PlannedRun, code: int | None) -> RunResult:
     status = known.get(code, f"failed ({code})")
     try:
         return RunResult.read(str(run), run.config.run_dir, status)
-    except UserError:  # the run failed before it had a directory, or in another run's directory
+    except UserError:  # the directory is missing or unreadable, for example after an early failure
         return RunResult(str(run), status, {})

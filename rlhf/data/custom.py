@@ -24,7 +24,7 @@ RAW_PROMPT = "raw_prompt"
 """Key of the messages in an item of verl's Dataset classes."""
 
 CustomRecord = tuple[str, str, dict[str, Any]]
-"""The row's default data source, its location for messages, and its columns."""
+"""The row's default data source, its location for error messages, and its columns."""
 
 
 def check_custom(spec: str) -> None:

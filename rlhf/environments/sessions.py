@@ -25,7 +25,8 @@ _TRIES = 3
 
 T = TypeVar("T")
 Call = dict[str, Any]
-"""Operation `op` and its arguments, as JSON: reset, tool, step or reward; of an agent start, answer or reward."""
+"""Operation `op` and its arguments, as JSON. Environments have reset, tool, step and reward.
+Agents have start, answer and reward."""
 Reply = dict[str, Any]
 """`value`, or `rejected`: the text with which a tool rejects a call."""
 

@@ -26,7 +26,7 @@ from rlhf.printable import printable_lines
 FLAGS = ("--json", "--help", "-h")
 WITH_VALUE = ("--config-dir",)
 TARGET_KEYS = ("model.path", "target", "targets", "trainer.resume_from_path")
-"""Settings by which users may name a target, as in `model.path=TARGET`. The error shows the right command."""
+"""Settings by which users may wrongly name a target (`model.path=TARGET`); the UserError shows the right command."""
 
 
 def main(argv: list[str] | None = None) -> int:

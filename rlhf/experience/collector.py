@@ -62,7 +62,7 @@ class Collector:
     ends_with: Callable[[int, float], bool]
     """Returns whether a step is the run's last, given the epochs so far. The last step starts no generation ahead."""
     windows: frozenset[int] = frozenset()
-    """Sliding windows of the models' layers, for the token counts."""
+    """Sliding windows of the models' layers. The token counts include what the cost of attention with each needs."""
     _source: NewPrompts | PartialRollouts = field(init=False)
     _sampling: PlainSampling | DynamicSampling = field(init=False)
     # Last step that this process collected, and the hash of the step's batch over all ranks.
@@ -169,7 +169,7 @@ class Collector:
         self._sampling.carry(fitting)
         if left_out := len(groups) - len(fitting) + self._source.load_tensors(parts):
             log.warning(
-                "Dropped %d prompts of the checkpoint, with samples generated for the next step: rollout.n or "
-                "algorithm.adv_estimator has changed since.",
+                "Dropped %d prompts of the checkpoint, with samples generated for later steps: rollout.n, "
+                "rollout.async_steps, data.max_response_length or algorithm.adv_estimator has changed since.",
                 left_out,
             )

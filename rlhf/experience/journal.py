@@ -243,7 +243,9 @@ class Journal:
         known = _Stored()
         for document, tail in (records.from_payload(payload) for payload in payloads[1:] if payload is not None):
             self._add_record(known, document, tail)
-        if None in payloads:  # a lost call of an episode is made again, and its reward may then differ
+        # A damaged record may be a call of an episode. The call is made again, and its reward may then differ. So drop
+        # the rewards of all episodes: their prompts are not in `newest`.
+        if None in payloads:
             known.results = {uid: found for uid, found in known.results.items() if uid in known.newest}
         return known
 

@@ -38,7 +38,7 @@ class PartialRollouts:
     begun: list[Begun] = field(default_factory=list, init=False)
     """This rank's prompts in flight, sorted by uid."""
     _stopped_in: int | None = field(default=None, init=False)
-    """The last step in which the generation in the background was stopped for the journal."""
+    """Step of the last `_stop`, which ends the background generation and stores its samples in the journal."""
 
     @property
     def position(self) -> int:
@@ -56,7 +56,7 @@ class PartialRollouts:
         return expired
 
     def epochs(self) -> float:
-        """Return the passes over the prompts without those in flight. Collective."""
+        """Return how many times the run has passed over the prompts; prompts in flight do not count. Collective."""
         in_flight = sum(self.generation.coordinator.all_gather(len(self.begun)))
         return self.prompts.epochs_at(self.prompts.position - in_flight)
 
@@ -121,7 +121,8 @@ class PartialRollouts:
     def _stop(self, stats: RolloutStats, step: int) -> None:
         """End the generation in the background, and store its samples in the journal. Collective.
 
-        Store complete samples, too: a save may have stopped the generation before, and a replay may skip this save.
+        Store complete samples, too: an earlier save may have ended the generation and kept its samples, and a replay
+        may skip this save.
         """
         if self.generation.sampler.background:
             self.begun = self.generation.stop(self.begun, stats)

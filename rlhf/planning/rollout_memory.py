@@ -143,8 +143,8 @@ def _embedded(
     columns = cache_columns(prompt, response)
     prompts = math.ceil(rows / rollout.n)
     prefill = min(max(PREFILL_TOKENS, prompt), prompts * prompt)
-    # The cache grows layer by layer, so one layer at a time has both its old and its new columns. Prefilled keys stay
-    # until rows are free.
+    # The cache grows layer by layer, so one layer at a time has both its old and its new columns. The keys of a
+    # prefilled prompt stay until free rows have taken all its samples.
     cache = per_token * (rows * columns + prefill) + per_token * rows * columns // max(len(model.layers), 1)
     float32 = 2 + (rollout.temperature != 1)
     return {

@@ -24,7 +24,7 @@ def _collective() -> Iterator[None]:
 class GlooTransport(Transport):
     """Sends over a separate gloo group. Without torch.distributed, this process is the only rank.
 
-    `timeout` is for each call; None means the timeout of the process group for training.
+    `timeout` is for each call; None means PyTorch's default timeout for gloo.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:

@@ -17,7 +17,7 @@ class PolicyFiles:
     folder: Path  # the same path at each start, because vLLM's compile cache depends on the path
     eos: Sequence[int]  # tokens that end a response
     max_model_len: int  # limit of prompt plus response in tokens
-    tokenizer: Any = None  # decodes continued responses with stop strings
+    tokenizer: Any = None  # finds stop strings that begin before, and end after, the point where a response continues
 
     def write(self) -> None:
         write_folder(self.folder, self.files)

@@ -1,7 +1,7 @@
 """Writes, syncs, renames, links and removes files: all changes in a run directory go through these functions.
 
-Results of functions named `..._durably` survive a power cut. The other functions are for files that no process needs
-after a crash.
+Results of functions named `..._durably` survive a power cut. A power cut may undo other changes until the caller
+syncs them (`fsync_file`, `fsync_tree`).
 """
 
 import ctypes

@@ -112,7 +112,7 @@ def die_while_writing(rank: int, config: Config) -> str:
 
 @pytest.mark.parametrize("on_save_error", ["stop", "continue"])
 def test_a_kill_during_the_write_leaves_the_checkpoint_before(tmp_path, config, on_save_error):
-    config.checkpoint.on_save_error = on_save_error  # a rank needs its peer
+    config.checkpoint.on_save_error = on_save_error  # even with "continue", a lost peer is an error
     message, dead = on_ranks(tmp_path, 2, die_while_writing, config)
     assert dead == "died"
     assert "The checkpoint of step 2" in message

@@ -64,7 +64,7 @@ def processes(tmp_path):
 
 
 def ranks(function: Callable, *arguments) -> list:
-    """Run an attempt on two ranks. Each returns the error's type, its message, and the seconds until the error."""
+    """Run an attempt on two ranks. `save` returns the type of its result or error, the message, and the seconds."""
     return run_thread_ranks(2, function, *arguments, deadline_s=DEADLINE_S)
 
 
@@ -136,7 +136,7 @@ def test_a_failure_of_one_rank_ends_the_save_on_all(config, processes):
 
 
 def save_twice(rank: int, config: Config) -> list[tuple]:
-    """Fail at step 4, free the disk, save step 6, as continued training does."""
+    """Fail at step 4, lift the file size limit, and save step 6, as continued training does."""
     errors = messages(logging.ERROR)
     coordinator = make_coordinator()
     results = []

@@ -1,4 +1,4 @@
-"""The files and commands of docs/environments.md: each environment of the page trains, and resumes after a kill."""
+"""The files and commands of docs/environments.md: each environment of the page trains, and Shop resumes."""
 
 import json
 import re

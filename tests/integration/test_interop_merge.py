@@ -113,7 +113,7 @@ def test_the_merged_model_is_the_trained_one(trained, cell, tmp_path):
     with torch.no_grad():
         here = model(input_ids=tokens(9), use_cache=False).logits
     if cell[0] == "qwen2" and "zero3" in cell[1]:  # the only architecture with a bias: see KINDS
-        # In bfloat16, ZeRO 3 adds a bias in a separate step, and so rounds three products in each of two layers twice.
+        # In bfloat16, ZeRO 3 adds biases in a separate step, so it rounds q, k and v twice, in each of two layers.
         low = 2 * 3 * torch.finfo(torch.bfloat16).eps * float(logits.abs().max())
         apart = low if dtype == torch.bfloat16 else forward_bound(logits)
         torch.testing.assert_close(here, logits, rtol=0, atol=apart)

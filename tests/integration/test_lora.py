@@ -260,7 +260,8 @@ def test_dora_is_that_of_peft(found, engine):
     assert torch.equal(seen["disabled"], found["fsdp2"]["trained"]["disabled"])
     assert seen["sent"].keys() == seen["peft_merged"].keys()
     for name, weight in seen["peft_merged"].items():
-        # Terms: the norm of a row of at most 24 weights, each with a product of rank 4; a quotient and a product.
+        # Terms: 24 for the norm of a row of at most 24 weights, 4 for each weight's sum in B A (rank 4), and 2 for a
+        # quotient and a product.
         apart = min(1e-6, sum_bound(24 + 4 + 2) * float(weight.abs().max()))
         torch.testing.assert_close(seen["sent"][name], weight, rtol=0, atol=apart)
 

@@ -84,7 +84,7 @@ def test_an_older_run_is_restored_exactly_and_finished(release, name, tmp_path):
 
 def store_as_older(folder: Path, name: str, **values: Any) -> None:
     """Give the checkpoint of a run the configuration that an older schema (`older_schema.TABLE`) would have stored.
-    `values` are values of the removed setting."""
+    `values` may change the removed setting, `trainer.speed=3`."""
     root = run_dir(folder, name) / f"global_step_{SAVED}"
     tree = yaml.safe_load((root / CONFIG).read_text())
     tree["actor"]["learning_rate"] = tree["actor"]["optim"].pop("lr")

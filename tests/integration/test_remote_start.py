@@ -126,7 +126,7 @@ def test_another_runs_folder_is_refused(tmp_path, folder_url):
     before = (remote_dir(tmp_path, 2) / MANIFEST).read_bytes()
     with pytest.raises(UserError, match=r"another run, up to step 4(.|\n)*experiment_name(.|\n)*overwrite=true"):
         start_there(config)
-    # After a start that could not check the folder, the copies in the background fail for the same reason.
+    # If a start could not check the folder, the background copies of the run refuse the folder in the same way.
     assert copy_all(config) == [2]
     assert (remote_dir(tmp_path, 2) / MANIFEST).read_bytes() == before
 

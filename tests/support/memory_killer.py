@@ -1,6 +1,6 @@
 """Kills processes of a run once at each planned event of its snapshots in memory, by RLHF_EVENT_LISTENER.
 
-Rank 0 notes each step that begins, and each kill, in a file, so that a test can count repeated steps.
+Rank 0 notes in a file each step that begins, and each rank its kills, so that a test can count repeated steps.
 """
 
 import json

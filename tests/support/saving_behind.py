@@ -1,4 +1,4 @@
-"""Shares parts of background-save tests: state that changes in place, and a block of the writing thread."""
+"""Shares parts of tests of background saves: state that changes in place, and how to block the writing thread."""
 
 import threading
 from pathlib import Path
@@ -56,7 +56,7 @@ class Blocker:
 
 
 class Run:
-    """A rank's saved state; `step` changes all of it in place."""
+    """A rank's saved state; `step` changes it in place, the reference only at odd steps."""
 
     def __init__(self, rank: int, config: Config, coordinator: Coordinator | None = None) -> None:
         self.coordinator = coordinator or make_coordinator()

@@ -1,4 +1,6 @@
-"""Imports DeepSpeed, and modules that it imports late, in the server of ranks; saves each rank five CPU seconds.
+"""Imports DeepSpeed, and modules that it imports late, in the process that forks the tests' ranks.
+
+This saves each rank five CPU seconds.
 
 Does nothing on a machine with a GPU: there, a rank sets its device before it imports DeepSpeed.
 """

@@ -350,7 +350,7 @@ def test_reasoning_gym_splits_are_disjoint_and_follow_the_seed(tokenizer):
     assert len(val) == 60
     assert 0 < len(train) < 300
     assert not held_out & set(questions)
-    assert len(set(questions)) < len(questions), "repeats are the task's distribution"
+    assert len(set(questions)) < len(questions), "training questions repeat as the task draws them"
     assert train[0].data_source == "reasoning_gym/chain_sum"
     assert train[0].messages == [{"role": "user", "content": questions[0]}]
     assert build_train_set(*sections(config), tokenizer).fingerprint == train.fingerprint

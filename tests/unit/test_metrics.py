@@ -111,7 +111,7 @@ def test_what_no_sample_is_has_no_metric():
     metrics, _ = step_metrics(batch, [group], 2, Coordinator(GlooTransport()))
     assert metrics["response_length/clip_ratio"] == 1
     assert not any(name.startswith("response_length_terminated") for name in metrics)
-    assert "reward/frac_zero_std" not in metrics, "a sample alone differs from nothing"
+    assert "reward/frac_zero_std" not in metrics, "a group of one sample does not count"
 
 
 def test_the_slowest_rank_is_named_with_its_distance_to_the_median():

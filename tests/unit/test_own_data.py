@@ -67,7 +67,7 @@ class Sizes:
 
 @pytest.fixture
 def own(tmp_path):
-    """Settings for data of the user's `name`, in a file with CODE."""
+    """Return a function that makes settings for rows from `name`, a function or class in CODE."""
     (tmp_path / "rows.py").write_text(CODE)
 
     def data_of(name: str, *rows: dict, file: str = "t.jsonl", text: str = "", **settings) -> DataConfig:

@@ -19,7 +19,7 @@ from rlhf.reward import RewardItem, RewardResult, build_reward
 from rlhf.reward.scoring_handle import ScoringProcess
 from tests.support.running import wait_until_gone
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines; elsewhere a warning says so")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux confines; elsewhere the trainer warns")
 
 # Acts like a verifier that executes the policy's text.
 FILE = """
@@ -136,7 +136,8 @@ def test_the_network_is_open_only_when_asked_for(probe_of, network):
 def test_processes_and_threads_are_limited(shared):
     code = "import resource, threading\nlimit = resource.getrlimit(resource.RLIMIT_NPROC)[1]\n"
     code += "out['refused'] = 0 < limit < 100_000\nthreading.stack_size(65536)\ngo, made = threading.Event(), []\n"
-    # If the process shares its user, the limit counts other processes, too, and is too high to try.
+    # If the reward process runs as the trainer's user, the limit also counts that user's other processes.
+    # Then the limit is too high to try.
     code += "try:\n    while limit == 1024 and len(made) < 2000:\n        out['refused'] = 0\n"
     code += "        thread = threading.Thread(target=go.wait)\n        thread.start()\n"
     code += "        made.append(thread)\nexcept RuntimeError:\n    out['refused'] = 1\n"
@@ -274,7 +275,7 @@ FORGED = (
     '{"score": 1}',
     "1",
 )
-"""Entries of answers that have the right number but are wrong in other ways."""
+"""Entries of answers that have the number of the request but are wrong in other ways."""
 
 
 def answer_of(entries: str) -> str:

@@ -175,7 +175,8 @@ class SlowHandler(BaseHTTPRequestHandler):
 def test_a_busy_server_is_waited_for_and_one_that_hangs_is_not(hangs):
     """With `engine`, the engine hangs while HTTP still answers."""
     alive = hangs == "nothing"
-    # The first count is at the start. Later counts are compared with the second. A deadline spans four counts.
+    # Read 1 checks the new server, read 2 is the baseline of the progress. Five more reads outlast the deadline,
+    # which spans four.
     server, proxy, limit_s = Slow(counts=2 + 5 if alive else 1000, alive=hangs != "engine"), Proxy(), 3.0
     proxy.upstream = f"http://{HERE}:{server.server_port}"
     if hangs == "network":

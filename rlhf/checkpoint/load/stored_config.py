@@ -15,7 +15,7 @@ from rlhf.storage.reading import CheckedFiles
 BASE = "model.path"
 """The setting that names the base model of adapters."""
 CODE = "model.trust_remote_code"
-"""Key of the hash of the models' Python files among the fingerprints."""
+"""A manifest's `fingerprints` have the hash of the models' Python files under this key."""
 
 
 def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> ConfigDiff:

@@ -33,10 +33,11 @@ def make_room(
     """Free space on each disk until `needed` bytes are free. Each storage domain (the ranks that see the same run
     directory) has one disk; the domain's leader passes `needed` for this disk. Collective.
 
-    First call `cancel_copy`, and wait at most `timeout_s` seconds for `deleter`. Then remove the first checkpoints of
-    `victims()`, which retention will remove anyway (oldest first). Keep the newest checkpoint that a resume could load,
-    and all later checkpoints. To find this checkpoint, every domain reads and verifies its part. All disks remove the
-    same checkpoints. If the space would not suffice, remove nothing, and raise OSError (ENOSPC) on every rank.
+    First call `cancel_copy`, which stops an upload whose checkpoint was removed. Wait at most `timeout_s` seconds for
+    `deleter`. Then remove the first checkpoints of `victims()`, which retention will remove anyway (oldest first). Keep
+    the newest checkpoint that a resume could load, and all later checkpoints. To find this checkpoint, every domain
+    reads and verifies its part. All disks remove the same checkpoints. If the space would not suffice, remove nothing,
+    and raise OSError (ENOSPC) on every rank.
     """
 
     def await_room() -> None:
@@ -86,7 +87,8 @@ def _count_to_remove(run_dir: Path, needed: int, removable: list[Path]) -> int:
 
 
 def bytes_freed_by(paths: list[Path]) -> int:
-    """Return the bytes that the removal of all `paths` and their upload links frees. A file with other links stays."""
+    """Return the bytes freed by removing all `paths` and the hard links for their uploads. A file with other links
+    stays."""
     names: Counter[tuple[int, int]] = Counter()
     freed = 0
     # Removing a symlink to a checkpoint elsewhere frees nothing here.

@@ -72,7 +72,7 @@ def _value(match: re.Match[str], values: Mapping[str, str]) -> str:
         return values[name]
     if default is not None:
         return default.strip("\"'")
-    return f"\0{name}\1"  # braces would end an outer ${X:-...}
+    return f"\0{name}\1"  # `words_of` adds the braces later: here they would end an outer ${X:-...}
 
 
 def _total(text: str, values: Mapping[str, str]) -> str:

@@ -16,9 +16,9 @@ MODEL_STATES, OPTIM_STATES = "*_model_states.pt", "*_optim_states.pt"
 RANK = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(?:model|optim)_states\.pt")
 
 
-# A save uses a few of DeepSpeed's classes, and an application may add numpy's random state and its arguments. Stand-ins
-# replace all these classes. No numpy object may be created, because a pickle sets an object's state, and numpy would
-# use bytes of a forged state as memory addresses.
+# A save uses a few of DeepSpeed's classes. An application may add the random state of numpy, and its own command-line
+# arguments. Stand-ins replace all these classes. No numpy object may be created, because a pickle sets an object's
+# state, and numpy would use bytes of a forged state as memory addresses.
 ALLOWED: Allowed = [
     *(
         stand_in(name)
@@ -94,8 +94,10 @@ def files_by_rank(save: Path, pattern: str) -> dict[int, Path]:
 
 
 def check_no_others(save: Path, pattern: str, ranks: int) -> None:
-    """Raise UserError with the name of a file of another save that matches `pattern`: a file of a rank from `ranks` on,
-    or any other file beside a file without a rank in its name."""
+    """Raise UserError that names a file of another save among the files that match `pattern`.
+
+    Such a file has rank `ranks` or higher. If rank 0's file has no rank in its name, it is the save's only file.
+    """
     files = files_by_rank(save, pattern)
     if (alone := RANK.fullmatch(files[0].name) if 0 in files else None) and alone[1] is None:
         ranks = min(ranks, 1)

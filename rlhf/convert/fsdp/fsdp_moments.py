@@ -57,7 +57,10 @@ def read_moments(
 
 
 def _check_steps(paths: Sequence[Path], entries: Sequence[dict[int, dict[str, Any]]]) -> None:
-    """Raise DamagedCheckpoint unless all ranks have the same step counts, TypeError for a step that is not a number."""
+    """Raise DamagedCheckpoint unless each rank has the step count of rank 0, compared at one parameter that both have.
+
+    Raise TypeError for a step that is not a number.
+    """
     if any(entry["step"].numel != 1 for of_rank in entries for entry in of_rank.values()):
         raise TypeError("a step that is not a number")
     for path, of_rank in zip(paths, entries, strict=True):

@@ -36,7 +36,7 @@ RELOAD_S = 10
 
 @dataclass(frozen=True)
 class Plotted:
-    """A plot with its legend, and a table (`head`, `rows`) of some of its values."""
+    """A plot with its legend, and a table (`heads`, `rows`) of some of its values."""
 
     title: str
     unit: str
@@ -54,7 +54,7 @@ def write_page(path: Path, run_dirs: Sequence[Path], deadline_s: float = LONGEST
 
 
 def page_of(run_dirs: Sequence[Path], deadline_s: float = LONGEST_S, *, live: bool = False) -> str:
-    """Return the page of runs. With `live`, the page reloads itself until all runs have ended.
+    """Return the page of runs. With `live`, the page reloads itself until all runs are finished.
 
     Raises:
         UserError: a folder is not a run directory, or a file is damaged.

@@ -82,7 +82,7 @@ def _read(files: SampleFiles, step: int, split: str) -> list[ShownSample]:
 
 
 def _pairs(before: Iterable[ShownSample], after: Iterable[ShownSample]) -> list[Pair]:
-    """Return prompts with a higher, a lower and an equal score, one of each kind in turn."""
+    """Return at most PROMPTS pairs: half with a higher score, a quarter lower, a quarter equal; any kind fills gaps."""
     earlier = {(sample.get("uid"), sample.get("sample")): sample for sample in before}
     kinds: dict[str, list[Pair]] = {"better": [], "worse": [], "same": []}
     for sample in after:
