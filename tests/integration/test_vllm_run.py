@@ -14,17 +14,31 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
 ]
+EPISODES = [
+    "env.classes=[tests/support/logged_calls.py:Sums]",
+    "env.max_turns=3",
+    "data.max_response_length=32",
+    "checkpoint.journal=true",
+]
 SETTINGS = {
     # Evaluates between saves: the samples of an evaluation must not change the step after it.
     "one rank": ["trainer.test_freq=2"],
     "two ranks": ["trainer.nproc=2"],
+    "episodes": EPISODES,
+    # With servers, the run has the journal's samples.
+    "episodes over a server": [
+        *EPISODES,
+        "rollout=vllm_server",
+        "rollout.servers.count=1",
+        "rollout.engine_kwargs.vllm={kv_cache_memory_bytes: 67108864}",
+    ],
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_killed_run_ends_as_one_that_was_not(name, sums, tmp_path: Path, launches: ThreadPoolExecutor):
     def command(experiment: str) -> list[str]:
-        settings = [*SETTINGS[name], "rollout=vllm", "checkpoint.async_save=false", "trainer.restart_backoff_s=0"]
+        settings = ["rollout=vllm", *SETTINGS[name], "checkpoint.async_save=false", "trainer.restart_backoff_s=0"]
         return small(tmp_path, experiment, sums, f"data.val_files={sums}", *settings)
 
     undisturbed = launches.submit(train, command("undisturbed"))
@@ -38,6 +52,7 @@ def test_a_killed_run_ends_as_one_that_was_not(name, sums, tmp_path: Path, launc
     # The folder has the same name at each start, because vLLM's compile cache depends on the name.
     assert (runs / "killed" / "rollout_model" / "config.json").exists()
     history = records(runs / "killed")
+    assert ("env/turns" in history[1]) == name.startswith("episodes")
     assert [record["step"] for record in history] == list(range(STEPS + 1))
     assert max(record["rollout/logprob_diff_max"] for record in history[1:]) < 1e-3
 

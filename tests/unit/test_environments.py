@@ -100,9 +100,9 @@ def test_an_entry_of_a_group_and_its_setting_may_be_given_together():
 
 @pytest.mark.parametrize(
     ("setting", "remedy"),
-    [("rollout=vllm", "Set rollout=embedded."), ("rollout.async_steps=2", "Set rollout.async_steps=0.")],
+    [("rollout.stop=[x]", "Set rollout.stop=[]."), ("rollout.async_steps=2", "Set rollout.async_steps=0.")],
 )
-def test_an_engine_that_plays_no_episodes_gets_one_message(setting, remedy):
+def test_a_setting_that_episodes_exclude_gets_one_message(setting, remedy):
     config = compose_config(["recipes=env_guess", setting], Library.find(None))
     with pytest.raises(UserError) as raised:
         validate(config, {})

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rlhf.config import Config
+from rlhf.config.rules.without_effect import without_effect
 
 
 def env_problems(config: Config) -> Iterator[str]:
@@ -13,13 +14,8 @@ def env_problems(config: Config) -> Iterator[str]:
     rollout, shown = config.rollout, config.env.shown
     if config.env.classes and config.env.command is not None:
         yield f"env.classes={config.env.classes}: {shown} is an environment, too. Set one of them."
-    if config.env.command is not None and config.env.process == "pooled" and config.env.num_workers != 2:
-        yield (
-            f"env.num_workers={config.env.num_workers}: with {shown}, each episode has a process of its own. Remove "
-            "env.num_workers."
-        )
-    if rollout.name not in ("embedded", None):
-        yield f"rollout.name={rollout.name}: {shown} needs the built-in engine. Set rollout=embedded."
+    if config.env.command is not None:
+        yield from without_effect(config, ["env.num_workers", "env.process"], "env.classes", [])
     if rollout.async_steps:
         yield (
             f"rollout.async_steps={rollout.async_steps}: with {shown}, each step generates its episodes whole. Set "

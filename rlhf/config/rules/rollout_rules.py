@@ -101,8 +101,6 @@ def rollout_problems(config: Config) -> Iterator[str]:
 
 def missing_engine(config: Config) -> Iterator[str]:
     r = config.rollout
-    if config.env.used:
-        return  # `env_problems` asks for another engine
     own = r.name == "vllm" or (r.name == "vllm_server" and not r.servers.urls)
     if own and (problem := installation_problem()):
         yield f"rollout={r.name}: {problem}"
