@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -101,7 +101,7 @@ def composition(
     for key in ConfigFolder.required_by_files - ConfigFolder.set_by_files if stored is None else ():
         if key.partition(".")[0] not in chosen:  # model=tiny sets the model.path that a recipe requires
             OmegaConf.update(composed, key, "???")
-    problems = list(_replaced_entries(chosen, composed, library, {key for key, _ in values}))
+    problems = list(_replaced_entries(chosen, composed, library, dict(values)))
     problems += [problem for key, value in values if (problem := _set(composed, key, value))]
     if problems:
         raise UserError("\n".join(problems))
@@ -132,20 +132,25 @@ def _sorted_overrides(overrides: list[str], library: Library) -> tuple[list[str]
     return choices, values
 
 
-def _replaced_entries(chosen: dict[str, str], composed: DictConfig, library: Library, typed: Set[str]) -> Iterator[str]:
-    """Yield a message for each chosen entry without effect: a recipe overrides the entry's only setting.
-
-    Skip a setting that is also `typed` on the command line, because the user has chosen its value.
-    """
+def _replaced_entries(
+    chosen: dict[str, str], composed: DictConfig, library: Library, typed: dict[str, Any]
+) -> Iterator[str]:
+    """Yield a message for each chosen entry without effect: a recipe, or a setting that is `typed` on the command line,
+    replaces the entry's only setting."""
     values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False))
     for group in sorted(chosen.keys() & set(library.groups)):
         entry = yaml.safe_load(library.entries(group)[chosen[group]].read_bytes()) or {}
         for leaf, value in entry.items() if len(entry) == 1 else ():
-            key, now = f"{group}.{leaf}", values[group].get(leaf)
-            if setting_of(key) and key not in typed and value not in ("???", now):
+            key = f"{group}.{leaf}"
+            now = typed.get(key, values[group].get(leaf))
+            if not setting_of(key) or value in ("???", now):
+                continue
+            what = f"{group}={chosen[group]}: has no effect, because"
+            if key not in typed:
                 better = shlex.quote(f"{key}={'null' if value is None else value}".replace("'", ""))
-                what = f"{group}={chosen[group]}: has no effect, because the recipe sets {key}={now}."
-                yield f"{what} Remove {key} from the recipe, or write {better}."
+                yield f"{what} the recipe sets {key}={now}. Remove {key} from the recipe, or write {better}."
+            elif value:  # an empty value is completed on the command line, as in data=files data.train_files=...
+                yield f"{what} {key}={now} is set, too. Remove one of them."
 
 
 def _set(composed: DictConfig, key: str, value: Any) -> str | None:

@@ -9,6 +9,7 @@ from rlhf.assemble.model_sources import ModelSources
 from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.config import DataConfig, EnvConfig, RewardConfig
 from rlhf.data import PromptSet, PromptStream, build_train_set, build_val_set
+from rlhf.data.answers import warn_of_numbers
 from rlhf.data.repeats import warn_of_repeats
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
@@ -52,6 +53,7 @@ def read_prompts(
     val_set = read_held_out_prompts(data, reward, env, seed, tokenizer, day, coordinator)
     if data.train_files is not None and coordinator.rank == 0:
         warn_of_repeats(train_set, val_set)
+        warn_of_numbers(train_set, "data.train_files", reward.functions)
     return train_set, val_set
 
 
@@ -69,6 +71,8 @@ def read_held_out_prompts(
     if val_set is not None:
         # Each rank evaluates every n-th prompt: with other prompts, or another order, the metrics would be wrong.
         _check_same(val_set, f"held-out prompts from {data.val_files or data.reasoning_gym}", coordinator)
+        if data.val_files is not None and coordinator.rank == 0:
+            warn_of_numbers(val_set, "data.val_files", reward.functions)
     return val_set
 
 

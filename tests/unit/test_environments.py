@@ -98,6 +98,14 @@ def test_an_entry_of_a_group_and_its_setting_may_be_given_together():
         compose_config(AGENT, Library.find(None))
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_an_entry_that_a_setting_replaces_is_a_mistake(last):
+    """A new user trained with another reward than the command named, without a message."""
+    both = ["reward=exact_match", "reward.functions=[rewards.py:mine]"]
+    with pytest.raises(UserError, match=r"reward=exact_match: has no effect, because reward\.functions=.*mine.*Remove"):
+        compose_config([both[1 - last], both[last]], Library.find(None))
+
+
 @pytest.mark.parametrize(
     ("setting", "remedy"),
     [("rollout.stop=[x]", "Set rollout.stop=[]."), ("rollout.async_steps=2", "Set rollout.async_steps=0.")],
