@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -121,19 +122,19 @@ def build_episodes(
         return None
     env, data = setup.config.env, setup.config.data
     template = None if env.template is None else env_template(env.template)
-    chats: dict[str, ChatTurns] = {}
 
-    def chat_of(tools: Sequence[dict[str, Any]]) -> ChatTurns:
-        key = json.dumps(tools)
-        if key not in chats:
-            variables, announce = data.apply_chat_template_kwargs, env.announce_tools
-            chats[key] = ChatTurns(tokenizer, tools, template, variables, day, announce=announce)
-        return chats[key]
+    @lru_cache(64)  # an agent's tools may differ from row to row
+    def chat_of(tools: str) -> ChatTurns:
+        variables, announce = data.apply_chat_template_kwargs, env.announce_tools
+        return ChatTurns(tokenizer, json.loads(tools), template, variables, day, announce=announce)
+
+    def of(tools: Sequence[dict[str, Any]]) -> ChatTurns:
+        return chat_of(json.dumps(tools))
 
     must_reward = not setup.config.reward.functions
-    classes = [EnvironmentClass(i, each, chat_of, must_reward) for i, each in enumerate(pool.definitions)]
+    classes = [EnvironmentClass(i, each, of, must_reward) for i, each in enumerate(pool.definitions)]
     for each in pool.definitions:
-        chat_of(each.tools)  # raises UserError before the training
+        of(each.tools)  # raises UserError before the training
     seed, limit = setup.config.trainer.seed, data.max_prompt_length
     return Episodes(env, classes, pool, sampler, setup.coordinator, seed, limit, tokenizer)
 

@@ -5,23 +5,26 @@ the messages that the program adds after the policy's answer, or None at its end
 """
 
 import json
+import math
 import os
 import queue
 import signal
+import stat
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
-from rlhf.environments.agent_start import Program, start
+from rlhf.environments.agent_start import ProgramStart
 from rlhf.environments.chat_endpoint import ChatEndpoint, PendingRequest
 from rlhf.environments.chat_protocol import Conversation, Message, RejectedRequest, completion
-from rlhf.storage.files import remove_dir
+from rlhf.storage.files import make_new_dir
 
 _LONGEST_OUTPUT = 4000
 """Most characters of a program's output in the message about its failure."""
+_LONGEST_ROW = 100_000
+"""Most characters of RLHF_ROW. Linux allows 128 KiB."""
+_LONGEST_REWARD = 1000
 _NO_REWARD = (
     "the program wrote no reward. Write a number to the file RLHF_REWARD_FILE, or set reward.functions, which read the "
     "conversation"
@@ -35,56 +38,60 @@ class _FailedError(Exception):
 class ServedAgent:
     """Runs the program of one episode in a folder of its own, with an endpoint of its own."""
 
-    def __init__(self, command: Sequence[str], timeout_s: float) -> None:
-        self._command, self._timeout_s = command, timeout_s
+    def __init__(self, program: ProgramStart, timeout_s: float, folder: Path) -> None:
+        """`folder`: of the program; it does not exist yet. Its path must be the same when the program starts again."""
+        self._program, self._timeout_s, self._folder = program, timeout_s, folder
         self._events: queue.Queue[PendingRequest | None] = queue.Queue()
         self._conversation = Conversation()
         self._pending: PendingRequest | None = None
+        self._last: tuple[Any, dict[str, Any]] | None = None
+        """The body of the last answered request, and its answer."""
         self._answers = 0
-        self._program: Program | None = None
+        self._pid: int | None = None
         self._code: int | None = None
         self._has_ended = threading.Event()
         self._endpoint: ChatEndpoint | None = None
-        self._folder: Path | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Make one call and return `value`, or `error`. An agent has no `state`: its record restores it."""
         try:
             return {"value": getattr(self, f"_{request['op']}")(request), "state": None}
-        except (_FailedError, RejectedRequest, OSError) as error:
+        except (_FailedError, RejectedRequest) as error:
             return {"error": str(error)}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
 
     def close(self) -> None:
-        """Kill the program and remove its folder. The trainer then kills this process with all that it started."""
+        """Kill the program. The host then kills this process with all that it started, and removes the folder."""
         if self._endpoint is not None:
             self._endpoint.close()
         self._kill()
-        if self._folder is not None:
-            remove_dir(self._folder, ignore_errors=True)
 
     def _open(self, request: dict[str, Any]) -> None:
         """Store the seed. The program starts with its row."""
         self._seed = int(request["seed"])
 
     def _start(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._folder = Path(mkdtemp(prefix="episode-"))
+        make_new_dir(self._folder)
         self._endpoint = ChatEndpoint(self._events)
         variables = {
             "OPENAI_BASE_URL": self._endpoint.url,
             "OPENAI_API_KEY": self._endpoint.key,
-            "RLHF_ROW": json.dumps(request["row"], ensure_ascii=False),
+            "RLHF_ROW": _row_text(request["row"]),
             "RLHF_REWARD_FILE": str(self._folder / "reward"),
             "HOME": str(self._folder),
             "TMPDIR": str(self._folder),
+            # The endpoint needs no proxy.
+            **{name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")},
         }
         pipe, output = os.pipe()
         try:
-            self._program = start(self._command, variables, self._folder, output, self._seed)
+            self._pid = self._program.run(variables, self._folder, output, self._seed)
         finally:
             os.close(output)
         self._endpoint.start()  # after the fork of the program, which should not copy a running thread
         self._output = _Output(pipe)
-        threading.Thread(target=self._wait, args=(self._program,), daemon=True).start()
+        threading.Thread(target=self._wait, args=(self._pid,), daemon=True).start()
         if (messages := self._next()) is None:
             raise _FailedError(self._ended("without a request to OPENAI_BASE_URL"))
         return {"messages": messages, "tools": self._conversation.tools}
@@ -95,7 +102,9 @@ class ServedAgent:
         self._answers += 1
         self._conversation.answered(request["message"])
         model = str(pending.body.get("model", "rlhf"))
-        pending.reply(completion(self._answers, model, request["message"], request["usage"]))
+        answer = completion(self._answers, model, request["message"], request["usage"])
+        self._last = pending.body, answer
+        pending.reply(answer)
         return self._next()
 
     def _reward(self, request: dict[str, Any]) -> float:
@@ -112,7 +121,10 @@ class ServedAgent:
 
     def _next(self) -> list[Message] | None:
         """Wait for the program's next request and return its new messages; None if the program has ended."""
-        if (event := self._events.get()) is None:
+        # A client that did not wait for its answer sends the same request again.
+        while (event := self._events.get()) is not None and self._last and event.body == self._last[0]:
+            event.reply(self._last[1])
+        if event is None:
             if self._code:
                 raise _FailedError(self._ended(f"with exit code {self._code}"))
             return None
@@ -124,15 +136,15 @@ class ServedAgent:
         self._pending = event
         return new
 
-    def _wait(self, program: Program) -> None:
-        self._code = program.wait()
+    def _wait(self, pid: int) -> None:
+        self._code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         self._has_ended.set()
         self._events.put(None)
 
     def _kill(self) -> None:
-        if self._program is not None and not self._has_ended.is_set():
+        if self._pid is not None and not self._has_ended.is_set():
             with suppress(ProcessLookupError):
-                os.kill(self._program.pid, signal.SIGKILL)
+                os.kill(self._pid, signal.SIGKILL)
 
     def _ended(self, how: str) -> str:
         output = self._output.end()
@@ -157,17 +169,43 @@ class _Output:
         return self._end.decode(errors="replace").strip()
 
 
-def _number_in(folder: Path | None) -> float | None:
+def _row_text(row: dict[str, Any]) -> str:
+    """Return the row as JSON. Raise _FailedError if the text does not fit into a variable."""
+    text = json.dumps(_without_constants(row))
+    if len(text) > _LONGEST_ROW:
+        raise _FailedError(
+            f"the row has {len(text)} characters as JSON, and RLHF_ROW holds at most {_LONGEST_ROW}. Shorten or remove "
+            "columns"
+        )
+    return text
+
+
+def _without_constants(value: Any) -> Any:
+    """Return the value with null for NaN and infinity, which JSON lacks."""
+    if isinstance(value, dict):
+        return {name: _without_constants(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_constants(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number_in(folder: Path) -> float | None:
     """Return the number in the reward file; None if there is no file. Raise _FailedError for anything else."""
-    assert folder is not None
-    file = folder / "reward"
-    if not file.exists():
+    try:
+        # A program may have made a link, or a pipe that nobody writes.
+        fd = os.open(folder / "reward", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
         return None
-    text = file.read_text(errors="replace").strip()
+    except OSError as error:
+        raise _FailedError(f"RLHF_REWARD_FILE cannot be read: {error.strerror}") from error
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise _FailedError("RLHF_REWARD_FILE is not a file")
+        text = file.read(_LONGEST_REWARD).decode(errors="replace").strip()
     try:
         number = float(text)
     except ValueError:
         number = float("nan")
-    if number - number != 0:  # NaN or infinite
+    if not math.isfinite(number):
         raise _FailedError(f"RLHF_REWARD_FILE holds {text[:80]!r}, not a finite number")
     return number

@@ -1,6 +1,7 @@
-"""Starts the program of an episode. A Python script runs in a forked process that has its imports already.
+"""Starts the program of an episode in a forked process, which may write only to the episode's folder.
 
-Importing a client such as `openai` takes about a second, which each episode would pay.
+A Python script runs in this process itself, which has the script's imports already: importing a client such as `openai`
+takes about a second, which each episode would pay.
 """
 
 import ast
@@ -10,35 +11,74 @@ import importlib
 import importlib.util
 import os
 import runpy
-import subprocess
 import sys
+import sysconfig
+import tempfile
 import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import rlhf
 from rlhf.environments.serving import seed_generators
+from rlhf.reward.confinement import restrict_to
 
 
-class Program(Protocol):
-    """A started program; like `subprocess.Popen`."""
+@dataclass(frozen=True)
+class ProgramStart:
+    """Starts the program of each episode."""
 
-    pid: int
+    command: Sequence[str]
+    writable: Sequence[str]
+    """Folders that the programs may write to, besides their own."""
+    network: bool
 
-    def wait(self) -> int:
-        """Wait for the end and return the exit code, or minus the signal."""
+    def run(self, variables: Mapping[str, str], folder: Path, output: int, seed: int) -> int:
+        """Start the program in `folder` and return its process id.
 
+        Args:
+            variables: additions to the environment.
+            output: descriptor for the program's output.
+            seed: of the global generators of a Python script. After a kill, the script must send the same requests
+                again.
+        """
+        with warnings.catch_warnings():
+            # Python 3.12 warns because this process has other threads. They wait in system calls, without locks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if not child:
+            self._become(variables, folder, output, seed)
+        return child
 
-@dataclass
-class _Forked:
-    pid: int
-
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    def _become(self, variables: Mapping[str, str], folder: Path, output: int, seed: int) -> NoReturn:
+        code = 1
+        try:
+            # The fork's only thread was a daemon, and the script's threads would inherit this.
+            threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
+            _take_streams(output)
+            os.chdir(folder)
+            os.environ.update(variables)
+            tempfile.tempdir = None  # forget the cached folder
+            # Programs of one rank have one user. This keeps them from each other's folders, variables and processes.
+            restrict_to(str(folder), self.writable, abstract_sockets=self.network)
+            if (script := script_of(self.command)) is None:
+                # The first folder is the trainer's; a program with packages of its own must not find others there.
+                os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").partition(os.pathsep)[2]
+                os.execvp(self.command[0], list(self.command))
+            sys.argv = list(self.command[1:])
+            sys.path[0:0] = [str(Path(script).parent)]
+            seed_generators(seed)
+            runpy.run_path(script, run_name="__main__")
+            code = 0
+        except SystemExit as error:
+            code = _code_of(error)
+        except BaseException:
+            _print_error()
+        finally:
+            _end(code)
 
 
 def script_of(command: Sequence[str]) -> str | None:
@@ -47,57 +87,31 @@ def script_of(command: Sequence[str]) -> str | None:
 
 
 def import_for(script: str) -> None:
-    """Import the installed modules that the script imports at its top level. Imports that fail are the script's."""
+    """Import the installed modules that the script imports at its top level. Imports that fail are the script's.
+
+    Modules beside the script may read variables that only the program has.
+    """
+    atexit._clear()  # the programs must not run the handlers of this process
     body = ast.parse(Path(script).read_bytes()).body
     names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
     names += [str(node.module) for node in body if isinstance(node, ast.ImportFrom) and not node.level]
+    folder = Path(script).parent
     for name in names:
-        if not (Path(script).parent / name.partition(".")[0]).with_suffix(".py").exists():
+        top = name.partition(".")[0]
+        if _is_installed(top) and not (folder / top).exists() and not (folder / f"{top}.py").exists():
             with contextlib.suppress(BaseException):  # modules of users may end the process
                 importlib.import_module(name)
 
 
-def start(command: Sequence[str], variables: Mapping[str, str], folder: Path, output: int, seed: int) -> Program:
-    """Start the program in `folder`.
-
-    Args:
-        variables: additions to the environment.
-        output: descriptor for the program's output.
-        seed: of the global generators of a Python script. After a kill, the script must send the same requests again.
-    """
-    if (script := script_of(command)) is None:
-        return subprocess.Popen(
-            command, cwd=folder, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
-    with warnings.catch_warnings():
-        # Python 3.12 warns because this process has another thread. That thread waits in a system call, without locks.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if not child:
-        _become(script, command[1:], variables, folder, output, seed)
-    return _Forked(child)
-
-
-def _become(
-    script: str, arguments: Sequence[str], variables: Mapping[str, str], folder: Path, output: int, seed: int
-) -> NoReturn:
-    code = 1
-    atexit._clear()  # the handlers of the process that forked this one
+def _is_installed(name: str) -> bool:
+    if name in sys.stdlib_module_names:
+        return True
     try:
-        _take_streams(output)
-        os.chdir(folder)
-        os.environ.update(variables)
-        sys.argv = list(arguments)
-        sys.path[0:0] = [str(Path(script).parent)]
-        seed_generators(seed)
-        runpy.run_path(script, run_name="__main__")
-        code = 0
-    except SystemExit as error:
-        code = _code_of(error)
-    except BaseException:
-        _print_error()
-    finally:
-        _end(code)
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    return found is not None and found.origin is not None and found.origin.startswith(tuple(places))
 
 
 def _take_streams(output: int) -> None:
@@ -128,12 +142,12 @@ def _print_error() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End as a Python process does: wait for threads, then call the handlers of `atexit`."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    """End as a Python process does: wait for executors and threads, then call the handlers of `atexit`."""
+    try:
+        with contextlib.suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+    finally:
+        os._exit(code if 0 <= code <= 255 else 255)

@@ -9,12 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
+_TEXTS = ("name", "tool_call_id", "reasoning_content")
+"""Fields of a message that are read, besides role, content and calls."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-UNSUPPORTED = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto"),
-    "echo": (None,),
+    "stop": (None, [], ""),
+    "logprobs": (None, False),
+    "functions": (None,),
+    "function_call": (None,),
 }
 """Parameters that would change the answer, each with the values that the trainer supports."""
 
@@ -119,7 +124,21 @@ def _are_messages(value: Any) -> bool:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("role") in ROLES and isinstance(value.get("content"), str)
+    if not isinstance(value, dict) or value.get("role") not in ROLES:
+        return False
+    texts = [value.get("content"), *(value[name] for name in _TEXTS if name in value)]
+    calls = value.get("tool_calls", [])
+    return all(isinstance(text, str) for text in texts) and isinstance(calls, list) and all(map(_is_call, calls))
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return (
+        isinstance(function, dict)
+        and isinstance(call.get("id"), str)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments"), dict)
+    )
 
 
 def _is_tool(tool: Any) -> bool:
@@ -127,10 +146,26 @@ def _is_tool(tool: Any) -> bool:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return False
     schema = function.get("parameters", {})
-    if not isinstance(schema, dict) or not isinstance(schema.get("required", []), list):
+    if not isinstance(schema, dict) or not _are_texts(schema.get("required", [])):
         return False
     properties = schema.get("properties", {})
-    return isinstance(properties, dict) and all(isinstance(each, dict) for each in properties.values())
+    return isinstance(properties, dict) and all(_is_schema(each) for each in properties.values())
+
+
+def _is_schema(schema: Any) -> bool:
+    """Return whether `ToolSchemas` can check an argument: type, enum and anyOf have the forms of JSON schema."""
+    if not isinstance(schema, dict) or not isinstance(schema.get("enum", []), list):
+        return False
+    options, kinds = schema.get("anyOf", []), schema.get("type", [])
+    return (
+        isinstance(options, list)
+        and all(_is_schema(option) for option in options)
+        and (isinstance(kinds, str) or _are_texts(kinds))
+    )
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _checked(request: Any) -> tuple[list[Message], list[dict[str, Any]]]:
@@ -139,6 +174,8 @@ def _checked(request: Any) -> tuple[list[Message], list[dict[str, Any]]]:
     for name, supported in UNSUPPORTED.items():
         if request.get(name) not in supported:
             raise RejectedRequest(f"{name}={json.dumps(request[name])[:80]} is not supported. Remove it")
+    if not isinstance(request.get("stream_options") or {}, dict):
+        raise RejectedRequest("stream_options is not a JSON object")
     tools = request.get("tools") or []
     if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
         raise RejectedRequest(
@@ -153,7 +190,7 @@ def _read(message: Any) -> Message:
         raise RejectedRequest(f"each message needs a role of {', '.join(ROLES)}")
     role = "system" if message["role"] == "developer" else message["role"]
     found: Message = {"role": role, "content": _text(message.get("content"))}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in _TEXTS:
         if isinstance(message.get(name), str):
             found[name] = message[name]
     if calls := message.get("tool_calls"):
@@ -170,16 +207,22 @@ def _text(content: Any) -> str:
 
 
 def _call(call: Any) -> dict[str, Any]:
+    """Return a call with parsed arguments."""
+    read = None
     try:
         arguments = call["function"]["arguments"]
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return {
+        read = {
             "type": "function",
             "id": call["id"],
             "function": {"name": call["function"]["name"], "arguments": parsed},
         }
     except (KeyError, TypeError, ValueError, RecursionError):
-        raise RejectedRequest("each of `tool_calls` needs an id, and a function with name and JSON arguments") from None
+        pass
+    if not _is_call(read):
+        raise RejectedRequest("each of `tool_calls` needs an id, and a function with its name and a JSON object")
+    assert read is not None
+    return read
 
 
 def _same(before: Message, now: Message) -> bool:
@@ -204,6 +247,9 @@ def _check_start(messages: Sequence[Message]) -> None:
 def _check_reply(new: Sequence[Message], answer: Message) -> None:
     """Check the messages after an answer, and name the tool of each result, which chat templates print."""
     called = {call["id"]: call["function"]["name"] for call in answer.get("tool_calls", [])}
+    roles = [message["role"] for message in new]
+    if sorted(roles, key=lambda role: role != "tool") != roles:
+        raise RejectedRequest("the tool messages must come first after an answer")
     for message in new:
         if message["role"] == "tool":
             number = message.get("tool_call_id")

@@ -6,28 +6,34 @@ CHANNEL the number of an inherited SEQPACKET socket. The first message to the ho
 a process. A request to fork comes with a socket, on which the new process receives one socket per environment.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import signal
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
 from socket import recv_fds, socket
 from typing import Any
 
 from rlhf.config.agent_command import label_of
 from rlhf.config.user_functions import ENV_CLASSES, load_function
 from rlhf.environments.agent_program import ServedAgent
-from rlhf.environments.agent_start import import_for, script_of
+from rlhf.environments.agent_start import ProgramStart, import_for, script_of
 from rlhf.environments.definition import Definition, define
-from rlhf.environments.serving import Served, serve
+from rlhf.environments.serving import Served, Server, serve
 from rlhf.errors import UserError
 from rlhf.reward.confinement import Confinement, confine
-from rlhf.reward.kernel import PR_SET_PDEATHSIG, prctl
+from rlhf.reward.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from rlhf.reward.namespaces import NoLoopback
+from rlhf.storage.files import remove_dir
 
-NewServed = Callable[[bool], Served | ServedAgent]
-"""Returns a new environment. The argument says whether the process serves no other."""
+NewServed = Callable[[dict[str, Any]], Server]
+"""Returns a new environment for a request to fork."""
 MESSAGE_BYTES = 1 << 17
 _MOST_SOCKETS = 8
 _LONGEST = 20_000
@@ -41,11 +47,13 @@ def main(parent_pid: int, confinement: Confinement, number: int) -> None:
     _die_with(parent_pid)
     try:
         confined = confine(confinement)
-    except OSError as error:
+    except NoLoopback as error:
         with socket(fileno=number) as channel:
             channel.recv(MESSAGE_BYTES)
             channel.send(json.dumps({"error": _NO_NAMESPACE.format(error), "user": True}).encode())
         return
+    if sys.platform == "linux":
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # `_kill` finds what the killed process has started
     with socket(fileno=number) as channel:
         if not (first := channel.recv(MESSAGE_BYTES)):
             return
@@ -58,6 +66,7 @@ def main(parent_pid: int, confinement: Confinement, number: int) -> None:
                 definitions = [Definition(label_of(command), [], None, True, is_agent=True)]
                 if (script := script_of(command)) is not None:
                     import_for(script)
+                program = ProgramStart(command, confinement.writable, confinement.network)
         # Also catch SystemExit, which a script without a __main__ guard may raise.
         except BaseException as error:
             reply = {"error": str(error)[-_LONGEST:], "user": isinstance(error, UserError)}
@@ -66,46 +75,76 @@ def main(parent_pid: int, confinement: Confinement, number: int) -> None:
         found = [dataclasses.asdict(definition) for definition in definitions]
         channel.send(json.dumps({"definitions": found} | dataclasses.asdict(confined)).encode())
         if command:
-            _obey(channel, lambda alone: ServedAgent(command, settings["timeout_s"]))
+            _obey(channel, lambda request: ServedAgent(program, settings["timeout_s"], _folder_of(request)))
         else:
-            _obey(channel, lambda alone: Served(classes, definitions, alone=alone))
+            _obey(channel, lambda request: Served(classes, definitions, alone=request["alone"]))
+
+
+def _folder_of(request: dict[str, Any]) -> Path:
+    return Path(tempfile.gettempdir()) / f"episode-{request['name']}"
 
 
 def _obey(channel: socket, new: NewServed) -> None:
-    processes: dict[int, int] = {}
+    """Fork and kill processes as the trainer asks, until the trainer closes the channel."""
+    processes: dict[int, tuple[int, dict[str, Any]]] = {}
+
+    def kill(number: int) -> None:
+        process, request = processes.pop(number)
+        _kill(process, [pid for pid, _ in processes.values()])
+        if request["name"]:
+            remove_dir(_folder_of(request), ignore_errors=True)
+
     while True:
         message, sockets, _, _ = recv_fds(channel, MESSAGE_BYTES, _MOST_SOCKETS)
         if not message:
             return
         request = json.loads(message)
-        for number, process in list(processes.items()):
+        for number, (process, _) in list(processes.items()):
             if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                _kill(processes.pop(number))  # what it started may still run
+                kill(number)  # what it started may still run
         if "fork" in request:
             if not (process := os.fork()):
-                _serve_all(channel, socket(fileno=sockets[0]), new, request["alone"])
-            processes[request["fork"]] = process
+                _serve_all(channel, socket(fileno=sockets[0]), partial(new, request))
+            processes[request["fork"]] = process, request
             os.close(sockets[0])
         else:
-            if (process := processes.pop(request["kill"], 0)) != 0:
-                _kill(process)
+            for number in list(processes) if request["kill"] is None else {request["kill"]} & processes.keys():
+                kill(number)
             channel.send(json.dumps({"killed": request["kill"]}).encode())
 
 
-def _kill(process: int) -> None:
+def _kill(process: int, others: Collection[int]) -> None:
+    """Kill a process and everything that it started, also in other sessions. `others`: this process' other children."""
     try:
         os.killpg(process, signal.SIGKILL)
     except ProcessLookupError:  # just after the fork, the process has no group of its own yet
         os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
+    while strays := [child for child in _children() if child not in others]:
+        for child in strays:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, 0)
 
 
-def _serve_all(channel: socket, control: socket, new: NewServed, alone: bool) -> None:
+def _children() -> list[int]:
+    """Return the process ids of this process' children; empty if /proc shows another process namespace."""
+    try:
+        if str(Path("/proc/self").readlink()) != str(os.getpid()):
+            return []
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _serve_all(channel: socket, control: socket, new: Callable[[], Server]) -> None:
     """Serve each socket that arrives on `control` in a thread, until the trainer closes `control`. Never return."""
     try:
         os.setsid()  # so that a kill of the group reaches all processes of the user's code
         if sys.platform == "linux":
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_CHILD_SUBREAPER, 1)
         channel.close()
         threads = []
         while True:
@@ -113,7 +152,7 @@ def _serve_all(channel: socket, control: socket, new: NewServed, alone: bool) ->
             if not message:
                 break
             for number in sockets:
-                threads.append(threading.Thread(target=serve, args=(socket(fileno=number), new(alone)), daemon=True))
+                threads.append(threading.Thread(target=serve, args=(socket(fileno=number), new()), daemon=True))
                 threads[-1].start()
             threads = [thread for thread in threads if thread.is_alive()]
         for thread in threads:

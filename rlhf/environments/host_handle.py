@@ -80,7 +80,7 @@ class Host:
                     log.warning("The process that starts environments died; starting it again.")
                 self._start()
 
-    def process(self, *, single: bool, alone: bool) -> Process:
+    def process(self, *, single: bool, alone: bool, name: str = "") -> Process:
         """Return a new process, forked from the host. `single`: the process serves one environment. `alone`: the
         setting is `env.process=episode`, so the process' global state belongs to this environment."""
         with self._lock:
@@ -89,7 +89,7 @@ class Host:
             process = Process(next(self._numbers), ours, single)
             with theirs:
                 try:
-                    request = json.dumps({"fork": process.number, "alone": alone}).encode()
+                    request = json.dumps({"fork": process.number, "alone": alone, "name": name}).encode()
                     socket.send_fds(self._channel, [request], [theirs.fileno()])
                 except OSError:
                     ours.close()
@@ -127,6 +127,9 @@ class Host:
             popen, self._popen = self._popen, None
             if popen is None:
                 return
+            with contextlib.suppress(OSError):  # without namespaces, a kill of the host would not reach all processes
+                self._channel.send(json.dumps({"kill": None}).encode())
+                self._channel.recv(MESSAGE_BYTES)
             for process in list(self._processes.values()):
                 process.gone = True
                 self._forget(process)

@@ -52,6 +52,8 @@ class Session:
     kind: int
     """Index of the class in `env.classes`."""
     seed: int
+    name: str = ""
+    """Unique name of the episode's attempt, the same after a restart."""
     made: list[tuple[Call, Reply]] = field(default_factory=list)
     """All calls so far, with their replies."""
     state: dict[str, Any] | None = None
@@ -83,7 +85,7 @@ class Session:
     def _restore(self, *, single: bool) -> None:
         if self._channel is not None:
             return
-        self._process = self.pool.process(single=single)
+        self._process = self.pool.process(single=single, name=self.name)
         self._channel = self._process.connect()
         self._exchange({"op": "open", "kind": self.kind, "seed": self.seed, "state": self.state})
         if self.state is not None:
@@ -91,8 +93,10 @@ class Session:
         for call, known in self.made:
             if _without_state(self._exchange(call)) != known:
                 raise EnvironmentFailed(
-                    f"{call['op']} answered differently when it was repeated, to restore an environment that has no "
-                    "state_dict"
+                    "the program sent other requests when it was started again, to continue its episode"
+                    if self.pool.config.command is not None
+                    else f"{call['op']} answered differently when it was repeated, to restore an environment that has "
+                    "no state_dict"
                 )
 
     def _exchange(self, call: Call) -> Reply:
@@ -117,10 +121,13 @@ class Session:
             self.pool.kill(self._process)
             raise _ProcessGoneError(str(error) or type(error).__name__) from error
         # Code that a tool runs may have read the number, so check the whole reply.
-        if not isinstance(reply, dict) or reply.pop("number", None) != number or not _is_valid(call["op"], reply):
+        try:
+            if not isinstance(reply, dict) or reply.pop("number", None) != number or not _is_valid(call["op"], reply):
+                raise ValueError
+            reply = {name: value if name == "state" else _encodable(value) for name, value in reply.items()}
+        except (ValueError, RecursionError):
             self.pool.kill(self._process)
-            raise EnvironmentFailed(f"{call['op']} gave no valid reply")
-        reply = {name: value if name == "state" else _encodable(value) for name, value in reply.items()}
+            raise EnvironmentFailed(f"{call['op']} gave no valid reply") from None
         if "error" in reply:
             what = "" if self.pool.config.command is not None else f"{call['op']} raised an error:\n"
             raise EnvironmentFailed(what + reply["error"])
@@ -169,10 +176,11 @@ class EnvironmentPool:
             announce("env.wait")
         return [future.result() for future in futures]
 
-    def process(self, *, single: bool) -> Process:
+    def process(self, *, single: bool, name: str) -> Process:
         """Return a process for one more environment. `single`: the process serves no other environment."""
         if single or self.config.process == "episode" or self.config.command is not None:
-            return self._host.process(single=True, alone=self.config.process == "episode")
+            alone, folder = self.config.process == "episode", name if self.config.command is not None else ""
+            return self._host.process(single=True, alone=alone, name=folder)
         with self._lock:
             self._shared = [process for process in self._shared if not process.gone]
             while len(self._shared) < self.config.num_workers:

@@ -65,7 +65,7 @@ class Episode:
     limits: Limits
     row: dict[str, Any]
     new_session: Any
-    """Function that returns a new `Session`."""
+    """Returns a new `Session` with a name."""
     attempt: int = 0
     failures: list[str] = field(default_factory=list)
     session: Session = field(init=False)
@@ -75,7 +75,7 @@ class Episode:
         self._begin()
 
     def _begin(self) -> None:
-        self.session = self.new_session()
+        self.session = self.new_session(f"{self.uid}-{self.sample}-{self.attempt}")
         self.phase = Stage.CALLS
         self.calls: list[Call] = [{"op": "start" if self.kind.definition.is_agent else "reset", "row": self.row}]
         self.turn = self.tool_calls = self.invalid_calls = 0
@@ -154,8 +154,9 @@ class Episode:
             self._start(_with_text(self.prompt.messages, self._chat.harmless(replies[0]["value"] or "")))
         elif operation == "start":
             begun = replies[0]["value"]
-            self._chat = self.kind.chat_of(begun["tools"])
-            self._start([m | {"content": self._chat.harmless(m["content"])} for m in begun["messages"]])
+            self._chat = self.kind.chat_of(())
+            self._chat = self.kind.chat_of(self._harmless(begun["tools"]))
+            self._start([self._harmless(message) for message in begun["messages"]])
         elif operation == "answer":
             if (messages := replies[0]["value"]) is None:
                 self._end("stop")
@@ -191,6 +192,14 @@ class Episode:
         message["content"] = "\n".join(filter(None, [turn.text, *(call.text for call in turn.invalid)]))
         usage = {"prompt_tokens": len(self.prompt_ids) + before, "completion_tokens": sampled}
         return {"op": "answer", "message": message, "usage": usage}
+
+    def _harmless(self, value: Any) -> Any:
+        """Return JSON of an agent without special tokens in its texts."""
+        if isinstance(value, str):
+            return self._chat.harmless(value)
+        if isinstance(value, dict):
+            return {key: self._harmless(each) for key, each in value.items()}
+        return [self._harmless(each) for each in value] if isinstance(value, list) else value
 
     def _start(self, messages: Sequence[dict[str, Any]]) -> None:
         too_long = _too_long(messages, self.limits.prompt_tokens)

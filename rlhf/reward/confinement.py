@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,17 +186,23 @@ def _drop_privileges(uid: int, own: str, writes: bool, missing: list[str]) -> bo
     return True
 
 
-def _restrict(confinement: Confinement, own: str, missing: list[str]) -> None:
-    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    version = kernel.landlock_version()
-    if version < 6:
-        missing.append(_without_landlock(version))
-    if version:
+def restrict_to(own: str, writable: Sequence[str], *, abstract_sockets: bool) -> int:
+    """Let this process, for good, write only to `own`, `writable`, shared memory and devices, as far as Landlock can.
+    The process then also cannot trace or signal processes with fewer restrictions. Return Landlock's version."""
+    if version := kernel.landlock_version():
         # Python's multiprocessing creates its semaphores in shared memory.
-        folders = {own, namespaces.SHARED_MEMORY, *confinement.writable}
+        folders = {own, namespaces.SHARED_MEMORY, *writable}
         devices = [*_DEVICES, *(str(path) for pattern in _ACCELERATORS for path in Path("/dev").glob(pattern))]
         paths = [path for path in (*sorted(folders), *devices) if Path(path).exists()]
-        kernel.restrict_writing(version, paths, abstract_sockets=confinement.network)
+        kernel.restrict_writing(version, paths, abstract_sockets=abstract_sockets)
+    return version
+
+
+def _restrict(confinement: Confinement, own: str, missing: list[str]) -> None:
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    version = restrict_to(own, confinement.writable, abstract_sockets=confinement.network)
+    if version < 6:
+        missing.append(_without_landlock(version))
     allowed = ("socket",) if confinement.loopback else ()
     network = () if confinement.network else tuple(call for call in _NETWORK_CALLS if call not in allowed)
     try:

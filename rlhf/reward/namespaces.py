@@ -15,7 +15,13 @@ from rlhf.reward import kernel
 from rlhf.storage.files import make_new_dir
 
 SHARED_MEMORY = "/dev/shm"
+FIXED_PATH = "/var/tmp"
+"""Programs of `env.command` see their folders here, and nothing else."""
 _FOLDER_BYTES, _FOLDER_FILES = 1 << 30, 100_000
+
+
+class NoLoopback(Exception):
+    """The machine does not allow a network namespace."""
 
 
 def enter(folder: str, writable: Sequence[str], missing: list[str], *, own_loopback: bool) -> str:
@@ -28,7 +34,7 @@ def enter(folder: str, writable: Sequence[str], missing: list[str], *, own_loopb
         own_loopback: also enter a network namespace, whose only device is a loopback device.
 
     Raises:
-        OSError: the machine does not allow the network namespace.
+        NoLoopback: the machine does not allow the network namespace.
     """
     user, group = os.geteuid(), os.getegid()
     flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
@@ -37,7 +43,7 @@ def enter(folder: str, writable: Sequence[str], missing: list[str], *, own_loopb
         kernel.unshare(flags if user == 0 else flags | kernel.CLONE_NEWUSER)
     except OSError as error:
         if own_loopback:
-            raise
+            raise NoLoopback(str(error)) from error
         missing.append(
             f"namespaces ({error}): a child in another session can outlive a timeout, and reward processes can write "
             f"to {SHARED_MEMORY}"
@@ -50,6 +56,8 @@ def enter(folder: str, writable: Sequence[str], missing: list[str], *, own_loopb
     if own_loopback:
         kernel.raise_loopback()
     own = _mount(folder, writable, missing)
+    if own_loopback:
+        own = _at_fixed_path(own)
     _become_a_grandchild()
     return own
 
@@ -74,6 +82,16 @@ def _mount(folder: str, writable: Sequence[str], missing: list[str]) -> str:
             "memory"
         )
     return str(home)
+
+
+def _at_fixed_path(folder: str) -> str:
+    """Show `folder` at FIXED_PATH and return this path, or else `folder`. An agent may send paths to the policy, and a
+    resumed run has the same bits only if the paths are the same."""
+    try:
+        kernel.mount(folder, FIXED_PATH, "", kernel.MS_BIND)
+    except OSError:
+        return folder
+    return FIXED_PATH
 
 
 def _cover_shared_memory(layers: str, kept: Sequence[str]) -> None:

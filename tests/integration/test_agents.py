@@ -23,7 +23,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import SamplingParams
 from rlhf.rollout.embedded import EmbeddedEngine
-from tests.integration.test_episodes import Crash, Sampler, facts, journal_at
+from tests.support.played import Crash, Sampler, facts, journal_at
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "support" / "chat_agent.py"
@@ -131,19 +131,29 @@ def test_a_crash_anywhere_changes_no_bit(event, sampler, tmp_path):
         assert found == expected
 
 
-def test_a_program_draws_the_same_numbers_when_it_starts_again(sampler):
-    """Otherwise the program would send other requests, and its episode would fail after a kill."""
-    with agent("draws") as one, agent("draws") as other:
+@pytest.mark.parametrize("behavior", ["draws", "paths"])
+def test_a_program_sends_the_same_requests_when_it_starts_again(behavior, sampler):
+    """Otherwise its episode would fail after a kill."""
+    with agent(behavior) as one, agent(behavior) as other:
         assert facts(play(one, sampler)) == facts(play(other, sampler))
+
+
+@pytest.mark.parametrize("behavior", ["late", "again", "steal"])
+def test_each_program_has_its_own_reward(behavior, sampler):
+    with agent(behavior) as pool:
+        for group in play(pool, sampler):
+            assert [(e.phase, e.rewards, e.failures) for e in group] == [(Stage.DONE, [1.0], [])] * 3
 
 
 WRONG = {
     "silent": ("without a request", "nothing to do"),
     "crash": ("exit code 1", "ValueError: the agent burnt"),
     "rewrite": ("message 1 (user) differs", "repeat all messages"),
-    "twice": ("adds no message",),
+    "twice": ("rejected: ",),
     "no_number": ("RLHF_REWARD_FILE", "'good'", "finite number"),
     "no_reward": ("wrote no reward", "reward.functions"),
+    "pipe": ("RLHF_REWARD_FILE is not a file",),
+    "nested": ("start gave no valid reply",),
     "unsupported": ("rejected", "n=2 is not supported"),
 }
 

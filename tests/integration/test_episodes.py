@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf import events
 from rlhf.config.schema.env import EnvConfig
@@ -23,17 +21,13 @@ from rlhf.experience.journal import Journal
 from rlhf.models import tiny
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.rollout import Request, Sample, SamplingParams
-from rlhf.rollout.embedded import EmbeddedEngine
+from rlhf.rollout import SamplingParams
 from tests.support.logged_calls import CALLS
+from tests.support.played import Crash, Sampler, facts, journal_at
 
 SPEC = str(Path(__file__).parents[1] / "support" / "logged_calls.py")
 CLASSES = ("Sums", "StatefulSums", "UnsavedSums", "ForgetfulSums")
 PARAMS = SamplingParams(max_tokens=60)
-
-
-class Crash(BaseException):
-    """Ends a play like a kill: the trainer loses everything in memory."""
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +51,6 @@ def pool(calls: Path) -> Iterator[EnvironmentPool]:
     made = EnvironmentPool(config).start()
     yield made
     made.close()
-
-
-class Sampler:
-    """The embedded engine with the tiny policy; counts the requests of each call."""
-
-    def __init__(self) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(tiny.FOLDER)
-        model = AutoModelForCausalLM.from_pretrained(tiny.FOLDER, dtype=torch.float32)
-        self.engine, self.sizes = EmbeddedEngine(model, self.tokenizer, 64), list[int]()
-
-    def generate(self, requests: list[Request], *, version: int, step: int) -> list[Sample]:
-        self.sizes.append(len(requests))
-        return self.engine.generate(requests, seed=3, step=step)
 
 
 @pytest.fixture(scope="module")
@@ -102,16 +83,6 @@ def play(episodes: Episodes, sampler: Any, journal: Journal | None = None) -> li
     if journal is not None:
         journal.begin(1, 0, None)
     return episodes.play(asked, version=0, step=1, journal=journal)
-
-
-def facts(groups: list[list[Episode]]) -> list[Any]:
-    """Return everything that an update uses, as bits."""
-    return [(e.prompt_ids, s.token_ids.tobytes(), s.log_probs.tobytes(), s.observations, s.finish_reason, e.rewards)
-            for group in groups for e in group for s in [e.finished(0)]]  # fmt: skip
-
-
-def journal_at(folder: Path) -> Journal:
-    return Journal(folder, "trajectory", "scored", Coordinator(GlooTransport()))
 
 
 @pytest.fixture(scope="module")

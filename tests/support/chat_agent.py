@@ -6,10 +6,13 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 ROW = json.loads(os.environ["RLHF_ROW"])
@@ -75,6 +78,58 @@ def draws() -> None:
     ask([*ROW["messages"], {"role": "user", "content": text}])
 
 
+def paths() -> None:
+    """Send the path of the program's folder to the policy, as coding agents do."""
+    ask([*ROW["messages"], {"role": "user", "content": f"{Path.cwd()} {tempfile.gettempdir()}"}])
+
+
+def late() -> None:
+    """Write the reward in a thread, and in an executor, after the script's end."""
+    ask(ROW["messages"])
+    threading.Thread(target=lambda: (time.sleep(0.5), reward(0.5))).start()
+    ThreadPoolExecutor().submit(lambda: (time.sleep(1), reward(1)))
+
+
+def again() -> None:
+    """Send the same request twice, as a client does that did not wait for the answer."""
+    first = ask(ROW["messages"])
+    assert ask(ROW["messages"]) == first
+    reward(1)
+
+
+def steal() -> None:
+    """Write into other folders, read other variables, and kill everything."""
+    ask(ROW["messages"])
+    reward(1)
+    for folder in Path.cwd().parent.glob("episode-*"):
+        if folder != Path.cwd():
+            with suppress(OSError):
+                (folder / "reward").write_text("666")
+    for variables in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            foreign = b"OPENAI_API_KEY=" in variables.read_bytes()
+            if foreign and variables.parent.name != str(os.getpid()):
+                reward(333)
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int(process.name) != os.getpid():
+                os.kill(int(process.name), 9)
+    time.sleep(1)
+
+
+def pipe() -> None:
+    ask(ROW["messages"])
+    os.mkfifo(os.environ["RLHF_REWARD_FILE"])
+
+
+def nested() -> None:
+    tool = json.loads(json.dumps(CALC))
+    inner = tool["function"]["parameters"]["properties"]["expression"]
+    for _ in range(600):
+        inner["items"] = inner = {}
+    ask(ROW["messages"], tools=[tool])
+
+
 def silent() -> None:
     sys.stderr.write("nothing to do\n")
 
@@ -91,7 +146,8 @@ def rewrite() -> None:
 
 def twice() -> None:
     """Send two requests at the same time."""
-    threads = [threading.Thread(target=ask, args=(ROW["messages"],)) for _ in range(2)]
+    two = [ROW["messages"], [{"role": "user", "content": "another"}]]
+    threads = [threading.Thread(target=ask, args=(messages,)) for messages in two]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -111,7 +167,9 @@ def hang() -> None:
 
 def stay() -> None:
     """Leave a process behind."""
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)  # left-by-an-agent"])
+    program = [sys.executable, "-c", "import time; time.sleep(1000)  # left-by-an-agent"]
+    subprocess.Popen(program)
+    subprocess.Popen(program, start_new_session=True)
     ask(ROW["messages"])
     reward(1)
 

@@ -117,9 +117,8 @@ def test_the_endpoint_wants_its_key_and_ends():
     endpoint = ChatEndpoint(requests)
     endpoint.start()
 
-    def post(path: str = "/chat/completions", key: str = endpoint.key, body: bytes = b"{}", **headers: str) -> tuple:
-        sent = {"Authorization": f"Bearer {key}", **headers}
-        request = urllib.request.Request(endpoint.url + path, body, sent)
+    def post(path: str = "/chat/completions", key: str = endpoint.key, body: bytes = b"{}") -> tuple:
+        request = urllib.request.Request(endpoint.url + path, body, {"Authorization": f"Bearer {key}"})
         try:
             with urllib.request.urlopen(request) as answer:
                 return answer.status, json.load(answer)
@@ -136,8 +135,7 @@ def test_the_endpoint_wants_its_key_and_ends():
         requests.get(timeout=10).reply(completion(1, "m", ANSWER, USAGE))
         thread.join()
         assert answers[0][1]["choices"][0]["message"]["content"] == " 5 "
-        too_long = {"Content-Length": str(MAX_REQUEST_BYTES + 1)}
-        assert post(**too_long)[0] == 413
+        assert post(body=b" " * (MAX_REQUEST_BYTES + 1))[0] == 413
         waiting = threading.Thread(target=lambda: answers.append(post()))
         waiting.start()
         requests.get(timeout=10)

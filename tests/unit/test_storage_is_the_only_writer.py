@@ -31,6 +31,7 @@ OF_A_MODULE = {
     "np": {"save", "savez"},
 }
 ALLOWED = {
+    ("environments/agent_start.py", "fdopen"): "the standard streams of a program",
     ("models/tiny.py", "save_pretrained"): "makes the bundled policy, offline, in a folder that its caller gives",
     ("models/tiny.py", "write_text"): "its model card",
     ("models/tiny_agent.py", "save_pretrained"): "makes the bundled agent's policy, in a folder that its caller gives",

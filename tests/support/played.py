@@ -1,0 +1,42 @@
+"""Plays episodes with the embedded engine, compares their bits, and stops them as a kill would."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf.experience.episode import Episode
+from rlhf.experience.journal import Journal
+from rlhf.models import tiny
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
+from rlhf.rollout import Request, Sample
+from rlhf.rollout.embedded import EmbeddedEngine
+
+
+class Crash(BaseException):
+    """Ends a play like a kill: the trainer loses everything in memory."""
+
+
+class Sampler:
+    """The embedded engine with the tiny policy; counts the requests of each call."""
+
+    def __init__(self) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(tiny.FOLDER)
+        model = AutoModelForCausalLM.from_pretrained(tiny.FOLDER, dtype=torch.float32)
+        self.engine, self.sizes = EmbeddedEngine(model, self.tokenizer, 64), list[int]()
+
+    def generate(self, requests: list[Request], *, version: int, step: int) -> list[Sample]:
+        self.sizes.append(len(requests))
+        return self.engine.generate(requests, seed=3, step=step)
+
+
+def facts(groups: list[list[Episode]]) -> list[Any]:
+    """Return everything that an update uses, as bits."""
+    return [(e.prompt_ids, s.token_ids.tobytes(), s.log_probs.tobytes(), s.observations, s.finish_reason, e.rewards)
+            for group in groups for e in group for s in [e.finished(0)]]  # fmt: skip
+
+
+def journal_at(folder: Path) -> Journal:
+    return Journal(folder, "trajectory", "scored", Coordinator(GlooTransport()))
