@@ -21,6 +21,7 @@ import torch
 from benchmarks.scripted_servers import ScriptedServer, ScriptedSession, ServerSpeed
 from benchmarks.virtual_time import VirtualTimeLoop
 from rlhf.config import OverlongBufferConfig
+from rlhf.config.derived import staleness_bound
 from rlhf.config.schema.rollout import ServersConfig
 from rlhf.data import DrawnPrompt, Prompt
 from rlhf.experience.generation import Generation
@@ -201,7 +202,9 @@ class _Stream:
         return [DrawnPrompt(uid, Prompt(uid, [], [uid] * tokens, "", "", {})) for uid in range(first, self._drawn)]
 
 
-def source_of(engine: ServerEngine, groups: int, async_steps: int) -> NewPrompts | PartialRollouts:
+def source_of(
+    engine: ServerEngine, groups: int, async_steps: int, max_staleness: int | None
+) -> NewPrompts | PartialRollouts:
     """Return the trainer's source of groups."""
     coordinator, nothing = Coordinator(Transport()), SimpleNamespace(full_tensors=lambda dtype: iter(()))
     generation = Generation(
@@ -216,14 +219,16 @@ def source_of(engine: ServerEngine, groups: int, async_steps: int) -> NewPrompts
         batch_size=groups,
     )
     prompts = PromptShare(cast(Any, _Stream()), groups, RankGroup(0, range(1), None))
-    return PartialRollouts(prompts, generation, async_steps) if async_steps else NewPrompts(prompts, generation)
+    if not async_steps:
+        return NewPrompts(prompts, generation)
+    return PartialRollouts(prompts, generation, async_steps, staleness_bound(async_steps, max_staleness))
 
 
-def run(work: Workload, async_steps: int, training_s: float) -> Measured:
-    """Run all steps; the training of each step takes `training_s` simulated seconds."""
+def run(work: Workload, async_steps: int, training_s: float, max_staleness: int | None = None) -> Measured:
+    """Run the steps with `training_s` simulated seconds of training each."""
     engine = _Engine(work)
     try:
-        source, fleet = source_of(engine, work.groups, async_steps), engine.fleet
+        source, fleet = source_of(engine, work.groups, async_steps, max_staleness), engine.fleet
         servers = list(fleet.servers.values())
         ages, trained, start, ran = Counter[int](), list[tuple[int, int]](), 0.0, 0.0
         for step in range(1, work.warmup + work.steps + 1):

@@ -88,6 +88,9 @@ class StandIn:
             parts = [list(islice(samples, len(of_rank))) for of_rank in of_ranks]
         return scatter_samples(parts, self.coordinator)
 
+    def listen(self, _: object) -> None:
+        """Do nothing: all samples are complete at once."""
+
     def sleep(self) -> bool:
         return False
 
@@ -154,7 +157,7 @@ def collector_of(engine: StandIn, prompts: int, length: int, folder: Path) -> Co
         Journal(folder, "run", "scores", coordinator),
     )
     share = PromptShare(PromptStream(every, seed=0, shuffle=True), prompts, dims.data())
-    fixed = (data, FilterGroupsConfig(), reward, 0)
+    fixed = (data, FilterGroupsConfig(), reward, 0, 1)
     return Collector(*fixed, share, generation, torch.device("cpu"), ends_with=lambda *_: True)
 
 

@@ -21,6 +21,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException, Validati
 
 from rlhf.config import Config
 from rlhf.config.config_folder import ConfigFolder
+from rlhf.config.derived import staleness_bound
 from rlhf.config.file_problems import composition_problem
 from rlhf.config.help_texts import commented_yaml
 from rlhf.config.known_settings import SECTIONS, SETTINGS, setting_of
@@ -107,6 +108,8 @@ def composition(
         raise UserError("\n".join(problems))
     with _interpolating():
         defaults = device_defaults(lambda key: OmegaConf.select(composed, key), machine or Machine.here())
+        rollout = composed.rollout
+        defaults["rollout.max_staleness"] = staleness_bound(rollout.async_steps, rollout.max_staleness)
         for key, value in defaults.items():
             OmegaConf.update(composed, key, value)
     return Composition(composed, values)

@@ -16,7 +16,7 @@ from rlhf.assemble.model_sources import ModelSources, ResolvedModel
 from rlhf.assemble.trajectory_hash import trajectory_hash
 from rlhf.config import Config, DataConfig, RolloutConfig, ValKwargsConfig
 from rlhf.config.compare import trajectory
-from rlhf.config.derived import longest_sample, needs_greedy_baseline, sends_adapters
+from rlhf.config.derived import longest_sample, needs_greedy_baseline, sends_adapters, staleness_bound
 from rlhf.config.user_functions import hash_of_files
 from rlhf.data import PromptSet
 from rlhf.data.turns.chat_turns import ChatTurns, env_template
@@ -170,6 +170,7 @@ def build_collector(
         config.algorithm.filter_groups,
         config.reward,
         config.rollout.async_steps,
+        staleness_bound(config.rollout.async_steps, config.rollout.max_staleness),
         prompts,
         generation,
         setup.device,

@@ -82,6 +82,11 @@ def prompts_per_generation(data: DataConfig, filter_groups: FilterGroupsConfig) 
     return (data.gen_batch_size if filter_groups.enable else None) or data.train_batch_size
 
 
+def staleness_bound(async_steps: int, max_staleness: int | None) -> int:
+    """Return the largest age of a token in steps: `max_staleness`, or its default if it is null."""
+    return max(1, async_steps) if max_staleness is None else max_staleness
+
+
 def generated_by_rank(prompts: int, rollout: RolloutConfig, algorithm: AlgorithmConfig, ranks: int) -> int:
     """Return the number of samples that the busiest rank generates. All samples of a prompt come from one rank.
 

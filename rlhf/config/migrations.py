@@ -5,6 +5,7 @@ test compares the schema with the stored schema of each release, so each renamed
 entry in `MIGRATIONS`. Imports no schema.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,14 @@ ANY = object()
 
 @dataclass(frozen=True)
 class Renamed:
-    """A setting with a new name, perhaps in another section."""
+    """A setting with a new name, perhaps in another section.
+
+    `value` returns the value under the new name, from the stored value and the stored sections. None keeps the value.
+    """
 
     key: str
     to: str
+    value: Callable[[Any, dict[str, Any]], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,16 @@ class Added:
 
 Migration = Renamed | Removed | Added
 
+
+def _at_least_async_steps(stored: Any, tree: dict[str, Any]) -> Any:
+    """Return the bound that responses in flight had: without dynamic sampling, `async_steps` alone."""
+    steps = tree["rollout"]["async_steps"] if _has(tree, "rollout.async_steps") else 0
+    return max(stored, steps) if isinstance(stored, int) and isinstance(steps, int) else stored
+
+
 MIGRATIONS: dict[str, tuple[Migration, ...]] = {
     "0.2.0": (
+        Renamed("algorithm.filter_groups.max_staleness", "rollout.max_staleness", _at_least_async_steps),
         Added("data.last_turn_as_answer", False),
         Added("data.custom_cls.path", None),
         Added("data.custom_cls.name", None),
@@ -122,7 +135,7 @@ def migrate(tree: dict[str, Any], release: str | None = None) -> Migrated:
                 if isinstance(change, Removed):
                     lost += [Lost(later, change, value)] if change.acts_as not in (ANY, value) else []
                 elif not _has(tree, change.to):
-                    _put(tree, change.to, value)
+                    _put(tree, change.to, value if change.value is None else change.value(value, tree))
     return Migrated(tree, lost)
 
 

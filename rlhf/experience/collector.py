@@ -56,6 +56,8 @@ class Collector:
     filter_groups: FilterGroupsConfig
     reward: RewardConfig
     async_steps: int
+    max_staleness: int
+    """Largest age of a token in steps."""
     prompts: PromptShare
     generation: Generation
     device: torch.device
@@ -70,13 +72,13 @@ class Collector:
 
     def __post_init__(self, data: DataConfig) -> None:
         if self.async_steps:
-            self._source = PartialRollouts(self.prompts, self.generation, self.async_steps)
+            self._source = PartialRollouts(self.prompts, self.generation, self.async_steps, self.max_staleness)
         else:
             self._source = NewPrompts(self.prompts, self.generation)
         self.coordinator = self.generation.coordinator
         if self.filter_groups.enable:
             prompts = prompts_per_generation(data, self.filter_groups)
-            self._sampling = DynamicSampling(self.filter_groups, prompts, self._source)
+            self._sampling = DynamicSampling(self.filter_groups, prompts, self.max_staleness, self._source)
         else:
             self._sampling = PlainSampling(self._source)
 

@@ -53,6 +53,7 @@ class DynamicSampling:
     config: FilterGroupsConfig
     gen_batch_size: int
     """Prompts per generation, over all ranks."""
+    max_staleness: int
     source: NewPrompts | PartialRollouts
     carried: list[Group] = field(default_factory=list, init=False)
     """This rank's groups for the next step, sorted by uid."""
@@ -108,7 +109,7 @@ class DynamicSampling:
         self.carried = sorted(groups, key=lambda group: group.uid)
 
     def _young(self, groups: Sequence[Group], step: int) -> list[Group]:
-        oldest = step - 1 - self.config.max_staleness
+        oldest = step - 1 - self.max_staleness
         return [group for group in groups if group.version >= oldest]
 
     def _warn(self, step: int, share_carried: float) -> None:
@@ -118,7 +119,7 @@ class DynamicSampling:
         log.warning(
             "%.0f %% of the batch of step %d was carried over from earlier steps, so an older policy sampled it; "
             "truncated importance sampling corrects for the difference. For newer samples lower "
-            "data.gen_batch_size=%d, or set algorithm.filter_groups.max_staleness=0, which drops the surplus groups of "
+            "data.gen_batch_size=%d, or set rollout.max_staleness=0, which drops the surplus groups of "
             "each step. This is logged once; sampling/carried_share is the share in each step.",
             100 * share_carried,
             step,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +12,7 @@ from rlhf.config import OverlongBufferConfig
 from rlhf.data import DrawnPrompt
 from rlhf.events import REWARD, announce, report
 from rlhf.experience.begun import Begun, replaced
+from rlhf.experience.early_scores import EarlyScores
 from rlhf.experience.episode import Episode
 from rlhf.experience.episode_groups import (
     check_failures,
@@ -53,6 +54,12 @@ class Generation:
     journal: Journal | None = None
     episodes: Episodes | None = None
     """Plays the samples as episodes with environments. Without environments, None: each response is one turn."""
+    early: EarlyScores | None = field(default=None, init=False)
+    """Scores complete groups while others are generated. None with a reward model, and with environments."""
+
+    def __post_init__(self) -> None:
+        if self.reward.in_background and self.episodes is None:
+            self.early = EarlyScores(self.reward, self.tokenizer, self.samples_per_prompt)
 
     def groups(self, drawn: Sequence[DrawnPrompt], stats: RolloutStats, *, version: int, step: int) -> list[Group]:
         """Return the scored group of each of this rank's prompts, by the policy after `version` steps. Collective."""
@@ -79,7 +86,10 @@ class Generation:
             # A rank whose samples are in the journal sends no requests, so its quotas would never be reached.
             wanted = [] if known or not quotas else self.continued(begun)
             reach = () if known else quotas
-            return replaced(begun, self.sampler.generate_until(wanted, reach, version=version, step=step))
+            listener = None if self.early is None else self.early.add
+            return replaced(
+                begun, self.sampler.generate_until(wanted, reach, version=version, step=step, listener=listener)
+            )
 
         return self._in_flight(begun, stats, make)
 
@@ -213,7 +223,10 @@ class Generation:
         def make(known: bool) -> list[list[Sample]]:
             # Generate all of a rank's prompts or none: the bits of log-probs depend on the other sequences of a batch.
             requests = self.requests([] if known else drawn)
-            return self.by_prompt(self.sampler.generate(requests, version=version, step=step))
+            if self.early is not None:
+                self.early.expect(drawn, [])
+            listener = None if self.early is None else self.early.add
+            return self.by_prompt(self.sampler.generate(requests, version=version, step=step, listener=listener))
 
         return self._journaled([each.uid for each in drawn], stats, make)
 
@@ -246,16 +259,22 @@ class Generation:
     ) -> list[list[RewardResult]]:
         """Return the rewards of each prompt's samples, from the journal if it has all of them. Collective."""
         known = None if self.journal is None else self.journal.results([each.uid for each in drawn])
-        answered = [] if known is not None else [(d.prompt, s) for d, s in zip(drawn, samples, strict=True)]
-        results = score_responses(self.reward, self.tokenizer, answered)
-        stats.failed += failed_samples(results if known is None else known)
+        pairs = list(zip(drawn, samples, strict=True))
+        early = {} if self.early is None else {each.uid: self.early.pop(each.uid, s) for each, s in pairs}
+        late = [(each.prompt, of_prompt) for each, of_prompt in pairs if known is None and early.get(each.uid) is None]
+        scored = iter(score_responses(self.reward, self.tokenizer, late))
+        results = [early.get(each.uid) or next(scored) for each in drawn] if known is None else known
+        stats.failed += failed_samples(results)
         # Check before the journal stores the results: after the user's fix, the next start must score them again.
         check_scored(self.reward, stats.failed, self.coordinator, self.batch_size * self.n)
-        if known is not None:
-            return known
-        if self.journal is not None:
+        if known is None and self.journal is not None:
             self.journal.add_results({each.uid: found for each, found in zip(drawn, results, strict=True)})
         return results
+
+    def score_early(self, begun: Sequence[Begun]) -> None:
+        """Begin to score the complete prompts among those in flight. Forget the rewards of all other prompts."""
+        if self.early is not None:
+            self.early.expect([each.drawn for each in begun], [each.samples for each in begun])
 
     def _penalties(self, samples: list[Sample]) -> list[float]:
         buffer = self.overlong_buffer

@@ -1,5 +1,6 @@
 """Keeps the responses of several steps in flight (`rollout.async_steps`); checkpoints include them."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +15,22 @@ from rlhf.experience.prompt_share import PromptShare
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Quota
 
+RESERVE = 4
+"""Reciprocal of the reserve: complete groups beyond a share when a step begins, as a part of the share. In
+`benchmarks.async_steps`, no step waited for a batch although the lengths of responses vary."""
+
 
 @dataclass
 class PartialRollouts:
     """Generates until this rank's share of a batch is complete, and continues the other responses in later steps.
 
-    A share is the number of a rank's prompts in a batch. A step draws new prompts until `steps` + 1 shares are in
-    flight and generates with its weights until one share is complete. It then removes this share: groups with the
-    oldest tokens first, then by uid. Servers continue the other prompts while the ranks train (`begin`). No token gets
-    older than `steps` steps: the engine waits for each group that would be too old in the next step. If these groups
-    exceed a share (after a change of the number of ranks or of the batch size), the surplus is dropped and counted.
+    A share is the number of a rank's prompts in a batch. A step draws new prompts (`_drawn`), generates with its
+    weights until one share is complete, and removes this share: oldest weights first, then by uid. Servers continue the
+    other prompts while the ranks train (`begin`); a prompt begins when a server has a free slot.
+
+    No token gets older than `max_staleness` steps. The engine waits for groups that are due in this step, because a
+    response that was dropped for its age would be a long one. If more than a share is due (after a change of the number
+    of ranks or of the batch size), the surplus is dropped, counted, and replaced by new prompts.
 
     With the embedded engine, all of this follows from tokens and settings, never from the clock, so a resumed run
     repeats it bit for bit. With servers, the clock decides how many tokens the responses have when the weights change.
@@ -33,6 +40,9 @@ class PartialRollouts:
     prompts: PromptShare
     generation: Generation
     steps: int
+    """Largest number of shares in flight after a step, `rollout.async_steps`."""
+    max_staleness: int
+    """Largest age of a token in steps, at least `steps`."""
     expired: int = field(default=0, init=False)
     """Number of this rank's prompts that were dropped because of their age, since the last `pop_expired`."""
     begun: list[Begun] = field(default_factory=list, init=False)
@@ -81,11 +91,12 @@ class PartialRollouts:
         """
         share, version = self.prompts.share(size), step - 1
         self._stop(stats, step)
-        self._drop_old(version - self.steps)
+        self._drop_old(version - self.max_staleness)
         self._top_up(share)
         coordinator = self.generation.coordinator
         while any(coordinator.all_gather(self._missing(share, version) != [])):
             # With the journal of another number of ranks, a generation may end before the quotas are reached.
+            self.generation.score_early(self.begun)
             unfinished, quotas = self._unfinished(), self._missing(share, version)
             self._update(self.generation.advance(unfinished, quotas, stats, version=version, step=step))
         complete = [each for each in self.begun if each.complete]
@@ -93,13 +104,16 @@ class PartialRollouts:
         uids = {each.drawn.uid for each in chosen}
         batch = [each for each in self.begun if each.drawn.uid in uids]
         self.begun = [each for each in self.begun if each.drawn.uid not in uids]
-        self._drop_old(version + 1 - self.steps)
-        return self.generation.scored([each.drawn for each in batch], [each.samples for each in batch], stats)
+        self._drop_old(version + 1 - self.max_staleness)
+        groups = self.generation.scored([each.drawn for each in batch], [each.samples for each in batch], stats)
+        self.generation.score_early(self.begun)  # while the ranks train
+        return groups
 
     def drop(self) -> None:
         """Drop all prompts in flight. Collective."""
         self.generation.sampler.stop()
         self.begun = []
+        self.generation.score_early([])
 
     def tensors(self) -> dict[str, Tensor]:
         """End the generation in the background, and return this rank's samples in flight as tensors. Collective."""
@@ -140,28 +154,41 @@ class PartialRollouts:
         return room and len(each.samples) == self.generation.samples_per_prompt
 
     def _top_up(self, share: int) -> None:
-        """Draw prompts until `steps` + 1 shares are in flight. Collective."""
+        """Draw this step's new prompts. Collective."""
         ranks = self.prompts.ranks
-        needs = self.generation.coordinator.all_gather((ranks.rank, max(0, (self.steps + 1) * share - len(self.begun))))
+        needs = self.generation.coordinator.all_gather((ranks.rank, self._drawn(share)))
         of_ranks = dict(needs)  # the processes of one data-parallel rank need the same prompts
         counts = [of_ranks[rank] for rank in range(ranks.size)]
         first = sum(counts[: ranks.rank])
         drawn = self.prompts.stream.next(sum(counts))[first : first + counts[ranks.rank]]
         self.begun += [self.generation.unbegun(each) for each in drawn]
 
+    def _drawn(self, share: int) -> int:
+        """Return the number of prompts that this rank draws in a step: between 2 and `steps` + 1 shares are in flight.
+
+        Complete groups that wait get older for nothing. If a share and a reserve are complete when a step begins, then
+        generation keeps pace with training, and the step draws as many prompts as it removes. It draws fewer if more
+        groups are complete, and more if fewer are.
+        """
+        complete = sum(each.complete for each in self.begun)
+        missing = share + math.ceil(share / RESERVE) - complete
+        in_flight = min(max(len(self.begun) + share + missing, 2 * share), (self.steps + 1) * share)
+        return max(0, in_flight - len(self.begun))
+
     def _missing(self, share: int, version: int) -> list[Quota]:
         """Return the quotas of unfinished groups that this batch still needs.
 
-        A group whose oldest token is of version v must be in the batch of version v + `steps` or an earlier one. Each
-        batch removes one share. So of the groups that are due within d batches, all but d - 1 shares must be complete
-        now.
+        A group whose oldest token is of version v must be in the batch of version v + `max_staleness` or an earlier
+        one. Each batch removes one share. So of the groups that are due within d batches, all but d - 1 shares must be
+        complete now.
         """
         ages = {each.drawn.uid: version - each.oldest(version) for each in self.begun}
         quotas = []
-        for age in range(self.steps, -1, -1):
+        for age in range(self.max_staleness, -1, -1):
             due = [each for each in self.begun if ages[each.drawn.uid] >= age]
-            # Groups of this age may wait for `steps` - age later batches. At age 0, all groups together fill the share.
-            needed = min(share, len(due) - (self.steps - age) * share) if age else share
+            # `later` batches can still remove groups of this age. The youngest groups fill the share.
+            later = self.max_staleness - age
+            needed = min(share, len(due) - later * share) if age else share
             missing = needed - sum(each.complete for each in due)
             if missing > 0:
                 quotas.append(Quota(frozenset(each.drawn.uid for each in due if not each.complete), missing))

@@ -1,7 +1,8 @@
 """Samples responses from the current policy."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -9,7 +10,7 @@ from typing import cast
 from rlhf.backends.base import PolicyWeights
 from rlhf.experience.engine_probe import check_probe, probe_request
 from rlhf.rollout import AdapterEngine, BackgroundEngine, Request, RolloutEngine, Sample
-from rlhf.rollout.engine import PartialEngine, Quota
+from rlhf.rollout.engine import Listener, PartialEngine, Quota
 
 
 @dataclass
@@ -35,7 +36,13 @@ class PolicySampler:
     """Samples of the generation in the background, if `generate` stopped it."""
 
     def generate_until(
-        self, requests: Sequence[Request], quotas: Sequence[Quota], *, version: int, step: int
+        self,
+        requests: Sequence[Request],
+        quotas: Sequence[Quota],
+        *,
+        version: int,
+        step: int,
+        listener: Listener | None = None,
     ) -> list[Sample]:
         """Return samples like `generate`, some of them partial, once every quota is reached. Collective.
 
@@ -44,13 +51,18 @@ class PolicySampler:
         self.stop()
         self._sync_weights(version)
         started = time.monotonic()
-        samples = cast(PartialEngine, self.engine).generate_until(requests, quotas, seed=self.seed, step=step)
+        with self._listening(listener):
+            samples = cast(PartialEngine, self.engine).generate_until(requests, quotas, seed=self.seed, step=step)
         self.seconds += time.monotonic() - started
         self.runs = self.background
         return samples
 
-    def generate(self, requests: Sequence[Request], *, version: int, step: int) -> list[Sample]:
+    def generate(
+        self, requests: Sequence[Request], *, version: int, step: int, listener: Listener | None = None
+    ) -> list[Sample]:
         """Return this rank's samples by the policy after `version` steps, with noise keyed by `step`. Collective.
+
+        `listener` gets samples before the others are complete, as `RolloutEngine.listen`.
 
         The first call raises UserError if the engine lost tensors in its sleep.
         """
@@ -59,9 +71,21 @@ class PolicySampler:
             self._probe(version, step)
         self._sync_weights(version)
         started = time.monotonic()
-        samples = self.engine.generate(requests, seed=self.seed, step=step)
+        with self._listening(listener):
+            samples = self.engine.generate(requests, seed=self.seed, step=step)
         self.seconds += time.monotonic() - started
         return samples
+
+    @contextmanager
+    def _listening(self, listener: Listener | None) -> Iterator[None]:
+        if listener is None:
+            yield
+            return
+        self.engine.listen(listener)
+        try:
+            yield
+        finally:
+            self.engine.listen(None)
 
     def _probe(self, version: int, step: int) -> None:
         """Compare the engine with the actor, if the engine releases its weights in a sleep."""

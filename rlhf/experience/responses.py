@@ -21,8 +21,18 @@ def score_responses(
 ) -> list[list[RewardResult]]:
     """Return the rewards of the samples of each prompt. Collective with a reward model."""
     responses = list(answered)
-    texts = iter(texts_of(tokenizer, [sample for _, samples in responses for sample in samples]))
-    items = [
+    items = items_of(tokenizer, responses)
+    report(REWARD, 0, len(items))
+    results = iter(reward.score(items))
+    return [[next(results) for _ in samples] for _, samples in responses]
+
+
+def items_of(
+    tokenizer: PreTrainedTokenizerBase, answered: Sequence[tuple[Prompt, Sequence[Sample]]]
+) -> list[RewardItem]:
+    """Return what the reward reads of each sample. The prompts' samples form the groups."""
+    texts = iter(texts_of(tokenizer, [sample for _, samples in answered for sample in samples]))
+    return [
         RewardItem(
             prompt.data_source,
             next(texts),
@@ -33,12 +43,9 @@ def score_responses(
             sample.token_ids,
             group,
         )
-        for group, (prompt, samples) in enumerate(responses)
+        for group, (prompt, samples) in enumerate(answered)
         for sample in samples
     ]
-    report(REWARD, 0, len(items))
-    results = iter(reward.score(items))
-    return [[next(results) for _ in samples] for _, samples in responses]
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample]) -> list[str]:

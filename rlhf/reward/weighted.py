@@ -76,6 +76,11 @@ class Reward:
         )
 
     @property
+    def in_background(self) -> bool:
+        """Whether another thread may score samples: no function is a reward model, whose calls are collective."""
+        return bool(self._terms) and all(term.label != REWARD_MODEL for term in self._terms)
+
+    @property
     def stops(self) -> bool:
         """Whether failures end the run (`reward.on_error=stop`)."""
         return bool(self._terms) and self._terms[0].policy.stops

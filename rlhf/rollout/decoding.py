@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf.config.buffer_sizes import PREFILL_TOKENS, grown_cache
 from rlhf.events import GENERATING, report
 from rlhf.models.packing import cache_argument
-from rlhf.rollout.engine import Completion, Request, siblings
+from rlhf.rollout.engine import Completion, Listener, Request, siblings
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sample import FinishReason, Sample
 from rlhf.rollout.sampling import fold, row_keys, sample
@@ -40,6 +40,7 @@ class Decoding:
         requests: Sequence[Request],
         max_rows: int,
         completion: Completion,
+        listener: Listener | None = None,
     ) -> None:
         self.model, self.requests = model, requests
         self.eos = eos.cpu().numpy()
@@ -83,12 +84,13 @@ class Decoding:
             if request.response is not None:
                 self.tokens[row, : request.start] = request.response.token_ids
         self.stop_strings = StopStrings(tokenizer, params.stop)
-        self.completion = completion
+        self.completion, self.listener = completion, listener
+        self.version = 0
 
     def run(self, seed: int, step: int, version: int) -> list[Sample]:
         """Return the sample of each request. `version`, the version of the weights, is recorded in the samples."""
         uids, numbers = torch.tensor([(r.uid, r.sample) for r in self.requests], device=self.device).T
-        self.keys = row_keys(seed, step, uids, numbers)
+        self.keys, self.version = row_keys(seed, step, uids, numbers), version
         while (self.cache.span.rows or self.admitted < self.total) and not self.completion.reached:
             free = self.max_rows - self.cache.span.rows
             if self.admitted < self.total and free * REFILL_SHARE >= self.max_rows:
@@ -207,8 +209,16 @@ class Decoding:
             for row in finished:
                 self.reasons[samples[row]] = "stop" if stopped[row] else "length"
                 self.completion.answered(self.requests[samples[row]])
+                if self.listener is not None:
+                    self.listener(self._complete(samples[row]))
             self._remove(first + finished)
             report(GENERATING, self.admitted - self.cache.span.rows, self.total)
+
+    def _complete(self, sample: int) -> Sample:
+        """Return a complete sample before the others are complete."""
+        new = slice(self.starts[sample], self.counts[sample])
+        log_probs = self.log_probs[sample, new].cpu().numpy()
+        return self.requests[sample].answered(self.tokens[sample, new], log_probs, self.reasons[sample], self.version)
 
     def _stops(self, sample: int, count: int) -> bool:
         """Return whether a stop string ends a response of `count` tokens."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rlhf.config.schema.rollout import RolloutConfig
 from rlhf.models.config_check import check_positions
 from rlhf.rollout.decoding import Decoding
-from rlhf.rollout.engine import Completion, PartialEngine, Quota, Request, Weights, indices_by_params
+from rlhf.rollout.engine import Completion, Listener, PartialEngine, Quota, Request, Weights, indices_by_params
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.weight_digest import WeightCheck, digest, read_digests
@@ -48,6 +48,7 @@ class EmbeddedEngine(PartialEngine):
         self.max_num_seqs = max_num_seqs
         self.version = 0
         self._check = WeightCheck()
+        self._listener: Listener | None = None
         self.eos = torch.tensor(eos_token_ids(model, tokenizer), dtype=torch.int64, device=model.device)
 
     @property
@@ -104,6 +105,9 @@ class EmbeddedEngine(PartialEngine):
         in their order, at most `max_num_seqs` at once. Raises the errors of `generate`."""
         return self._generate(requests, quotas, seed, step)
 
+    def listen(self, listener: Listener | None) -> None:
+        self._listener = listener
+
     @torch.inference_mode()
     def _generate(self, requests: Sequence[Request], quotas: Sequence[Quota], seed: int, step: int) -> list[Sample]:
         if not all(r.token_ids for r in requests):
@@ -117,7 +121,7 @@ class EmbeddedEngine(PartialEngine):
             group = [requests[i] for i in indices]
             check_lengths(self.model.config, max(len(r.token_ids) for r in group), params.max_tokens)
             eos = self.eos[:0] if params.ignore_eos else self.eos
-            decoding = Decoding(self.model, self.tokenizer, eos, group, self.max_num_seqs, completion)
+            decoding = Decoding(self.model, self.tokenizer, eos, group, self.max_num_seqs, completion, self._listener)
             samples |= zip(indices, decoding.run(seed, step, self.version), strict=True)
         return [samples[i] for i in range(len(requests))]
 

@@ -110,6 +110,10 @@ class Quota:
     groups: int
 
 
+Listener = Callable[[Sample], None]
+"""Function that an engine calls in the thread of the rank with complete samples, while it generates others."""
+
+
 class Completion:
     """Counts the complete groups of a generation. A group is complete once all requests of its uid are answered.
 
@@ -153,6 +157,11 @@ class RolloutEngine(Protocol):
 
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
         """Return the samples of this rank's requests, in the order of the requests."""
+
+    def listen(self, listener: Listener | None) -> None:
+        """Call `listener` with this rank's samples that are complete before a generation ends. An engine may call it
+        late, or never, which is the default. Every rank listens, or none."""
+        return
 
     def sleep(self) -> bool:
         """Release device memory until the next call, if possible. Return whether the weights were released, too."""

@@ -249,7 +249,7 @@ CASES: dict[str, Case] = {
         "reward.overlong_buffer.penalty_factor=3",
         "algorithm.filter_groups.enable=false",
         "algorithm.filter_groups.metric=seq_reward",
-        "algorithm.filter_groups.max_staleness=0",
+        "rollout.max_staleness=0",
     ),
     **of(
         "two generations",

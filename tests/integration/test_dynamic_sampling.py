@@ -35,8 +35,8 @@ from tests.support.rounding import FLOAT32
 SCENARIOS: dict[str, tuple[int, dict[str, Any], int | None]] = {
     "refilled": (4, {}, None),
     "restarted": (4, {"drawn": 48}, 1),
-    "older than a step": (4, {"drawn": 48, "filter_groups": replace(FILTERED, max_staleness=2)}, 2),
-    "nothing is carried over": (2, {"drawn": 24, "filter_groups": replace(FILTERED, max_staleness=0)}, None),
+    "older than a step": (4, {"drawn": 48, "max_staleness": 2}, 2),
+    "nothing is carried over": (2, {"drawn": 24, "max_staleness": 0}, None),
     "a rank without prompts": (1, {"drawn": 1, "filter_groups": replace(FILTERED, max_num_gen_batches=14)}, None),
     "greedy baseline": (2, {"filter_groups": UNFILTERED, "greedy": True, "overlong": OVERLONG}, None),
     "greedy baseline, refilled": (2, {"greedy": True, "drawn": 28}, 1),
@@ -231,9 +231,8 @@ def test_groups_of_other_settings_are_left_out_with_a_warning(greedy, kept, capl
 
 
 def test_a_bound_that_was_lowered_counts_for_what_the_checkpoint_carried_over(caplog):
-    lowered = replace(FILTERED, max_staleness=1)
-    collector = build(new_driver(), Coordinator(GlooTransport()), filter_groups=lowered)
-    # The groups were sampled after 0 steps. Step 3 comes after 2 steps, so their staleness is 2.
+    collector = build(new_driver(), Coordinator(GlooTransport()), max_staleness=1)
+    # Sampled after 0 steps, for a step that comes after 2 of them.
     collector.load_tensors([to_tensors([group(5), group(9)])])
     metrics = collector.collect(3).metrics
     assert (metrics["sampling/groups_expired"], metrics["sampling/carried_share"]) == (2, 0)

@@ -81,6 +81,7 @@ def start(folder: Path | None, name: str, fails_at: int | None = None) -> Rank:
     """Return a rank at the beginning of a run. Its journal is below `folder`; None: no journal."""
     driver, coordinator = new_driver(), Coordinator(GlooTransport())
     collector = build(driver, coordinator, **SETTINGS[name])
+    collector.generation.early = None  # which may score a sample twice
     collector.generation.sampler.engine = Counted(collector.generation.sampler.engine)
     [term] = collector.generation.reward._terms
     collector.generation.reward._terms = [replace(term, scorer=Counting(fails_at))]

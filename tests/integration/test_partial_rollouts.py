@@ -26,7 +26,7 @@ LONG = {"longest": 64, "rows": 128}
 SETTINGS: dict[str, dict[str, Any]] = {
     "every prompt": LONG | {"filter_groups": UNFILTERED},
     "greedy baseline": LONG | {"filter_groups": UNFILTERED, "greedy": True},
-    "dynamic sampling": LONG | {"filter_groups": replace(FILTERED, max_staleness=K, on_limit="fill"), "drawn": 6},
+    "dynamic sampling": LONG | {"filter_groups": replace(FILTERED, on_limit="fill"), "drawn": 6},
 }
 
 
@@ -132,7 +132,7 @@ def test_a_batch_is_full_and_no_prompt_comes_twice(ranks, world_size, name):
         assert len(samples_of(ranks[world_size], name, step)) == BATCH * N
         uids += of_step
     assert len(set(uids)) == len(uids)
-    assert max(uids) < (STEPS + K) * BATCH
+    assert max(uids) < (STEPS + K) * BATCH, "more than K + 1 batches were in flight"
 
 
 def test_metrics_count_the_tokens_of_all_ranks(ranks):
@@ -183,9 +183,21 @@ def test_a_rollback_trains_on_no_prompt_that_was_in_flight():
     assert record["metrics"]["sampling/token_staleness_max"] == 0
 
 
+def test_a_lower_bound_drops_counts_and_replaces_what_is_too_old(ranks):
+    checkpoint = ranks[1][0]["every prompt"]["checkpoints"][2]
+    rank = resumed(checkpoint, **SETTINGS["every prompt"] | {"async_steps": 1, "max_staleness": 1})
+    in_flight = [each.oldest(3) for each in rank.collector._source.begun]
+    records = walk(rank, STEPS)
+    assert min(in_flight) < 2 == max(in_flight), "all are too old or due in this step"
+    assert records[0]["metrics"]["sampling/prompts_expired"] == len(in_flight) - BATCH
+    for record in records:
+        assert len(samples_in(record)) == BATCH * N
+        assert record["metrics"]["sampling/token_staleness_max"] <= 1
+
+
 @pytest.mark.parametrize("changed", [{"n": N - 1}, {"longest": 3}, {"async_steps": 0}])
 def test_samples_in_flight_that_no_longer_fit_are_dropped_with_a_warning(ranks, caplog, changed):
-    rank = resumed(ranks[1][0]["every prompt"]["checkpoints"][1], **SETTINGS["every prompt"] | changed)
-    collected = rank.collector.collect(3)
+    rank = resumed(ranks[1][0]["every prompt"]["checkpoints"][2], **SETTINGS["every prompt"] | changed)
+    collected = rank.collector.collect(4)
     assert "Dropped" in caplog.text
     assert len(collected.batch) == BATCH * changed.get("n", N)

@@ -175,7 +175,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def settings_of(name: str, k: int) -> dict[str, Any]:
     found = dict(SETTINGS[name])
     if "filter_groups" in found:
-        found["filter_groups"] = type(FILTERED)(enable=True, max_staleness=k, on_limit="fill")
+        found["filter_groups"] = type(FILTERED)(enable=True, on_limit="fill")
     return found
 
 

@@ -30,4 +30,4 @@ def environment() -> dict[str, str]:
 
 
 if VARIABLE in os.environ:
-    migrations.MIGRATIONS = TABLE
+    migrations.MIGRATIONS = TABLE | migrations.MIGRATIONS

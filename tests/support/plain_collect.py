@@ -18,6 +18,7 @@ from rlhf.config import (
     RewardConfig,
     RolloutConfig,
 )
+from rlhf.config.derived import staleness_bound
 from rlhf.data import DrawnPrompt, PromptSet, PromptStream
 from rlhf.data.items import Row
 from rlhf.data.tokens import LengthLimit
@@ -46,8 +47,10 @@ DEFAULTS: dict[str, Any] = {
     "drawn": 7,
     "answers": True,
     "engine": None,
+    "reward": None,
     "journal": None,
     "async_steps": 0,
+    "max_staleness": None,
     "longest": LONGEST,
     "rows": 32,
     "batch": BATCH,
@@ -118,7 +121,7 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
         SamplingParams(temperature=1.4, max_tokens=chosen["longest"]),
         chosen["n"],
         chosen["greedy"],
-        Reward([Term("sums", WEIGHT, Sums(), FailurePolicy("sums", reward))]),
+        chosen["reward"] or Reward([Term("sums", WEIGHT, Sums(), FailurePolicy("sums", reward))]),
         chosen["overlong"],
         tokenizer,
         coordinator,
@@ -130,6 +133,7 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
         chosen["filter_groups"],
         reward,
         chosen["async_steps"],
+        staleness_bound(chosen["async_steps"], chosen["max_staleness"]),
         PromptShare(stream, chosen["batch"], dims.data()),
         generation,
         CPU,
@@ -147,6 +151,7 @@ def plain_way(steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
     parts = build(driver, Coordinator(GlooTransport()), **settings)
     chosen = DEFAULTS | settings
     filters, drawn = chosen["filter_groups"], chosen["drawn"] if chosen["filter_groups"].enable else BATCH
+    bound = staleness_bound(chosen["async_steps"], chosen["max_staleness"])
     waiting: list[dict[str, Any]] = []
     records = []
     for step in range(1, steps + 1):
@@ -161,7 +166,7 @@ def plain_way(steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
         trained, left = waiting[:BATCH], waiting[BATCH:]
         missing = BATCH - len(trained)
         # At the next step the policy will have done one more step.
-        waiting = [group for group in left if driver.step + 1 - group["version"] <= filters.max_staleness]
+        waiting = [group for group in left if driver.step + 1 - group["version"] <= bound]
         trained = sorted(trained + without[len(without) - missing :], key=lambda group: group["uid"])
         every = [score for group in trained for score in group["seq_reward"]]
         metrics = {

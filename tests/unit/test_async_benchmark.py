@@ -45,3 +45,19 @@ def test_steps_that_do_not_wait_are_as_fast_as_the_training():
     work = small()
     training_s = run(work, 0, training_s=0.0).seconds
     assert 1.02 * training_s > run(work, 2, training_s).seconds > training_s
+
+
+def test_samples_do_not_wait_longer_because_more_batches_may_be_in_flight():
+    """Tokens are a step old if generation and training overlap. A deeper pipeline adds the reserve alone."""
+    training_s = run(small(), 0, training_s=0.0).seconds
+    one, two, four = (run(small(), k, training_s) for k in (1, 2, 4))
+    assert one.age_mean <= 1 < two.age_mean < 1.5
+    assert four.age_mean < 1.5
+    assert max(two.seconds, four.seconds) < 1.02 * training_s
+
+
+def test_a_wider_bound_waits_less_for_long_responses_with_no_more_batches_in_flight():
+    bounded, wide = (run(small(), 1, 1.0, max_staleness) for max_staleness in (None, 3))
+    check_trained(wide, small())
+    assert bounded.age_max == 1 < wide.age_max <= 3
+    assert wide.live > bounded.live

@@ -152,6 +152,27 @@ def test_every_reader_sees_the_present_names(monkeypatch, tmp_path):
     assert read_manifest(path).fingerprints == {"model.path": "f"}
 
 
+@pytest.mark.parametrize(
+    ("stored", "steps", "bound"),
+    # Without dynamic sampling, the old setting had no effect on responses in flight.
+    [(1, 0, 1), (0, 0, 0), (3, 1, 3), (0, 1, 1), (1, 4, 4)],
+)
+def test_the_bound_of_carried_groups_becomes_the_bound_of_all_tokens(stored, steps, bound):
+    tree = sections(to_yaml(make(rollout__async_steps=steps)))
+    del tree["rollout"]["max_staleness"]
+    tree["algorithm"]["filter_groups"]["max_staleness"] = stored
+    read, lost = from_stored(yaml.safe_dump(tree), "0.1.0")
+    assert (read.rollout.max_staleness, lost) == (bound, [])
+    assert read == make(rollout__async_steps=steps, rollout__max_staleness=bound)
+
+
+def test_a_user_who_types_the_old_name_of_the_bound_reads_the_new_one():
+    with pytest.raises(UserError) as caught:
+        compose("algorithm.filter_groups.max_staleness=2")
+    assert "algorithm.filter_groups.max_staleness" in str(caught.value)
+    assert "renamed it. Did you mean rollout.max_staleness?" in str(caught.value)
+
+
 def test_the_table_is_of_releases_in_order_and_leads_to_the_schema():
     releases = [migrations.Version(release) for release in MIGRATIONS]
     assert releases == sorted(set(releases))

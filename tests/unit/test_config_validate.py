@@ -7,6 +7,7 @@ import pytest
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
 from rlhf.config.rules.validate import validate
+from tests.support.commands import compose
 from tests.support.configurations import make, problems
 from tests.support.refusals import says
 
@@ -191,10 +192,10 @@ REJECTED: list[tuple[dict, str]] = [
         | {
             "rollout__async_steps": 1,
             "algorithm__rollout_correction__rollout_is": "token",
-            "algorithm__filter_groups__enable": True,
-            "algorithm__filter_groups__max_staleness": 0,
+            "rollout__max_staleness": 0,
         },
-        "algorithm.filter_groups.max_staleness=0: with rollout.async_steps=1 samples are up to 1 steps old",
+        "rollout.max_staleness=0: with rollout.async_steps=1 tokens are up to 1 steps old when they are trained on; "
+        "set rollout.max_staleness=1, or rollout.async_steps=0",
     ),
     (
         {CORRECTION + "rollout_is_threshold_lower": 0.5},
@@ -550,3 +551,10 @@ def test_tensor_parallel_groups_divide_the_ranks():
         "set rollout.tensor_model_parallel_size=2."
     ]
     assert "WORLD_SIZE of torchrun=6" in "\n".join(problems(config, {"RANK": "0", "WORLD_SIZE": "6"}))
+
+
+@pytest.mark.parametrize(
+    ("typed", "bound"), [([], 1), (["rollout.async_steps=3"], 3), (["rollout.max_staleness=0"], 0)]
+)
+def test_the_bound_of_ages_allows_what_async_steps_needs(typed, bound):
+    assert compose(*typed).rollout.max_staleness == bound

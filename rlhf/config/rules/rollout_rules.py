@@ -124,11 +124,11 @@ def _asynchronous(config: Config) -> Iterator[str]:
             f"rollout.structured_outputs={config.rollout.structured_outputs}: with {ahead} a response continues after "
             "a weight sync as a new request, whose structure would begin again; set rollout.async_steps=0."
         )
-    filters = config.algorithm.filter_groups
-    if filters.enable and filters.max_staleness < config.rollout.async_steps:
+    bound = config.rollout.max_staleness
+    if bound is not None and bound < steps:
         yield (
-            f"algorithm.filter_groups.max_staleness={filters.max_staleness}: with {ahead} samples are up to {steps} "
-            f"steps old when they are trained on; set algorithm.filter_groups.max_staleness={steps}."
+            f"rollout.max_staleness={bound}: with {ahead} tokens are up to {steps} steps old when they are trained on; "
+            f"set rollout.max_staleness={steps}, or rollout.async_steps={bound}."
         )
 
 

@@ -37,9 +37,6 @@ class FilterGroupsConfig:
     """Largest number of generations per step."""
     on_limit: str = setting("fill", choices=("fill", "stop"))
     """After `max_num_gen_batches`: `fill` the batch with groups without signal, or `stop` the run."""
-    max_staleness: int = setting(1, ge=0)
-    """Largest age of a leftover group, in steps between its policy and the current one; older groups are dropped. 0
-    drops all leftover groups, as verl does."""
 
 
 @dataclass

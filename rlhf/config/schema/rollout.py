@@ -95,9 +95,13 @@ class RolloutConfig:
     """Response format, as in vLLM's StructuredOutputsParams: {json: ...}, {regex: ...}, {choice: [...]}, {grammar:
     ...}."""
     async_steps: int = setting(0, ge=0)
-    """Largest age of a token in steps. `embedded` and `vllm_server` keep the responses of `async_steps` + 1 batches in
-    flight and do not wait for the longest; `vllm_server` also generates during training. 0 generates each batch whole,
-    before training."""
+    """Batches that generation may be ahead of training: up to `async_steps` + 1 are in flight, and a step does not wait
+    for the longest response. `vllm_server` also generates during training. 0 generates each batch whole, before
+    training."""
+    max_staleness: int | None = setting(None, ge=0)
+    """Largest age of a token in steps, from the weights that drew it to the step that trains on it. Late responses are
+    waited for. Surplus groups of dynamic sampling are dropped (0: all, as verl does). null: `async_steps`, at least
+    1."""
     engine_kwargs: EngineKwargsConfig = setting(EngineKwargsConfig)
     servers: ServersConfig = setting(ServersConfig)
     val_kwargs: ValKwargsConfig = setting(ValKwargsConfig)

@@ -154,6 +154,11 @@ class FleetLoop:
         assert self._generation is not None
         return self._generation.samples
 
+    def pop_news(self) -> dict[int, Sample]:
+        """Return the samples that are complete since the last call, by index of the request."""
+        assert self._generation is not None
+        return self._generation.pop_news()
+
     def stop(self) -> None:
         """Make the servers answer with the tokens so far. `until` waits for the answers, and `pop_samples` returns the
         samples."""

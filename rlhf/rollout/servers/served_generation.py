@@ -22,6 +22,7 @@ class ServedGeneration:
     """Whether servers answer with the tokens so far, and get no further requests."""
     _samples: dict[int, Sample] = field(default_factory=dict, init=False)  # by index of the request
     _complete: int = field(default=0, init=False)
+    _news: list[int] = field(default_factory=list, init=False)  # requests answered since the last `pop_news`
 
     def __post_init__(self) -> None:
         self.queue = SampleQueue(siblings(self.requests))
@@ -32,6 +33,7 @@ class ServedGeneration:
         self._samples[index] = sample
         if sample.finish_reason != "partial":
             self._complete += 1
+            self._news.append(index)
             self._completion.answered(self.requests[index])
             report(GENERATING, self._complete, len(self.requests))
 
@@ -44,3 +46,8 @@ class ServedGeneration:
     def samples(self) -> list[Sample]:
         """The sample of each request. A request without an answer has the tokens that it began with."""
         return [self._samples.get(i, request.so_far) for i, request in enumerate(self.requests)]
+
+    def pop_news(self) -> dict[int, Sample]:
+        """Return the complete samples since the last call, by index of the request, ascending."""
+        news, self._news = sorted(self._news), []
+        return {index: self._samples[index] for index in news}

@@ -16,7 +16,7 @@ from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.world import ranks_here
-from rlhf.rollout.engine import Quota, Request, Weights
+from rlhf.rollout.engine import Listener, Quota, Request, Weights
 from rlhf.rollout.exchange import gather_requests, scatter_samples
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.sample import Sample
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 KEEP_ALIVE_S = 20.0
 """Interval in seconds between keep-alives from the leader to the waiting ranks, so that no timeout fires."""
+NEWS_S = 1.0
+"""Interval in seconds in which ranks with a listener receive their complete samples."""
 
 
 class ServerEngine:
@@ -56,6 +58,7 @@ class ServerEngine:
         # A server may outlive a trainer or a rollback. No label of the next trainer may equal the server's old label.
         self._name = uuid.uuid4().hex[:12]
         self._label = ""
+        self._listener: Listener | None = None
         self._sizes: list[int] = []  # on the leader: each rank's number of requests in the current generation
 
     def update_weights(self, weights: Weights, version: int) -> None:
@@ -110,6 +113,22 @@ class ServerEngine:
         self._on_leader(split_by_rank)
         return scatter_samples(parts, self._coordinator)
 
+    def _news(self) -> list[Sample]:
+        """Return this rank's samples that are complete since the last call. Collective."""
+        parts: list[list[Sample]] = []
+
+        def split_by_rank(fleet: Fleet) -> None:
+            news, first = fleet.do(FleetLoop.pop_news), 0
+            for size in self._sizes:
+                parts.append([sample for index, sample in news.items() if first <= index < first + size])
+                first += size
+
+        self._on_leader(split_by_rank)
+        return scatter_samples(parts, self._coordinator)
+
+    def listen(self, listener: Listener | None) -> None:
+        self._listener = listener
+
     def sleep(self) -> bool:
         """Return False: the servers have their own devices."""
         return False
@@ -126,10 +145,14 @@ class ServerEngine:
 
     def _outcome(self, *, generating: bool = True) -> FleetState:
         """Return the state that the fleet reaches. Collective."""
+        interval_s = KEEP_ALIVE_S if self._listener is None else NEWS_S
         while True:
-            outcome = self._on_leader(lambda fleet: fleet.wait(KEEP_ALIVE_S, generating=generating))
+            outcome = self._on_leader(lambda fleet: fleet.wait(interval_s, generating=generating))
             if outcome is not None:
                 return outcome
+            if self._listener is not None:
+                for sample in self._news():
+                    self._listener(sample)
             if generating:  # a restart of servers may take long; the fleet has its own deadlines
                 announce("rollout.wait")
 

@@ -1,0 +1,122 @@
+"""Scores complete groups in a thread while the engine generates the others."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.data import DrawnPrompt
+from rlhf.events import announce
+from rlhf.experience.responses import items_of
+from rlhf.reward import Reward, RewardItem, RewardResult
+from rlhf.rollout import Sample
+
+log = logging.getLogger(__name__)
+
+SCORES_BEGIN = "reward.early"
+"""Event: a complete group goes to the thread that scores it."""
+
+
+@dataclass
+class _Group:
+    """A prompt whose responses are generated, and from the last response on scored."""
+
+    drawn: DrawnPrompt
+    samples: dict[int, Sample] = field(default_factory=dict)  # complete ones, by number
+    items: list[RewardItem] = field(default_factory=list)  # of all samples
+    results: list[RewardResult] | None = None
+    call: Future | None = None  # the call that scores the group
+    error: Exception | None = None  # of the call
+
+
+class EarlyScores:
+    """Scores groups before all groups of a step are complete, so that rewards do not wait for the longest response.
+
+    A score depends only on its sample or its group, so an early score equals a late one. Groups are left to the caller
+    after a timeout, because the generation on the same machine may have caused it, and after an error, which the caller
+    then gets at the usual point. Texts are decoded in the caller's thread, because tokenizers are not thread-safe.
+
+    Args:
+        size: number of samples of a group.
+    """
+
+    def __init__(self, reward: Reward, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
+        self._reward, self._tokenizer, self._size = reward, tokenizer, size
+        self._groups: dict[int, _Group] = {}  # by uid
+        self._waiting: list[_Group] = []
+        self._logged: Exception | None = None
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="early-scores")
+
+    def expect(self, drawn: Sequence[DrawnPrompt], samples: Sequence[Sequence[Sample]]) -> None:
+        """Forget all prompts but those in `drawn`, whose samples so far are `samples`, partial ones included."""
+        with self._lock:
+            self._groups = {each.uid: self._groups.get(each.uid) or _Group(each) for each in drawn}
+            self._waiting = [group for group in self._waiting if group.drawn.uid in self._groups]
+        for of_prompt in samples:
+            for sample in of_prompt:
+                if sample.finish_reason != "partial":
+                    self.add(sample)
+
+    def add(self, sample: Sample) -> None:
+        """Record a complete sample. Begin to score its group if it is the last; ignore samples of other prompts."""
+        group = self._groups.get(sample.uid)
+        if group is None or group.items:
+            return
+        group.samples[sample.sample] = sample
+        if len(group.samples) < self._size:
+            return
+        samples = [group.samples[number] for number in sorted(group.samples)]
+        group.items = items_of(self._tokenizer, [(group.drawn.prompt, samples)])
+        with self._lock:
+            self._waiting.append(group)
+        self._thread.submit(self._score)
+        announce(SCORES_BEGIN)
+
+    def pop(self, uid: int, samples: Sequence[Sample]) -> list[RewardResult] | None:
+        """Return the rewards of a prompt's samples, or None if the caller must compute them. Forget the prompt.
+
+        Wait for a call that computes them now. Its samples have deadlines.
+        """
+        with self._lock:
+            group = self._groups.pop(uid, None)
+            if group is None:
+                return None
+            self._waiting = [each for each in self._waiting if each is not group]
+            call = group.call
+        if call is not None:
+            call.result()
+        if group.error is not None and group.error is not self._logged:
+            self._logged = group.error
+            log.warning("Rewards failed during the generation, and are computed again: %s", group.error)
+        same = len(group.samples) == len(samples) and all(
+            np.array_equal(sample.token_ids, group.samples[sample.sample].token_ids) for sample in samples
+        )
+        return group.results if same else None
+
+    def _score(self) -> None:
+        """Score all waiting groups in one call, which keeps all reward processes busy."""
+        done: Future = Future()
+        with self._lock:
+            groups, self._waiting = self._waiting, []
+            for group in groups:
+                group.call = done
+        try:
+            results = iter(
+                self._reward.score([replace(item, group=i) for i, group in enumerate(groups) for item in group.items])
+            )
+            for group in groups:
+                of_group = [next(results) for _ in group.items]
+                if any(result.timeouts for result in of_group):
+                    self._reward.pop_timeouts()  # the caller counts its own
+                else:
+                    group.results = of_group
+        except Exception as error:
+            for group in groups:
+                group.error = error
+        finally:
+            done.set_result(None)
