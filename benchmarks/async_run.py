@@ -40,6 +40,7 @@ from rlhf.rollout.servers.client import RequestSettings
 from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.server_engine import ServerEngine
+from rlhf.rollout.servers.weights.push import Pushed
 from rlhf.rollout.vllm.requests import request_seed
 
 T = TypeVar("T")
@@ -170,7 +171,7 @@ class _Engine(ServerEngine):
         self.fleet, resources = VirtualFleet(servers, work.slots), ExitStack()
         resources.callback(self.fleet.close)
         push: Any = SimpleNamespace(send=self._send)
-        super().__init__(Coordinator(Transport()), cast(Any, self.fleet), push, resources, torch.float32, {})
+        super().__init__(Coordinator(Transport()), cast(Any, self.fleet), push, resources, torch.float32, {}, "run")
         self.wait_until_ready()
 
     def begin(self, requests: Sequence[Request], quotas: Sequence[Quota] = (), *, seed: int, step: int) -> None:
@@ -182,12 +183,12 @@ class _Engine(ServerEngine):
     def _tokens_left(self, body: dict[str, Any]) -> int:
         return self.left[body["sampling_params"]["seed"]]
 
-    def _send(self, urls: Sequence[str], tensors: Iterator[Any], label: str) -> dict[str, str | None]:
+    def _send(self, urls: Sequence[str], tensors: Iterator[Any], name: str) -> Pushed:
         list(tensors)
         self.fleet.sleep(SYNC_S / SECONDS)
         for url in urls:
-            self.fleet.servers[url].load_weights(label)
-        return dict.fromkeys(urls)
+            self.fleet.servers[url].load_weights(name)
+        return Pushed(name, dict.fromkeys(urls))
 
 
 class _Stream:

@@ -86,7 +86,8 @@ def run(folder: Path, ranks: int, more: list[str]) -> tuple[dict[str, float], di
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
-            crashed = time.time() if " Crash: " in line else crashed
+            if " Crash: " in line and not crashed:
+                crashed = time.time()
     if process.returncode or not crashed or not any(" Resumed step " in line for line in lines):
         raise RuntimeError("the run did not recover:\n" + "".join(lines[-30:]))
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]

@@ -52,6 +52,7 @@ LONGEST_FIRST = (
     "test_portability",
     "test_server_rollouts",
     "test_server_rollout_kills",
+    "test_living_servers",
     "test_damage_while_loading",
     "test_training",
     "test_docs_metrics",

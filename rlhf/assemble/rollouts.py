@@ -14,6 +14,7 @@ from rlhf.assemble.inputs import RunInputs
 from rlhf.assemble.learners import build_frozen
 from rlhf.assemble.model_sources import ModelSources, ResolvedModel
 from rlhf.assemble.trajectory_hash import trajectory_hash
+from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config import Config, DataConfig, RolloutConfig, ValKwargsConfig
 from rlhf.config.compare import trajectory
 from rlhf.config.derived import longest_sample, needs_greedy_baseline, sends_adapters, staleness_bound
@@ -102,7 +103,8 @@ def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel, *,
     logs = config.run_dir / "rollout_servers"
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
     parts = parts_in_files(shapes, FileConversions.of(model))
-    return build_server_engine(config.rollout, files, coordinator, device, logs=logs, parts=parts)
+    run_id = read_run_file(config.run_dir)["run_id"]
+    return build_server_engine(config.rollout, files, coordinator, device, logs=logs, run_id=run_id, parts=parts)
 
 
 def build_pool(setup: Setup) -> EnvironmentPool | None:

@@ -3,11 +3,12 @@
     python -m tests.faults.campaign --kills N --seed S [--nproc R] [--profile NAME]
 
 Trains once undisturbed. Trains again with N SIGKILLs of ranks and of the supervisor at named events (windows), and
-restarts with the same command after each kill. Compares weights, optimizer, RNG, driver state and metric history bit
-for bit, and reports which windows were hit. Exits with 0 only if the runs are equal, every window was hit and no
-leftover remains. Saves are asynchronous by default, so a kill in a save finds the loop up to two steps ahead. Settings
-at the end of the command apply to both runs, such as `checkpoint.async_save=false` or `backend=deepspeed
-backend.zero_stage=3 backend.autocast=bfloat16`.
+restarts with the same command after each kill. The profiles `servers` and `scripted_servers` also kill servers that
+generate, and cut the leader's connections to them for seconds. Compares weights, optimizer, RNG, driver state and
+metric history bit for bit, and reports which windows were hit. Exits with 0 only if the runs are equal, every window
+was hit and no leftover remains. Saves are asynchronous by default, so a kill in a save finds the loop up to two steps
+ahead. Settings at the end of the command apply to both runs, such as `checkpoint.async_save=false` or
+`backend=deepspeed backend.zero_stage=3 backend.autocast=bfloat16`.
 
 With fewer kills than windows, the campaign hits all windows of the profile and some of the others. Each seed continues
 where the previous seed stopped, so several short campaigns hit all windows.
@@ -38,16 +39,29 @@ from rlhf.config.resolved import load
 from rlhf.events import LISTENER_VARIABLE
 from rlhf.storage.layout import RESOLVED, TEMPORARY, TRASH
 from tests.faults.cycle import Campaign, Cycle
-from tests.faults.profiles import ON_EVERY_RANK, PROFILES, SAVE_FREQ, Profile, overrides
+from tests.faults.profiles import (
+    IN_GENERATION,
+    NETWORK_CUT,
+    ON_EVERY_RANK,
+    PROFILES,
+    SAVE_FREQ,
+    SERVER_KILLED,
+    Profile,
+    overrides,
+)
 from tests.faults.random_kills import DisturbedRun, Figures
+from tests.support import scripted_vllm_package
 from tests.support.compare_runs import differences
 from tests.support.forked_start import train_forked
-from tests.support.killer import PLAN_VARIABLE
+from tests.support.killer import NETWORK, PLAN_VARIABLE, SERVER
 
 # Events of the loop during one save: about two steps, after which the loop waits for the save.
 LONGEST_AHEAD = 16
 LAUNCH_DEADLINE_S = 1800
+SCRIPTED_TOKEN_S = 0.02
 NAMED, RANDOM = "named events", "random instants"
+OF_SERVERS = {SERVER_KILLED: SERVER, NETWORK_CUT: NETWORK}
+"""The victims of windows that the ranks survive."""
 KILLS_OF_A_TURN = 4
 """In a turn of --hours: number of kills at random instants, and number of kills at windows that all profiles have."""
 
@@ -59,14 +73,16 @@ def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) 
     events = [windows[i % len(windows)] for i in range(kills)]
     rng.shuffle(events)
     plan = []
-    for number, event in enumerate(events):
-        observer = rng.randrange(nproc) if event in ON_EVERY_RANK + profile.on_every_rank else 0
+    for number, window in enumerate(events):
+        event = IN_GENERATION if window in OF_SERVERS else window
+        observer = rng.randrange(nproc) if window in ON_EVERY_RANK + profile.on_every_rank else 0
         victim = "supervisor" if rng.random() < 0.125 else str(rng.randrange(nproc) if rng.random() < 0.3 else observer)
+        victim = OF_SERVERS.get(window, victim)
         # Retention removes checkpoints from the third one on.
         first = 2 * SAVE_FREQ if event in ("commit.prune", "commit.trash") else 0
         after = max(first, int(number / kills * (steps - profile.spare * SAVE_FREQ)))
         kill = {"id": number, "event": event, "observer": observer, "victim": victim, "after_step": after}
-        plan.append(kill | {"ahead": number % LONGEST_AHEAD})
+        plan.append(kill | {"ahead": number % LONGEST_AHEAD, "window": window})
     return plan
 
 
@@ -75,6 +91,11 @@ def launch(arguments: list[str], environment: dict[str, str], log: Path) -> int:
     with log.open("a") as output:
         output.write(ended.output)
     return ended.code
+
+
+def packages_of(profile: Profile, folder: Path) -> dict[str, str]:
+    """Return the environment that gives a run its scripted servers, if the profile has them."""
+    return scripted_vllm_package.environment(folder / "packages", SCRIPTED_TOKEN_S) if profile.scripted else {}
 
 
 def print_line(text: str) -> None:
@@ -86,8 +107,8 @@ def run_at_random(
     folder: Path, kills: int, steps: int, seed: int, nproc: int, profile: Profile, more: list[str]
 ) -> list[str]:
     """Kill runs at random instants. Return the problems, one per line; empty if no kill changed a run."""
-    settings = overrides(folder, "undisturbed", steps, nproc, profile) + more
-    if (code := launch(settings, {}, folder / "undisturbed.log")) != 0:
+    settings, packages = overrides(folder, "undisturbed", steps, nproc, profile) + more, packages_of(profile, folder)
+    if (code := launch(settings, packages, folder / "undisturbed.log")) != 0:
         return [f"the undisturbed run ended with exit code {code}:\n{(folder / 'undisturbed.log').read_text()[-3000:]}"]
     figures, rng, began = Figures(), random.Random(seed), time.monotonic()
 
@@ -100,7 +121,7 @@ def run_at_random(
         arguments = overrides(folder, "killed", steps, nproc, profile) + endless + more
         shutil.rmtree(folder / "rlhf" / "killed", ignore_errors=True)
         command = [sys.executable, "-m", "rlhf.train", *arguments]
-        problems = DisturbedRun(command, folder, rng, figures, wanted).run()
+        problems = DisturbedRun(command, packages, folder, rng, figures, wanted).run()
         problems = problems or compared(folder)
         print_line(f"run {figures.runs}: {figures.kills.total()} kills so far, {time.monotonic() - began:.0f} s")
     for line in figures.lines():
@@ -119,8 +140,8 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
     """Kill a run at named events. Return the problems, one per line; empty if no kill changed the run."""
     # Between two kills the run saves at most one checkpoint, so the last kill still hits a running process.
     steps = SAVE_FREQ * (kills + profile.spare)
-    started = time.monotonic()
-    code = launch(overrides(folder, "undisturbed", steps, nproc, profile) + more, {}, folder / "undisturbed.log")
+    started, packages = time.monotonic(), packages_of(profile, folder)
+    code = launch(overrides(folder, "undisturbed", steps, nproc, profile) + more, packages, folder / "undisturbed.log")
     if code != 0:
         return [f"the undisturbed run ended with exit code {code}:\n{(folder / 'undisturbed.log').read_text()[-3000:]}"]
     print_line(f"undisturbed: {steps} steps on {nproc} rank(s) in {time.monotonic() - started:.0f} s")
@@ -130,6 +151,7 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
     (folder / "plan.json").write_text(json.dumps(plan))
     (folder / "run_dir").write_text(str(run_dir))
     environment = {LISTENER_VARIABLE: "tests.support.killer:on_event", PLAN_VARIABLE: str(folder / "plan.json")}
+    environment |= packages
     endless = [
         "trainer.restart_backoff_s=0",
         f"trainer.max_restarts={kills}",
@@ -149,13 +171,13 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
             ]
 
     fired = [kill for kill in plan if (folder / f"fired_{kill['id']:04d}").exists()]
-    hits = Counter(kill["event"] for kill in fired)
-    victims = Counter("supervisor" if kill["victim"] == "supervisor" else "rank" for kill in fired)
+    hits = Counter(kill["window"] for kill in fired)
+    victims = Counter("rank" if kill["victim"].isdigit() else kill["victim"] for kill in fired)
     print_line(
         f"killed: {len(fired)} of {kills} kills hit ({dict(victims)}), {launches} start(s), "
         f"{time.monotonic() - started:.0f} s in all"
     )
-    windows = [window for window in profile.windows if any(kill["event"] == window for kill in plan)]
+    windows = [window for window in profile.windows if any(kill["window"] == window for kill in plan)]
     for window in windows:
         print_line(f"  {window:20} {hits[window]}")
     # For each kill in an asynchronous save: how many events the loop was ahead of the save.
@@ -166,6 +188,9 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
     problems = [f"window {window} was never hit" for window in windows if not hits[window]]
     if len(fired) < kills:
         problems.append(f"{kills - len(fired)} kills never fired")
+    crashes = (folder / "killed.log").read_text().count("supervisor: Crash: ")
+    if crashes > victims["rank"]:
+        problems.append(f"{crashes} crashes, but only {victims['rank']} kills of ranks")
     if kills >= len(profile.windows) and load(run_dir / RESOLVED).checkpoint.async_save and not any(ahead):
         problems.append("no kill hit a save while the loop went on")
     if launch(arguments, environment, folder / "killed.log") != 0:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ON_EVERY_RANK = ("rollout.before", "rollout.after", "update.mid", "commit.file_write", "commit.fsync")
 ON_THE_LEADER = (
@@ -14,13 +15,16 @@ ON_THE_LEADER = (
     "commit.trash",
 )
 SAVE_FREQ = 2
+SERVER_KILLED, NETWORK_CUT = "server.killed", "network.cut"
+IN_GENERATION = "rollout.begin"
+"""The event shortly after which windows of servers happen."""
 
 
 @dataclass(frozen=True)
 class Profile:
     """Settings of a run and the windows that only this kind of run has. `spare` is the number of checkpoints added
     to the run's length so that rare windows occur. `random_steps` is the length of each run with --random. The profile
-    needs `packages`."""
+    needs `packages`. `scripted`: its vLLM servers are scripted."""
 
     settings: tuple[str, ...]
     on_every_rank: tuple[str, ...] = ()
@@ -28,6 +32,7 @@ class Profile:
     spare: int = 4
     random_steps: int = 120
     packages: tuple[str, ...] = ()
+    scripted: bool = False
 
     @property
     def windows(self) -> tuple[str, ...]:
@@ -42,6 +47,13 @@ class Profile:
             return self.windows
         return own[:kills] + tuple(others[((seed - 1) * left + i) % len(others)] for i in range(left))
 
+
+_OF_SERVERS = (
+    "rollout=vllm_server",
+    "rollout.servers.count=2",
+    "rollout.engine_kwargs.vllm={kv_cache_memory_bytes: 67108864}",
+)
+_SERVER_WINDOWS: Any = {"on_every_rank": (IN_GENERATION,), "on_the_leader": (SERVER_KILLED, NETWORK_CUT)}
 
 PROFILES = {
     # The entropy bonus changes with every optimizer step.
@@ -164,17 +176,10 @@ PROFILES = {
         ),
         on_every_rank=("env.answered", "env.recorded", "env.turn"),
     ),
-    # Two vLLM servers, on machines that have vLLM.
-    "servers": Profile(
-        (
-            "rollout=vllm_server",
-            "rollout.servers.count=2",
-            "rollout.engine_kwargs.vllm={kv_cache_memory_bytes: 67108864}",
-        ),
-        on_every_rank=("rollout.begin",),
-        random_steps=20,
-        packages=("vllm",),
-    ),
+    # Two vLLM servers, on machines that have vLLM. One is killed in a generation, and connections are cut.
+    "servers": Profile(_OF_SERVERS, **_SERVER_WINDOWS, random_steps=20, packages=("vllm",)),
+    # The same with scripted servers, on machines without vLLM.
+    "scripted_servers": Profile(_OF_SERVERS, **_SERVER_WINDOWS, random_steps=20, scripted=True),
 }
 
 

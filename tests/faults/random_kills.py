@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -66,12 +66,19 @@ class Stuck(Exception):
 
 
 class DisturbedRun:
-    """Runs `command`, kills it while `more()` returns true, and starts it again."""
+    """Runs `command` with the variables `environment`, kills it while `more()` returns true, and starts it again."""
 
     def __init__(
-        self, command: Sequence[str], folder: Path, rng: random.Random, figures: Figures, more: Callable[[], bool]
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        rng: random.Random,
+        figures: Figures,
+        more: Callable[[], bool],
     ) -> None:
         self._command, self._rng, self._figures, self._more = command, rng, figures, more
+        self._environment = environment
         self._log = folder / "killed.log"
         self._log.unlink(missing_ok=True)
         self._updates = Updates(folder / "updates")
@@ -81,12 +88,13 @@ class DisturbedRun:
     def run(self) -> list[str]:
         """Start the command until it ends with 0 or an unexpected exit code. Return the problems, one per line."""
         self._figures.runs += 1
-        environment = {LISTENER_VARIABLE: "tests.support.recovered:on_event"} | self._updates.environment
+        listener = {LISTENER_VARIABLE: "tests.support.recovered:on_event"} | self._updates.environment
+        environment = os.environ | self._environment | listener
         code: int | None = None
         while code is None or code in ENDS:
             self._figures.starts += 1
             with self._log.open("a") as output:
-                started = subprocess.Popen(self._command, env=os.environ | environment, stdout=output, stderr=output)
+                started = subprocess.Popen(self._command, env=environment, stdout=output, stderr=output)
             try:
                 code = self._disturb(started)
             except Stuck as stuck:

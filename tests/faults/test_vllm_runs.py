@@ -143,4 +143,6 @@ def test_the_runs_own_server_outlives_a_killed_trainer(sums, tmp_path: Path) -> 
     assert (tmp_path / "hit").exists()
     assert end.output.count(": started, log in ") == 1
     assert end.output.count("still runs and is used again") == 1
+    # The last checkpoint is of the step before the kill, whose weights the server has.
+    assert end.output.count("still have the weights") == 1
     assert [record["step"] for record in records(tmp_path / "rlhf" / "run")] == list(range(1, STEPS + 1))

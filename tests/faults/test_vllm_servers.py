@@ -80,7 +80,7 @@ class Behind(ServerProcess):
 
 def start(config: RolloutConfig, logs: Path, coordinator: Coordinator) -> ServerEngine:
     policy = PolicyFiles(files(), logs.parent / "model", [1], LONGEST)
-    return build_server_engine(config, policy, coordinator, CPU, logs=logs)
+    return build_server_engine(config, policy, coordinator, CPU, logs=logs, run_id="run")
 
 
 def configuration() -> RolloutConfig:

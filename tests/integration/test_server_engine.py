@@ -27,6 +27,7 @@ def start_error(folder: Path) -> str:
             Coordinator(GlooTransport()),
             torch.device("cpu"),
             logs=folder / "logs",
+            run_id="run",
         )
     except ServersFailed as error:
         return str(error)

@@ -60,7 +60,7 @@ def rank(urls: list[str], folder: Path, k: int, *, journal: Path | None = None, 
     )
     files = PolicyFiles({"config.json": (TINY_POLICY / "config.json").read_bytes()}, folder / "model", [EOS], 256)
     coordinator, driver = Coordinator(GlooTransport()), new_driver()
-    engine = build_server_engine(config, files, coordinator, torch.device("cpu"), logs=folder)
+    engine = build_server_engine(config, files, coordinator, torch.device("cpu"), logs=folder, run_id="run")
     stored = None if journal is None else Journal(journal, "trajectory", "rewards", coordinator)
     chosen = {"filter_groups": UNFILTERED, "longest": LONGEST, "async_steps": k} | settings
     try:

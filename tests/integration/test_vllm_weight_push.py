@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -29,7 +30,7 @@ from rlhf.rollout.servers.secret import Secret, SecretMiddleware
 from rlhf.rollout.servers.server_process import ServerProcess
 from rlhf.rollout.servers.weights import push as push_module
 from rlhf.rollout.servers.weights.pull import WeightServer
-from rlhf.rollout.servers.weights.push import WeightPush
+from rlhf.rollout.servers.weights.push import UNFINISHED, WeightPush
 from tests.support.kept_servers import kept
 from tests.support.launching import question
 from tests.support.numeric_ranks import single_rank
@@ -102,7 +103,7 @@ class Server:
         return urllib.request.Request(self.process.url + path, body, headers)
 
     def greedy(self) -> tuple[list[list[int]], set[str]]:
-        """Return the server's greedy responses, and the versions of the weights that generated them."""
+        """Return the server's greedy responses, and the names of the weights that generated them."""
         tokens, versions = [], set()
         for ids in prompts():
             params = {"temperature": 0, "max_tokens": RESPONSE, "ignore_eos": True, "logprobs": 0}
@@ -110,7 +111,7 @@ class Server:
             with urllib.request.urlopen(self.request("/inference/v1/generate", body), timeout=ANSWER_S) as response:
                 choice = json.load(response)["choices"][0]
             tokens.append(choice["token_ids"])
-            versions |= {span["version"] for span in choice["weight_versions"]}
+            versions |= {span["version"].rpartition(".")[0] for span in choice["weight_versions"]}
         return tokens, versions
 
 
@@ -142,16 +143,16 @@ def fresh(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[list
 def test_the_server_answers_as_the_weights_that_it_was_given(server: Server, fresh: list[list[int]]):
     server.wait()
     url, old, new = server.process.url, policy(), policy(changed=True)
-    assert WeightPush(settings(), CPU, SECRET).send([url], old.named_parameters(), "step 0") == {url: None}
+    assert WeightPush(settings(), CPU, SECRET).send([url], old.named_parameters(), "step 0").errors == {url: None}
     first = server.greedy()
     assert first == (embedded(old), {"step 0"})
 
     small = WeightPush(settings(), CPU, SECRET, bucket_bytes=SMALL_BUCKETS)
-    assert small.send([url], new.named_parameters(), "step 1") == {url: None}
+    assert small.send([url], new.named_parameters(), "step 1").errors == {url: None}
     assert server.greedy() == (embedded(new), {"step 1"}) == (fresh, {"step 1"})
     assert server.greedy() != first
 
-    assert small.send([url], old.named_parameters(), "step 2") == {url: None}
+    assert small.send([url], old.named_parameters(), "step 2").errors == {url: None}
     assert server.greedy() == (embedded(old), {"step 2"})
 
 
@@ -191,12 +192,14 @@ def test_weights_of_a_trainer_with_another_secret_are_not_fetched(server: Server
     with monkeypatch.context() as patched:
         patched.setattr(push_module, "WeightServer", Foreign)
         outcome = weight_push.send([url], old.named_parameters(), "foreign")
-    assert "/update_weights failed with HTTP 500" in (outcome[url] or "")
+    assert "/update_weights failed with HTTP 500" in (outcome.errors[url] or "")
     assert "does not have this server's secret" in server.log.read_text()
-    assert weight_push.send([url], old.named_parameters(), "ours") == {url: None}
+    assert weight_push.send([url], old.named_parameters(), "ours").errors == {url: None}
     assert server.greedy() == (embedded(old), {"ours"})
     other = WeightPush(settings(), CPU, Secret("of-another-run", "there"))
-    assert "/pause?mode=abort failed with HTTP 401" in str(other.send([url], old.named_parameters(), "other")[url])
+    assert "/pause?mode=abort failed with HTTP 401" in str(
+        other.send([url], old.named_parameters(), "other").errors[url]
+    )
     assert server.greedy()[1] == {"ours"}
 
 
@@ -255,11 +258,11 @@ def test_after_an_update_that_broke_off_the_next_one_is_whole(
     with monkeypatch.context() as patched:
         patched.setattr(push_module, "WeightServer", trouble)
         outcome = weight_push.send([url, nobody], weights(), "broken")
-    assert reason in (outcome[url] or "")
-    assert "refused" in (outcome[nobody] or "")
+    assert reason in (outcome.errors[url] or "")
+    assert "refused" in (outcome.errors[nobody] or "")
     assert walked == [name for name, _ in new.named_parameters()]
 
-    assert weight_push.send([url, nobody], old.named_parameters(), "whole")[url] is None
+    assert weight_push.send([url, nobody], old.named_parameters(), "whole").errors[url] is None
     assert server.greedy() == (embedded(old), {"whole"})
 
 
@@ -321,7 +324,7 @@ def test_a_server_that_does_not_hold_what_it_was_sent_serves_nothing(
     weight_push = WeightPush(settings(), CPU, SECRET, bucket_bytes=SMALL_BUCKETS)
     with single_rank():
         adapted = Adapted()
-        assert weight_push.send([url], adapted.backend.full_tensors(), "old") == {url: None}
+        assert weight_push.send([url], adapted.backend.full_tensors(), "old").errors == {url: None}
         held = {name: weight.clone() for name, weight in adapted.backend.full_tensors()}
         adapted.move()
 
@@ -331,7 +334,7 @@ def test_a_server_that_does_not_hold_what_it_was_sent_serves_nothing(
 
         with monkeypatch.context() as patched:
             patched.setattr(push_module, "save", save_others)
-            reason = str(weight_push.send([url], adapted.backend.full_tensors(), "new")[url])
+            reason = str(weight_push.send([url], adapted.backend.full_tensors(), "new").errors[url])
         assert "/finish_weight_update failed with HTTP 500" in reason
         assert "The rollout engine does not have the weights that the trainer sent (new)." in reason
         assert message.format(4 * adapted.layers) in reason
@@ -339,10 +342,34 @@ def test_a_server_that_does_not_hold_what_it_was_sent_serves_nothing(
         with pytest.raises(TimeoutError):
             urllib.request.urlopen(asked, timeout=0.5)
         with urllib.request.urlopen(server.request("/weight_info"), timeout=ANSWER_S) as response:
-            assert json.load(response) == {"weight_version": "old"}
-        assert weight_push.send([url], adapted.backend.full_tensors(), "new") == {url: None}
+            assert json.load(response) == {"weight_version": UNFINISHED}
+        assert weight_push.send([url], adapted.backend.full_tensors(), "new").errors == {url: None}
         assert server.greedy() == (embedded(adapted.merged()), {"new"})
         assert server.greedy()[0] != embedded(policy())
+
+
+def test_an_adopted_server_aborts_the_requests_of_a_dead_trainer_and_serves_its_weights(server: Server):
+    server.wait()
+    url, old = server.process.url, policy()
+    weight_push = WeightPush(settings(), CPU, SECRET)
+    pushed = weight_push.send([url], old.named_parameters(), "mine")
+    assert pushed.errors == {url: None}
+    assert pushed.label == weight_push.label(old.named_parameters(), "mine")
+    assert pushed.label != weight_push.label(policy(changed=True).named_parameters(), "mine")
+    weight_push._control.post(url, "/pause?mode=abort")
+
+    def left_over() -> str:
+        body = json.dumps({"token_ids": prompts()[0], "sampling_params": {"max_tokens": RESPONSE, "logprobs": 0}})
+        with urllib.request.urlopen(server.request("/inference/v1/generate", body.encode()), timeout=ANSWER_S) as found:
+            return json.load(found)["choices"][0]["finish_reason"]
+
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(left_over)
+        time.sleep(2)
+        assert not request.done(), "a paused server answers"
+        assert weight_push.adopt([url]) == {url: None}
+        assert request.result() == "abort"
+    assert server.greedy() == (embedded(old), {"mine"})
 
 
 def test_an_error_of_the_weights_themselves_propagates(server: Server):
@@ -356,7 +383,7 @@ def test_an_error_of_the_weights_themselves_propagates(server: Server):
     weight_push = WeightPush(settings(), CPU, SECRET, bucket_bytes=SMALL_BUCKETS)
     with pytest.raises(RuntimeError, match="a rank is lost"):
         weight_push.send([url], weights(), "half")
-    assert weight_push.send([url], old.named_parameters(), "again") == {url: None}
+    assert weight_push.send([url], old.named_parameters(), "again").errors == {url: None}
     assert server.greedy() == (embedded(old), {"again"})
 
 

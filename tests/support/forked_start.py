@@ -56,6 +56,8 @@ def _supervisor(arguments: list[str], environment: dict[str, str], folder: Path,
     exit_on_stop_signal()
     os.environ.clear()
     os.environ.update(environment)
+    # A new process would have these folders.
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in ["", *sys.path]]
     os.chdir(folder)
     _redirect(0, os.open(os.devnull, os.O_RDONLY))
     fd = os.open(log, os.O_WRONLY | os.O_APPEND)

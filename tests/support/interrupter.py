@@ -4,7 +4,9 @@ import json
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
+from typing import Any
 
 from rlhf.events import LISTENER_VARIABLE
 from rlhf.ranks.parent import PARENT_PID, SUPERVISOR_PID
@@ -18,16 +20,24 @@ class Planned(Exception):
 
 
 def at(
-    event: str, number: int, what: str, *, to: str = "rank", rank: int = 0, once: Path | None = None
+    event: str,
+    number: int,
+    what: str,
+    *,
+    to: str = "rank",
+    rank: int = 0,
+    once: Path | None = None,
+    after_s: float = 0.0,
 ) -> dict[str, str]:
     """Return the environment that interrupts `rank`, the supervisor, the launcher or the job at this start's `number`th
     `event`.
 
-    `what` is a signal's name or "raise". With `to="job"`, SLURM sends the signal to the batch script of this rank's
-    job, as before the time limit. With `once`, a marker file, only the first start that reaches the event
-    is interrupted.
+    `what` is a signal's name or "raise". A signal comes `after_s` seconds after the event, while the rank goes on. With
+    `to="job"`, SLURM sends the signal to the batch script of this rank's job, as before the time limit. With `once`, a
+    marker file, only the first start that reaches the event is interrupted.
     """
-    plan = {"event": event, "number": number, "what": what, "to": to, "rank": rank, "once": str(once or "")}
+    plan: dict[str, Any] = {"event": event, "number": number, "what": what, "to": to, "rank": rank}
+    plan |= {"once": str(once or ""), "after_s": after_s}
     return {LISTENER_VARIABLE: f"{__name__}:on_event", VARIABLE: json.dumps(plan)}
 
 
@@ -51,4 +61,8 @@ def on_event(event: str) -> None:
         subprocess.run(["scancel", "--batch", f"--signal={signal_name}", os.environ["SLURM_JOB_ID"]], check=True)
         return
     named = {"supervisor": SUPERVISOR_PID, "launcher": PARENT_PID}.get(plan["to"])
-    os.kill(int(os.environ[named]) if named else os.getpid(), signal.Signals[plan["what"]])
+    victim, number = int(os.environ[named]) if named else os.getpid(), signal.Signals[plan["what"]]
+    if plan["after_s"]:
+        threading.Timer(plan["after_s"], os.kill, (victim, number)).start()
+    else:
+        os.kill(victim, number)

@@ -5,9 +5,11 @@ The log-prob of each token encodes the version of the weights (`log_prob_of`), s
 
 import hashlib
 import json
+import re
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 DIGITS = range(20, 30)
 """Ids of the tokens that the server draws, all of them digits of the bundled policy."""
 EOS, DEADLINE_S = 1, 60.0
+STEP = re.compile(r"\.step_(\d+)")
+"""The number of steps in a label."""
 
 
 def log_prob_of(version: int) -> float:
@@ -28,19 +32,24 @@ def version_of(log_prob: float) -> int:
 
 class ScriptedVllm(ThreadingHTTPServer):
     """Draws one token of each running request every `token_s` seconds. One response in eight has
-    `longest` tokens, the others at most a sixth of them."""
+    `longest` tokens, the others at most a sixth of them. While `silent`, the server answers no probe."""
 
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, token_s: float = 0.004, longest: int = 16) -> None:
+    def __init__(self, token_s: float = 0.004, longest: int = 16, port: int = 0) -> None:
         self.token_s, self.longest, self.label, self.tokens = token_s, longest, "default", 0
         self.aborted: dict[str, threading.Event] = {}
+        """Events of the running requests, by name."""
+        self.resumed = threading.Event()
+        self.resumed.set()
         self.answers: list[str] = []
         """Finish reasons of all answers."""
-        self.dead = threading.Event()
+        self.calls: list[str] = []
+        """Paths of all calls that change the server's state."""
+        self.dead, self.silent = threading.Event(), threading.Event()
         self.lock = threading.Lock()
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", port), _Handler)
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     @property
@@ -58,9 +67,21 @@ class ScriptedVllm(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
+    def called(self, path: str) -> None:
+        """Record a call that changes the server's state."""
+        self.calls.append(path)
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Make the running requests among `names` answer with the tokens so far."""
+        with self.lock:
+            for name in names:
+                if name in self.aborted:
+                    self.aborted[name].set()
+
     def generated(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the choice for a request, after its time."""
         params, name = body["sampling_params"], f"generate-tokens-{body['request_id']}"
+        self.resumed.wait(DEADLINE_S)
         with self.lock:
             stop, label = self.aborted.setdefault(name, threading.Event()), self.label
         bits = hashlib.sha256(str(params["seed"]).encode()).digest() * 8
@@ -77,7 +98,7 @@ class ScriptedVllm(ThreadingHTTPServer):
         ids = [DIGITS[bits[i % 256] % 10] for i in range(2, 2 + done)]
         if reason == "stop":
             ids[-1] = EOS
-        log_prob = log_prob_of(int(label.rpartition("_")[2]))
+        log_prob = log_prob_of(int(STEP.findall(label)[0]))
         return {
             "index": 0,
             "token_ids": ids,
@@ -92,6 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         server = self.server
+        if server.silent.is_set():
+            self.send_error(503)
+            return
         if self.path == "/metrics":
             running = len(server.aborted)
             self.answer(f"vllm:generation_tokens_total{{}} {server.tokens}\nvllm:num_requests_running{{}} {running}\n")
@@ -105,11 +129,16 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/inference/v1/generate":
             self.answer(json.dumps({"choices": [server.generated(body)]}))
             return
+        server.called(self.path)
         if self.path == "/abort_requests":
-            with server.lock:
-                for name in body["request_ids"]:
-                    if name in server.aborted:
-                        server.aborted[name].set()
+            server.abort(body["request_ids"])
+        elif self.path.startswith("/pause?mode=abort"):
+            server.resumed.clear()
+            server.abort(list(server.aborted))
+        elif self.path == "/resume":
+            server.resumed.set()
+        elif self.path == "/update_weight_version":
+            server.label = body["new_version"]
         elif self.path == "/finish_weight_update":
             server.label = body["weight_version"]
         self.answer("{}")

@@ -19,6 +19,7 @@ from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetLoop
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.server_engine import ServerEngine
+from rlhf.rollout.servers.weights.push import Pushed
 from rlhf.rollout.vllm.requests import request_seed
 from rlhf.storage.file_parts import FilePart
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
@@ -69,10 +70,10 @@ class Server(ThreadingHTTPServer):
         super().__init__((HERE, 0), Handler)
         Thread(target=self.serve_forever, daemon=True).start()
 
-    def send(self, urls: Sequence[str], weights: Iterable[tuple[str, Tensor]], label: str) -> dict[str, str | None]:
-        self.label = label
-        self.sent = [(name, tensor.tolist()) for name, tensor in weights]
-        return dict.fromkeys(urls)
+    def send(self, urls: Sequence[str], weights: Iterable[tuple[str, Tensor]], name: str) -> Pushed:
+        self.label = name
+        self.sent = [(key, tensor.tolist()) for key, tensor in weights]
+        return Pushed(name, dict.fromkeys(urls))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -126,7 +127,7 @@ def generate(rank: int) -> tuple[bool, list[int]]:
         for close in (server.server_close, server.shutdown, fleet.close):
             resources.callback(close)
     parts = {"fused": [FilePart("first", 0, (1, 2)), FilePart("second", 2, (2, 2))]}
-    engine = ServerEngine(coordinator, fleet, server, resources, torch.float32, parts)  # type: ignore[arg-type]
+    engine = ServerEngine(coordinator, fleet, server, resources, torch.float32, parts, "run")  # type: ignore[arg-type]
     try:
         engine.wait_until_ready()
         weights = [("fused", torch.arange(6.0).view(1, 3, 2)), ("other", torch.ones(1))]

@@ -83,7 +83,7 @@ def test_urls_at_which_nobody_answers_are_waited_for_and_then_given_up():
     with fleet(limits(start_timeout_s=0.1, urls=["http://127.0.0.1:9/"]), {}) as it:
         with pytest.raises(ServersFailed) as caught:
             it.wait(DEADLINE_S, generating=False)
-        assert it.do(lambda loop: loop.begin_push("w1", 1)) == []
+        assert it.do(lambda loop: loop.begin_push("w1", 1)) == {}
         assert it.do(FleetLoop.metrics)["perf/servers_serving"] == 0
     assert "http://127.0.0.1:9: dead; did not get ready in time" in str(caught.value)
     assert "ClientConnectorError" in str(caught.value)
@@ -221,7 +221,7 @@ def test_pushes_that_fail_spend_the_budget(slow):
         for _ in range(limits().max_failures):
             it.do(lambda loop: loop.end_push("w2", {slow: "connection refused"}))
             assert it.wait(DEADLINE_S) == "weights"
-            assert it.do(lambda loop: loop.begin_push("w2", 2)) == [slow]
+            assert it.do(lambda loop: loop.begin_push("w2", 2)) == {slow: "w1"}
         it.do(lambda loop: loop.end_push("w2", {slow: "connection refused"}))
         with pytest.raises(ServersFailed, match="connection refused"):
             it.wait(DEADLINE_S)

@@ -91,6 +91,32 @@ def test_after_half_a_push_only_a_whole_one_helps():
     assert health.state == "serving"
 
 
+def test_a_server_that_an_earlier_trainer_left_with_the_wanted_label_is_checked_first():
+    """It may be paused, and may have requests of a dead trainer."""
+    health = make(ours=False)
+    health.expect_label("w1")
+    health.probing(0.0)
+    health.probed(0.0, "w1")
+    assert (health.state, health.label) == ("stale", "w1")
+    health.pushed(1.0, "w1", None)
+    assert health.state == "serving"
+
+
+def test_the_label_is_the_one_of_the_last_push_until_an_error_or_another_answer():
+    health = serving()
+    assert health.label == "w1"
+    health.expect_label("w2")
+    health.pushed(1.0, "w2", None)
+    assert health.label == "w2"
+    health.outdated("an answer by 'w1'")
+    assert health.label == ""
+    health.pushed(2.0, "w2", None)
+    health.probed(12.0, "default")
+    assert (health.state, health.label) == ("stale", "default")
+    health.pushed(13.0, "w2", "connection lost")
+    assert health.label == ""
+
+
 def test_a_process_of_ours_is_asked_again_first_and_then_started_anew():
     health = serving()
     health.failed(10.0, "connection lost")

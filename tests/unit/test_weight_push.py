@@ -58,7 +58,7 @@ def test_weights_are_walked_to_their_end_without_any_server():
 
     nobody = f"http://{HERE}:9"
     outcome = WeightPush(RolloutConfig(), CPU, SECRET).send([nobody], weights(), "1")
-    assert "refused" in (outcome[nobody] or "")
+    assert "refused" in (outcome.errors[nobody] or "")
     assert walked == ["a", "b"]
 
 

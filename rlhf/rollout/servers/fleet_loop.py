@@ -116,8 +116,9 @@ class FleetLoop:
             self._budget.needed = False
         return outcome
 
-    def begin_push(self, label: str, version: int) -> list[str]:
-        """Set the label and the version of the wanted weights. Return the URLs of live servers with other weights.
+    def begin_push(self, label: str, version: int) -> dict[str, str]:
+        """Set the label and the version of the wanted weights. Return the URLs of live servers with other weights or
+        not yet adopted, each with the last known label of its weights.
 
         These servers get no other calls until `end_push`.
         """
@@ -128,11 +129,17 @@ class FleetLoop:
         for member in stale:
             member.pushing = True
             self._drop(member)
-        return [member.url for member in stale]
+        return {member.url: member.health.label for member in stale}
 
-    def end_push(self, label: str, errors: dict[str, str | None]) -> None:
-        """Record the result of the push to the servers from `begin_push`. `errors`: by URL, None for success."""
+    def end_push(self, label: str, errors: Mapping[str, str | None]) -> None:
+        """Record the result of the push to the servers from `begin_push`, after which `label` names the wanted weights.
+
+        Args:
+            errors: by URL, None for success.
+        """
+        self._label = label
         for member in self._members:
+            member.health.expect_label(label)
             if member.pushing:
                 member.pushing = False
                 error = errors.get(member.url, "the push skipped this server")

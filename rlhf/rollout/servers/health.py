@@ -47,11 +47,12 @@ class ServerHealth:
         self.in_flight = 0  # number of requests without an answer
         self._settings, self._budget, self._ours = settings, budget, ours
         self._wanted: str | None = None
-        self._half_pushed = False
+        self._verified = False  # whether this trainer completed its last push to the server, or its check
         self._start_due, self._retry_at = ours, now
         self._deadline = now + settings.start_timeout_s
         self._next_probe, self._next_count, self._last_progress = now, now, now
         self._tokens: float | None = None
+        self.label = ""  # label of the server's weights; empty if not known
         self.state: State = "dead" if ours else "starting"
 
     def due(self, now: float) -> Due:
@@ -102,9 +103,10 @@ class ServerHealth:
                 f"has the weights {label!r}, not {self._wanted!r}: it was restarted, or another trainer uses it"
             )
         elif self.state in ("starting", "stale"):
-            # After an interrupted push the server may be paused, whatever its label.
-            current = self._wanted is not None and label == self._wanted and not self._half_pushed
+            # After an interrupted push, also an earlier trainer's, the server may be paused, whatever its label.
+            current = self._wanted is not None and label == self._wanted and self._verified
             self._become("serving" if current else "stale", now)
+        self.label = label
 
     def counting(self, now: float) -> None:
         self._next_count = now + min(COUNT_EVERY_S, self._settings.answer_timeout_s / 4)
@@ -123,8 +125,8 @@ class ServerHealth:
         self._wanted = label
 
     def pushed(self, now: float, label: str, error: str | None) -> None:
-        """Record that weights were sent, or the error."""
-        self._half_pushed = error is not None
+        """Record that the server has the weights `label` and no request of an earlier trainer, or the error."""
+        self._verified, self.label = error is None, label if error is None else ""
         if self.state != "stale":
             return
         if error is not None:
@@ -149,7 +151,7 @@ class ServerHealth:
     def outdated(self, reason: str) -> None:
         """Record that the server uses weights other than the wanted weights; its requests count as dropped."""
         self._count(reason)
-        self.state = "stale"
+        self.state, self.label = "stale", ""
 
     def failed(self, now: float, reason: str, *, gone: bool = False) -> None:
         """Record a failure; requests count as dropped. `gone`: only a restart helps."""

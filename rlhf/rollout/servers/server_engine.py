@@ -2,14 +2,14 @@
 
 import logging
 import os
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from rlhf.config import RolloutConfig
 from rlhf.errors import UserError
@@ -26,7 +26,7 @@ from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState
 from rlhf.rollout.servers.keeper import keeper_of_this_run
 from rlhf.rollout.servers.secret import run_secret
 from rlhf.rollout.servers.server_process import ServerProcess
-from rlhf.rollout.servers.weights.push import WeightPush
+from rlhf.rollout.servers.weights.push import Pushed, WeightPush
 from rlhf.storage.file_parts import FileParts, whole_in_files
 from rlhf.storage.files import make_dir
 
@@ -49,23 +49,22 @@ class ServerEngine:
         resources: ExitStack,
         dtype: torch.dtype,
         parts: FileParts,
+        run_id: str,
     ) -> None:
         self.dtype = dtype
-        self._parts = parts
+        self._parts, self._run_id = parts, run_id
         self._coordinator, self._fleet, self._weight_push, self._resources = coordinator, fleet, weight_push, resources
         self._weights: Weights | None = None
-        self._version, self._pushes = 0, 0
-        # A server may outlive a trainer or a rollback. No label of the next trainer may equal the server's old label.
-        self._name = uuid.uuid4().hex[:12]
-        self._label = ""
+        self._version = 0
+        self._label = ""  # of the wanted weights; empty until their digests are known
         self._listener: Listener | None = None
         self._sizes: list[int] = []  # on the leader: each rank's number of requests in the current generation
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Push the weights to all live servers. A server that comes up later gets the weights before it serves."""
-        self._weights, self._version = weights, version
-        self._new_label(version)
-        self._push(version)
+        """Push the weights to all live servers that lack them. A server that comes up later gets them before it
+        serves."""
+        self._weights, self._version, self._label = weights, version, ""
+        self._push()
 
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
         """Return the sample of each of this rank's requests, in order. Raises ServersFailed after too many failures
@@ -82,13 +81,13 @@ class ServerEngine:
         self.begin(requests, quotas, seed=seed, step=step)
         # A server that restarted receives the weights at once.
         while self._outcome() == "weights":
-            self._push(self._version)
+            self._push()
         return self._samples(FleetLoop.samples)
 
     def begin(self, requests: Sequence[Request], quotas: Sequence[Quota] = (), *, seed: int, step: int) -> None:
         """Start to generate in the background, until `stop`."""
         announce("rollout.begin")
-        self._push(self._version)  # to servers that came up since the last update
+        self._push()  # to servers that came up since the last update
         of_ranks = gather_requests(requests, range(self._coordinator.world_size), [0], self._coordinator)
         all_quotas = list(chain.from_iterable(self._coordinator.all_gather(list(quotas))))
         self._sizes = [len(of_rank) for of_rank in of_ranks]
@@ -165,28 +164,51 @@ class ServerEngine:
 
         return self._coordinator.on_leader(lead)
 
-    def _new_label(self, version: int) -> None:
-        self._pushes += 1
-        self._label = f"{self._name}.{self._pushes}.step_{version}"
-
-    def _push(self, version: int) -> None:
-        """Send the present weights to all live servers. Collective."""
-        weights, label = self._weights, self._label
-        assert weights is not None, "generation needs weights"
-        urls = self._on_leader(lambda fleet: fleet.do(lambda loop: loop.begin_push(label, version)))
-        if not urls:
+    def _push(self) -> None:
+        """Make all live servers serve the present weights. Collective."""
+        name = f"{self._run_id}.step_{self._version}"
+        begun = self._label or name
+        labels = self._on_leader(lambda fleet: fleet.do(lambda loop: loop.begin_push(begun, self._version)))
+        if not labels:
             return
         announce("rollout.push")
+        if not self._label and any(label.startswith(f"{name}.") for label in labels.values()):
+            self._label = self._walk(lambda push, tensors: push.label(tensors, name), "")
+        # An empty label is not known, neither the server's nor the one of these weights.
+        errors = self._adopt([url for url, label in labels.items() if label and label == self._label])
+        if urls := [url for url in labels if url not in errors]:
+            pushed = self._walk(lambda push, tensors: push.send(urls, tensors, name), Pushed("", {}))
+            assert self._label in ("", pushed.label), "the weights changed without update_weights"
+            self._label, errors = pushed.label, errors | pushed.errors
+        self._on_leader(lambda fleet: fleet.do(lambda loop: loop.end_push(self._label, errors)))
 
-        def walk() -> dict[str, str | None]:
+    def _adopt(self, urls: Sequence[str]) -> dict[str, str | None]:
+        """Make servers with the present weights serve. Return their errors. Collective."""
+
+        def adopt(fleet: Fleet) -> dict[str, str | None]:
+            assert self._weight_push is not None
+            log.info("Rollout servers %s still have the weights %r.", ", ".join(urls), self._label)
+            return self._weight_push.adopt(urls)
+
+        return self._on_leader(adopt) if urls else {}
+
+    def _walk(self, action: Callable[[WeightPush, Iterable[tuple[str, Tensor]]], T], elsewhere: T) -> T:
+        """Return the leader's result of `action` on the weights, which all ranks gather. Collective.
+
+        Args:
+            elsewhere: placeholder for the result on the other ranks.
+        """
+        weights = self._weights
+        assert weights is not None, "generation needs weights"
+
+        def walk() -> T:
             if self._weight_push is not None:
-                return self._weight_push.send(urls, whole_in_files(weights(), self._parts), label)
+                return action(self._weight_push, whole_in_files(weights(), self._parts))
             for _ in weights():
                 pass
-            return {}
+            return elsewhere
 
-        errors = self._coordinator.everywhere(walk)[0]
-        self._on_leader(lambda fleet: fleet.do(lambda loop: loop.end_push(label, errors)))
+        return self._coordinator.everywhere(walk)[0]
 
 
 def build_server_engine(
@@ -196,12 +218,14 @@ def build_server_engine(
     device: torch.device,
     *,
     logs: Path,
+    run_id: str,
     parts: FileParts | None = None,
 ) -> ServerEngine:
     """Build the engine, and wait for at least one live server. Collective.
 
     Args:
         logs: folder for the run's secret, and for the logs of servers that this run starts.
+        run_id: part of the labels, so that a server of another run does not count as one with this run's weights.
         parts: the Hugging Face tensors in each weight (such as fused experts) that the trainer and vLLM store fused.
 
     Raises:
@@ -239,7 +263,7 @@ def build_server_engine(
         coordinator.on_leader(start)
         fleet, weight_push = of_leader[0] if of_leader else (None, None)
         engine = ServerEngine(
-            coordinator, fleet, weight_push, resources, getattr(torch, config.engine_dtype), parts or {}
+            coordinator, fleet, weight_push, resources, getattr(torch, config.engine_dtype), parts or {}, run_id
         )
         engine.wait_until_ready()
     except BaseException:

@@ -34,11 +34,16 @@ class NcclGroup:
         self.label = ""  # the servers' label of the weights of the last update
 
     def join(self, urls: Sequence[str]) -> bool:
-        """Join a group with exactly these servers. Return False on failure; the same servers are not tried again.
+        """Join a group with exactly these servers. Return False on failure; the same servers are not tried again."""
+        if list(urls) != self._urls:
+            self.leave()
+            self._communicator = self._rendezvous(urls)
+            self._urls = list(urls)
+        return self._communicator is not None
 
-        A server that was restarted at its old address lacks the label of the last update. This call then makes a new
-        group.
-        """
+    def leave_restarted(self, urls: Sequence[str]) -> None:
+        """Leave the group if a server lacks the label of the last update, as after a restart at its old address. The
+        next `join` then makes a new group. Call this before an update changes the labels."""
         if self._communicator is not None:
             try:
                 known = {self._control.get(url, "/weight_info")["weight_version"] for url in urls}
@@ -46,11 +51,6 @@ class NcclGroup:
                 known = set()
             if known != {self.label}:
                 self.leave()
-        if list(urls) != self._urls:
-            self.leave()
-            self._communicator = self._rendezvous(urls)
-            self._urls = list(urls)
-        return self._communicator is not None
 
     def _rendezvous(self, urls: Sequence[str]) -> Any:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init

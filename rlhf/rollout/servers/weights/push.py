@@ -1,8 +1,10 @@
 """Pushes weights from the leader to all servers at once, bucket by bucket."""
 
+import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -17,10 +19,12 @@ from rlhf.rollout.servers.control import CallFailed, ServerControl, in_parallel
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.weights.nccl import NcclGroup
 from rlhf.rollout.servers.weights.pull import WeightServer, address_towards
-from rlhf.rollout.weight_digest import digest, read_digests
+from rlhf.rollout.weight_digest import Digest, digest, read_digests
 
 log = logging.getLogger(__name__)
 Bucket = dict[str, Tensor]
+UNFINISHED = "unfinished"
+"""Label of a server's weights from the start of an update to its end."""
 
 
 class Route(Protocol):
@@ -33,6 +37,14 @@ class Route(Protocol):
 
     def close(self) -> None:
         """Release resources after the last bucket."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """Result of a push: the label of the weights, and for each URL None, or why the server lacks the weights."""
+
+    label: str
+    errors: dict[str, str | None]
 
 
 class WeightPush:
@@ -52,19 +64,20 @@ class WeightPush:
         self._nccl = NcclGroup(device, self._control) if device.type == "cuda" and find_spec("vllm") else None
         self._logged_route = ""
 
-    def send(self, urls: Sequence[str], tensors: Iterable[tuple[str, Tensor]], label: str) -> dict[str, str | None]:
+    def send(self, urls: Sequence[str], tensors: Iterable[tuple[str, Tensor]], name: str) -> Pushed:
         """Send `tensors` to the servers at `urls`, which abort their requests and continue with the new weights.
 
         After any failure, this method iterates `tensors` to the end, because the other ranks take part in the
-        iteration. Errors of `tensors` propagate. The servers store `label` as vLLM's weight version.
+        iteration. Errors of `tensors` propagate. The servers store the label (`label_of`) as vLLM's weight version.
 
-        Returns:
-            For each URL None, or why the server lacks the weights: an error, or digests that differ from the digests
-            sent. Such a server does not generate until a later call succeeds.
+        A server with an error, such as digests that differ from the digests sent, does not generate until a later call
+        succeeds. After an interrupted update, the server's label is `UNFINISHED`.
         """
         failed: dict[str, str] = {}
         left = iter(tensors)
         try:
+            if self._nccl is not None:
+                self._nccl.leave_restarted(urls)
             failed |= in_parallel(self._begin, urls)
             with ExitStack() as stack:
                 route = self._route([url for url in urls if url not in failed])
@@ -73,19 +86,38 @@ class WeightPush:
                 for bucket in buckets(left, self._dtype, route.device, self._bucket_bytes):
                     sent |= {name: digest(tensor, self._dtype) for name, tensor in bucket.items()}
                     failed |= route.send(bucket, [url for url in urls if url not in failed])
-            about = {"digests": read_digests(sent), "dtype": str(self._dtype).removeprefix("torch."), "label": label}
-            failed |= in_parallel(lambda url: self._end(url, about), [url for url in urls if url not in failed])
+            digests = read_digests(sent)
+            label = label_of(name, digests)
+            about = {"digests": digests, "dtype": str(self._dtype).removeprefix("torch."), "label": name}
+            failed |= in_parallel(lambda url: self._end(url, about, label), [url for url in urls if url not in failed])
             if self._nccl is not None:
                 self._nccl.label = label
         finally:
             for _ in left:
                 pass
+        return Pushed(label, {url: failed.get(url) for url in urls})
+
+    def label(self, tensors: Iterable[tuple[str, Tensor]], name: str) -> str:
+        """Return the label that `send` would give to `tensors`."""
+        return label_of(name, read_digests({key: digest(tensor, self._dtype) for key, tensor in tensors}))
+
+    def adopt(self, urls: Sequence[str]) -> dict[str, str | None]:
+        """Make servers serve the weights that they have: abort the requests of an earlier trainer, and resume a server
+        that was paused. The prefix cache stays. Return the errors as `Pushed.errors`."""
+
+        def call(url: str) -> None:
+            self._control.post(url, "/pause?mode=abort&clear_cache=false")
+            self._control.post(url, "/resume")
+
+        failed = in_parallel(call, urls)
         return {url: failed.get(url) for url in urls}
 
     def _begin(self, url: str) -> None:
         # Requests in progress use the old weights; the fleet repeats them.
         post = self._control.post
         post(url, "/pause?mode=abort")
+        # If this trainer dies in the update, the next trainer must not take the server for one with the old weights.
+        post(url, "/update_weight_version", {"new_version": UNFINISHED})
         try:
             post(url, "/start_weight_update")
         except CallFailed:
@@ -94,11 +126,11 @@ class WeightPush:
                 post(url, "/update_weights", {"update_info": {"broke": "off"}})
             post(url, "/start_weight_update")
 
-    def _end(self, url: str, about: dict[str, Any]) -> None:
+    def _end(self, url: str, about: dict[str, Any], label: str) -> None:
         post = self._control.post
         # At the end the workers compare their weights with these digests.
         post(url, "/update_weights", {"update_info": about})
-        post(url, "/finish_weight_update", {"weight_version": about["label"]})
+        post(url, "/finish_weight_update", {"weight_version": label})
         post(url, "/reset_prefix_cache")
         post(url, "/resume")
 
@@ -144,6 +176,11 @@ class HttpRoute:
     def close(self) -> None:
         for server in self._servers.values():
             server.close()
+
+
+def label_of(name: str, digests: Mapping[str, Digest]) -> str:
+    """Return `name` with a hash of the digests, so that weights with the same label have the same bits."""
+    return f"{name}.{xxhash.xxh3_128_hexdigest(json.dumps(sorted(digests.items())).encode())}"
 
 
 def buckets(
