@@ -12,7 +12,7 @@ from rlhf.config import Config
 from rlhf.config.derived import trains_critic
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.library import PACKAGE, Library
-from rlhf.config.redaction import REDACTED, SECRET, SECRET_NAME
+from rlhf.config.redaction import REDACTED, SECRET, has_secret
 from rlhf.config.stored import stored_sections
 
 NAMES = (
@@ -68,7 +68,7 @@ def as_shell(arguments: list[str]) -> str:
 def publishable(value: Any) -> Any:
     """Return `value` with secrets redacted and with absolute paths cut to their last name."""
     if isinstance(value, dict):
-        return {key: REDACTED if SECRET_NAME.fullmatch(str(key)) else publishable(item) for key, item in value.items()}
+        return {key: REDACTED if has_secret(str(key), item) else publishable(item) for key, item in value.items()}
     if isinstance(value, list):
         return [publishable(item) for item in value]
     if not isinstance(value, str):

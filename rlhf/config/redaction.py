@@ -6,13 +6,22 @@ from collections.abc import Mapping
 REDACTED = "REDACTED"
 SECRET_NAME = re.compile(
     r"(.*[_-])?(api|access|auth|private|secret)?"
-    r"(token|secrets?|passwords?|passwd|bearer|passphrase|keys?|credentials?|auth|authorization|cookie)"
-    r"|.+[_-]pwd",  # $PWD is the working directory
+    r"(tokens?|secrets?|passwords?|passwd|bearer|passphrase|keys?|credentials?|auth|authorization|cookie)"
+    r"([_-]?\d+)?"
+    r"|.+[_-]pwd([_-]?\d+)?",  # $PWD is the working directory
     re.IGNORECASE,
 )
-"""Name of a variable or an option whose value is a secret."""
-SECRET = re.compile(r"\b(hf|sk|ghp|gho|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}")
-"""Tokens in the formats of Hugging Face, OpenAI, GitHub, Slack and AWS, wherever they occur in a text."""
+"""Name of an environment variable whose value is a secret. See also `has_secret`."""
+SECRET_KEY = re.compile(rf"{SECRET_NAME.pattern}|pwd([_-]?\d+)?", re.IGNORECASE)
+"""Key of a mapping, or name of an option, whose value is a secret."""
+_NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?")
+_COUNTED = re.compile(r"(.*[_-])?tokens([_-]?\d+)?", re.IGNORECASE)
+SECRET = re.compile(
+    r"\b(?:hf|sk|ghp|gho|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}"
+    r"|\bBearer +[^\s'\",]+"
+    r"|\b(?i:authorization)['\"]?\s*[:=]\s*['\"]?(?:\w+ +)?[^\s'\",]+"
+)
+"""Tokens of Hugging Face, OpenAI, GitHub, Slack and AWS, and HTTP's authorization, wherever they occur in a text."""
 LOGIN = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 _QUERY = re.compile(r"(?<=://)([^\s?]*\?)[^\s'\"`)>\]},;]+")
 _SHORTEST = 8
@@ -25,7 +34,10 @@ class Redaction:
 
     def __init__(self, *named: Mapping[str, object]) -> None:
         values = {
-            str(value) for names in named for name, value in names.items() if value and SECRET_NAME.fullmatch(str(name))
+            str(value)
+            for names in named
+            for name, value in names.items()
+            if value and has_secret(str(name), value, SECRET_NAME)
         }
         # Replace the longest value first, because a value may start with another value.
         self._values = sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)
@@ -34,6 +46,18 @@ class Redaction:
         for value in self._values:
             text = text.replace(value, REDACTED)
         return without_queries(SECRET.sub(REDACTED, text))
+
+
+def has_secret(name: str, value: object, names: re.Pattern[str] = SECRET_KEY) -> bool:
+    """Return whether `name` is a secret's name. Numbers under a name such as `max_tokens` count tokens."""
+    return names.fullmatch(name) is not None and not (_COUNTED.fullmatch(name) and _is_number(value))
+
+
+def _is_number(value: object) -> bool:
+    """Return whether `value` is a number, also as text, or a container of numbers."""
+    if isinstance(value, dict | list):
+        return all(map(_is_number, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, str) or _NUMBER.fullmatch(value) is not None
 
 
 def without_queries(text: str) -> str:

@@ -8,12 +8,14 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 from zlib import crc32
 
-from rlhf.config.redaction import LOGIN, REDACTED, SECRET, SECRET_NAME, without_queries
+from rlhf.config.redaction import LOGIN, REDACTED, SECRET, SECRET_KEY, SECRET_NAME, has_secret, without_queries
 
 T = TypeVar("T")
 _QUERY = re.compile(r"(\S+://\S+\?)(\S+)")
 _INTERPOLATION = re.compile(r"(?<!\\)\$\{")
 _LITERAL_QUERY = re.compile(r"([^?]*://[^?]*\?).*=[^&$]")
+_ASSIGNMENT = re.compile(r"-*([\w.-]+)\s*[:=]\s*(\S.*)", re.DOTALL)
+_OPTION = re.compile(r"-+([\w.-]+)")
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
 
 
@@ -40,7 +42,8 @@ def hide(value: T, raw: Any, path: str = "RLHF", *, free: bool = False) -> T:
 
     Secrets are:
     - in free mappings (with the user's own keys, such as `reward.kwargs`): interpolations, texts under a key such as
-      `api_key`, and texts that look like a token;
+      `api_key`, texts that look like a token, `NAME: VALUE` or `NAME=VALUE` with such a key, and the value after an
+      option such as `--api-key`;
     - elsewhere: interpolations of environment variables, if the value is an address or a variable is called
       `..._TOKEN` or similar;
     - everywhere: logins and queries of addresses, and settings that the schema declares as secret.
@@ -61,10 +64,17 @@ def hide(value: T, raw: Any, path: str = "RLHF", *, free: bool = False) -> T:
     elif isinstance(value, dict):
         found = {key: hide(item, _item(raw, key), f"{path}.{key}", free=True) for key, item in value.items()}
     elif isinstance(value, list):
-        found = [hide(item, _item(raw, at), f"{path}.{at}", free=free) for at, item in enumerate(value)]
+        named = [f"{path}{_option(before)}.{at}" for at, before in enumerate([None, *value[:-1]])]
+        found = [hide(item, _item(raw, at), named[at], free=free) for at, item in enumerate(value)]
     elif isinstance(value, str):
         found = _from_text(value, raw, path, free) if _is_interpolated(raw) else _typed(value, path, free)
     return found
+
+
+def _option(before: Any) -> str:
+    """Return the suffix of the path of a list's item after the option `before`, such as `.api-key`; else empty."""
+    option = _OPTION.fullmatch(before) if isinstance(before, str) else None
+    return f".{option[1]}" if option and SECRET_KEY.fullmatch(option[1]) else ""
 
 
 def _item(raw: Any, key: Any) -> Any:
@@ -95,8 +105,9 @@ def _variable(path: str) -> str:
 
 def _typed(value: str, path: str, free: bool) -> str:
     variable = _variable(path)
-    named = free and any(map(SECRET_NAME.fullmatch, path.split(".")))
-    if value and (named or (free and SECRET.search(value)) or LOGIN.search(value)):
+    pair = _ASSIGNMENT.fullmatch(value)
+    named = any(has_secret(part, value) for part in path.split(".")) or (pair and has_secret(pair[1], pair[2]))
+    if value and ((free and (named or SECRET.search(value))) or LOGIN.search(value)):
         return Hidden(value, f"${{oc.env:{variable}}}", (variable, value))
     if query := _QUERY.fullmatch(value):
         return Hidden(value, f"{_escaped(query[1])}${{oc.env:{variable}}}", (variable, query[2]))
@@ -117,6 +128,25 @@ def _hidden_in(value: Any) -> Iterator[Hidden]:
     items += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
     for item in items:
         yield from _hidden_in(item)
+
+
+def with_marks(typed: Any, resolved: Any, mark: str) -> Any:
+    """Return the `typed` value of a setting or section with `mark` for each secret that `resolved` hides.
+
+    Interpolations stay: they contain no secret.
+    """
+    if isinstance(resolved, Hidden):
+        return typed if resolved.variable is None else mark
+    if isinstance(typed, dict):
+        return {key: with_marks(item, member(resolved, key), mark) for key, item in typed.items()}
+    if isinstance(typed, list) and isinstance(resolved, list):
+        return [with_marks(*pair, mark) for pair in zip(typed, resolved, strict=False)]
+    return typed
+
+
+def member(section: Any, key: Any) -> Any:
+    """Return the value of `key` in a section or mapping; None if it has none."""
+    return section.get(key) if isinstance(section, dict) else getattr(section, str(key), None)
 
 
 def with_texts(value: T) -> T:
@@ -152,13 +182,13 @@ def masked(value: Any, name: str = "") -> Any:
     if is_dataclass(value):
         return {field.name: masked(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
-        return {key: masked(item, name if SECRET_NAME.fullmatch(name) else str(key)) for key, item in value.items()}
+        return {key: masked(item, name if SECRET_KEY.fullmatch(name) else str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [masked(item, name) for item in value]
     if not isinstance(value, str):
         return value
     text = getattr(value, "text", value)
-    if SECRET_NAME.fullmatch(name):
+    if has_secret(name, value):
         return REDACTED
     return text if _is_interpolated(text) else without_queries(text)
 

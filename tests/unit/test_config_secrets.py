@@ -10,6 +10,7 @@ from rlhf.compose import compose_config
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig, compare_text, trajectory
 from rlhf.config.library import Library
+from rlhf.config.overrides import hydra_value, publishable
 from rlhf.config.redaction import Redaction
 from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.config.rules.validate import validate
@@ -141,6 +142,12 @@ def test_queries_of_addresses_are_redacted():
         "{accessToken: typed-by-hand}",
         "{api_keys: [typed-by-hand]}",
         "{command: 'curl http://host/v1?token=typed-by-hand -s'}",
+        "{nested: {list_of_tokens: [typed-by-hand, typed-by-hand]}}",
+        "{DB_PASSWORD_1: typed-by-hand, openai_api_key_2: typed-by-hand, token3: typed-by-hand}",
+        "{pwd: typed-by-hand, db-pwd-2: typed-by-hand}",
+        "{hdrs: ['Authorization: Bearer typed-by-hand', 'Authorization: Basic typed-by-hand']}",
+        "{hdrs: ['X-Api-Key: typed-by-hand', 'Cookie: typed-by-hand'], note: 'use Bearer typed-by-hand'}",
+        "{arguments: [--api-key, typed-by-hand, '--token=typed-by-hand']}",
     ],
 )
 def test_other_names_and_forms_of_secrets(kwargs):
@@ -150,6 +157,35 @@ def test_other_names_and_forms_of_secrets(kwargs):
     assert_without_secrets(json.dumps(masked(config)))
     export(config)
     assert from_yaml(to_yaml(config)) == config
+
+
+def test_the_command_of_an_alert_keeps_its_secrets():
+    command = "[curl,-H,'Authorization: Bearer typed-by-hand',--oauth2-bearer,typed-by-hand,-s]"
+    config = composed(f"tracking.alerts.command={command}")
+    assert config.tracking.alerts.command[2] == "Authorization: Bearer typed-by-hand"
+    assert_without_secrets(to_yaml(config))
+    assert_without_secrets(json.dumps(masked(config)))
+    assert masked(config)["tracking"]["alerts"]["command"][::5] == ["curl", "-s"]
+    export(config)
+    assert from_yaml(to_yaml(config)) == config
+
+
+def test_numbers_and_other_texts_stay_visible():
+    kwargs = {"max_tokens": 512, "stop_tokens": [7, 8], "tokens_1": "64", "options": ["max_tokens=9", "a: b"]}
+    config = composed(f"reward.kwargs={hydra_value(kwargs)}")
+    assert masked(config)["reward"]["kwargs"] == kwargs
+    assert yaml.safe_load(to_yaml(config))["reward"]["kwargs"] == kwargs
+    assert publishable(kwargs) == kwargs
+    assert publishable({"tokens": ["typed-by-hand"], "pwd": "typed-by-hand"}) == {
+        "tokens": "REDACTED",
+        "pwd": "REDACTED",
+    }
+
+
+def test_variables_are_redacted_by_name():
+    values = {"API_KEY_2": "of-a-key", "PWD": "/home/someone", "MAX_TOKENS": "123456789", "HF_TOKENS": "of-tokens"}
+    found = Redaction(values)("of-a-key of-tokens /home/someone 123456789, Authorization: Bearer X, Bearer Y")
+    assert found == "REDACTED REDACTED /home/someone 123456789, REDACTED, REDACTED"
 
 
 def test_keys_with_similar_names_keep_their_own_secrets():
