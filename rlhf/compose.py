@@ -178,15 +178,25 @@ class Combination:
 
     overrides: list[str]
     swept: tuple[str, ...]
+    numbers: tuple[int, ...]
+    """Position of each value of `swept` in its list, from 1."""
 
 
 def combinations(overrides: Sequence[str]) -> list[Combination]:
     """Return all combinations of Hydra's lists (`a=1,2`, `a=range(1,4)`, `a=choice(x,y)`). The last varies fastest."""
-    alternatives = [_alternatives(text) for text in overrides]
-    return [
-        Combination(list(texts), tuple(t for t, others in zip(texts, alternatives, strict=True) if len(others) > 1))
-        for texts in product(*alternatives)
-    ]
+    alternatives = [list(enumerate(_alternatives(text), 1)) for text in overrides]
+    found = []
+    for chosen in product(*alternatives):
+        swept = [pair for pair, others in zip(chosen, alternatives, strict=True) if len(others) > 1]
+        texts, numbers = tuple(text for _, text in swept), tuple(number for number, _ in swept)
+        found.append(Combination([text for _, text in chosen], texts, numbers))
+    return found
+
+
+def key_and_value(text: str) -> tuple[str, Any]:
+    """Return the key and the value of an override. Raise UserError if `text` is not `KEY=VALUE`."""
+    override = _parse_override(text)
+    return override.key_or_group, override.value()
 
 
 def _alternatives(text: str) -> list[str]:

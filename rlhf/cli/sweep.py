@@ -5,15 +5,18 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 
 import xxhash
 from omegaconf import OmegaConf
 
-from rlhf.compose import combinations, composition
+from rlhf.compose import combinations, composition, key_and_value
 from rlhf.config import Config
 from rlhf.config.library import Library
 from rlhf.config.overrides import hydra_value
+from rlhf.config.redaction import REDACTED
 from rlhf.config.rules.validate import validate
+from rlhf.config.secrets import member, with_marks
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 from rlhf.planning.device_defaults import Machine
 from rlhf.printable import printable_lines
@@ -30,7 +33,7 @@ LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a sweep: its own values, as Hydra writes them, and its configuration."""
+    """One run of a sweep: its own values, as Hydra writes them but without secrets, and its configuration."""
 
     swept: tuple[str, ...]
     config: Config
@@ -53,19 +56,23 @@ def plan(overrides: Sequence[str], library: Library, machine: Machine | None = N
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise UserError("-m: a command under torchrun is a single run. Start each run separately, without -m.")
+    found = combinations(overrides)
+    if len({tuple(each.overrides) for each in found}) < len(found):
+        raise UserError("-m: two runs of the sweep are the same. Give each value once.")
     runs, problems = [], []
-    for combination in combinations(overrides):
+    for combination in found:
         try:
             composed = composition(combination.overrides, library, machine)
-            named = [text for text in combination.swept if not text.startswith(f"{NAME}=")]
-            experiment = composed.resolved().trainer.experiment_name
-            name = run_name(experiment, named)
+            first = composed.resolved()
+            swept = tuple(map(partial(_without_secrets, first), combination.swept, combination.numbers))
+            experiment = first.trainer.experiment_name
+            name = run_name(experiment, [text for text in swept if not text.startswith(f"{NAME}=")])
             OmegaConf.update(composed.tree, NAME, name)
             config = composed.resolved()
             validate(config)
             alone = [text for text in combination.overrides if not text.startswith(f"{NAME}=")]
             alone.append(f"{NAME}={hydra_value(name)}")
-            runs.append(PlannedRun(combination.swept, config, tuple(alone), experiment))
+            runs.append(PlannedRun(swept, config, tuple(alone), experiment))
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -73,6 +80,14 @@ def plan(overrides: Sequence[str], library: Library, machine: Machine | None = N
     if len({run.config.run_dir for run in runs}) < len(runs):
         raise UserError("-m: two runs of the sweep are the same. Give each value once.")
     return runs
+
+
+def _without_secrets(config: Config, text: str, number: int) -> str:
+    """Return the override `text` with REDACTED-`number` for each secret: values of a sweep differ in their number, and
+    the same command finds the same directories."""
+    key, value = key_and_value(text)
+    marked = with_marks(value, reduce(member, key.split("."), config), f"{REDACTED}-{number}")
+    return text if marked == value else f"{key}={hydra_value(marked)}"
 
 
 def run_name(experiment: str, swept: Sequence[str]) -> str:

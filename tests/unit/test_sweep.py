@@ -3,8 +3,9 @@
 import pytest
 
 from rlhf.cli.sweep import LONGEST_NAME, plan, run_all, run_name
-from rlhf.compose import combinations
+from rlhf.compose import combinations, compose_config
 from rlhf.config.library import Library
+from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 
 LIBRARY = Library.find(None)
@@ -46,6 +47,59 @@ def test_names_are_plain_and_differ_where_values_do():
     assert one != other
     assert one.startswith("e-data.train_files-a_b-")
     assert len(run_name("e", ["data.train_files=" + "x" * 300])) < LONGEST_NAME + 20
+
+
+KEY = "ZQKEY7777777"
+
+
+@pytest.mark.parametrize(
+    ("swept", "masks"),
+    [
+        (f"reward.kwargs={{api_key: {KEY}, w: 1}},{{api_key: {KEY}, w: 2}}", ["w:1", "w:2"]),
+        (f"reward.kwargs.api_key={KEY},{KEY}8", ["api_key=REDACTED-1", "api_key=REDACTED-2"]),
+        (f"reward.kwargs.headers=['Authorization: Bearer {KEY}'],[a]", ["headers=[REDACTED-1]", "headers=[a]"]),
+        (
+            f"tracking={{alerts: {{command: [a, 'Bearer {KEY}']}}}},{{alerts: {{webhook: {KEY}}}}}",
+            ["command:[a,REDACTED-1]", "webhook:REDACTED-2"],
+        ),
+        (
+            f"tracking.alerts.webhook='http://h/a?key={KEY}','http://u:{KEY}@h'",
+            ["webhook=REDACTED-1", "webhook=REDACTED-2"],
+        ),
+        (f'reward.kwargs.api_key="{KEY} it\\"s",b', ["REDACTED-1", "REDACTED-2"]),
+    ],
+)
+def test_secrets_of_a_sweep_are_stored_nowhere(swept, masks):
+    runs = plan([swept, "trainer.seed=1,2"], LIBRARY)
+    assert len({run.config.run_dir for run in runs}) == 4
+    for run, mask in zip(runs[::2], masks, strict=True):
+        for text in (to_yaml(run.config), str(run), str(run.config.run_dir), repr(run.config)):
+            assert KEY not in text
+        assert mask in str(run)
+    again = plan([swept, "trainer.seed=1,2"], LIBRARY)
+    assert [run.config.run_dir for run in again] == [run.config.run_dir for run in runs]
+    alone = compose_config(list(runs[0].overrides), LIBRARY)
+    assert (alone.run_dir, alone.reward.kwargs) == (runs[0].config.run_dir, runs[0].config.reward.kwargs)
+
+
+def test_another_secret_leaves_the_directories_of_a_sweep_and_equal_ones_are_a_mistake():
+    first, second = (plan([f"reward.kwargs.api_key={key}a,{key}b"], LIBRARY) for key in ("old", "new"))
+    assert [run.config.run_dir.name for run in first] == [
+        "offline-reward.kwargs.api_key-REDACTED-1",
+        "offline-reward.kwargs.api_key-REDACTED-2",
+    ]
+    assert [run.config.run_dir for run in first] == [run.config.run_dir for run in second]
+    with pytest.raises(UserError, match="two runs of the sweep are the same"):
+        plan(["reward.kwargs.api_key=a,a"], LIBRARY)
+
+
+def test_interpolations_of_a_sweep_keep_their_text(monkeypatch):
+    monkeypatch.setenv("JUDGE_A", KEY)
+    monkeypatch.setenv("JUDGE_B", KEY)
+    runs = plan(["reward.kwargs.api_key='${oc.env:JUDGE_A}','${oc.env:JUDGE_B}'"], LIBRARY)
+    assert [run.config.reward.kwargs["api_key"] for run in runs] == [KEY, KEY]
+    assert KEY not in "".join(f"{run} {run.config.run_dir}" for run in runs)
+    assert "JUDGE_B" in str(runs[1])
 
 
 def test_mistakes_of_all_runs_are_told_before_the_first_starts():
