@@ -17,6 +17,7 @@ from rlhf.cli.command_parser import CommandParser
 from rlhf.compose import composition
 from rlhf.config.library import Library
 from rlhf.config.translation.foreign_file import TRAINERS, read_settings, trainer_of
+from rlhf.config.translation.recipe import comment
 from rlhf.config.translation.to_recipe import translate
 from rlhf.errors import UserError
 from rlhf.storage.files import make_dir, write_small
@@ -49,7 +50,10 @@ def recipe_of(path: Path, trainer: str | None = None) -> str:
     head = f"Translated from {path.name}, written for {trainer}, with the defaults of {trainer} that differ here."
     text = recipe.as_yaml(head)
     problem = _does_not_compose(text)
-    return text if problem is None else f"{text}\n# The recipe does not compose yet:\n#   {problem}\n"
+    if problem is None:
+        return text
+    lines = "".join(comment(line, "  ") for line in problem.splitlines())
+    return f"{text}\n# The recipe does not compose yet:\n{lines}"
 
 
 def _does_not_compose(text: str) -> str | None:
@@ -61,5 +65,5 @@ def _does_not_compose(text: str) -> str | None:
         try:
             composition(["recipes=translated"], Library.find(Path(folder)))
         except UserError as error:
-            return "\n#   ".join(str(error).replace(str(recipe), "the recipe").splitlines())
+            return str(error).replace(str(recipe), "the recipe")
     return None

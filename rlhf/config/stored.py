@@ -19,12 +19,20 @@ class _NoAliases(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def parse_sections(text: str | bytes) -> dict[str, Any]:
-    """Parse a stored configuration. Raise yaml.YAMLError if `text` is not a YAML mapping without aliases."""
+def parse_yaml(text: str | bytes) -> Any:
+    """Return the content of a YAML document. Raise yaml.YAMLError if `text` is not valid, or has an alias, a date that
+    does not exist, or a number that is too long."""
     try:
-        sections = _NoAliases(text).get_single_data()
+        return _NoAliases(text).get_single_data()
     except RecursionError as error:
         raise yaml.YAMLError("nested too deeply") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # from PyYAML's constructors
+        raise yaml.YAMLError(f"a value cannot be read ({error})") from error
+
+
+def parse_sections(text: str | bytes) -> dict[str, Any]:
+    """Parse a stored configuration. Raise yaml.YAMLError if `text` is not a YAML mapping without aliases."""
+    sections = parse_yaml(text)
     if not isinstance(sections, dict):
         raise yaml.YAMLError("not a mapping of sections")
     return sections

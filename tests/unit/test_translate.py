@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlhf.cli.translate import main, recipe_of
 from rlhf.compose import compose_config
@@ -151,6 +152,21 @@ LOST = {
 }
 
 
+VERL = "actor_rollout_ref.model.path: x\n"
+
+
+def _bomb(line: str, reference: str, between: str) -> str:
+    """Return nine settings x0, x1, ... of which each contains ten references to the one before."""
+    lines = [f"x0: {line.format(0, 'aaaaaaaaaa')}"]
+    lines += [f"x{i}: {line.format(i, between.join([reference.format(i - 1)] * 10))}" for i in range(1, 9)]
+    return VERL + "\n".join(lines) + "\n"
+
+
+def translated(text: str, folder: Path, name: str = "theirs.yaml") -> str:
+    (folder / name).write_text(text)
+    return recipe_of(folder / name)
+
+
 def composed(text: str, folder: Path) -> Config:
     (folder / "recipes").mkdir()
     (folder / "recipes" / "foreign.yaml").write_text(text)
@@ -240,6 +256,16 @@ def test_a_python_script_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("actor_rollout_ref.model.path: x\ntrainer.logger: 5\n", "trainer.logger=5: must be a list"),
         ("[" * 3000, "not valid YAML"),
         (b"\xff\xfe\x00", "is not a text file"),
+        (f"{VERL}data: &a {{x: *a}}\n", "an alias"),
+        (f"{VERL}data: &a [*a]\n", "an alias"),
+        (f"{VERL}data: 2001-99-01\n", "month must be in 1..12"),
+        (f"{VERL}data: {'9' * 5000}\n", "4300 digits"),
+        (f"{VERL}data: [0x{'f' * 5000}]\n", "data has a number with too many digits"),
+        (f"{VERL}data: !!int ''\n", "a value cannot be read"),
+        (f"{VERL}data: !!timestamp x\n", "a value cannot be read"),
+        (_bomb("&x{0} [{1}]", "*x{0}", ", "), "an alias"),
+        (_bomb("'{1}'", "${{x{0}}}", ""), "the interpolations expand to over"),
+        (VERL + "".join(f"x{i}: '${{x{i + 1}}}'\n" for i in range(3000)), "nested too deeply"),
     ],
 )
 def test_a_mistake_is_one_message(
@@ -269,3 +295,121 @@ def test_null_is_the_trainers_default() -> None:
 def test_variables_that_double_do_not_fill_the_memory() -> None:
     with pytest.raises(UserError, match="characters"):
         words_of("A=xy\n" + 'A="$A$A"\n' * 40)
+
+
+def test_interpolations_of_the_environment_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "of-the-environment")
+    kwargs = """reward:
+  kwargs:
+    token: ${oc.env:MY_TOKEN}
+    header: a ${oc.env:MY_TOKEN,none} b
+    headers: ["Authorization: Bearer ${oc.env:MY_TOKEN}"]
+    other: ${..kwargs.token}
+    decoded: ${oc.decode:${oc.env:MY_TOKEN}}
+    steps: ${trainer.total_training_steps}
+    chosen: ${oc.select:absent.one,${trainer.total_training_steps}}
+    itself: ${.itself}
+    elsewhere: ${oc.select:absent.one}
+trainer: {total_training_steps: 7}
+"""
+    text = translated(f"{VERL}{kwargs}notes: ${{oc.env:MY_TOKEN}}\n", tmp_path)
+    assert "of-the-environment" not in text
+    assert "notes=${oc.env:MY_TOKEN}" in text
+    assert yaml.safe_load(text)["reward"]["kwargs"] == {
+        "token": "${oc.env:MY_TOKEN}",
+        "header": "a ${oc.env:MY_TOKEN,none} b",
+        "headers": ["Authorization: Bearer ${oc.env:MY_TOKEN}"],
+        "other": "${oc.env:MY_TOKEN}",
+        "decoded": "${oc.decode:${oc.env:MY_TOKEN}}",
+        "steps": 7,
+        "chosen": 7,
+        "itself": "${.itself}",
+        "elsewhere": "${oc.select:absent.one}",
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hub_token: hf_SEKRETSEKRETSEKRETSEKRET",
+        "wandb_api_key: SEKRET",
+        "hf_token: SEKRET",
+        "openai_api_key_2: SEKRET",
+        "pwd: SEKRET",
+        "secrets: {inner: SEKRET}",
+        "headers: ['X-Api-Key: SEKRET', 'Authorization: Bearer SEKRET']",
+        "tracking.alerts.webhook: http://h/SEKRET",
+        "tracking.alerts.command: [curl, --token, SEKRET]",
+        "reward.kwargs.api_key: SEKRET",
+        "rollout.servers.urls: ['http://u:SEKRET@h']",
+        "reward.remote_url: http://u:SEKRET@h/x?token=SEKRET",
+        "'http://u:SEKRET@h': 1",
+    ],
+)
+def test_a_recipe_has_no_secret_of_the_file(line: str, tmp_path: Path) -> None:
+    for trainer in ("pretrain: x\n", VERL):
+        text = translated(f"{trainer}{line}\n", tmp_path)
+        assert "SEKRET" not in text
+        assert "REDACTED" in text or "secrets.*" in text
+
+
+def test_numbers_of_tokens_stay_visible(tmp_path: Path) -> None:
+    assert "most_tokens=512" in translated(f"{VERL}most_tokens: 512\n", tmp_path)
+
+
+@pytest.mark.parametrize("end", ["\\n", "\\r", "\\x85", "\\u2028"])
+def test_a_line_break_does_not_end_a_comment(end: str, tmp_path: Path) -> None:
+    live = f"x{end}tracking: {{alerts: {{command: [sh, -c, id]}}}} #"
+    lines = [f'? "{live}"\n: 1', f'y: "{live}"', f'trainer.logger: ["{live}"]', f'data.truncation: "{live}"']
+    lines += [f'? "reward.kwargs.{live}"\n: 1', f'trust_remote_code: "{live}"', f'model.trust_remote_code: "{live}"']
+    for line in lines:
+        text = translated(f"{VERL}{line}\n", tmp_path)
+        assert "tracking" not in yaml.safe_load(text)
+        assert "command" in text
+    odd = translated(VERL, tmp_path, "x\ntracking: {alerts: {command: [id]}} #.yaml")
+    assert "tracking" not in yaml.safe_load(odd)
+
+
+def test_settings_that_run_code_are_left_out(tmp_path: Path) -> None:
+    settings = {
+        "model.trust_remote_code": True,
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.trust_remote_code": True,
+        "rollout.engine_kwargs.vllm.worker_extension_cls": "evil.Worker",
+        "trainer.callbacks": ["evil.py:f"],
+        "tracking.alerts.command": ["sh", "-c", "id"],
+        "env.command": "id",
+        "env.classes": ["evil.py:E"],
+        "reward.functions": ["evil.py:f"],
+        "reward.network": True,
+        "data.custom_cls.path": "evil.py",
+        "actor.policy_loss.loss_mode": "evil.py:f",
+    }
+    text = translated(f"{VERL}{yaml.safe_dump(settings)}custom_reward_function.path: mine.py\n", tmp_path)
+    head = text.partition("defaults:")[0]
+    for name, value in settings.items():
+        assert f"{name.removeprefix('actor_rollout_ref.')}={value}" in head
+    assert "reward.functions=['mine.py:compute_score']" in head
+    live = yaml.safe_load(text)
+    assert live["reward"] == {"functions": ["mine.py:compute_score"]}
+    assert not {"tracking", "env"} & live.keys()
+    assert "evil" not in str(live)
+    assert "trust_remote_code" not in str(live)
+    trl = translated("num_generations: 8\ntrust_remote_code: true\ncallbacks: [evil.py:f]\n", tmp_path)
+    assert "trust_remote_code=True, callbacks=['evil.py:f']" in trl.partition("defaults:")[0]
+    assert "evil" not in str(yaml.safe_load(trl))
+    assert "trust_remote_code" not in str(yaml.safe_load(trl))
+    off = translated(f"{VERL}model.trust_remote_code: false\n", tmp_path)
+    assert "Left out" not in off
+
+
+def test_values_of_a_script_with_odd_dates_and_numbers(tmp_path: Path) -> None:
+    script = f"python -m verl.trainer.main_ppo {VERL.replace(': ', '=').strip()} a.b=2001-99-01 a.c={'9' * 5000}\n"
+    found = of_arguments(words_of(script))
+    assert (found["a.b"], found["a.c"]) == ("2001-99-01", "9" * 5000)
+    assert "model:" in translated(script, tmp_path, "theirs.sh")
+
+
+def test_a_setting_inside_of_another_setting_is_listed(tmp_path: Path) -> None:
+    text = translated(f"{VERL}reward.kwargs.a: 1\nreward.kwargs.a.b: 2\n", tmp_path)
+    assert yaml.safe_load(text)["reward"]["kwargs"] == {"a": 1}
+    assert "reward.kwargs.a.b=2: another name has already set reward.kwargs.a=1" in text

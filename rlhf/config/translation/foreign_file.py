@@ -2,17 +2,17 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from rlhf.config.stored import parse_yaml
+from rlhf.config.translation.interpolations import Interpolations
 from rlhf.config.translation.shell_script import words_of
 from rlhf.errors import UserError, nearby
 
+_REPLACE = "Replace it in the file, and translate again."
 TRAINERS = ("verl", "trl", "openrlhf")
 _SIGNS = {
     "verl": ("actor_rollout_ref.", "trainer.n_gpus_per_node"),
@@ -34,7 +34,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of a file by their dotted names, without verl's `+` and TRL's `--`.
 
     Raises:
-        UserError: the file is missing or not text, or has no settings.
+        UserError: the file is missing or not text, has no settings, or has a value that is no setting's.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -53,6 +53,11 @@ def read_settings(path: Path) -> dict[str, Any]:
             f"{path}: has no settings. Give verl's YAML or script (KEY=VALUE), or the YAML or script of TRL or "
             "OpenRLHF (--name VALUE)."
         )
+    for name, value in found.items():
+        try:
+            str(value)
+        except ValueError as error:
+            raise UserError(f"{path}: {name} has a number with too many digits. {_REPLACE}") from error
     return found
 
 
@@ -103,7 +108,7 @@ def _typed(text: str) -> Any:
     if text == "None":
         return None
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except yaml.YAMLError:
         return text
     if isinstance(value, str):
@@ -118,28 +123,28 @@ def _number(text: str) -> Any:
 
 def _of_yaml(path: Path, text: str) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{path}: not valid YAML: {str(error).splitlines()[0]}.") from error
+        tree = parse_yaml(text)
+    except yaml.YAMLError as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"{path}: not valid YAML: {reason}. Correct it; write out values instead of aliases."
+        ) from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must have settings at the top, such as `model_name_or_path: NAME`.")
     try:
-        resolved = OmegaConf.create(tree)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {str(error).splitlines()[0]}.") from error
-    return dict(_flat(tree, resolved, ""))
+        return dict(_flat(tree, Interpolations(tree), ()))
+    except RecursionError as error:
+        raise UserError(f"{path}: its settings are nested too deeply, or its interpolations are. {_REPLACE}") from error
 
 
-def _flat(tree: Mapping[Any, Any], resolved: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _flat(tree: Mapping[Any, Any], interpolations: Interpolations, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        name = f"{prefix}{key}"
+        place = (*above, str(key))
         if isinstance(value, dict) and value:
-            yield from _flat(value, resolved, f"{name}.")
+            yield from _flat(value, interpolations, place)
             continue
         if isinstance(value, str) and "${" in value:
-            with suppress(OmegaConfBaseException):  # if the target is in another file, keep the reference
-                value = OmegaConf.select(resolved, name)
-            value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        yield name, None if value == "???" else _number(value) if isinstance(value, str) else value
+            value = interpolations.resolve(value, place)
+        yield ".".join(place), None if value == "???" else _number(value) if isinstance(value, str) else value

@@ -1,9 +1,11 @@
 """Builds the recipe of a translation, and keeps the other trainer's settings that are not translated yet."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
+from itertools import starmap
 from typing import Any
 
 import yaml
@@ -13,13 +15,25 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf.config import Config
 from rlhf.config.known_settings import SETTINGS, setting_of
 from rlhf.config.names.other_trainers import other_trainers
+from rlhf.config.redaction import REDACTED, Redaction
 from rlhf.config.rules.validate import out_of_bounds
+from rlhf.config.secrets import hide, with_marks
 from rlhf.errors import UserError
+from rlhf.printable import printable
 
 _ORDER = [section.name for section in fields(Config)]
-
-
 _REPLACE = "Replace it in the file, and translate again."
+_VARIABLE = re.compile(r"(\w+ +)?\$\{oc\.env:\s*\w+\s*\}")
+_LEFT_OUT = "Left out, because it runs code or gives code more rights. Read the code, then add the setting:"
+
+
+def shown(name: str, value: Any) -> str:
+    """Return `name=value` for a comment, without secrets."""
+    secret = name in SETTINGS and SETTINGS[name].metadata["secret"]
+    if secret and isinstance(value, str):
+        return f"{name}={REDACTED}"
+    hidden = hide(value, None, name, free=secret or name not in SETTINGS)
+    return f"{name}={with_marks(value, hidden, REDACTED)}"
 
 
 class Theirs:
@@ -77,6 +91,8 @@ class Recipe:
     """Settings without an equivalent here."""
     needless: list[str] = field(default_factory=list)
     """Names that need no setting here."""
+    code: dict[str, Any] = field(default_factory=dict)
+    """Settings that the recipe lacks because they run code."""
 
     def set(self, key: str, value: Any, name: str) -> None:
         """Set `key` to the `value` of the other trainer's `name`. A wrong or second value becomes a line in `lost`.
@@ -85,24 +101,32 @@ class Recipe:
         """
         setting = setting_of(key)
         assert setting is not None, key
-        shown = f"{name}={value}"
+        theirs = shown(name, value)
         value = _ours(key, value)
         problem = _wrong(key, value)
         if problem is not None and value is None:
             return
         if problem is not None:
-            self.lost.append(f"{shown}: {problem}")
+            self.lost.append(f"{theirs}: {problem}")
+        elif shown(key, typed := _typed_part(value)) != f"{key}={typed}":
+            self.lost.append(f"{theirs}: contains a secret. Set {key} with ${{oc.env:NAME}} instead of the secret.")
         elif key in self.settings and self.settings[key] != value:
-            self.lost.append(f"{shown}: another name has already set {key}={self.settings[key]}.")
+            self.lost.append(f"{theirs}: another name has already set {shown(key, self.settings[key])}.")
+        elif other := next((o for o in self.settings if key.startswith(f"{o}.") or o.startswith(f"{key}.")), None):
+            self.lost.append(f"{theirs}: another name has already set {shown(other, self.settings[other])}.")
         else:
             self.settings[key] = value
 
     def lose(self, name: str, value: Any, why: str) -> None:
-        self.lost.append(f"{name}={value}: {why}")
+        self.lost.append(f"{shown(name, value)}: {why}")
 
     def as_yaml(self, head: str) -> str:
         """Return the recipe as YAML, after the comment `head`. Comments at the end list the settings that it lacks."""
-        parts = ["# @package _global_\n", *(f"# {line}\n" for line in head.splitlines())]
+        parts = ["# @package _global_\n", comment(head)]
+        if code := [each for each in self.settings.get("reward.functions", []) if ":" in each]:
+            parts += [comment(f"Runs code: reward.functions={code}")]
+        if self.code:
+            parts += [comment(_LEFT_OUT), *(comment(line, "  ") for line in _filled(starmap(shown, self.code.items())))]
         if self.groups:
             parts.append("defaults:\n")
             parts += [f"  - override /{group}: {entry}\n" for group, entry in self.groups.items()]
@@ -117,14 +141,19 @@ class Recipe:
             parts.append("\n" + yaml.safe_dump({section: content}, sort_keys=False, allow_unicode=True))
         if self.lost:
             parts.append("\n# Not translated:\n")
-            parts += [f"#   {line}\n" for text in self.lost for line in text.splitlines()]
+            parts += [comment(line, "  ") for line in self.lost]
         if self.unknown:
             parts.append("\n# Without an equivalent here:\n")
-            parts += [f"#   {line}\n" for line in _filled(_summary(self.unknown))]
+            parts += [comment(line, "  ") for line in _filled(_summary(self.unknown))]
         if self.needless:
             parts.append("\n# Not needed here, because the trainer always does it, or in another way:\n")
-            parts += [f"#   {line}\n" for line in _filled(sorted(self.needless))]
+            parts += [comment(line, "  ") for line in _filled(sorted(self.needless))]
         return "".join(parts)
+
+
+def comment(text: str, indent: str = "") -> str:
+    """Return `text` as one line of a YAML comment: no text of the file ends the comment or shows a secret."""
+    return f"# {indent}{printable(Redaction()(text))}\n"
 
 
 def _ours(key: str, value: Any) -> Any:
@@ -137,6 +166,15 @@ def _ours(key: str, value: Any) -> Any:
     if isinstance(value, str) and choices and value not in choices and tables.values.get(value) in choices:
         return tables.values[value]
     return value
+
+
+def _typed_part(value: Any) -> Any:
+    """Return `value` without variables of the environment, such as `Bearer ${oc.env:TOKEN}`: these are no secrets."""
+    if isinstance(value, dict):
+        return {key: _typed_part(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_typed_part(item) for item in value]
+    return _VARIABLE.sub("", value) if isinstance(value, str) else value
 
 
 def _wrong(key: str, value: Any) -> str | None:
@@ -172,7 +210,7 @@ def _summary(unknown: Mapping[str, Any]) -> Iterator[str]:
         sections[next((head for head in heads if not any(k.startswith(f"{head}.") for k in known)), name)] += 1
     for section, count in sections.items():
         if section in unknown:
-            yield f"{section}={unknown[section]}"
+            yield shown(section, unknown[section])
         else:
             yield f"{section}.* ({count} setting{'s' if count > 1 else ''})"
 

@@ -80,7 +80,7 @@ def _total(text: str, values: Mapping[str, str]) -> str:
     names = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda match: values.get(match[1], match[1]), text)
     try:
         return str(_evaluated(ast.parse(names.strip(), mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return f"({text})"
 
 

@@ -1,5 +1,6 @@
 """Translates the settings of another trainer: first by conversions of values, then by the tables of names."""
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -17,6 +18,22 @@ CONVERSIONS: dict[str, Callable[[Theirs, Recipe], None]] = {
     "trl": trl.convert,
     "openrlhf": openrlhf.convert,
 }
+
+
+RUNS_CODE = (
+    "data.custom_cls.",
+    "env.",
+    "model.trust_remote_code",
+    "reward.functions",
+    "reward.network",
+    "reward.pass_env",
+    "reward.writable",
+    "tracking.alerts.",
+    "trainer.callback",
+)
+"""First parts of settings that run code, or give code more rights. A translated file must not set them unnoticed."""
+_MAY_NAME_FILE = ("actor.policy_loss.loss_mode", "algorithm.adv_estimator")
+_CODE_OF_VLLM = re.compile(r"trust_remote_code|.*_cls|.*plugin.*|.*processors|middleware")
 
 
 def translate(trainer: str, settings: Mapping[str, Any]) -> Recipe:
@@ -51,6 +68,9 @@ def defaults_of(trainer: str) -> dict[str, Any]:
 def _by_name(trainer: str, name: str, value: Any, recipe: Recipe) -> None:
     """Translate a setting whose value needs no conversion."""
     key = _key(trainer, name)
+    if setting_of(key) is not None and _runs_code(key, value):
+        recipe.code[name] = value
+        return
     if setting_of(key) is not None:
         recipe.set(key, value, name)
         return
@@ -63,6 +83,18 @@ def _by_name(trainer: str, name: str, value: Any, recipe: Recipe) -> None:
         recipe.lose(name, value, why)
     else:
         recipe.unknown[name] = value
+
+
+def _runs_code(key: str, value: Any) -> bool:
+    """Return whether `key=value` runs code, or gives code more rights."""
+    if value in (None, "", False) or value == [] or value == {}:
+        return False
+    if key.startswith(RUNS_CODE) or (key in _MAY_NAME_FILE and (".py" in str(value) or "${" in str(value))):
+        return True
+    if isinstance(value, dict):
+        return any(_runs_code(f"{key}.{name}", item) for name, item in value.items())
+    vllm = key.startswith("rollout.engine_kwargs.")
+    return vllm and any(map(_CODE_OF_VLLM.fullmatch, key.split(".")))
 
 
 def _switches_off(name: str, value: Any) -> bool:
