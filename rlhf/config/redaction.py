@@ -24,6 +24,7 @@ SECRET = re.compile(
 """Tokens of Hugging Face, OpenAI, GitHub, Slack and AWS, and HTTP's authorization, wherever they occur in a text."""
 LOGIN = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 _QUERY = re.compile(r"(?<=://)([^\s?]*\?)[^\s'\"`)>\]},;]+")
+_VARIABLE = re.compile(r"(?:(?:basic|bearer|token) +)?\$\{oc\.env:\s*\w+\s*\}", re.IGNORECASE)
 _SHORTEST = 8
 """Redact only values of at least this many characters: shorter values may occur inside ordinary words."""
 
@@ -58,6 +59,11 @@ def _is_number(value: object) -> bool:
     if isinstance(value, dict | list):
         return all(map(_is_number, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, str) or _NUMBER.fullmatch(value) is not None
+
+
+def without_variables(text: str) -> str:
+    """Return `text` without variables of the environment, such as `Bearer ${oc.env:TOKEN}`, which are no secrets."""
+    return _VARIABLE.sub("", text)
 
 
 def without_queries(text: str) -> str:

@@ -8,7 +8,16 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 from zlib import crc32
 
-from rlhf.config.redaction import LOGIN, REDACTED, SECRET, SECRET_KEY, SECRET_NAME, has_secret, without_queries
+from rlhf.config.redaction import (
+    LOGIN,
+    REDACTED,
+    SECRET,
+    SECRET_KEY,
+    SECRET_NAME,
+    has_secret,
+    without_queries,
+    without_variables,
+)
 
 T = TypeVar("T")
 _QUERY = re.compile(r"(\S+://\S+\?)(\S+)")
@@ -95,6 +104,8 @@ def _from_text(value: str, text: str, path: str, free: bool) -> str:
     if query := _LITERAL_QUERY.match(text):
         variable = _variable(path)
         return Hidden(value, f"{query[1]}${{oc.env:{variable}}}", (variable, value.partition("?")[2]))
+    if free and SECRET.search(without_variables(text)):
+        return Hidden(value, f"${{oc.env:{_variable(path)}}}", (_variable(path), value))
     return Hidden(value, text)
 
 

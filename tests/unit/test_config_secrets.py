@@ -144,6 +144,7 @@ def test_queries_of_addresses_are_redacted():
         "{command: 'curl http://host/v1?token=typed-by-hand -s'}",
         "{nested: {list_of_tokens: [typed-by-hand, typed-by-hand]}}",
         "{DB_PASSWORD_1: typed-by-hand, openai_api_key_2: typed-by-hand, token3: typed-by-hand}",
+        "{note: 'Bearer typed-by-hand ${oc.env:JUDGE}', default: '${oc.env:ABSENT,hf_abcdefghijklmnopqrstuvwx}'}",
         "{pwd: typed-by-hand, db-pwd-2: typed-by-hand}",
         "{hdrs: ['Authorization: Bearer typed-by-hand', 'Authorization: Basic typed-by-hand']}",
         "{hdrs: ['X-Api-Key: typed-by-hand', 'Cookie: typed-by-hand'], note: 'use Bearer typed-by-hand'}",

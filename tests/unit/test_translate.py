@@ -341,6 +341,7 @@ trainer: {total_training_steps: 7}
         "tracking.alerts.webhook: http://h/SEKRET",
         "tracking.alerts.command: [curl, --token, SEKRET]",
         "reward.kwargs.api_key: SEKRET",
+        "reward.kwargs.api_key: 'SEKRET ${oc.env:MY_TOKEN}'",
         "rollout.servers.urls: ['http://u:SEKRET@h']",
         "reward.remote_url: http://u:SEKRET@h/x?token=SEKRET",
         "'http://u:SEKRET@h': 1",

@@ -1,6 +1,5 @@
 """Builds the recipe of a translation, and keeps the other trainer's settings that are not translated yet."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -15,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf.config import Config
 from rlhf.config.known_settings import SETTINGS, setting_of
 from rlhf.config.names.other_trainers import other_trainers
-from rlhf.config.redaction import REDACTED, Redaction
+from rlhf.config.redaction import REDACTED, Redaction, without_variables
 from rlhf.config.rules.validate import out_of_bounds
 from rlhf.config.secrets import hide, with_marks
 from rlhf.errors import UserError
@@ -23,7 +22,6 @@ from rlhf.printable import printable
 
 _ORDER = [section.name for section in fields(Config)]
 _REPLACE = "Replace it in the file, and translate again."
-_VARIABLE = re.compile(r"(\w+ +)?\$\{oc\.env:\s*\w+\s*\}")
 _LEFT_OUT = "Left out, because it runs code or gives code more rights. Read the code, then add the setting:"
 
 
@@ -169,12 +167,12 @@ def _ours(key: str, value: Any) -> Any:
 
 
 def _typed_part(value: Any) -> Any:
-    """Return `value` without variables of the environment, such as `Bearer ${oc.env:TOKEN}`: these are no secrets."""
+    """Return `value` with `without_variables` applied to its texts."""
     if isinstance(value, dict):
         return {key: _typed_part(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_typed_part(item) for item in value]
-    return _VARIABLE.sub("", value) if isinstance(value, str) else value
+    return without_variables(value) if isinstance(value, str) else value
 
 
 def _wrong(key: str, value: Any) -> str | None:
