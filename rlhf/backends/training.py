@@ -73,10 +73,11 @@ class Scheduled:
         """Load only the schedule's position; the settings define rates and shape."""
         scheduler = self.scheduler
         rates = scheduler.base_lrs
-        self._steps, self._moved = dict(state["steps_taken"]), False
-        count = self._steps[self._interval]
+        steps = {name: int(taken) for name, taken in state["steps_taken"].items()}
+        count = steps[self._interval]
         position = {"last_epoch": count, "_step_count": count + 1}
         scheduler.load_state_dict({**state["lr_scheduler"], **position, "base_lrs": rates, "lr_lambdas": [None]})
+        self._steps, self._moved = steps, False
         factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
         scheduler._last_lr = [rate * factor for rate in rates]
         for group, lr in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):

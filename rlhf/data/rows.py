@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -16,6 +17,7 @@ PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "instru
 """Usual names of the column with the prompt."""
 ANSWERS = ("answer", "solution", "final_answer", "ground_truth", "label", "target", "response", "output")
 """Usual names of the column with the reference answer."""
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 CALLS = ("tool_calls", "function_call")
 """Fields of messages with calls of tools, as in OpenAI's chats."""
 ANSWERING = ("assistant", "gpt", "model")
@@ -95,6 +97,12 @@ def _messages(prompt: Any, where: str, data: DataConfig) -> list[dict[str, str]]
             f"{column} must be a string or a list of {{role, content}} with two strings, not {type(prompt).__name__}: "
             f"{_short(prompt)}. Correct the column, or set data.prompt_key to another column."
         )
+    # A chat template prints all texts of a message, also its role or name.
+    if half := next((text for message in chat for text in message.values() if is_half_pair(text)), None):
+        raise UserError(
+            f"{column} has half of a surrogate pair in this row, which is not a character: {_short(half)}. Correct or "
+            "delete the row."
+        )
     if not any(message["content"].strip() for message in chat):
         raise UserError(f"{column} has an empty prompt in this row. Fill it in, or delete the row.")
     if chat[-1]["role"] in ANSWERING:
@@ -164,6 +172,12 @@ def _ground_truth(record: Mapping[str, Any], where: str, data: DataConfig, need_
         f"{listed(record)}.{did_you_mean(override)} Set data.answer_key to the column with the answer, or add "
         "reward_model.ground_truth."
     )
+
+
+def is_half_pair(text: Any) -> bool:
+    """Return whether `text` is a string with half of a surrogate pair: UTF-8 cannot encode it, nor a tokenizer read
+    it."""
+    return isinstance(text, str) and HALF_PAIR.search(text) is not None
 
 
 def _is_null(value: Any) -> bool:

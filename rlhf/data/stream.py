@@ -89,7 +89,7 @@ class PromptStream:
                 "or the release of transformers has changed.",
                 "Restore it",
             )
-        self._consumed = state["consumed"]
+        self._consumed = int(state["consumed"])
         held_out = state.get("held_out")
         if not self._quiet and None not in (held_out, self._held_out) and held_out != self._held_out:
             log.warning(

@@ -93,7 +93,7 @@ class Advantages:
         """Restore the coefficient if it is adaptive and the setting of its start value is unchanged."""
         control = self._config.kl_ctrl
         if control.type == "adaptive" and control.kl_coef == state["started_at"]:
-            self.kl_coef = state["kl_coef"]
+            self.kl_coef = float(state["kl_coef"])
 
 
 def scores_on_last_tokens(scores: Tensor, mask: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class EntropyControl:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the entropy. Restore the coefficient, within its bounds, if it is adaptive and its start value is the
         same."""
-        self._entropy = state["entropy"]
+        self._entropy = None if state["entropy"] is None else float(state["entropy"])
         self._coefficient = self._start
         if self.is_adaptive and self._start == state["started_at"]:
-            self._coefficient = self._bounded(state["coefficient"])
+            self._coefficient = self._bounded(float(state["coefficient"]))

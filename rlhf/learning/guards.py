@@ -164,8 +164,9 @@ class Guards:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rejected = None
-        self._average, self._skips = state["reward_average"], state["skips"]
-        self._rollbacks = {step: (times, position) for step, times, position in state["rollbacks"]}
+        average = state["reward_average"]
+        self._average, self._skips = None if average is None else float(average), int(state["skips"])
+        self._rollbacks = {int(step): (int(times), int(position)) for step, times, position in state["rollbacks"]}
         self._row = [Event(step, who, metric, float(value), bound) for step, who, metric, value, bound in state["row"]]
 
     def _evidence(self) -> str:

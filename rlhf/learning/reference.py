@@ -71,4 +71,4 @@ class Reference(Policy):
         return {"updated_at": self.updated_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.updated_at = state["updated_at"]
+        self.updated_at = int(state["updated_at"])

@@ -71,4 +71,4 @@ class RewardScaling:
         return {"count": self._count, "mean": self._mean, "squares": self._squares}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]
+        self._count, self._mean, self._squares = int(state["count"]), float(state["mean"]), float(state["squares"])

@@ -6,6 +6,7 @@ transformers' tables are parsed as text: importing them imports torch and takes 
 
 import json
 import re
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,24 @@ CAUSAL, CLASSIFIER = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CL
 KNOWN = "CONFIG_MAPPING_NAMES"
 WRITES_TEXT = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """Suffixes of the names of classes that generate text."""
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "n_embd",
+    "num_hidden_layers",
+    "n_layer",
+    "num_attention_heads",
+    "n_head",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+)
+"""Settings in config.json that are positive numbers. Some architectures have a list with a number per layer."""
+LAYERS = ("num_hidden_layers", "n_layer")
+MOST_LAYERS = 10_000
+"""Limit of layers without weights. Building more layers, only to find weights missing, would take minutes."""
+FEW_LAYERS = 1_000
+"""Number of layers that a model may have with fewer tensors than layers, because layers share weights."""
 _TASKS = {CAUSAL: "generates text from text (a causal LM)", CLASSIFIER: "gives a text a score (a sequence classifier)"}
 
 
@@ -25,13 +44,18 @@ def check_policy(name: str, trust_remote_code: bool, max_prompt: int, max_respon
     """Check the policy in the folder `name`; `max_prompt` and `max_response` are lengths in tokens.
 
     Raises:
-        UserError: the policy's architecture has no causal LM in transformers, or the policy is quantized or has too few
-            positions.
+        UserError: the policy's architecture has no causal LM in transformers, or the policy is quantized, has too few
+            positions or an impossible end-of-sequence token.
     """
     _check_architecture("model.path", name, trust_remote_code, CAUSAL)
-    if (config := read_object(Path(name).expanduser() / "config.json")) is not None:
+    folder = Path(name).expanduser()
+    if (config := read_object(folder / "config.json")) is not None:
         check_not_quantized(name, config.get("quantization_config"))
         check_positions(_positions(config), max_prompt, max_response)
+        # transformers reads the tokens in config.json only if there is no generation_config.json.
+        generation = read_object(folder / "generation_config.json")
+        file, tokens = ("config.json", config) if generation is None else ("generation_config.json", generation)
+        check_eos(f"model.path={name}: {file}", tokens.get("eos_token_id"), text_part(config).get("vocab_size"))
 
 
 def check_critic(name: str, trust_remote_code: bool) -> None:
@@ -88,6 +112,58 @@ def check_labels(prefix: str, labels: int | None) -> None:
             f"{prefix} has {labels} labels, but a reward model needs one (num_labels in config.json, where a missing "
             "value means 2). Set it to a sequence-classification model with one label."
         )
+
+
+def check_eos(where: str, tokens: Any, vocabulary: Any) -> None:
+    """Check `eos_token_id`, the tokens that end a response: None, a token, or a list of tokens.
+
+    Args:
+        where: the file with `tokens`, for messages.
+        vocabulary: number of tokens that the model can write; if not an int, the limit is not checked.
+
+    Raises:
+        UserError: an entry is not an int, or not in the vocabulary.
+    """
+    limit = vocabulary if isinstance(vocabulary, int) else None
+    for token in tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]:
+        if type(token) is not int or token < 0 or (limit is not None and token >= limit):
+            known = "" if limit is None else f" below the vocabulary's size {limit}"
+            raise UserError(
+                f"{where}: eos_token_id={tokens!r} must be a token or a list of tokens, but {token!r} is not an "
+                f"integer from 0{known}. Correct it, or fetch the file again."
+            )
+
+
+def check_sizes(prefix: str, config: dict[str, Any], weights: Mapping[str, tuple[int, ...]]) -> None:
+    """Check the sizes in config.json, of which transformers would build a model.
+
+    Args:
+        weights: shapes of the tensors in the model's files by name; empty if unknown.
+
+    Raises:
+        UserError: a size is not a positive integer, or is larger than the weights allow.
+    """
+    part = text_part(config)
+    longest = max((size for shape in weights.values() for size in shape), default=None)
+    most_layers = max(FEW_LAYERS, len(weights)) if weights else MOST_LAYERS
+    for name in SIZES:
+        size = part.get(name)
+        if size is None or isinstance(size, list):
+            continue
+        if type(size) is not int or size <= 0:
+            raise UserError(f"{prefix}: {name}={size!r} in config.json must be a positive integer. Restore the file.")
+        limit = most_layers if name in LAYERS else longest
+        if limit is not None and size > limit:
+            raise UserError(
+                f"{prefix}: {name}={size} in config.json is above {limit}, the most that its weights allow. Restore "
+                "the file."
+            )
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the text model in a config.json; a model of several modalities nests these settings."""
+    text = config.get("text_config")
+    return config | text if isinstance(text, dict) else config
 
 
 def check_not_quantized(model_path: str, quantization: Any) -> None:

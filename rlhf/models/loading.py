@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from rlhf.errors import UserError
 from rlhf.models.config_check import check_labels
 from rlhf.models.hub_names import fetch
 from rlhf.models.token_values import HEADS, value_class
+from rlhf.storage.hf_layout import GENERATION_CONFIG, MODEL_CONFIG
 from rlhf.storage.scratch import Scratch
 
 log = logging.getLogger(__name__)
@@ -74,10 +76,8 @@ def resolve_path(source: ModelSource, weights: bool = True) -> Path:
 
 def load_tokenizer(source: ModelSource, folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `folder`, replace its chat template if `source` has one, and set a padding token."""
-    try:
+    with _damage_as_user_error(source, "tokenizer", "Restore its files."):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source} has no usable tokenizer: {error}. Restore its files.") from error
     if source.chat_template is not None:
         template = Path(source.chat_template).expanduser()
         if not template.is_file():
@@ -89,11 +89,32 @@ def load_tokenizer(source: ModelSource, folder: Path) -> PreTrainedTokenizerBase
 
 
 def load_model_config(source: ModelSource, folder: Path) -> PretrainedConfig:
-    """Load the architecture, with the dropouts of its config.json."""
+    """Load the architecture, with the dropouts of its config.json.
+
+    Raises:
+        UserError: config.json or generation_config.json is damaged. transformers would ignore the latter's damage.
+    """
+    with _damage_as_user_error(source, "config.json", "Restore it."):
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
+    with _damage_as_user_error(source, GENERATION_CONFIG, "Restore it, or remove it."):
+        _generation_config(folder)
+    return hf_config
+
+
+@contextmanager
+def _damage_as_user_error(source: ModelSource, what: str, remedy: str) -> Iterator[None]:
+    """Raise UserError for any error of transformers, because a damaged file causes errors of any type. Without a
+    damaged file, the model's own code (`trust_remote_code`) may raise other errors, which propagate."""
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
+        yield
     except (OSError, ValueError) as error:
-        raise UserError(f"{source} has no usable config.json: {error}. Restore it.") from error
+        raise UserError(f"{source} has no usable {what}: {error}. {remedy}") from error
+    except ImportError as error:
+        raise UserError(f"{source} has no usable {what}: {error}. Install the package.") from error
+    except Exception as error:
+        if source.trust_remote_code:
+            raise
+        raise UserError(f"{source} has no usable {what}: {type(error).__name__}: {error}. {remedy}") from error
 
 
 def without_dropout(hf_config: PretrainedConfig) -> PretrainedConfig:
@@ -210,9 +231,12 @@ def _load(
                     model.generation_config = _generation_config(folder)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{source} can't be loaded from safetensors: {error}. Restore its files.") from error
-    except ValueError as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         if attention is None or "Flash Attention" not in str(error):
-            raise
+            if source.trust_remote_code:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{source} can't be built from its config.json ({reason}). Restore the file.") from error
         raise UserError(
             f"model.attn_implementation={attention} is not supported by {source} ({hf_config.model_type}). Set "
             "model.attn_implementation=sdpa."
@@ -241,10 +265,9 @@ def _class_for(loader: Any, options: dict[str, Any]) -> tuple[Any, PretrainedCon
 
 
 def _generation_config(folder: Path) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except OSError:
-        return GenerationConfig.from_pretrained(folder, config_file_name="config.json")
+    # Without generation_config.json, config.json has the tokens that end a response.
+    name = GENERATION_CONFIG if os.path.lexists(folder / GENERATION_CONFIG) else MODEL_CONFIG
+    return GenerationConfig.from_pretrained(folder, config_file_name=name)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlhf.errors import UserError
 from rlhf.models.fingerprint import code_fingerprint, fingerprint
+from rlhf.models.folder_check import SINGLE, indexed_weights
 from rlhf.models.loading import ModelSource, resolve_path
 from rlhf.ranks import dims
 from rlhf.ranks.collectives import broadcast
@@ -143,7 +144,7 @@ def _read_small(
         with as_user_errors(source):
             small = _small_files(folder, source.trust_remote_code) if shared and is_reader else {}
             if is_reader or not shared:
-                small[HEADERS] = _encoded(read_headers(folder))
+                small[HEADERS] = _encoded(read_headers(folder, str(source)))
             if not is_reader:
                 return small, ("", "")
             return small, (fingerprint(folder), code_fingerprint(folder) if source.trust_remote_code else "")
@@ -164,22 +165,21 @@ def _decoded(headers: bytes) -> dict[str, FileTensor] | None:
     return {name: FileTensor(file, dtype, tuple(shape)) for name, (file, dtype, shape) in entries.items()}
 
 
-def read_headers(folder: Path) -> dict[str, FileTensor] | None:
-    """Return the tensors of `folder` by name; None unless it is one model in safetensors with the usual file names."""
-    names = ["model.safetensors"]
-    if not (folder / names[0]).is_file():
-        index = folder / "model.safetensors.index.json"
-        if not index.is_file():
-            return None
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    if (folder / "adapter_config.json").is_file() or any(Path(name).name != name for name in names):
+def read_headers(folder: Path, name: str = "model") -> dict[str, FileTensor] | None:
+    """Return the tensors of `folder` by name; None unless it is one model in safetensors with the usual file names.
+
+    Raises:
+        UserError: the index of the weights is damaged; the message begins with `name`, the model's setting.
+    """
+    names = [SINGLE] if (folder / SINGLE).is_file() else indexed_weights(name, folder)
+    if names is None or (folder / "adapter_config.json").is_file():
         return None
     tensors = {}
-    for name in names:
-        with safe_open(folder / name, framework="pt") as file:
+    for weights in names:
+        with safe_open(folder / weights, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
                 part = file.get_slice(key)
-                tensors[key] = FileTensor(name, part.get_dtype(), tuple(part.get_shape()))
+                tensors[key] = FileTensor(weights, part.get_dtype(), tuple(part.get_shape()))
     return tensors if all(tensor.dtype in DTYPES for tensor in tensors.values()) else None
 
 
@@ -218,7 +218,8 @@ def _hash_by_rank(
 def _quick_hash(folder: Path) -> str:
     """Return a hash of file names and sizes, the content of small files, and a sample of each weights file."""
     digest = xxhash.xxh3_128()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (*SMALL_SUFFIXES, ".safetensors")):
+    # Read regular files only: a pipe would block forever.
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (*SMALL_SUFFIXES, ".safetensors") and p.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
@@ -232,7 +233,8 @@ def _quick_hash(folder: Path) -> str:
 
 def _small_files(folder: Path, code: bool) -> dict[str, bytes]:
     suffixes = (*SMALL_SUFFIXES, CODE_SUFFIX) if code else SMALL_SUFFIXES
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in suffixes}
+    files = sorted(path for path in folder.iterdir() if path.suffix in suffixes and path.is_file())
+    return {path.name: path.read_bytes() for path in files}
 
 
 def _send(contents: dict[str, bytes], reader: int, coordinator: Coordinator, device: torch.device) -> dict[str, bytes]:

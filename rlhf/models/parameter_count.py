@@ -33,6 +33,8 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if not file.is_file():
+        raise ValueError("not a regular file")  # opening a pipe would never end
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > _LONGEST_HEADER:

@@ -1,6 +1,5 @@
 """Reads the shapes of a model's weights, and derives the sizes of activations and caches. Imports no torch."""
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -9,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rlhf.models.config_check import read_object, text_part
 from rlhf.models.parameter_count import model_folder, tensor_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -207,8 +207,5 @@ def shapes_from_files(path: str, revision: str | None = None) -> ModelShapes | N
 
 def read_config(folder: Path) -> dict[str, Any] | None:
     """Return the text model's settings from config.json in `folder`; None if the file cannot be read."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return dict(config) | dict(config.get("text_config") or {})
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return None
+    config = read_object(folder / "config.json")
+    return None if config is None else text_part(config)

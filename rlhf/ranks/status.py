@@ -8,8 +8,9 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from rlhf.errors import UserError
 from rlhf.storage.files import make_dir, remove_file, rename
 
 STATUS_DIR = "status"
@@ -149,21 +150,33 @@ class StatusWriter:
 
 
 def read_statuses(run_dir: Path) -> dict[int, RankStatus]:
-    """Return the statuses by rank. The status of a live rank may be missing for a moment."""
+    """Return the statuses by rank. The status of a live rank may be missing for a moment.
+
+    Raises:
+        UserError: a file has JSON that no rank writes.
+    """
     statuses = {}
     for path in (run_dir / STATUS_DIR).glob("rank_*.json"):
         try:
             fields = json.loads(path.read_text())
         except (ValueError, FileNotFoundError):  # the rank was writing, or another process cleared the folder
             continue
-        error, save, phase = fields.pop("error"), fields.pop("save"), fields.pop("phase", None)
-        statuses[int(path.stem.removeprefix("rank_"))] = RankStatus(
-            **fields,
-            error=RankError(**error) if error else None,
-            save=SaveStatus(**save) if save else None,
-            phase=PhaseStatus(**phase) if phase else None,
-        )
+        try:
+            statuses[int(path.stem.removeprefix("rank_"))] = _parsed(fields)
+        except (TypeError, LookupError, AttributeError, ValueError) as problem:
+            reason = f"{type(problem).__name__}: {problem}"
+            raise UserError(f"{path} is damaged: it is not the status of a rank ({reason}). Remove the file.") from None
     return dict(sorted(statuses.items()))
+
+
+def _parsed(fields: dict[str, Any]) -> RankStatus:
+    error, save, phase = fields.pop("error"), fields.pop("save"), fields.pop("phase", None)
+    return RankStatus(
+        **fields,
+        error=RankError(**error) if error else None,
+        save=SaveStatus(**save) if save else None,
+        phase=PhaseStatus(**phase) if phase else None,
+    )
 
 
 def clear_statuses(run_dir: Path) -> None:

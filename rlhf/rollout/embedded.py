@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.config.schema.rollout import RolloutConfig
-from rlhf.models.config_check import check_positions
+from rlhf.models.config_check import check_eos, check_positions
 from rlhf.rollout.decoding import Decoding
 from rlhf.rollout.engine import Completion, Listener, PartialEngine, Quota, Request, Weights, indices_by_params
 from rlhf.rollout.kv_cache import RowCache
@@ -23,8 +23,14 @@ def check_lengths(model_config: Any, max_prompt: int, max_response: int) -> None
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Return every token that ends a response: from the generation config and the tokenizer."""
+    """Return every token that ends a response: from the generation config and the tokenizer.
+
+    Raises:
+        UserError: the generation config has other values than tokens.
+    """
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
+    check_eos("model.path: generation_config.json or config.json", configured, vocabulary)
     ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     return sorted(i for i in ids if i is not None)
 

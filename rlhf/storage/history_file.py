@@ -26,6 +26,16 @@ class HistoryMark:
     tail: str
 
     @classmethod
+    def parse(cls, mark: object) -> "HistoryMark":
+        """Return the mark that a checkpoint stores as a JSON object. Raise ValueError for other content."""
+        if not isinstance(mark, dict) or mark.keys() != {"size", "tail"}:
+            raise ValueError("the mark of the metric history is not an object with size and tail")
+        size, tail = mark["size"], mark["tail"]
+        if type(size) is not int or size < 0 or not isinstance(tail, str):
+            raise ValueError("the mark of the metric history has a wrong size or tail")
+        return cls(size, tail)
+
+    @classmethod
     def at_end(cls, path: Path) -> "HistoryMark":
         """Return the mark of the end of the file, or of the beginning of a missing file."""
         size = path.stat().st_size if path.exists() else 0

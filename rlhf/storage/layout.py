@@ -20,6 +20,7 @@ EVENTS = "events.jsonl"
 ALERTS = "alerts.jsonl"
 SAMPLES = "samples"
 RUN_LOG = "run.log"
+STEP_PREFIX = "global_step_"
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 UPLOAD = ".upload-"
@@ -31,7 +32,7 @@ _SET_ASIDE = re.compile(r"global_step_[0-9]+\.(damaged|superseded|incomplete)-[0
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
-    return run_dir / f"global_step_{step}"
+    return run_dir / f"{STEP_PREFIX}{step}"
 
 
 def step_of(path: Path) -> int | None:

@@ -73,14 +73,18 @@ def check_run_dir(run_dir: Path) -> None:
 
 
 @contextmanager
-def damage_as_user_error(run_dir: Path) -> Iterator[None]:
-    """Raise UserError for the errors that damaged files of a run cause."""
+def damage_as_user_error(run_dir: Path, *files: str) -> Iterator[None]:
+    """Raise UserError for the errors that damaged files of a run cause. `files` are the names of the files that the
+    context reads, without files whose reader names them in its own UserError."""
     try:
         yield
     except TimeoutError:
         raise
     except (TypeError, AttributeError, LookupError, ValueError, OSError, OverflowError, RecursionError) as error:
-        raise UserError(f"{run_dir} cannot be read: a file is damaged ({error}).") from None
+        raise UserError(
+            f"{run_dir} cannot be read: {' or '.join(files)} is damaged ({type(error).__name__}: {error}). Restore the "
+            "file from a copy."
+        ) from None
 
 
 def read_state(run_dir: Path) -> LiveState:
@@ -90,7 +94,7 @@ def read_state(run_dir: Path) -> LiveState:
         UserError: `run_dir` is not a run directory, or its configuration or history is damaged.
     """
     check_run_dir(run_dir)
-    with damage_as_user_error(run_dir):
+    with damage_as_user_error(run_dir, HISTORY, EVENTS, RESOLVED):
         return _read_state(run_dir)
 
 

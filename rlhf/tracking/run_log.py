@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from rlhf.events import announce
 from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.ranks.run_events import record_event
+from rlhf.storage.history_file import HistoryMark
 from rlhf.tracking.headline import headline
 from rlhf.tracking.outcome import Outcome
 from rlhf.tracking.progress import EVALUATED, SHOWN
@@ -45,7 +46,11 @@ class RunLog:
         return self._tracker.state_dict() if self._tracker is not None and self._started else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the end of the history at which the next `start` or `rewind` cuts."""
+        """Set the end of the history at which the next `start` or `rewind` cuts. Raise KeyError or ValueError for a
+        state of another form, because only the driver reads the state later."""
+        if state:
+            HistoryMark.parse(state["mark"])
+            str(state["run_id"])
         self._saved = state
 
     def start(self, step: int, *, resumed: bool) -> None:

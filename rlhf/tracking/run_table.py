@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.printable import text_table
+from rlhf.storage.layout import EVENTS, HISTORY, RESOLVED
 from rlhf.tracking.headline import ACCURACY, REWARD
 from rlhf.tracking.live_state import check_run_dir, damage_as_user_error, ended_state
 from rlhf.tracking.progress import duration
@@ -29,7 +30,7 @@ class RunResult:
             UserError: `run_dir` is not a run directory, or its files are damaged.
         """
         check_run_dir(run_dir)
-        with damage_as_user_error(run_dir):
+        with damage_as_user_error(run_dir, HISTORY, EVENTS, RESOLVED):
             return cls(name, status or ended_state(run_dir)[0], summarize(run_dir))
 
 

@@ -27,5 +27,5 @@ def stored_values(run_dir: Path) -> dict[str, Any]:
         settings = {key: masked(reduce(child, key.split("."), sections)) for key in SETTINGS}
         json.dumps(settings)  # raises TypeError for a date: valid YAML, but no setting's type
     except (TypeError, ValueError, OSError) as error:
-        raise UserError(f"{run_dir / RESOLVED} is damaged ({error}).") from None
+        raise UserError(f"{run_dir / RESOLVED} is damaged ({error}). Restore the file from a copy.") from None
     return settings

@@ -109,7 +109,7 @@ class Tracker:
             mark = HistoryMark(0, "")
         elif saved:
             forked = saved["run_id"] != self._run_id
-            mark = HistoryMark(**saved["mark"])
+            mark = HistoryMark.parse(saved["mark"])
         known = mark is not None and mark.fits(self.history.path)
         self.history.cut_after(self._last_step, mark)
         self._try_samples(lambda: self.samples.cut_after(self._last_step))

@@ -12,6 +12,7 @@ from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import UserError
 from rlhf.storage.layout import HISTORY, POINTER, RESOLVED, scan, step_dir, step_of
+from tests.support.hostile import with_hash
 from tests.support.in_memory import MemoryRun, folder_of, in_memory, memory_base, snapshots
 from tests.support.saving_behind import published
 from tests.support.small_disks import small_disk
@@ -323,3 +324,19 @@ def test_list_and_verify_show_snapshots_as_not_saved(tmp_path, base, command):
     assert code == 1
     assert [row["state"] for row in json.loads(output)["checkpoints"]] == ["damaged", "intact"]
     assert command("prune", str(config.run_dir))[0] == 2, "no other verb knows of snapshots"
+
+
+def test_a_snapshot_that_fails_while_it_loads_does_not_begin_the_run_half_loaded(tmp_path, base):
+    """Every byte matches its hash, so only the load finds the wrong content, when the tensors are overwritten."""
+    config = in_memory(tmp_path, base)
+    begin(0, config, 2)
+    for path in scan(folder_of(config)):
+        with_hash("actor/extra/lr_scheduler.json", b"{}")(path)
+    fresh = MemoryRun(0, config)
+    built = fresh.everything()
+    fresh.crash()
+    with pytest.raises(UserError, match="Every checkpoint"):
+        resume(0, config)
+    step, state, _ = resume(0, config)
+    assert step == 0
+    assert equal(state, built)

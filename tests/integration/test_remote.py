@@ -12,7 +12,15 @@ import pytest
 from rlhf.checkpoint.remote.remote_store import COPY
 from rlhf.errors import UserError
 from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, UPLOAD, scan, step_dir
-from tests.support.checkpoints import PlainReference, PlainRole, equal_bits, files_of, make_checkpointer, resume
+from tests.support.checkpoints import (
+    PlainReference,
+    PlainRole,
+    equal_bits,
+    files_of,
+    make_checkpointer,
+    make_driver,
+    resume,
+)
 from tests.support.compare_runs import differences
 from tests.support.forked_start import train_forked
 from tests.support.launching import flip_a_byte, small
@@ -264,10 +272,10 @@ def test_a_damaged_byte_in_a_copys_manifest_costs_none_of_its_files(tmp_path, fo
 
 def test_a_reference_that_two_checkpoints_share_is_whole_in_each_copy(tmp_path, folder_url):
     config = make_run(tmp_path / "a", remote=folder_url)
-    reference = PlainReference()
-    checkpointer = make_checkpointer(config, PlainRole(), reference=reference)
-    for step in (2, 4):
-        assert checkpointer.save(step) is not None
+    driver, reference = make_driver(), PlainReference()
+    checkpointer = make_checkpointer(config, PlainRole(), driver=driver, reference=reference)
+    for driver.step in (2, 4):
+        assert checkpointer.save(driver.step) is not None
     assert copy_all(config) == []
     shutil.rmtree(config.run_dir)
     config.checkpoint.remote_max_to_keep = 1

@@ -213,12 +213,39 @@ WRONG_DOCUMENTS: dict[str, Callable[[Path], None]] = {
     "a driver state in words": with_hash(DRIVER_STATE, json.dumps(DRIVER | {"step": "four"}).encode()),
     "a driver state beyond all floats": with_hash(DRIVER_STATE, json.dumps(DRIVER | {"epochs": 10**400}).encode()),
     "a deep driver state": with_hash(DRIVER_STATE, b"[" * 100_000),
+    "a driver state of another step": with_hash(DRIVER_STATE, json.dumps(DRIVER | {"step": 3}).encode()),
+    "guards that are a list": with_hash(DRIVER_STATE, json.dumps(DRIVER | {"step": 4, "guards": []}).encode()),
+    "a history that is a list": with_hash(DRIVER_STATE, json.dumps(DRIVER | {"step": 4, "history": [1]}).encode()),
     "an index that is a list": with_hash("actor/model/index.safetensors", weights(b"[]")),
     "an index of numbers": with_hash("actor/model/index.safetensors", weights(b'{"__metadata__": 5}')),
     "an index without shards": with_hash(
         "actor/model/index.safetensors", weights(b'{"__metadata__": {"tensors": "{}"}}')
     ),
 }
+GUARDS = {"reward_average": None, "skips": 0, "rollbacks": [], "row": []}
+
+
+def stored(**states: object) -> Callable[[Path], None]:
+    """Store these objects' states in the driver state of step 4, with a valid hash."""
+    return with_hash(DRIVER_STATE, json.dumps(DRIVER | {"step": 4} | states).encode())
+
+
+WRONG_STATES: dict[str, Callable[[Path], None]] = {
+    "guards without an average": stored(guards={"row": "x"}),
+    "an average in words": stored(guards=GUARDS | {"reward_average": "high"}),
+    "skips in words": stored(guards=GUARDS | {"skips": "many"}),
+    "rollbacks of one number": stored(guards=GUARDS | {"rollbacks": [1]}),
+    "a history without a mark": stored(history={"run_id": "r"}),
+    "a history with a size in words": stored(history={"run_id": "r", "mark": {"size": "big", "tail": ""}}),
+    "a negative size of the history": stored(history={"run_id": "r", "mark": {"size": -1, "tail": ""}}),
+    "a schedule without a position": with_hash("actor/extra/lr_scheduler.json", b"{}"),
+    "a schedule that is a list": with_hash("actor/extra/lr_scheduler.json", b"[1]"),
+    "generators of one byte": with_hash(
+        "rng/rank_00000.safetensors",
+        weights(b'{"torch.cpu": {"dtype": "U8", "shape": [16], "data_offsets": [0, 16]}}'),
+    ),
+}
+"""Content whose bytes match their hashes, but that no trainer writes. Only a load finds the problem."""
 LYING_WEIGHTS: dict[str, bytes] = {
     "nothing": b"",
     "no tensors": weights(b"{}"),

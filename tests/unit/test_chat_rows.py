@@ -159,3 +159,11 @@ def test_calls_of_tools_are_not_left_out(tmp_path, last, name):
     rejected(data, "t.jsonl line 1", "prompt", name, "content")
     parquet = {"prompt": [ASKED | {name: None}, ANSWERED | {name: []}, ASKED], "answer": "2"}
     build(data_of(tmp_path, parquet))  # in parquet every message has the fields of all messages
+
+
+@pytest.mark.parametrize("place", ["prompt", "content", "name"])
+def test_half_of_a_surrogate_pair_in_a_prompt(tmp_path, place):
+    half = "x \ud800 y"
+    prompt = half if place == "prompt" else [ASKED | {place: half}]
+    data = data_of(tmp_path, {"prompt": "1 + 1 \U0001f600", "answer": "2"}, {"prompt": prompt, "answer": "2"})
+    rejected(data, "t.jsonl line 2", "'prompt' (data.prompt_key)", "half of a surrogate pair", "x \\ud800 y", "Correct")

@@ -27,6 +27,7 @@ from tests.support.checkpoints import (
     flip_bit,
     make_checkpointer,
     make_config,
+    make_driver,
     save_steps,
 )
 from tests.support.published import publish
@@ -106,9 +107,10 @@ def test_inspect_shows_the_newest_in_detail(run_dir, command):
 
 def test_linked_files_are_told_from_written_ones(tmp_path, command):
     config, reference = make_config(tmp_path), PlainReference(300_000)
-    checkpointer = make_checkpointer(config, PlainRole(), reference=reference)
-    for step in (1, 2):
-        checkpointer.save(step)
+    driver = make_driver()
+    checkpointer = make_checkpointer(config, PlainRole(), driver=driver, reference=reference)
+    for driver.step in (1, 2):
+        checkpointer.save(driver.step)
     old, new = step_dir(config.run_dir, 1), step_dir(config.run_dir, 2)
     newest, first = [line for line in command("list", config.run_dir)[1].splitlines() if "committed" in line]
     assert "0.03 MiB and 1.14 MiB linked" in newest
@@ -317,7 +319,12 @@ def test_a_driver_state_of_any_size_is_shown_in_part(run_dir, command):
     deep: dict = {}
     for _ in range(50):
         deep = {"deeper": deep, "value": 1}
-    driver |= {"deep": deep, "many": {f"key_{i}": i for i in range(5000)}, "long": "x" * 100_000, "y" * 100_000: 1}
+    driver |= {
+        "deep": deep,
+        "many": {f"key_{i}": i for i in range(5000)},
+        "data": {"long": "x" * 100_000},
+        "y" * 100_000: {},
+    }
     (root / "driver_state.json").unlink()
     manifest = read_manifest(root)
     files = manifest.files | describe([write_json(root, "driver_state.json", driver)])

@@ -98,7 +98,8 @@ def test_a_damaged_run_has_one_message(runs, capsys, name, content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main([*map(str, runs)]) == EXIT_USER_ERROR
     captured = capsys.readouterr()
-    says(captured.err, str(runs[0]))
+    says(captured.err, str(runs[0]), name)
+    assert "estore" in captured.err
     assert "Traceback" not in captured.err
     assert captured.err.count("error:") == 1
     assert captured.out == ""

@@ -143,3 +143,20 @@ def test_a_reward_model_does_not_write_text(folder):
 def test_a_reward_model_has_a_classifier(folder):
     with pytest.raises(UserError, match=r"model_type vit has no class that gives a text a score"):
         check_reward_model(changed(folder, model_type="vit", num_labels=1), False)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("tokens", ["x", 1.5, True, -1, 99_999_999, [99_999_999, -1], [1, "x"], {"id": 1}])
+def test_tokens_that_cannot_end_a_response(folder, file, tokens):
+    if file == "config.json":
+        (folder / "generation_config.json").unlink()
+        changed(folder, eos_token_id=tokens)
+    else:
+        (folder / file).write_text(json.dumps({"eos_token_id": tokens}))
+    says(policy_error(str(folder)), f"model.path={folder}: {file}: eos_token_id={tokens!r}", "Correct it")
+
+
+@pytest.mark.parametrize("tokens", [None, 0, [0, 1], []])
+def test_tokens_that_can_end_a_response(folder, tokens):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens}))
+    check_policy(str(folder), False, 8, 8)

@@ -16,10 +16,15 @@ from rlhf.checkpoint.load.verification import newest_usable
 from rlhf.checkpoint.start.run_dir import driver_state_of, newest_run
 from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.config.schema.guards import GuardsConfig
 from rlhf.errors import UserError
+from rlhf.learning.guards import Guards
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.progress_pipe import ProgressDisplay
 from rlhf.ranks.transport import Transport
 from rlhf.storage.layout import DRIVER_STATE, POINTER, RESOLVED, RUN_FILE, step_dir
+from rlhf.storage.state import Stateful
+from rlhf.tracking.run_log import RunLog
 from tests.support.checkpoints import PlainRole, make_config, resume, save_steps
 from tests.support.hostile import (
     LYING_WEIGHTS,
@@ -28,6 +33,7 @@ from tests.support.hostile import (
     WRONG_DOCUMENTS,
     WRONG_FIELDS,
     WRONG_FILES,
+    WRONG_STATES,
     intact_run,
     look,
     short_timeouts,
@@ -110,6 +116,24 @@ def test_a_document_of_another_form_is_damage_for_whoever_reads_it(tmp_path, run
     config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
     assert resume(config, PlainRole()) == 2
     assert (run_dir / "global_step_4.damaged-1").is_dir()
+
+
+def real_parts() -> dict[str, Stateful]:
+    return {"guards": Guards(GuardsConfig()), "history": RunLog(None, ProgressDisplay(), 10)}
+
+
+@pytest.mark.parametrize("harm", WRONG_STATES.items(), ids=lambda harm: harm[0])
+def test_a_state_of_another_form_is_damage_and_the_run_falls_back(tmp_path, run_dir, harm, caplog):
+    config = make_config(tmp_path)
+    config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
+    harm[1](step_dir(run_dir, 4))
+    parts = real_parts()
+    assert resume(config, PlainRole(), parts=parts) == 2
+    assert "global_step_4 is damaged" in caplog.text
+    assert (run_dir / "global_step_4.damaged-1").is_dir()
+    assert {name: part.state_dict() for name, part in parts.items()} == {
+        name: part.state_dict() for name, part in real_parts().items()
+    }
 
 
 @pytest.mark.parametrize("lie", LYING_WEIGHTS.items(), ids=lambda lie: lie[0])

@@ -306,7 +306,7 @@ def save_part(rank: int, folder: Path, contents: str) -> None:
 
     config = make_config(folder)
     config.checkpoint.contents = [contents]
-    make_checkpointer(config, Some(1000, rank, 3), 3, make_coordinator()).save(1)
+    make_checkpointer(config, Some(1000, rank, 3), 1, make_coordinator()).save(1)
 
 
 def test_mistyped_words_get_one_line(capsys):

@@ -1,5 +1,7 @@
 """Loading of models, and errors of a broken folder, which name the setting with the folder."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from transformers.utils.logging import get_verbosity
 from rlhf.assemble.model_sources import model_source
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.models import tiny
 from rlhf.models.hub_names import check_name
 from rlhf.models.loading import (
     ModelSource,
@@ -22,6 +25,7 @@ from rlhf.models.loading import (
     load_value_model,
     resolve_path,
 )
+from rlhf.rollout.embedded import eos_token_ids
 from tests.support.refusals import says, user_error
 from tests.support.tiny_models import causal_lm, classifier, tiny_tokenizer
 
@@ -150,3 +154,55 @@ def test_reward_model_is_frozen_and_without_dropout(tmp_path):
     assert not model.training
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
     assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.float32, False)}
+
+
+@pytest.fixture
+def policy(tmp_path) -> Path:
+    return shutil.copytree(Path(tiny.__file__).parent / "tiny_policy", tmp_path / "policy")
+
+
+@pytest.mark.parametrize("content", ["version https://git-lfs.github.com/spec/v1\n", '{"eos_token_id": [1', "[1]"])
+def test_a_damaged_generation_config_is_not_ignored(policy, content):
+    """transformers would use the end-of-sequence tokens in config.json instead."""
+    source = ModelSource("model.path", str(policy))
+    (policy / "generation_config.json").write_text(content)
+    says(user_error(load_model_config, source, policy), f"model.path={policy} has no usable generation_config.json")
+    (policy / "generation_config.json").unlink()
+    config = load_model_config(source, policy)
+    tensors = load_file(policy / "model.safetensors")
+    for model in (load_model(ModelStart(source, policy, config), each) for each in (None, tensors)):
+        assert model.generation_config.eos_token_id == json.loads((policy / "config.json").read_text())["eos_token_id"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "function"),
+    [
+        ("tokenizer.json", "{}", load_tokenizer),
+        ("tokenizer_config.json", "[1]", load_tokenizer),
+        ("config.json", '{"model_type": "llama", "num_attention_heads": 0}', load_model_config),
+        ("config.json", '{"model_type": "llama", "vocab_size": "x"}', load_model_config),
+    ],
+)
+def test_damage_of_any_kind_is_a_users_error(policy, name, content, function):
+    (policy / name).write_text(content)
+    says(
+        user_error(function, ModelSource("model.path", str(policy)), policy),
+        f"model.path={policy} has no usable",
+        "Restore",
+    )
+
+
+def test_errors_of_the_models_own_code_propagate(policy):
+    """Without a damaged file, the traceback shows the bug in the folder's code."""
+    (policy / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}')
+    (policy / "own.py").write_text("raise KeyError('bug')")
+    with pytest.raises(KeyError, match="bug"):
+        load_model_config(ModelSource("model.path", str(policy), trust_remote_code=True), policy)
+
+
+@pytest.mark.parametrize("tokens", ["x", [10**8], -1])
+def test_the_rollout_rejects_impossible_tokens_of_a_name_of_the_hub(policy, tokens):
+    source = ModelSource("model.path", str(policy))
+    model = load_model(ModelStart(source, policy, load_model_config(source, policy)))
+    model.generation_config.eos_token_id = tokens
+    says(user_error(eos_token_ids, model, load_tokenizer(source, policy)), "model.path", "eos_token_id", "Correct it")

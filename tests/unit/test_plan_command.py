@@ -579,7 +579,7 @@ def test_words_for_options_that_other_commands_have(option, meant, capsys):
 def test_a_damaged_config_file_is_to_be_corrected(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"')
     assert main(["recipes=null", "data.train_files=x.jsonl", f"model.path={tmp_path}"]) == EXIT_USER_ERROR
-    says(capsys.readouterr().err, str(tmp_path), "not a valid JSON file", "Correct its config.json")
+    says(capsys.readouterr().err, str(tmp_path), "config.json is not JSON", "Copy or fetch it again")
 
 
 def test_a_machine_without_gpu_is_warned_of(tmp_path, monkeypatch, caplog):

@@ -5,11 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from rlhf.checkpoint.commit.publication import begin
 from rlhf.checkpoint.start import preparation
+from rlhf.checkpoint.start import run_dir as directory
 from rlhf.checkpoint.start.run_dir import planned_steps, resume_source
 from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config import Config
@@ -448,3 +450,60 @@ def test_a_file_that_another_folder_shares_is_not_appended_to(config, name):
     with pytest.raises(UserError) as raised:
         prepare(config)
     says(raised.value, name, "hard link", "cp -a")
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_overwrite_empties_no_folder_that_is_not_a_run(config, tmp_path, linked):
+    config.trainer.overwrite = True
+    folder = config.run_dir
+    if linked:
+        folder = tmp_path / "home"
+        folder.mkdir()
+        config.run_dir.parent.mkdir(parents=True, exist_ok=True)
+        config.run_dir.symlink_to(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("run.lock", "ranks.lock", "thesis.tex", "metrics.jsonl"):
+        (folder / name).write_text("x")
+    with pytest.raises(UserError) as caught:
+        prepare(config)
+    says(
+        caught.value, "trainer.overwrite=true", "metrics.jsonl", str(config.run_dir), "trainer.experiment_name", "empty"
+    )
+    assert (folder / "thesis.tex").read_text() == (folder / "metrics.jsonl").read_text() == "x"
+    (folder / "thesis.tex").unlink()
+    (folder / "metrics.jsonl").unlink()
+    prepare(config)
+    assert names(config) == {"run.lock", "ranks.lock", "run.json"}
+
+
+@pytest.mark.parametrize("mark", ["run.json", "resolved.yaml", "global_step_3", "global_step_3.damaged-1"])
+def test_overwrite_knows_a_run_by_any_of_its_files(config, mark):
+    config.trainer.overwrite = True
+    (config.run_dir / mark).mkdir(parents=True) if "step" in mark else None
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", *([] if "step" in mark else [mark])):
+        (config.run_dir / name).write_text("{}")
+    prepare(config)
+    assert names(config) == {"run.json"}
+
+
+def test_an_overwrite_that_was_killed_goes_on(config, monkeypatch):
+    save_steps(config, PlainRole(), 2)
+    prepare(config)
+    (config.run_dir / "zeta").write_text("x")
+    config.trainer.overwrite = True
+    removed: list[Path] = []
+
+    def killed(path: Path) -> None:
+        if len(removed) == 1:
+            raise KeyboardInterrupt
+        removed.append(path)
+        path.unlink()
+
+    monkeypatch.setattr(directory, "remove_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config)
+    assert steps(config) == []
+    monkeypatch.undo()
+    prepare(config)
+    assert names(config) == {"run.json"}

@@ -7,6 +7,7 @@ import pytest
 from rlhf.launch.evidence import AttemptResult, first_cause
 from rlhf.launch.interface import RankExit
 from rlhf.ranks.status import SCORED, RankError, StatusWriter, clear_statuses, read_statuses
+from tests.support.refusals import says, user_error
 
 
 def test_events_and_errors_come_back(tmp_path):
@@ -91,3 +92,12 @@ def test_a_clock_that_is_set_back_neither_silences_a_rank_nor_changes_the_order_
     time.sleep(0.15)
     zero.event(3, "rollout.wait")
     assert read_statuses(tmp_path)[0].time > before
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", '{"error": null, "save": null, "rank": 0}'])
+def test_a_status_that_no_rank_writes_is_named_with_a_remedy(tmp_path, content):
+    clear_statuses(tmp_path)
+    path = tmp_path / "status" / "rank_0.json"
+    path.parent.mkdir()
+    path.write_text(content)
+    says(user_error(read_statuses, tmp_path), str(path), "damaged", "Remove the file")

@@ -130,10 +130,11 @@ class NativeCheckpoint:
         if (name := f"{role}/{SCHEDULE}") in self.manifest.files:
             document = self.files.document(name)
             if isinstance(document, dict):
-                schedule, steps = document.get("lr_scheduler"), document.get("steps_taken") or {}
+                schedule, counts = document.get("lr_scheduler"), document.get("steps_taken")
+                steps = counts if isinstance(counts, dict) else {}
         if schedule is None:
             self._absent.append("the learning rate schedule: checkpoint.contents had no extra")
-        state = parse_driver_state(self.files.content(DRIVER_STATE), DRIVER_STATE)
+        state = parse_driver_state(self.files.content(DRIVER_STATE), DRIVER_STATE, self.manifest.step)
         return TrainedSoFar(state["step"], steps.get("optimizer_step"), schedule)
 
     @property

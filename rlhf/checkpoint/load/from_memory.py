@@ -40,7 +40,8 @@ def locate_snapshot(path: Path, place: MemoryPlace, run_dir: Path, last_step: in
     files = CheckedFiles(path, located.manifest.files)
 
     def saved() -> dict[str, Any]:
-        return parse_driver_state(files.content(DRIVER_STATE), DRIVER_STATE).get("history") or {}
+        state = parse_driver_state(files.content(DRIVER_STATE), DRIVER_STATE, located.manifest.step)
+        return state.get("history", {})
 
     mark = place.coordinator.on_rank(located.source_domain(DRIVER_STATE), saved).get("mark")
     # Promise 17: the steps up to the snapshot have their records.
@@ -51,6 +52,6 @@ def locate_snapshot(path: Path, place: MemoryPlace, run_dir: Path, last_step: in
 
 def _fits(mark: Any, run_dir: Path) -> bool:
     try:
-        return HistoryMark(**mark).fits(run_dir / HISTORY)
-    except TypeError:
+        return HistoryMark.parse(mark).fits(run_dir / HISTORY)
+    except ValueError:
         raise DamagedCheckpoint(f"{DRIVER_STATE}: the end of the metric history is damaged") from None

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
+import torch
 
 from rlhf.checkpoint.commit.manifest import Manifest
+from rlhf.checkpoint.load.documents import parse_document
 from rlhf.checkpoint.load.fetching import Fetched
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.verification import BlockNumbers, verify_share
-from rlhf.checkpoint.state.driver_state import parse_driver_state
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.checkpoint.state.throughput import Throughput, throughput_metrics
 from rlhf.config.compare import NEW_RUN
@@ -26,7 +25,7 @@ from rlhf.ranks.rng import seed_everything, set_rng_state
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.file_parts import shards_in_files
 from rlhf.storage.layout import CARRIED, DRIVER_STATE, HF_FOLDER, INDEX, REFERENCE, SCHEDULE, rank_file
-from rlhf.storage.reading import CheckedFiles, parse_json
+from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.shards import Shards, TensorReader
 
 log = logging.getLogger(__name__)
@@ -70,7 +69,8 @@ def load_state(
     """Restore `state` and this rank's generators from a checkpoint, in place. Collective; may be repeated.
 
     Ranks first fetch the files that they need from other nodes' disks. Raises DamagedCheckpoint on every rank
-    unless each byte of the checkpoint matches its hash; by then tensors may be overwritten, but nothing else. A part
+    unless each byte of the checkpoint matches its hash; by then tensors may be overwritten, but nothing else. Raises
+    DamagedCheckpoint also for content of another form, which no trainer writes; `state` is then undefined. A part
     that the stored driver state lacks starts afresh, with a warning. If settings `changed` since the save make
     generators or carried-over samples obsolete, these are not restored.
     """
@@ -87,7 +87,7 @@ def load_state(
         verified = coordinator.bitwise_or(numbers.bits(loading.files.checked))
         found = coordinator.combine(lambda: loading.verify_rest(numbers, verified), _combined)
         loading.raise_together(found)
-        coordinator.collect(lambda: loading.apply(seed))
+        loading.raise_together(coordinator.combine(lambda: loading.apply(seed), _combined))
         size = sum(coordinator.all_gather(fetched.bytes)) if len(located.by_domain) > 1 else 0
         if size and coordinator.is_leader:
             log.info("Fetched %.1f MiB of %s from other nodes' disks.", size / 2**20, located.path.name)
@@ -170,7 +170,7 @@ class _Loading:
         with self._timing(REST):
             for name in self._own_documents():
                 with self._recording_damage():
-                    self._documents[name] = _parsed(name, self.files.content(name))
+                    self._documents[name] = parse_document(name, self.files.content(name), self._manifest.step)
         return self.outcome
 
     def verify_rest(self, numbers: BlockNumbers, verified: bytes) -> _Outcome:
@@ -184,14 +184,16 @@ class _Loading:
             self.outcome.damage += verify_share(self.files, names, rest, self._coordinator)
         return self.outcome
 
-    def apply(self, seed: int) -> None:
+    def apply(self, seed: int) -> _Outcome:
+        """Restore everything except tensors that `read` has restored."""
         state = self._state
         for role in state.roles.values():
             role.after_load()
         if "extra" in self._contents:
             for name, role in state.roles.items():
-                if self._reads(f"{name}/{SCHEDULE}"):
-                    role.load_extra_state(self._documents[f"{name}/{SCHEDULE}"])
+                if self._reads(file := f"{name}/{SCHEDULE}"):
+                    with self._recording_other_form(file):
+                        role.load_extra_state(self._documents[file])
         saved = self._documents[DRIVER_STATE]
         if state.carried is not None and self._samples_are_obsolete(saved):
             state.carried.load_tensors([])
@@ -199,7 +201,8 @@ class _Loading:
                 text = "%s has samples for later steps, from other settings or files; they are dropped."
                 log.warning(text, self._path)
         elif state.carried is not None:
-            state.carried.load_tensors([self._documents[name] for name in self._carried()])
+            with self._recording_other_form(CARRIED):
+                state.carried.load_tensors([self._documents[name] for name in self._carried()])
         elif self._manifest.in_folder(CARRIED) and self._rank == 0:
             log.warning(
                 "%s has samples carried over to later steps; this run carries none, so they are dropped.", self._path
@@ -208,10 +211,13 @@ class _Loading:
         for name, stateful in state.stateful.items():
             if name not in saved and self._rank == 0 and not self._manifest.imported:
                 log.warning("%s has no state of %s, which starts afresh.", self._path, name)
-            stateful.load_state_dict(saved[name] if name in saved else json.loads(state.initial[name]))
+            with self._recording_other_form(f"{DRIVER_STATE}: {name}"):
+                stateful.load_state_dict(saved[name] if name in saved else json.loads(state.initial[name]))
         # Restore the generators last, because other loads may advance them.
         if "extra" in self._contents:
-            self._set_rng(seed)
+            with self._recording_other_form(self._rng_file):
+                self._set_rng(seed)
+        return self.outcome
 
     def _samples_are_obsolete(self, saved: Mapping[str, Any]) -> bool:
         """Return whether carried samples come from other settings, files or prompts than this run's."""
@@ -311,6 +317,18 @@ class _Loading:
             self.outcome.damage.append(str(problem))
 
     @contextmanager
+    def _recording_other_form(self, name: str) -> Iterator[None]:
+        """Record errors that content of another form causes, as damage of `name`. Each byte matches its hash, so only
+        a forged checkpoint has such content."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
+            log.debug("Content of another form in %s", name, exc_info=True)
+            self.outcome.damage.append(f"{name}: does not have its form ({type(error).__name__}: {error})")
+
+    @contextmanager
     def _timing(self, name: str) -> Iterator[None]:
         """Add the block's bytes and seconds to the throughput of the part `name`."""
         before, started = self.files.bytes_read, time.monotonic()
@@ -319,16 +337,3 @@ class _Loading:
         self.outcome.by_part[name] = Throughput(
             total.bytes + self.files.bytes_read - before, total.seconds + time.monotonic() - started
         )
-
-
-def _parsed(name: str, content: bytes) -> Any:
-    """Parse a small file; raise DamagedCheckpoint unless the file has the format of its name."""
-    if name == DRIVER_STATE:
-        return parse_driver_state(content, name)
-    if name.endswith(".json"):
-        return parse_json(content, name)
-    try:
-        # Clone, so that no tensor keeps the bytes of all tensors alive. Promise 14: safetensors and JSON only.
-        return {tensor: value.clone() for tensor, value in load_safetensors(content).items()}
-    except SafetensorError as error:
-        raise DamagedCheckpoint(f"{name}: {error}") from None

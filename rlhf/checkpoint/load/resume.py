@@ -148,7 +148,9 @@ def _with_newest_intact(
             # Promise 10: another format is not damage. Do not set the checkpoint aside, and load no older checkpoint.
             raise UserError(f"{error}; or {NEW_RUN}.") from None
         except DamagedCheckpoint as error:
-            if not all(coordinator.on_domain_leaders(partial(_set_aside, path, error))):
+            moved = all(coordinator.on_domain_leaders(partial(_set_aside, path, error)))
+            # A snapshot has passed its check, so its load has overwritten the state with which step 0 would begin.
+            if not moved or (snapshots is not None and path.parent == snapshots.place.folder):
                 stuck.append(path.name)
             continue
         # Set incomplete checkpoints aside only after a load: until then, a disk may return and complete a checkpoint.

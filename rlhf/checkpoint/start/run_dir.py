@@ -20,7 +20,19 @@ from rlhf.errors import UserError
 from rlhf.ranks.memory_folder import remove_abandoned
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import make_dir_durably, remove_file
-from rlhf.storage.layout import ALERTS, DRIVER_STATE, EVENTS, HF_FOLDER, HISTORY, SAMPLES, scan, step_of
+from rlhf.storage.layout import (
+    ALERTS,
+    DRIVER_STATE,
+    EVENTS,
+    HF_FOLDER,
+    HISTORY,
+    RESOLVED,
+    RUN_FILE,
+    SAMPLES,
+    STEP_PREFIX,
+    scan,
+    step_of,
+)
 from rlhf.storage.reading import CheckedFiles
 
 log = logging.getLogger(__name__)
@@ -30,20 +42,36 @@ RECORDED = (HISTORY, EVENTS, ALERTS, SAMPLES, "tensorboard", "report", HF_FOLDER
 
 
 def make(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
-    """Create the directory. Empty it, except for locks, if this `launch` overwrites the run and has not done so yet."""
+    """Create the directory. Empty it, except for locks, if this `launch` overwrites the run and has not done so yet.
+
+    Raises:
+        UserError: the directory to empty has files, but none of a run.
+    """
     make_dir_durably(run_dir)
     if trainer.overwrite and not prepared_by(launch, run_dir):
+        _reject_other_files(run_dir)
         if existing := scan(run_dir):
             log.warning(
                 "trainer.overwrite=true: deleting the checkpoints up to step %s of %s.", step_of(existing[0]), run_dir
             )
         point_to(run_dir, None)  # remove the pointer first, which must never name a removed checkpoint
-        for path in sorted(run_dir.iterdir()):
+        # Remove run.json last: after a kill, it shows the next start that the rest belongs to a run.
+        for path in sorted(run_dir.iterdir(), key=lambda path: (path.name == RUN_FILE, path.name)):
             if path.name not in LOCKS:
                 if path.is_dir() and not path.is_symlink():
                     discard(path)
                 else:
                     remove_file(path)
+
+
+def _reject_other_files(run_dir: Path) -> None:
+    """Raise UserError if the directory has files, except for locks, and no run has written them."""
+    names = sorted(path.name for path in run_dir.iterdir() if path.name not in LOCKS)
+    if names and not any(name in (RUN_FILE, RESOLVED) or name.startswith(STEP_PREFIX) for name in names):
+        raise UserError(
+            f"trainer.overwrite=true: would delete {names[0]} and all else in {run_dir}, which is not a run: it has no "
+            f"{RUN_FILE}, {RESOLVED} or {STEP_PREFIX}N. Set another trainer.experiment_name, or empty the folder."
+        )
 
 
 def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
@@ -124,7 +152,9 @@ def today() -> str:
 def driver_state_of(path: Path) -> dict[str, Any] | None:
     """Return the driver state of a checkpoint, or None unless its bytes match their hash."""
     try:
-        return parse_driver_state(CheckedFiles(path, read_manifest(path).files).content(DRIVER_STATE), DRIVER_STATE)
+        manifest = read_manifest(path)
+        content = CheckedFiles(path, manifest.files).content(DRIVER_STATE)
+        return parse_driver_state(content, DRIVER_STATE, manifest.step)
     except DamagedCheckpoint:
         return None
 

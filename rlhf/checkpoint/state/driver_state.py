@@ -67,8 +67,12 @@ class DriverState:
                 setattr(self, field.name, state[field.name])
 
 
-def parse_driver_state(content: bytes, name: str) -> dict[str, Any]:
-    """Parse the driver state in the file `name`; raise DamagedCheckpoint unless each field has its type."""
+def parse_driver_state(content: bytes, name: str, step: int) -> dict[str, Any]:
+    """Parse the driver state in the file `name` of the checkpoint of `step` (from its manifest).
+
+    Raises:
+        DamagedCheckpoint: a field lacks its type, the step differs, or an object's state is not a JSON object.
+    """
     state = parse_json(content, name)
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{name}: is not a driver state")
@@ -79,6 +83,10 @@ def parse_driver_state(content: bytes, name: str) -> dict[str, Any]:
             raise DamagedCheckpoint(f"{name}: {field} is missing or has the wrong type")
         if isinstance(state[field], int) and abs(state[field]) > LARGEST:
             raise DamagedCheckpoint(f"{name}: {field} is out of range")
+    if state["step"] != step:
+        raise DamagedCheckpoint(f"{name}: is of step {state['step']}, but the manifest is of step {step}")
+    if other := [key for key in state.keys() - get_type_hints(DriverState) if not isinstance(state[key], dict)]:
+        raise DamagedCheckpoint(f"{name}: {min(other)} is not an object")
     if state["started_on"] is not None and not is_day(state["started_on"]):
         raise DamagedCheckpoint(f"{name}: started_on is not a date")
     return state

@@ -54,7 +54,7 @@ def _details(checkpoint: FoundCheckpoint) -> dict[str, Any]:
     if problems := damage_in(files, [name for name in here if name.endswith((".json", INDEX))]):
         raise DamagedCheckpoint(f"{checkpoint.name} is damaged: " + "; ".join(problems))
     try:
-        driver, folders = parse_driver_state(files.content(DRIVER_STATE), DRIVER_STATE), []
+        driver, folders = parse_driver_state(files.content(DRIVER_STATE), DRIVER_STATE, manifest.step), []
         for folder, size in _folders(manifest).items():
             document: dict[str, Any] = {"folder": folder, "bytes": size, "tensors": None}
             if f"{folder}/{INDEX}" in here:

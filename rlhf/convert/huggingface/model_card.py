@@ -53,7 +53,7 @@ class ModelCard:
 
     def __init__(self, manifest: Manifest, files: CheckedFiles) -> None:
         self._manifest = manifest
-        self._driver = parse_driver_state(files.content(DRIVER_STATE), DRIVER_STATE)
+        self._driver = parse_driver_state(files.content(DRIVER_STATE), DRIVER_STATE, manifest.step)
         self._settings: dict[str, Any] = {}
         # An imported checkpoint has no configuration.
         if CONFIG in manifest.files and files.size(CONFIG) <= LARGEST_CONFIG:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.ranks.run_events import RunEvent, read_events, with_kills
-from rlhf.storage.layout import HISTORY
+from rlhf.storage.layout import EVENTS, HISTORY, SAMPLES
 from rlhf.tracking.history import History, Record
 from rlhf.tracking.live_state import LiveState, damage_as_user_error, read_state
 from rlhf.tracking.page.curves import Curves
@@ -98,7 +98,7 @@ def read_facts(name: str, run_dir: Path, deadline: Deadline) -> RunFacts:
         TimeoutError: after the deadline.
     """
     state = read_state(run_dir)
-    with damage_as_user_error(run_dir):
+    with damage_as_user_error(run_dir, HISTORY, EVENTS, SAMPLES):
         return _collected(name, run_dir, state, deadline)
 
 
