@@ -2,7 +2,7 @@
 
 Runs k = 0, 1, 2 and 4 (`benchmarks.async_run`) on 4 simulated servers of 16 slots, for three distributions of response
 lengths (4 to 20,480 tokens). A step trains on 32 groups of 8 samples. With k = 0, generation and training alternate.
-Training takes 1/4 to 4 times as long as this generation with k = 0. The tables also show, with the same constants:
+Training takes 1/4 to 4 times as long as generation with k = 0. The tables also show, with the same constants:
 
 - verl, prime-rl: simplified simulations of other trainers' schedules (`benchmarks.async_peers`)
 - perfect: a lower bound without waits; a step takes as long as its training or, if longer, its generation on all slots

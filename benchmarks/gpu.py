@@ -4,7 +4,7 @@ attention      forward and backward over 50 new lengths, by backend of scaled_do
 varlen         one varlen_attn call for a packed row of 16k tokens, compared with a call per length: results, time
 suite          tests/gpu
 step           three steps of a random 0.5B policy with GSM8K's lengths: MFU, share of time with a kernel (goal 80 %)
-save           an asynchronous save of 1.5B: how long training waits, host memory, time relative to cp and sync
+save           an asynchronous save of a 1.5B policy: how long training waits, host memory, time relative to cp and sync
 lora           adapters of a random 7B policy at 16k tokens: memory peak against the plan (goal: within 10 %), MFU
 fragmentation  ragged micro-batches: memory that torch reserves, relative to memory that it allocates
 contents       every subset of checkpoint.contents; random generators of all GPUs; EMA weights of the reference
@@ -70,7 +70,7 @@ def run_here(name: str, *, rehearsal: bool) -> dict[str, Any]:
             line |= {"figures": PARTS[name](place), "missed": place.problems}
         except Skipped as reason:
             line["skipped"] = str(reason)
-        except Exception:  # one part must not end the others
+        except Exception:  # an error in one part must not end the other parts
             line |= {"error": traceback.format_exc()[-3000:], "missed": place.problems}
     return line | {"seconds": round(time.perf_counter() - started, 1)}
 

@@ -1,11 +1,12 @@
 """python -m benchmarks.growth: compares start and resume of runs with few and many rows and history lines, and
 measures the collection of a large batch (`benchmarks/collecting.py`).
 
-Runs real commands with the bundled policy until rank 0 begins its first step. `first` starts a new run and builds the
-prompt cache, `start` starts a new run with the cache, `resume` continues a run with a long metric history. CPU time and
-memory are the largest of any rank. RSS counts all touched pages of shared files, PSS the rank's part. Figures are
-medians. Exits with 1 if `start` or `resume` needs over 2 s or 200 MB more with many rows and lines than with few. On a
-busy machine CPU time is more reliable than wall time.
+Runs real commands with the bundled policy until every rank has begun its first step (in a new run: its second).
+Measures at the start of the first step. `first` starts a new run and builds the prompt cache, `start` starts a new run
+with the cache, `resume` continues a run with a long metric history. CPU time and memory are the largest of any rank.
+RSS counts all touched pages of shared files, PSS the rank's part. Figures are medians. Exits
+with 1 if `start` or `resume` needs over 2 s or 200 MB more with many rows and lines than with few. On a busy machine
+CPU time is more reliable than wall time.
 """
 
 import argparse
@@ -120,7 +121,7 @@ def starts(arguments: argparse.Namespace) -> int:
         data = Path(scratch)
         for size in sizes:
             write_rows(data / f"rows-{size}.jsonl", size)
-        time.sleep(3)  # a start hashes recently changed files again
+        time.sleep(3)  # wait, because a start hashes recently changed files again
         for repeat in range(-1, arguments.repeats):
             for size in sizes:
                 with tempfile.TemporaryDirectory(prefix="rlhf-growth-") as folder:

@@ -46,7 +46,7 @@ CRITIC = (
 
 WEIGHED = "algorithm.rollout_correction.rollout_is=token"
 VARIANTS: dict[str, tuple[str, ...]] = {
-    # 5 % of the policy's weights, at ten times the recipe's learning rate.
+    # Adapters with 5 % of the policy's weights, at ten times the recipe's learning rate.
     "lora": (
         *("model.lora.enabled=true", "model.lora.rank=4", "actor.optim.lr=2e-3"),
         "checkpoint.contents=[model,optimizer,extra]",

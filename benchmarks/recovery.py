@@ -50,7 +50,7 @@ _seen = 0
 
 
 def on_event(event: str) -> None:
-    """Note the times of events in every rank, and kill the last rank once."""
+    """Note the times of rank 0's events, and kill the last rank once."""
     global _seen
     folder = Path(os.environ[FOLDER_VARIABLE])
     if os.environ["RANK"] == "0" and event in ("step.begin", EVENT, "update.after"):

@@ -8,7 +8,7 @@ lengths (4 to 20,480 tokens) and several numbers of servers. Figures:
 - groups: both figures if a server takes all samples of a prompt together
 - moved, repeated: samples taken back from a server's queue, and samples sent again after a failure
 
-With `--faults` one server in eight decodes half as fast, one stops and one dies; their slots do not count.
+With `--faults` one server in eight decodes half as fast, one stops and one dies; the last two's slots do not count.
 
 Exits with 0 if at least 90 % of the slots are live in every row. At the end: tokens per second that the client parses
 and checks on one core.

@@ -101,7 +101,7 @@ def written_by(components: dict[str, Shards], rank: int) -> RankFiles:
 def timed(action: Callable[[], T], times: int = 1) -> tuple[T, float]:
     """Return the result of `action` and its processor seconds, the minimum of `times` calls.
 
-    A busy machine, or garbage collection over all simulated ranks, can double milliseconds.
+    Switches garbage collection off: over all simulated ranks it can double the time, as a busy machine can.
     """
     seconds = []
     gc.disable()

@@ -186,7 +186,7 @@ class ScriptedServer:
         return self.speed.base_s + self.speed.per_sample_s * len(self.running)
 
     def _schedule(self) -> None:
-        """Preempt and admit samples, and set a timer for the next end of a sample or of the cache."""
+        """Preempt and admit samples, and set a timer for the next end of a sample, or for a full cache."""
         if self._timer is not None:
             self._timer.cancel()
         used, limit = self._used(), self.speed.cache_tokens

@@ -191,7 +191,7 @@ def main() -> int:
 
 
 def compare(base: Path, shape: str, ranks: int, ways: list[str], arguments: argparse.Namespace) -> None:
-    """Measure all ways in rotating order, and print a line for each with the ratios to this trainer."""
+    """Measure all ways in rotating order. Print each way's costs, and the others' ratios to this trainer."""
     costs: dict[str, list[Cost]] = {way: [] for way in ways}
     for repeat in range(arguments.repeats):
         for way in rotated(ways, repeat):

@@ -45,7 +45,7 @@ def make(root: Path, nbytes: int) -> Path:
 
 
 def run(*commands: Sequence[str]) -> Cost:
-    """Run commands one after the other, and raise an error if a command fails."""
+    """Run commands one after the other, and return their cost. Raise CalledProcessError if one fails."""
     started, processor, most = time.monotonic(), 0.0, 0
     for command in commands:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -82,7 +82,7 @@ def measure(checkpoint: Path, disk: Path, repeats: int, shard_size: str) -> dict
 
 
 def table(costs: dict[str, list[Cost]]) -> list[str]:
-    """Return a row for each way with medians, spread, and ratios to the copy within a round."""
+    """Return a row for each way: medians, spread, ratios to `cp` plus `sync` within a round, peak memory."""
     rows = ["| | seconds | to cp and sync | processor's seconds | to cp and sync | most memory |\n", "|---" * 6 + "|\n"]
     base = costs["cp and sync"]
     for name, runs in costs.items():

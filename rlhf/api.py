@@ -53,6 +53,7 @@ def train(
     Raises:
         UserError: a mistake in the settings, the data or the files, found before the training began.
         RunEnded: the run ended with another exit code than 0.
+        BaseException: the error of a callback, after the run has saved and stopped.
     """
     if (path := file_being_loaded()) is not None:
         raise UserError(
@@ -99,8 +100,8 @@ def validated(
     reward_functions: Sequence[str] = (),
     machine: Machine | None = None,
 ) -> Config:
-    """Return the checked configuration. If given, `reward_functions` replace `reward.functions`, and the device
-    defaults are for `machine` instead of this machine."""
+    """Return the checked configuration. `reward_functions`, if any, replace `reward.functions`. Device defaults are
+    for `machine`, or for this machine if `machine` is None. Raise UserError for all mistakes."""
     config = compose_config(list(overrides), library, machine)
     if reward_functions:
         config.reward.functions = list(reward_functions)
@@ -116,10 +117,11 @@ def is_rank() -> bool:
 def start(config: Config, recipes: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
     """Supervise the run, or run one rank under torchrun. Return an exit code of `rlhf.errors`.
 
+    The supervisor calls `callbacks` after the functions of `trainer.callbacks`.
+
     Raises:
         UserError: a mistake, found before the training began.
-        BaseException: the error of a callback, after the run has saved and ended. `callbacks` run after those of
-            `trainer.callbacks`.
+        BaseException: the error of a callback, after the run has saved and ended.
     """
     export(config)
     if is_rank():
@@ -156,7 +158,7 @@ def reject_callbacks(config: Config) -> None:
 
 
 def evaluate_policy(config: Config, title: str) -> int:
-    """Evaluate the policy of `config` instead of training it, with the ranks of `start`. Return an exit code."""
+    """Evaluate the policy of `config` under a supervisor, or as one rank under torchrun. Return an exit code."""
     export(config)
     if is_rank():
         check_inputs(config, trains=False)
@@ -199,7 +201,7 @@ def check_files(config: Config) -> None:
     from rlhf.tracking.alerts import check_alerts
 
     check_trackers(config.trainer.logger, config.tracking)
-    if os.environ.get("RANK", "0") == "0":  # the process that sends alerts
+    if os.environ.get("RANK", "0") == "0":  # only this process sends alerts
         check_alerts(config.tracking.alerts)
     check_reward(config.reward, config.reward_model, without_functions=config.env.used)
     check_environments(config.env)

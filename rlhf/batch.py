@@ -1,4 +1,4 @@
-"""Tensors of a step's samples, one class per stage: after the rollouts, for the actor, for the critic."""
+"""Defines the tensors of a step's samples, one class per stage: after the rollouts, for the actor, for the critic."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

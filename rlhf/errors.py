@@ -1,4 +1,4 @@
-"""Errors that a restart cannot fix, hints for their messages, and the exit codes of the command."""
+"""Defines errors that end a run without a restart, hints for messages, and the exit codes of the command."""
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -23,7 +23,8 @@ class UserError(Exception):
 class RunEnded(Exception):
     """A run that was started from Python ended early, for the reason in its log.
 
-    `exit_code` is `EXIT_REQUEUE` after a request to stop, and the same call continues the run. It is `EXIT_CRASHED` or
+    `exit_code` is `EXIT_REQUEUE` after a request to stop, or if a remote copy is missing. Then the same call continues.
+    It is `EXIT_CRASHED` or
     `EXIT_USER_ERROR` if something must be fixed first.
     """
 

@@ -53,18 +53,19 @@ def run_lifecycle(
     Args:
         train: trains and returns an exit code of `rlhf.errors`. Only EXIT_DONE means that the run is finished.
         locked: called with the run lock taken, before the directory changes. It may raise UserError.
-        reports: whether the finished run has a report. An evaluation has none.
+        reports: whether to record events, send alerts and write a report. False for an evaluation.
 
     Raises:
-        UserError: the directory is in use, cannot be created, or belongs to another run.
+        UserError: the directory is in use, cannot be created, or belongs to another run; or `locked` or `train`
+            raised it.
         OSError: the directory cannot be written, and the run in it is not finished.
-        Unsaved: the run is finished, but `checkpoint.remote` lacks copies.
+        Unsaved: the run is finished, but `checkpoint.remote` lacks copies; or `train` raised it.
     """
     left: list[int] = []
     with ExitStack() as locks:
         try:
             finished = _open(config, coordinator, output, locks, locked)
-        except OSError as error:  # the same on every rank
+        except OSError as error:  # every rank has the same error
             if not is_unfixable(error) or not _is_finished_anyway(config, coordinator, error):
                 raise
             return EXIT_DONE
@@ -133,7 +134,7 @@ def _open(
     coordinator.domains = find_domains(run_dir, coordinator)
     coordinator.on_domain_leaders(lambda: wait_for_ranks(run_dir))
     prepare(run_dir, trainer, config.checkpoint, resolved, coordinator)
-    output.open_log(run_dir / RUN_LOG)  # after `prepare`, which may empty the directory
+    output.open_log(run_dir / RUN_LOG)  # not before `prepare`, which may empty the directory
     finished = finished_step(run_dir, trainer, resolved, coordinator)
     if finished is None:
         coordinator.on_domain_leaders(lambda: replace_durably(run_dir / RESOLVED, to_yaml(config)))
@@ -179,8 +180,8 @@ def _is_finished_anyway(config: Config, coordinator: Coordinator, problem: OSErr
 def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int]:
     """Write the report, and return the steps that `checkpoint.remote` lacks. Log a full or read-only disk.
 
-    `finished` is the last step if an earlier launch finished the run, otherwise None. First make the copies and exports
-    that the earlier launch left out.
+    `finished` is the last step if an earlier launch finished the run, otherwise None. After such a launch, first make
+    the copies and exports that it left out.
     """
     from rlhf.tracking import write_report
 
@@ -190,7 +191,7 @@ def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int
             output.progress.phase(0, 0, "writing the report")
         else:
             output.end_bar()
-            # Copies first: if an export fails on a full disk, copies are still made, and missing copies still reported.
+            # Copy first: if an export fails on a full disk, copies are still made and missing copies still reported.
             left = _copy(config, finished)
             _catch_up(config, finished)
         text = write_report(config.run_dir)

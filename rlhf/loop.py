@@ -78,6 +78,7 @@ def train(c: Components) -> None:
     Raises:
         Preempted: a stop was requested, and the run has saved.
         Unsaved: a stop was requested, and the save failed.
+        UserError: an error that a restart cannot fix, such as `Guards.settle` or `Collector.collect` raises.
     """
     with c.checkpointer.committing():
         _train(c)

@@ -143,7 +143,7 @@ def main_under_torchrun(config: Config, banner: str = "", *, evaluates: bool = F
     output = RunOutput("plain" if rank() else mode, Redaction(os.environ))
 
     def work(evidence: _Evidence) -> None:
-        faulthandler.register(STACKS_SIGNAL, all_threads=True)  # to stderr, until `StatusWriter` opens a file
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)  # stacks go to stderr until `StatusWriter` begins
         device = _join(config)
         coordinator = _coordinator(config)
         # Every rank has composed a configuration. All ranks use the leader's.

@@ -23,7 +23,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 
 def on_event(event: str) -> None:
-    """Record time and memory, and kill this rank if that is requested and not done yet."""
+    """Record time and memory. Kill this rank at the second event with the requested name, once per folder."""
     global _seen
     import torch
 

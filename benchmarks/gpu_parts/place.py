@@ -50,7 +50,7 @@ SAMPLE_S = 0.1
 
 
 class Skipped(Exception):
-    """A part cannot run here; the message names the missing package."""
+    """A part cannot run here; the message gives the reason, such as a missing package."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Place:
         return real | TINY if self.rehearsal else real
 
     def goal(self, reached: bool, text: str) -> None:
-        """Record a missed goal. A rehearsal has no goals of speed or memory."""
+        """Record the missed goal `text` unless it is `reached`. A rehearsal records no goals."""
         if not reached and not self.rehearsal:
             self.problems.append(text)
 
@@ -96,7 +96,7 @@ class Place:
         return folder
 
     def overrides(self, model: Path, name: str, *more: str) -> list[str]:
-        """Return a run of three steps on word problems with GSM8K's columns and lengths."""
+        """Return the overrides of a run of three steps on word problems with GSM8K's columns and lengths."""
         rows = self.folder / "gsm8k.jsonl"
         if not rows.exists():
             story = " ".join(["Tom counts his apples and the apples of his friends."] * 6)
@@ -114,7 +114,7 @@ class Place:
         ]
 
     def train(self, overrides: Sequence[str], environ: Mapping[str, str] | None = None) -> list[Figures]:
-        """Run `python -m rlhf.train` and return its metric records. Raise RuntimeError with its last output."""
+        """Run `python -m rlhf.train` and return its metric records. Raise RuntimeError with its output if it fails."""
         name = next(text.partition("=")[2] for text in overrides if text.startswith("trainer.experiment_name="))
         done = subprocess.run(
             [sys.executable, "-m", "rlhf.train", *overrides],

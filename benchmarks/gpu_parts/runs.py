@@ -45,7 +45,7 @@ def step(place: Place) -> Figures:
 
 
 def lora(place: Place) -> Figures:
-    """Train adapters of a random 7B policy on 16k tokens: peak memory compared with the plan, and MFU."""
+    """Train adapters of a random 7B policy with 16k tokens per pass: peak memory compared with the plan, and MFU."""
     from rlhf.compose import compose_config
     from rlhf.config.library import Library
     from rlhf.planning.check import plan_of
@@ -69,7 +69,7 @@ def lora(place: Place) -> Figures:
 
 
 def fragmentation(place: Place) -> Figures:
-    """Train on 20 ragged micro-batches: memory that torch reserves, relative to memory that it allocates."""
+    """Train on ragged micro-batches: measure the memory that torch reserves, and its ratio to the allocated memory."""
     more = ("rollout.ignore_eos=false", "trainer.total_training_steps=2", "actor.ppo_max_token_len_per_gpu=4096")
     last = place.train(place.overrides(place.model("half-b", QWEN_HALF_B), "ragged", *more))[-1]
     figures = {name: value for name, value in last.items() if name.startswith("perf/max_memory")}

@@ -1,4 +1,5 @@
 """Computes advantages, losses, KL, aggregation, correction and shaping in pure tensor functions, looked up by name.
 
-No function uses models, ranks or files. Values outside a mask, NaN included, are ignored and get no gradient.
+The algorithms use no models, process groups or files: callers pass collectives as arguments. Values outside a mask,
+NaN included, are ignored and get no gradient.
 """

@@ -25,6 +25,8 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-prob of each label and the entropy of its distribution, [M] each, float32 or wider.
 
+    The entropy is None unless `with_entropy`.
+
     The product with the head's weight is in the type of `hidden`, the softmax in float32. Tokens with a logit of -inf,
     such as padding entries of a vocabulary, add nothing to the entropy and have no gradient.
 

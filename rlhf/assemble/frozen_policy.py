@@ -139,7 +139,10 @@ def _policy(setup: Setup, loaded: PendingModel) -> Fsdp2Policy:
 def _restore(
     setup: Setup, found: ResolvedModel, policy: Fsdp2Policy, driver: DriverState, located: FileLocations
 ) -> None:
-    """Load weights and step from a checkpoint. Raise UserError if `model.path` has changed since the save."""
+    """Load weights and step from a checkpoint.
+
+    Raise UserError if `model.path` has changed since the save, or if the checkpoint has no weights.
+    """
     manifest, source = located.manifest, found.files.source
     if manifest.fingerprints.get("model.path") not in (None, found.files.fingerprint):
         raise UserError(
@@ -151,5 +154,5 @@ def _restore(
         raise UserError(
             f"{located.path} has no weights (checkpoint.contents={manifest.contents}). Name another checkpoint."
         )
-    actor: Any = policy  # has the methods of `TrainState` that a load of weights calls
+    actor: Any = policy  # `policy` has the methods of `TrainState` that a load of weights calls
     load_state(located, RunState({"actor": actor}, driver), contents, setup.config.trainer.seed, setup.coordinator)

@@ -46,7 +46,7 @@ def read_prompts(
     """Return the training prompts and the held-out prompts, if any, with `day` as chat templates' date. Collective.
 
     Raises:
-        UserError: the ranks read different prompts, or have different tokens.
+        UserError: the data has an error, or the ranks read different prompts or tokenize them differently.
     """
     train_set = build_train_set(data, reward, seed, tokenizer, day, env)
     _check_same(train_set, f"training prompts from {data.train_files or data.reasoning_gym}", coordinator)

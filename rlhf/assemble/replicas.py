@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 def settle_replicas(config: Config, coordinator: Coordinator) -> Config:
     """Return the configuration; for FSDP2 on several ranks, choose a number if `dp_replicate` is null. Collective.
 
-    A resume on the same number of ranks keeps the number of replicas, because sums of gradients over more or fewer
-    replicas round differently. One replica per rank needs all ranks on one machine, because processors of
+    A resume on the same number of ranks keeps the number of replicas if it can, because sums of gradients over more or
+    fewer replicas round differently. One replica per rank needs all ranks on one machine, because processors of
     several machines may round differently.
     """
     if config.backend.name != "fsdp2" or config.backend.dp_replicate is not None or coordinator.world_size == 1:
@@ -41,7 +41,7 @@ def settle_replicas(config: Config, coordinator: Coordinator) -> Config:
 
 
 def _fits(config: Config, replicas: int) -> bool:
-    """Return whether whole replicas fit into this machine's memory; always False on GPUs."""
+    """Return whether whole replicas fit into this machine's memory: False on GPUs, True if a size is unknown."""
     models, target = models_of(config, from_config=False), target_of(config)
     if target.cuda:
         return False

@@ -22,7 +22,7 @@ def trajectory_hash(
     run_id: str,
     fingerprints: Mapping[str, str],
 ) -> str:
-    """Return a hash of everything that determines the weights of a step, except rewards and the number of ranks.
+    """Return a hash of everything that determines a step's weights, except the code of rewards and the number of ranks.
 
     Args:
         settings: settings that determine the run's results (`rlhf.config.compare.trajectory`).

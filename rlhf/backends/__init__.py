@@ -40,8 +40,8 @@ def build_backend(
 ) -> TrainingBackend:
     """Return `model` wrapped in the engine `config.name`. Collective.
 
-    Parameters on the meta device become uninitialised shards. Below ZeRO stage 3 they are first allocated unsharded on
-    the CPU. The caller then loads the weights into the engine's shards and calls `after_load`.
+    Parameters on the meta device become uninitialised shards. DeepSpeed below ZeRO stage 3 first allocates them
+    unsharded on the CPU. The caller then loads the weights into the engine's shards and calls `after_load`.
     """
     if config.autocast == "bfloat16" and dims.everyone().rank == 0:
         _warn_about_float32_parameters(model)

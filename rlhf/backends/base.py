@@ -17,7 +17,7 @@ from rlhf.storage.state import TrainState
 
 
 class Model(Protocol):
-    """A model sharded over all ranks, without an optimizer, such as the reference policy."""
+    """A model sharded over the ranks of each replica, without an optimizer, such as the reference policy."""
 
     module: nn.Module
     """The module to call inside `on_device`. Collective: every rank makes the same number of calls."""

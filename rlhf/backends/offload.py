@@ -24,7 +24,7 @@ class Offload:
     Args:
         find: returns the tensors, the same at every call; None offloads nothing.
         setting: name of the setting, for errors.
-        frozen: returns the tensors that nothing writes on the device, and that are copied to the host only once.
+        frozen: returns the tensors that nothing writes on the device; each is copied to the host only once.
     """
 
     def __init__(

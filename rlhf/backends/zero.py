@@ -184,7 +184,7 @@ class ZeroState:
 
 
 def partition(model: PreTrainedModel, init: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Shard the parameters for ZeRO 3 in turn, so that no rank has two unsharded parameters at once. Collective.
+    """Shard the parameters for ZeRO 3 in turn, so that `device` never has two unsharded parameters. Collective.
 
     Parameters on the meta device get memory but no values. `init` is a `deepspeed.zero.Init`. DeepSpeed's engine would
     shard the model too, but would first move the whole model to `device`.

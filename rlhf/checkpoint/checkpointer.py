@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves and restores a run. All methods are collective.
+    """Saves and restores a run. All methods are collective, except `metrics` and `failed`.
 
     With `checkpoint.async_save`, `save` only copies the state. A thread writes and commits the copy on its own process
     group, at most one at a time. The next save, a resume or `finish` reports the outcome and raises its error.
@@ -92,7 +92,7 @@ class Checkpointer:
 
         In a process that has already trained, this is a rollback. A rollback ignores snapshots: whether they exist
         depends on free memory, but the later bits must not. Raises UserError when the checkpoint and the configuration
-        do not fit, or when no intact checkpoint is left.
+        do not fit, when no intact checkpoint is left, or when a machine lacks memory for background saves or snapshots.
         """
         self._settle()
         timeout_s = self._settings.timeout_s
@@ -144,7 +144,8 @@ class Checkpointer:
     def save_restored(self, *, last: bool, rolls_back: bool = False) -> SaveResult | None:
         """Save the step that `resume` has restored from memory, if the step lacks a checkpoint that it needs.
 
-        The step needs one if a save was due, which the crash prevented, or if the run may roll back without one.
+        The step needs a checkpoint if a save of the step was due. With `rolls_back` (the run may roll back), it also
+        needs a checkpoint if the run directory has none.
         Call when the metric history is open. Return the same as `save`.
         """
         every = self._trainer.save_freq
@@ -160,8 +161,8 @@ class Checkpointer:
         self._reference_at = {} if reference_at is None else {reference_at: path}
 
     def maybe_save(self, step: int, metrics: Mapping[str, float], *, last: bool = False) -> SaveResult | None:
-        """Save every `trainer.save_freq` steps and at the run's `last` step; return the same as `save`. Also publish a
-        snapshot in memory every `checkpoint.memory.freq` steps."""
+        """Save every `trainer.save_freq` steps and at the `last` step, unless `trainer.save_freq` is 0. Return the
+        same as `save`. Also publish a snapshot in memory every `checkpoint.memory.freq` steps."""
         # Promise 21.
         if self._memory is not None:
             self._memory.take(step, metrics)

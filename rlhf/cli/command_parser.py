@@ -43,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
     """Reports mistakes in one line, without the list of all options."""
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """As in argparse, but reject unknown options here, so that a verb's parser suggests the verb's own options."""
+        """Parse like argparse, but reject unknown options here, so that a verb's parser suggests the verb's options."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]

@@ -50,7 +50,7 @@ def answer(request: str, library: Library) -> str:
 def choices(line: str, library: Library) -> list[str]:
     """Return the completions of the last word of `line`: a command, its options, or what continues a setting.
 
-    Without an answer, the shell completes names of files, such as run directories.
+    If the list is empty, the shell completes names of files, such as run directories.
     """
     before, _, word = line.rpartition(" ")
     if before.endswith(" -m"):

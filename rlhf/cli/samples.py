@@ -18,7 +18,7 @@ SHOWN = 10
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the samples that the arguments select. Return the exit code: 0, or 2 if no sample matches."""
+    """Print the samples that the arguments select. Return the exit code: 0, or 2 if the run has no such samples."""
     parser = CommandParser(prog="python -m rlhf.samples", description=__doc__)
     count = count_of("samples")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")

@@ -146,7 +146,7 @@ def _show_results(runs: Sequence[PlannedRun], codes: Sequence[int]) -> None:
 
 
 def _result(run: PlannedRun, code: int | None) -> RunResult:
-    """Return the results of a run that ended with `code`; None if it has not started."""
+    """Return the results of a run that ended with `code` (None: the run has not started)."""
     known = {EXIT_DONE: "finished", EXIT_REQUEUE: "stopped", None: "not started"}
     status = known.get(code, f"failed ({code})")
     try:

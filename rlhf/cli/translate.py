@@ -39,7 +39,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def recipe_of(path: Path, trainer: str | None = None) -> str:
-    """Return the recipe for the settings in `path`, as YAML that composes.
+    """Return the recipe for the settings in `path`, as YAML.
+
+    If the recipe does not compose, a comment at its end gives the reason.
 
     Raises:
         UserError: the file has no settings of a known trainer.

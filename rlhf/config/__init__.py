@@ -1,4 +1,4 @@
-"""Schema of the configuration, one dataclass per section. Imports no torch, to report a typo within a second."""
+"""Defines the configuration's schema, one dataclass per section. Imports no torch, to report a typo within a second."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

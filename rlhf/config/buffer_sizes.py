@@ -1,4 +1,4 @@
-"""Sizes of buffers that are not settings, for the trainer and the memory plan."""
+"""Defines sizes of buffers that are not settings, for the trainer and the memory plan."""
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Largest number of logits (tokens times vocabulary) that are computed at once. A chunk has at least one token, even

@@ -1,4 +1,4 @@
-"""Values that follow from settings of several sections, for the trainer and the memory plan. Imports no torch."""
+"""Computes values from settings of several sections, for the trainer and the memory plan. Imports no torch."""
 
 import math
 

@@ -59,7 +59,10 @@ class Library:
         return sorted(p.name for p in self.conf.iterdir() if p.is_dir())
 
     def entries(self, group: str) -> dict[str, Path]:
-        """Return the files of a group (or of `recipes`) by the name that selects them."""
+        """Return the files of a group (or of `recipes`) by the name that selects them.
+
+        Raise UserError if two files have the same name.
+        """
         found: dict[str, Path] = {}
         for folder in (self.conf, *self.folders):
             for path in sorted((folder / group).rglob("*.yaml")):

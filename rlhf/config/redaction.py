@@ -8,7 +8,7 @@ SECRET_NAME = re.compile(
     r"(.*[_-])?(api|access|auth|private|secret)?"
     r"(tokens?|secrets?|passwords?|passwd|bearer|passphrase|keys?|credentials?|auth|authorization|cookie)"
     r"([_-]?\d+)?"
-    r"|.+[_-]pwd([_-]?\d+)?",  # $PWD is the working directory
+    r"|.+[_-]pwd([_-]?\d+)?",  # not `pwd` alone: $PWD is the working directory
     re.IGNORECASE,
 )
 """Name of an environment variable whose value is a secret. See also `has_secret`."""

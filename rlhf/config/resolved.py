@@ -70,7 +70,7 @@ def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
 
 
 def stored_tree(text: str, release: str | None, *, without: Collection[str]) -> DictConfig:
-    """Return a stored configuration with its interpolations. The sections `without` have the defaults instead.
+    """Return a stored configuration with its interpolations. The sections in `without` get their defaults instead.
 
     Raises like `from_stored`.
     """

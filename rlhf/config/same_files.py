@@ -36,8 +36,8 @@ PATHS = (
 def same_value(key: str, stored: Any, present: Any) -> bool:
     """Return whether both values of a setting are equal, or name the same files in the same order.
 
-    A stored relative path that does not exist here came from another working directory. In `COMPARED_BY_SUFFIX`, it
-    counts as the present path if the present path exists and ends with the stored path.
+    A stored relative path that does not exist here came from another working directory. In a setting of
+    `COMPARED_BY_SUFFIX`, it equals the present path if the present path exists and ends with the stored path.
     """
     if stored == present:
         return True

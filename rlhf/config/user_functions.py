@@ -46,7 +46,7 @@ def find_function(setting: str, spec: str) -> ast.arguments | None:
         The function's parameters; None if the name is bound by anything but a `def`, such as an import.
 
     Raises:
-        UserError: with the setting, its value and the remedy; also for an async function.
+        UserError: a check fails, or the function is async. The message has the setting, its value and the remedy.
     """
     binding = find_definition(setting, spec)
     if isinstance(binding, ast.AsyncFunctionDef):

@@ -68,7 +68,8 @@ def stand_in(name: str, kind: type = StandIn) -> tuple[type, str]:
 @contextmanager
 def open_archive(path: Path, start: int = 0, size: int | None = None) -> Iterator[Any]:
     """Open a file of `torch.save`, or the `size` bytes from `start` on, and check the archive without unpickling.
-    Raises DamagedCheckpoint for an incomplete archive, UserError for the format of torch before 1.6."""
+    Raises DamagedCheckpoint for an incomplete archive, UserError for the format of torch before 1.6, another byte order
+    or classes that are not allowed."""
     if not path.is_file():  # opening a pipe would block
         raise DamagedCheckpoint(f"{path} is {'not a regular file' if path.exists() else 'missing'}")
     with path.open("rb") as whole:
@@ -135,8 +136,8 @@ def _content_of(path: Path, file: "_Part", header: int) -> int:
 def restrict_unpickling(path: Path, allowed: Allowed) -> Iterator[None]:
     """Let `torch.load(..., weights_only=True)` of the file `path` create only the classes and functions `allowed`.
 
-    Classes that other libraries have put on torch's list are not allowed either. Raises UserError that names such a
-    class, DamagedCheckpoint for another kind of file.
+    Classes that other libraries have put on torch's list are not allowed either. Raises UserError that names a class
+    that is not allowed, and DamagedCheckpoint for another kind of file.
     """
     try:
         with _allow_only(allowed), warnings.catch_warnings():
@@ -187,7 +188,7 @@ def _start_of_pickle(path: Path) -> bytes:
 def _names_in(content: bytes) -> list[str]:
     """Return the names that a pickle of any protocol uses, names outside torch and plain containers first."""
     names, texts = [], [""]
-    with suppress(Exception):  # bytes after the pickle, or not a pickle at all
+    with suppress(Exception):  # the bytes after the pickle, or all bytes, may be no pickle
         for operation, argument, _ in pickletools.genops(content):
             if operation.name in ("GLOBAL", "INST"):
                 names.append(str(argument).replace(" ", "."))

@@ -18,8 +18,8 @@ class RecordSum:
     """Compares bytes [start, stop) of a file with the archive's `crc`; 0 means that the writer computed none.
 
     Several threads may read ranges in any order. A range that continues the summed bytes is added at once. `update`
-    reads the rest itself if at most a quarter is left, or if half was read and the new range leaves a gap. Otherwise a
-    record with rarely read bytes, such as padding at the end of a partition, would never be compared.
+    reads the rest itself if at most a quarter is left, or if half was read and the new range leaves a gap. Without
+    this read, a record with rarely read bytes, such as padding at the end of a partition, would never be compared.
     """
 
     path: Path

@@ -61,7 +61,10 @@ def val_rows(data: DataConfig, seed: int) -> list[Row]:
 
 
 def train_rows(data: DataConfig, seed: int) -> list[Row]:
-    """Return the training problems without held-out questions. Repeated questions stay, as the task generates them."""
+    """Return the training problems without held-out questions. Repeated questions stay, as the task generates them.
+
+    Raise UserError if no problem is left.
+    """
     gym = data.reasoning_gym
     held_out = {row.extra_info["question"] for row in val_rows(data, seed)}
     rows = _rows(data, make_dataset(data, seed, gym.train_size))

@@ -41,7 +41,9 @@ def open_or_make(folder: Path, key: str, make: Callable[[Path], None]) -> Mapped
     """Return the set `key` of the cache `folder`. If it is missing, one process calls `make` to write it; others wait.
 
     Raises:
-        UserError: nothing was written for STALLED_S seconds, the folder cannot be written, or `make` raises it.
+        NotPlain: the prompts have a value that the cache cannot store.
+        UserError: the other process wrote nothing for STALLED_S seconds, the folder cannot be read or written, or
+            `make` raises a UserError.
     """
     entry, logged, grown_at, last_size = folder / key, False, time.monotonic(), -1
     while (prompts := _open(entry)) is None:

@@ -1,4 +1,4 @@
-"""A sequence of tokenized prompts, in this rank's memory or mapped from a file that all ranks share."""
+"""Provides a sequence of tokenized prompts, in this rank's memory or mapped from a file that all ranks share."""
 
 import json
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ class StoredPrompts(Protocol):
     def __getitem__(self, i: int) -> Prompt: ...
 
     def prompt_hashes(self) -> np.ndarray:
-        """Return the hash of each prompt's tokens [prompts] uint64."""
+        """Return the hash of each prompt's tokens, [prompts] uint64."""
         ...
 
 
@@ -70,7 +70,7 @@ class PromptSet:
         return self._stored[i]
 
     def prompt_hashes(self) -> np.ndarray:
-        """Return the hash of each prompt's tokens [prompts] uint64; equal prompts have equal hashes."""
+        """Return the hash of each prompt's tokens, [prompts] uint64; equal prompts have equal hashes."""
         return self._stored.prompt_hashes()
 
 

@@ -38,7 +38,7 @@ def listed(names: Iterable[str]) -> str:
 def parse_row(
     record: Mapping[str, Any], index: int, where: str, default_source: str, data: DataConfig, need_answer: bool
 ) -> Row:
-    """Check one record and convert it to a row. Raise UserError with `where` for a missing column or a wrong type."""
+    """Check one record and convert it to a row. Raise UserError with `where` if a column is missing or invalid."""
     if data.prompt_key not in record:
         near, answer = _near(data.prompt_key, PROMPTS, record), _near(data.answer_key, ANSWERS, record)
         with_answer = {data.answer_key, "reward_model"}.isdisjoint(record) and answer not in (None, near)
@@ -66,7 +66,10 @@ def _near(key: str, usual: Iterable[str], record: Mapping[str, Any]) -> str | No
 
 
 def with_last_turn_as_answer(record: dict[str, Any], where: str, data: DataConfig) -> dict[str, Any]:
-    """Return the record with the chat before its last turn as the prompt, and this turn's text as the answer."""
+    """Return the record with the chat before its last turn as the prompt, and this turn's text as the answer.
+
+    Raise UserError if the chat does not end with a turn of the model.
+    """
     chat = record.get(data.prompt_key)
     if data.prompt_key not in record or _is_sharegpt(chat):
         return record  # `parse_row` reports the error

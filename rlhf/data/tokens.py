@@ -54,7 +54,7 @@ class LengthLimit:
     def tokenized(self, rows: Iterable[Row], tokenizer: Any, lengths: Lengths) -> Iterator[tuple[Row, list[int]]]:
         """Yield the remaining rows in order, with token ids; `lengths` counts all rows.
 
-        Raises UserError if the tokenizer has no chat template or the template rejects a chat.
+        Raises UserError if the tokenizer has no chat template, or the template rejects a chat or leaves out a message.
         """
         for row, token_ids in _tokenized(rows, tokenizer, self.template_variables, self.day):
             lengths.rows += 1

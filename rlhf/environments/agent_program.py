@@ -1,7 +1,7 @@
 """Serves an agent: a program of the user's that calls the model, as the environment of one episode.
 
 The calls of the trainer are `start` (returns the messages and tools of the program's first request), `answer` (returns
-the messages that the program adds after the policy's answer, or None at its end), and `reward`.
+the messages that the program adds after the policy's answer, or None if the program has ended), and `reward`.
 """
 
 import json
@@ -53,7 +53,7 @@ class ServedAgent:
         self._endpoint: ChatEndpoint | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Make one call and return `value`, or `error`. An agent has no `state`: its record restores it."""
+        """Make one call and return `value`, or `error`. An agent has no `state`: repeated calls restore it."""
         try:
             return {"value": getattr(self, f"_{request['op']}")(request), "state": None}
         except (_FailedError, RejectedRequest) as error:
@@ -68,7 +68,7 @@ class ServedAgent:
         self._kill()
 
     def _open(self, request: dict[str, Any]) -> None:
-        """Store the seed. The program starts with its row."""
+        """Store the seed. `_start` starts the program, because it receives the row."""
         self._seed = int(request["seed"])
 
     def _start(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +108,10 @@ class ServedAgent:
         return self._next()
 
     def _reward(self, request: dict[str, Any]) -> float:
-        """End the episode, wait for the end of the program, and return the reward that it wrote."""
+        """End the episode, wait for the end of the program, and return the reward that the program wrote.
+
+        Without a reward, return 0, or raise _FailedError if a reward is `required`.
+        """
         assert self._endpoint is not None
         self._endpoint.end()
         # The trainer's deadline is `timeout_s`, too; half of it is left for the reply.
@@ -164,7 +167,7 @@ class _Output:
             self._end = (self._end + data)[-_LONGEST_OUTPUT:]
 
     def end(self) -> str:
-        """Return the last characters of an ended program. A child that it left may have the pipe open."""
+        """Return the last output of an ended program. Wait a second: a child may still have the pipe open."""
         self._reader.join(1.0)
         return self._end.decode(errors="replace").strip()
 

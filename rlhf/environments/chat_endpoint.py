@@ -52,7 +52,7 @@ class ChatEndpoint:
         self._server = _ChatServer(self)
 
     def start(self) -> None:
-        """Begin to answer. Requests that came before wait."""
+        """Begin to answer, first the requests that came earlier."""
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 60.0}, daemon=True).start()
 
     @property
@@ -102,7 +102,7 @@ class _ChatServer(ThreadingHTTPServer):
         self.server_name, self.server_port = "127.0.0.1", self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is gone is no error."""
+        """Ignore the error of a client that has closed its connection."""
 
 
 class _ChatHandler(BaseHTTPRequestHandler):
@@ -171,7 +171,7 @@ class _ChatHandler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The episode's record has all requests; a log line each would fill the terminal."""
+        """Log nothing: the episode's record has all requests, and log lines would fill the terminal."""
 
 
 def _unknown(path: str) -> tuple[int, dict[str, Any]]:

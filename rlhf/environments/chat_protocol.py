@@ -185,7 +185,7 @@ def _checked(request: Any) -> tuple[list[Message], list[dict[str, Any]]]:
 
 
 def _read(message: Any) -> Message:
-    """Return a message with text content and parsed arguments, without fields that say nothing."""
+    """Return a message with text content and parsed arguments. Drop all fields that the trainer does not use."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise RejectedRequest(f"each message needs a role of {', '.join(ROLES)}")
     role = "system" if message["role"] == "developer" else message["role"]
@@ -226,7 +226,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _same(before: Message, now: Message) -> bool:
-    """Return whether a program repeats a message. It may leave out the policy's thoughts, and outer white space of the
+    """Return whether a program repeats a message. The program may leave out thoughts, and outer white space of the
     policy's text."""
     if before["role"] != "assistant":
         return {**before, "name": None} == {**now, "name": None}
@@ -245,7 +245,7 @@ def _check_start(messages: Sequence[Message]) -> None:
 
 
 def _check_reply(new: Sequence[Message], answer: Message) -> None:
-    """Check the messages after an answer, and name the tool of each result, which chat templates print."""
+    """Check the messages after an answer. Store the tool's name in each result, because chat templates print it."""
     called = {call["id"]: call["function"]["name"] for call in answer.get("tool_calls", [])}
     roles = [message["role"] for message in new]
     if sorted(roles, key=lambda role: role != "tool") != roles:

@@ -23,7 +23,7 @@ class Definition:
     tools: list[dict[str, Any]]
     """JSON schema of each tool, in OpenAI's form; empty for free text."""
     step: str | None
-    """Name of the free-text method."""
+    """Name of the free-text method; None if the class has tools."""
     rewards: bool
     """Whether the class has `get_reward`."""
     is_agent: bool = False

@@ -42,7 +42,7 @@ class Process:
     single: bool
     """Whether the process serves one environment and then ends."""
     gone: bool = False
-    """Whether the process was killed or has ended."""
+    """Whether the process was killed, or was released and ends by itself."""
     sessions: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -73,7 +73,8 @@ class Host:
         self.definitions: list[Definition] = []
 
     def start(self) -> None:
-        """Start the host unless it runs. Raise UserError if a class cannot be imported or is not an environment."""
+        """Start the host unless it runs. Raise UserError if a class cannot be imported or is not an environment,
+        or if a user's file has changed since this handle was made."""
         with self._lock:
             if self._popen is None:
                 if self.definitions:

@@ -67,7 +67,7 @@ class Session:
         self.state = state
 
     def make(self, calls: Sequence[Call]) -> list[Reply]:
-        """Make the calls in order and return their replies. Raise EnvironmentFailed."""
+        """Make the calls in order and return their replies. Raise EnvironmentFailed if a call fails."""
         for attempt in range(_TRIES):
             try:
                 # The last attempt has a process of its own, because other environments' calls can end a shared one.

@@ -59,7 +59,7 @@ def files_of(planned: PlannedEvaluation) -> dict[str, str]:
 
 
 def check_same(planned: PlannedEvaluation, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise UserError if the hashes of `files_of` at the start of the command are not those of `now`."""
+    """Raise UserError if a hash of `files_of` at the start of the command (`before`) differs from the hash in `now`."""
     if changed := sorted(key for key, value in before.items() if now.get(key) != value):
         raise UserError(
             f"{', '.join(changed)}: the file changed during the command, so {planned.target.name} has no result. Run "
@@ -82,7 +82,7 @@ def stored_result(planned: PlannedEvaluation) -> dict[str, Any] | None:
     """Return the stored result of this evaluation, or None if there is none.
 
     Raises:
-        UserError: the stored result has other settings or files.
+        UserError: the stored result is damaged, or has other settings or files.
     """
     path = planned.config.run_dir / RESULT
     if planned.again or not path.is_file():

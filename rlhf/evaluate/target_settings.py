@@ -19,11 +19,11 @@ from rlhf.evaluate.targets import EvaluationTarget
 EVALUATIONS = "evaluations"
 DEFAULT_NAME = "default"
 STEPS_LEFT = 1_000_000
-"""Added to the target's step for `trainer.total_training_steps`. An evaluation trains no step, but the total must be
-longer than any stored warm-up."""
+"""`trainer.total_training_steps` of an evaluation is this number plus the target's step. An evaluation trains no step,
+but the total must be longer than any stored warm-up."""
 NAMED_BY_TARGETS = {"model.path", "trainer.resume_mode", "trainer.resume_from_path"}
 RECIPE = "recipes=minimal"
-"""Recipe for a model, if the command names neither a run nor a recipe."""
+"""Override with the recipe that configures a model if the command names neither a run nor a recipe."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _composed(
 
 
 def _own_settings(target: EvaluationTarget) -> dict[str, Any]:
-    """Return the settings that every evaluation of the target overrides, such as the checkpoint to start from."""
+    """Return the settings whose values an evaluation of the target fixes, such as the checkpoint to start from."""
     starts = target.checkpoint is not None
     settings: dict[str, Any] = {
         "trainer.resume_mode": "resume_path" if starts else "auto",

@@ -51,7 +51,7 @@ class EvaluationTarget:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the policy's files, or the name of a Hub model."""
+        """A hash of the checkpoint's manifest or of the model's files; for a Hub model its name."""
         if self.checkpoint is not None:
             return fingerprint_file(self.checkpoint / MANIFEST)
         return self.name if self.folder is None else fingerprint(self.folder)
@@ -65,7 +65,7 @@ class EvaluationTarget:
         return str(self.checkpoint / "actor" / HF_FOLDER) if self.manifest.imported else None
 
     def stored_settings(self) -> DictConfig | None:
-        """Return the configuration of the checkpoint's run; None without a run."""
+        """Return the configuration of the checkpoint's run; None without a run. Raise UserError if it is damaged."""
         if self.checkpoint is None or self.manifest is None or self.manifest.imported:
             return None
         try:
@@ -78,7 +78,7 @@ class EvaluationTarget:
 
 
 def find_target(name: str) -> EvaluationTarget:
-    """Return the policy that `name` names. Raise UserError if it names none."""
+    """Return the policy that `name` names. Raise UserError if there is no such policy, or its checkpoint is damaged."""
     if "://" in name:
         raise UserError(f"{name} is a URL. Download the checkpoint, and give the local folder.")
     path = Path(name).expanduser()

@@ -64,7 +64,7 @@ class Collector:
     ends_with: Callable[[int, float], bool]
     """Returns whether a step is the run's last, given the epochs so far. The last step starts no generation ahead."""
     windows: frozenset[int] = frozenset()
-    """Sliding windows of the models' layers. The token counts include what the cost of attention with each needs."""
+    """Sliding windows of the models' layers, in tokens. `step_metrics` counts the tokens beyond each window."""
     _source: NewPrompts | PartialRollouts = field(init=False)
     _sampling: PlainSampling | DynamicSampling = field(init=False)
     # Last step that this process collected, and the hash of the step's batch over all ranks.
@@ -89,7 +89,8 @@ class Collector:
         that it generated, possibly none.
 
         Raises:
-            UserError: dynamic sampling cannot fill the batch.
+            UserError: dynamic sampling cannot fill the batch, or the rewards or environments failed on too many
+                samples.
         """
         generation = self.generation
         sampler, journal = generation.sampler, generation.journal
@@ -138,7 +139,7 @@ class Collector:
             journal.drop_published(up_to)
 
     def skip_to(self, position: int | None) -> None:
-        """Skip prompts before the uid `position`, and drop carried groups and prompts in flight; None skips nothing."""
+        """Skip prompts before the uid `position`, and drop carried groups and prompts in flight; None does nothing."""
         if position is not None:
             self._source.drop()
             self.prompts.advance_to(position)

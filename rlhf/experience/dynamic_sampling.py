@@ -45,9 +45,9 @@ class PlainSampling:
 class DynamicSampling:
     """Fills a batch with groups whose samples differ in reward (DAPO, arXiv 2503.14476, section 3.2).
 
-    Drops other groups, which have no advantage. Carries surplus groups over to the next step, where they come before
-    newer groups. Drops carried groups whose policy is more than `max_staleness` steps old. Groups stay on the rank that
-    generated them. All ranks make the same choice.
+    Drops other groups, which have no advantage, unless `on_limit=fill` needs them. Carries surplus groups over to the
+    next step, where they come before newer groups. Drops carried groups whose policy is more than `max_staleness` steps
+    old. Groups stay on the rank that generated them. All ranks make the same choice.
     """
 
     config: FilterGroupsConfig
@@ -67,7 +67,8 @@ class DynamicSampling:
         """Return this rank's groups of a full batch, sorted by uid, and `sampling/...` metrics. Collective.
 
         Raises:
-            UserError: `max_num_gen_batches` generations do not fill the batch.
+            UserError: `max_num_gen_batches` generations do not fill the batch; with `on_limit=fill`, only if groups
+                without signal do not fill it either.
         """
         wanted, drawn, metric = self.prompts.batch_size, self.gen_batch_size, self.config.metric
         # A resume may have changed `max_staleness`, so check the carried groups again.

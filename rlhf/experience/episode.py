@@ -18,7 +18,7 @@ from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.sample import FinishReason
 
 LONGEST_TOKEN = 1024
-"""No token stands for more characters than this."""
+"""Upper bound of the characters that one token stands for."""
 
 
 class Stage(Enum):
@@ -35,7 +35,7 @@ class EnvironmentClass:
     """Index in `env.classes`."""
     definition: Definition
     chat_of: Callable[[Sequence[dict[str, Any]]], ChatTurns]
-    """Returns the chat with these tools. The tools of an agent are in its first request."""
+    """Returns the chat whose prompt lists the given tools. An agent names its tools in its first request."""
     must_reward: bool = False
     """Whether an agent must write a reward, because `reward.functions` is empty."""
 
@@ -103,8 +103,8 @@ class Episode:
     def asked(self) -> str:
         """Name of the next calls in the journal: the operation, and a hash of the response so far.
 
-        On another number of ranks, a turn's tokens may differ from those in the journal. Then the journal's replies do
-        not fit.
+        After a change of the number of ranks, a turn's tokens may differ from the tokens in the journal. The hash then
+        differs, too, and the journal's replies are not used.
         """
         return f"{self.operation} {xxhash.xxh3_64_hexdigest(np.array(self.response, np.int32).tobytes())}"
 
@@ -185,7 +185,7 @@ class Episode:
             self._begin()
 
     def _answer(self, turn: Turn, before: int, sampled: int) -> Call:
-        """Return the call that answers the request of an agent. A call that cannot be read is text for the agent."""
+        """Return the call that answers the request of an agent. The text of invalid tool calls is kept."""
         self.invalid_calls += len(turn.invalid)
         self.tool_calls += len(turn.calls)
         message = turn.message()
@@ -254,7 +254,7 @@ class Episode:
     def finished(self, version: int) -> Sample:
         """Return the sample of a finished episode.
 
-        The sample of a failed episode has no tokens. It counts as drawn by the policy after `version` steps.
+        The sample of a failed episode has no tokens. Its version is `version`, the number of training steps so far.
         """
         if self.phase is Stage.FAILED:
             return Sample.of(self.uid, self.sample, [], [], "failed", version)
@@ -308,7 +308,7 @@ def _too_long(messages: Sequence[dict[str, Any]], tokens: int) -> bool:
 
 
 def _with_text(messages: Sequence[dict[str, str]], text: str) -> list[dict[str, str]]:
-    """Return the messages with `text` appended to the last user message, as TRL does."""
+    """Return the messages with `text` appended to the last user message (as in TRL), or in a new user message."""
     copied = [dict(message) for message in messages]
     if text:
         users = [message for message in copied if message["role"] == "user"]

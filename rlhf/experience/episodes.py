@@ -127,13 +127,13 @@ class Episodes:
 
 
 def _row(prompt: Prompt, seed: int) -> dict[str, Any]:
-    """Return the arguments of `reset`: the columns of the row, and a seed unless the row has one."""
+    """Return the arguments of `reset`: prompt, fields and columns of the row, and a seed unless the row has one."""
     own = {"prompt": prompt.messages, "data_source": prompt.data_source, "ground_truth": prompt.ground_truth}
     return {"seed": seed} | prompt.extra_info | own | prompt.columns
 
 
 def _outcome(session: Session, calls: Sequence[Call]) -> Outcome:
-    """Make the calls. Close the environment after an episode's last call or after a failure."""
+    """Make the calls and return their outcome. End the environment after an episode's last call or a failure."""
     try:
         replies: list[Reply] = session.make(calls)
     except EnvironmentFailed as error:

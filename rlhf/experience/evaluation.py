@@ -63,7 +63,7 @@ class Evaluator:
         return self.evaluate(step) if due else {}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return `val/accuracy`, `val/reward` and the `validation_metrics` after `step` steps. Collective."""
+        """Return `val/accuracy`, `val/reward`, `validation_metrics` and seconds after `step` steps. Collective."""
         assert self.prompts is not None
         started = time.monotonic()
         announce("evaluation.before")

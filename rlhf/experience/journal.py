@@ -128,7 +128,7 @@ class Journal:
 
     def samples(self, uids: Sequence[int]) -> list[list[Sample]] | None:
         """Return the samples of each prompt as this generation added them, or None if any prompt is missing."""
-        while self._unread and not self._has_all(uids):  # another rank's file, after a change of the number of ranks
+        while self._unread and not self._has_all(uids):  # after a change of the number of ranks
             self._read_next()
         return [self._known.samples[self._generation, uid] for uid in uids] if self._has_all(uids) else None
 
@@ -153,7 +153,7 @@ class Journal:
 
     def add_samples(self, samples: Mapping[int, Sequence[Sample]]) -> None:
         """Append the samples of prompts, by uid, durably."""
-        # One prompt at a time: encoding the whole step would double the memory of its samples.
+        # Encode one prompt at a time: encoding the whole step would double the memory of its samples.
         if samples:
             self._append(
                 records.samples_payload(self._generation, uid, of_prompt) for uid, of_prompt in samples.items()
@@ -217,7 +217,7 @@ class Journal:
         return [_File(path, int(match[1]), int(match[2])) for path, match in found]
 
     def _read(self, file: _File) -> _Stored:
-        """Return the records in a file of this step. Drop a file that does not fit the run."""
+        """Return the records in a file of this step. If the file does not fit the run, its owner drops the file."""
         content = file.path.read_bytes()
         payloads, whole = records.payloads(content)
         if None in payloads or whole < len(content):

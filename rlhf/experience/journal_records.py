@@ -68,7 +68,7 @@ def turn_payload(key: Sequence[int], sample: Sample) -> bytes:
 
 
 def calls_payload(key: Sequence[int], operation: str, outcome: dict[str, Any]) -> bytes:
-    """Return the payload for the outcome of an episode's calls, which is JSON."""
+    """Return the payload for the outcome of an episode's calls. `outcome` has only JSON values."""
     return to_payload({"turn": key, "operation": operation, "outcome": outcome})
 
 

@@ -64,7 +64,7 @@ def merge(own: dict[Name, Summary], coordinator: Coordinator) -> dict[Name, Summ
 
 
 def slowest(seconds: Sequence[float]) -> dict[str, float]:
-    """Return the slowest rank and the ratio of its time to the median rank's; no metrics for one rank.
+    """Return the slowest rank and the ratio of its time to the median; no metrics for one rank, or if the median is 0.
 
     `seconds` are each rank's working times, without waits for other ranks.
     """
@@ -112,7 +112,7 @@ def step_metrics(
 ) -> tuple[dict[str, float], TokenCounts]:
     """Return reward and length metrics of a batch over all ranks, and its token counts. Collective.
 
-    `windows` are the sliding windows of the models' layers.
+    `windows` are the models' sliding windows, in tokens; the token counts include the tokens beyond each window.
 
     The metrics include the mean of each reward function's score, and of each further number that a function returns.
     Response lengths include observations (tokens that a tool or an environment wrote), as in verl. Responses of

@@ -73,12 +73,12 @@ class PartialRollouts:
     def begin(self, stats: RolloutStats, step: int) -> None:
         """Let servers continue the prompts in flight while the ranks train, by the policy after `step` - 1 steps.
 
-        Collective. Do nothing if the journal already has samples of the next step.
+        Collective. Start nothing without a `BackgroundEngine`, or if any rank's journal has a file of the next step.
         """
         sampler, journal = self.generation.sampler, self.generation.journal
         if not sampler.background:
             return
-        if self._stopped_in != step:  # a step that needed no generation
+        if self._stopped_in != step:  # True if the step needed no generation
             self._stop(stats, step)
         known = journal is not None and journal.has(step + 1)
         if not sampler.runs and not any(self.generation.coordinator.all_gather(known)):
@@ -225,7 +225,7 @@ def partial_metrics(
 
 
 def quantile(counts: Mapping[int, int], share: float) -> int:
-    """Return the smallest value that at least `share` of the counted values do not exceed."""
+    """Return the smallest value v for which at least the fraction `share` of the counted values are at most v."""
     below, needed = 0, share * sum(counts.values())
     for value in sorted(counts):
         below += counts[value]

@@ -15,7 +15,10 @@ from rlhf.rollout.engine import Listener, PartialEngine, Quota
 
 @dataclass
 class PolicySampler:
-    """Samples responses from the current policy; syncs the weights to the engine only when they have changed."""
+    """Samples responses from the current policy.
+
+    Syncs the weights to the engine only if they have changed, or if the engine released its weights in a sleep.
+    """
 
     engine: RolloutEngine
     actor: PolicyWeights

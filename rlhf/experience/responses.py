@@ -50,8 +50,8 @@ def items_of(
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample]) -> list[str]:
     """Return the text of each response, without special tokens."""
-    # One sample at a time: as Python integers, the tokens of a whole step would take ten times the memory. Arrays are
-    # faster than lists, whose items the tokenizer checks one by one in Python.
+    # Decode one sample at a time: as Python integers, the tokens of a whole step would take ten times the memory. Pass
+    # arrays, because the tokenizer checks the items of a list one by one in Python.
     return [str(tokenizer.decode(sample.token_ids, skip_special_tokens=True)) for sample in samples]
 
 

@@ -36,8 +36,8 @@ class AnsweredPrompt:
 def accuracy_of(result: RewardResult) -> float | None:
     """Return 1 for a right response, 0 for a wrong response, and None if the accuracy is unknown.
 
-    The accuracy is the `acc` that a reward function returned (verl's name), or else the first function's score. It is
-    known only if it is 0 or 1.
+    The accuracy is the `acc` that a reward function returned (verl's name), or else the first function's score. Any
+    number but 0 and 1 counts as unknown.
     """
     value = float(result.extra.get("acc", next(iter(result.terms.values()))))
     return value if value in (0.0, 1.0) else None
@@ -128,7 +128,7 @@ def _draws(n: int, k: int) -> np.ndarray:
     return np.random.RandomState(SEED).choice(n, size=(DRAWS, k), replace=True)
 
 
-# Cached, because many variables and prompts have the same few zeros and ones.
+# Cache the results, because many variables and prompts have the same few zeros and ones.
 @lru_cache(maxsize=4096)
 def _best_and_worst(values: tuple[float, ...], k: int) -> tuple[float, float]:
     """Return the mean of the largest and the mean of the smallest value of a draw, over all draws."""

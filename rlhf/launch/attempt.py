@@ -50,7 +50,7 @@ class Attempt:
         self._hang: Hang | None = None
 
     def run(self) -> AttemptResult:
-        """Return the exits when every rank has ended, or when SIGKILL does not end the remaining ranks."""
+        """Return the result when every rank has ended, or when SIGKILL does not end the remaining ranks."""
         if self._detector is not None:
             self._detector.start(range(self._nproc))
         while True:

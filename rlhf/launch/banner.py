@@ -70,7 +70,7 @@ def _files(files: str | Sequence[str]) -> str:
 
 
 def _lines(names: Sequence[str]) -> int | None:
-    """Return the number of lines of JSONL files; None for other files, and for files over _COUNTED_BYTES."""
+    """Return the number of non-empty lines; None if a file is not JSONL or the total size exceeds _COUNTED_BYTES."""
     paths = [Path(name).expanduser() for name in names]
     if not all(path.suffix == ".jsonl" and path.is_file() for path in paths):
         return None

@@ -47,7 +47,7 @@ def supervise(
     *,
     evaluates: bool = False,
 ) -> int:
-    """Train to the end of the run, or only evaluate its policy. Return an exit code of `rlhf.errors`.
+    """Train to the end of the run; with `evaluates`, only evaluate its policy. Return an exit code of `rlhf.errors`.
 
     Args:
         check: raises UserError for mistakes in the configuration. While `check` runs, the launcher imports the ranks'

@@ -73,9 +73,9 @@ class Actor(Policy):
         metrics = rejected | update(
             self.backend, batch, balance, self._passes, loss, guards, "actor", shuffle, before, after
         )
-        if weights:  # on all ranks or on none, because all have equally many micro-batches
+        if weights:  # true on all ranks or on none, because all have equally many micro-batches
             sums = all_sum(torch.stack(weights).sum(dim=0))
-            if sums[0] > 0:  # the number of tokens
+            if sums[0] > 0:  # `sums[0]` is the number of tokens
                 metrics["rollout/is_eff_sample_size"] = effective_sample_size(sums)
         return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
 

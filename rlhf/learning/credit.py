@@ -43,7 +43,7 @@ class Advantages:
         self.kl_coef = config.kl_ctrl.kl_coef
         self.scaling = RewardScaling(config)
         self.uses_kl = config.kl_in_reward
-        """Whether `estimate` needs the log-probs of both policies."""
+        """Whether `estimate` needs `policies`: the log-probs by the policy before the update and by the reference."""
 
     def estimate(
         self, batch: RolloutBatch, values: Tensor | None, policies: Policies | None, guards: Guards
@@ -123,7 +123,7 @@ def _advantage_metrics(advantages: Tensor, mask: Tensor) -> dict[str, float]:
     sums = [loss_sum(values, mask, "token-mean").double() for values in (advantages, advantages.square())]
     shares = all_sum(torch.stack([*sums, mask.sum().double()]))
     extremes = all_max(torch.stack([_highest(advantages, mask), _highest(-advantages, mask)]))
-    # One transfer, so that the host waits for the device once.
+    # Transfer all numbers together, so that the host waits for the device once.
     total, square, tokens, high, low = torch.cat([shares, extremes]).tolist()
     mean = total / max(tokens, 1.0)
     metrics = {"advantages/mean": mean, "advantages/std": max(square / max(tokens, 1.0) - mean**2, 0.0) ** 0.5}

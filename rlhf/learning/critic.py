@@ -67,7 +67,7 @@ class Critic:
 
 def _explained_variance(batch: CriticBatch) -> Metrics:
     """Return the explained variance over the tokens of all ranks; nothing without tokens. Collective."""
-    # In float64, because the variance is a difference of two sums.
+    # Compute in float64, because the variance is a difference of two sums.
     mask, returns = batch.response_mask, batch.returns.double()
     errors = returns - batch.values
     powers = [loss_sum(each, mask, "token-mean") for of in (returns, errors) for each in (of, of.square())]

@@ -73,7 +73,9 @@ def update(
 ) -> Metrics:
     """Take the optimizer steps of a training step, and return their metrics. Collective.
 
-    A metric is the mean over the mini-batches that have it; `lr` is the last value, and `LARGEST` the maximum.
+    A metric is the mean over the mini-batches that have it; `lr` is the last value, and `LARGEST` the maximum. If the
+    batch is already rejected, do nothing and return {}.
+
     The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
     loss nor gradient (up to rounding). If no token of a mini-batch counts, the gradient is 0 and the optimizer still
     steps, as in verl and TRL: weights decay, momentum continues, and the schedule counts the step. `empty_mini_batches`
@@ -123,7 +125,7 @@ def update(
 def mini_batch_plans(balance: SampleBalance, budget: int, *, padded: bool) -> list[list[list[int]]]:
     """Return this rank's rows by [mini-batch][micro-batch].
 
-    Every rank has the same number of micro-batches, of at most `budget` tokens each.
+    Every rank has the same number of micro-batches, of at most `budget` tokens each unless one sample has more.
     """
     rank = dims.data().rank
     return [
@@ -133,7 +135,7 @@ def mini_batch_plans(balance: SampleBalance, budget: int, *, padded: bool) -> li
 
 
 def _finish(backend: TrainingBackend, steps: list[Metrics]) -> Metrics:
-    """Call the backend's `end_update`, because its schedule may count updates. Return the steps' mean metrics."""
+    """Call the backend's `end_update`, because LR schedules may count updates. Return the steps' mean metrics."""
     backend.end_update()
     return _means(steps)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-PREFIX = "base_model.model."  # prefix of tensor names in peft's files; the name in our checkpoints follows
+PREFIX = "base_model.model."  # peft's files put this prefix before our checkpoints' names
 FAN_IN_FAN_OUT = ("gpt2", "openai-gpt")  # values of `model_type` whose linear layers store their weights as [in, out]
 KEEPS_BASE = (True, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base unchanged. With any other value, peft changes the base before

@@ -62,8 +62,8 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the names of the layers that `config` selects in `model`, which may be on the meta device.
 
     Raises:
-        UserError: a name matches no layer, a layer is not linear or is the head, the settings exclude every layer, or
-        the rank is too large for every layer.
+        UserError: a name matches no module, a target is not linear or is the head, the settings exclude every layer, or
+            the rank is too large for every layer.
     """
     layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
@@ -89,7 +89,7 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 
 def _check_rank(model: PreTrainedModel, rank: int, names: Iterable[str]) -> None:
-    """Raise UserError if `rank` is too large for every weight. It may be too large for some, such as experts' gates."""
+    """Raise UserError if `rank` is too large for every weight. Some weights (experts' gates) may be too small."""
     shapes = {name: tuple(model.get_submodule(name).get_parameter("weight").shape) for name in names}
     if rank > (limit := largest_rank(shapes.values())):
         name = next(name for name, shape in shapes.items() if min(shape) == limit)

@@ -38,7 +38,7 @@ def fill_from_seed(shards: Shards, seed: int) -> None:
 
 
 def check_adapter_tensors(shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
-    """Raise UserError unless the peft folder has exactly the adapters in `shapes`, each with a type in `FLOATS`."""
+    """Raise UserError unless the peft folder has the adapters in `shapes` and no others, in types of `FLOATS`."""
     prefix = f"model.lora.path={folder}: {WEIGHTS}"
     with _reading(folder) as (opened, stored):
         for name in sorted(shapes.keys() ^ stored.keys()):
@@ -64,7 +64,7 @@ def fill_from_folder(shards: Shards, folder: Path) -> None:
     """Fill this rank's slices of the adapters from a peft folder.
 
     Raises:
-        UserError: the folder has other layers or shapes, or values that are not finite.
+        UserError: as in `check_adapter_tensors`, or if a value is not finite.
     """
     check_adapter_tensors({name: shard.shape for name, shard in shards.items()}, folder)
     with _reading(folder) as (opened, stored):

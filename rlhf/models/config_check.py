@@ -59,7 +59,7 @@ def check_policy(name: str, trust_remote_code: bool, max_prompt: int, max_respon
 
 
 def check_critic(name: str, trust_remote_code: bool) -> None:
-    """Raise UserError if transformers does not support the architecture of the folder `name`."""
+    """Raise UserError if config.json in the folder `name` has no architecture that transformers supports."""
     _check_architecture("critic.path", name, trust_remote_code, None)
 
 

@@ -69,7 +69,7 @@ class UpdateFlops:
     body: int  # number of weights in matrix products that process every token
     head: int  # number of weights of the head, which processes response tokens only
     attention: int  # layers x heads x head size; each pair of tokens needs two products of this size
-    windowed: Mapping[int, int] = field(default_factory=dict)  # sliding window -> the part of `attention` with it
+    windowed: Mapping[int, int] = field(default_factory=dict)  # window -> part of `attention` in its layers
     frozen_body: int = 0  # frozen weights of `body`, which need no weight gradient
     frozen_head: int = 0  # frozen weights of `head`
 

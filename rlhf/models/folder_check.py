@@ -140,7 +140,7 @@ def indexed_weights(prefix: str, folder: Path) -> list[str] | None:
 
 
 def _missing(folder: Path, named: list[str]) -> Iterator[str]:
-    """Yield descriptions of missing weights: all weights, or the files `named` in the index."""
+    """Yield a description of the missing weights: files `named` in the index, or without an index any safetensors."""
     if missing := [file for file in named if not (folder / file).is_file()]:
         yield f"{missing[0]}, which its index lists ({len(missing)} of {len(named)} listed files are missing)"
     elif not named and not any(folder.glob("*.safetensors")):

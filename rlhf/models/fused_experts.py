@@ -50,7 +50,7 @@ def _fuse(
     renamings, converters = _by_kind(mapping)
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     groups, stacked = dict[str, dict[str, list[str]]](), set[str]()
-    for name in sorted(headers, key=dot_natural_key):  # transformers' order
+    for name in sorted(headers, key=dot_natural_key):  # in transformers' order
         fused, pattern = rename_source_key(name, renamings, converters)
         if pattern is not None and _joins(by_pattern[pattern]):
             patterns = by_pattern[pattern].source_patterns
@@ -96,8 +96,8 @@ class FileConversions:
 def parts_in_files(shapes: Mapping[str, Sequence[int]], conversions: FileConversions) -> FileParts:
     """Return the file tensors of each weight that transformers splits or renames when it writes files.
 
-    `shapes` are the shapes of the model's weights. A weight whose file tensors are not slices of it is left out. Files
-    then store the weight under its own name, which transformers also reads.
+    `shapes` are the shapes of the model's weights. A weight is left out if its file tensors are not slices of the
+    weight. Files then store the weight under its own name, which transformers also reads.
     """
     known = [entry for entry in conversions.entries if isinstance(entry, WeightRenaming) or _is_joined(entry)]
     if not known:

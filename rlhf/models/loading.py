@@ -139,7 +139,7 @@ def load_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -
         tensors: weights by their names in the files; every `load_...` function uses them instead of the weights files.
 
     Raises:
-        UserError: a weight is missing.
+        UserError: a weight is missing, unreadable or has another shape, or `model.attn_implementation` is unsupported.
     """
     model, wrong = _load(AutoModelForCausalLM, start, tensors)
     _check_complete(start.source, wrong)
@@ -160,7 +160,8 @@ def load_value_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = N
     model's `.config` has one label.
 
     Raises:
-        UserError: the head has several labels, or other weights are missing.
+        UserError: the architecture has no value head, the head has several labels, or as in `load_model` for other
+            weights.
     """
     source, hf_config = start.source, copy.deepcopy(start.hf_config)
     hf_config.num_labels = 1
@@ -190,7 +191,8 @@ def load_reward_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = 
     """Load a frozen sequence classifier: `forward(input_ids=..., attention_mask=...).logits` is [N, 1].
 
     Raises:
-        UserError: the model has several labels, or weights are missing.
+        UserError: transformers has no classifier of the architecture, the model has several labels, or as in
+            `load_model`.
     """
     source, hf_config = start.source, start.hf_config
     known = type(hf_config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -201,7 +203,7 @@ def load_reward_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = 
     check_labels(str(source), hf_config.num_labels)
     model, wrong = _load(AutoModelForSequenceClassification, start, tensors)
     _check_complete(source, wrong)
-    model.config.use_cache = False  # one pass over whole texts
+    model.config.use_cache = False  # a text needs one pass only
     return model.requires_grad_(False).eval()
 
 

@@ -109,7 +109,7 @@ def _parts_of(model: Any) -> _Parts | str:
     head_output = torch.zeros(1, 1, head.out_features)
     try:
         unchanged = tail.logits(head_output) is head_output
-    except Exception as error:  # third-party code, called in an unusual way
+    except Exception as error:  # the model's own code may raise anything
         return f"the forward pass of {kind} can't be split at its head ({type(error).__name__}: {error})"
     return _Parts(trunk, children[id(head)], None if unchanged else tail)
 
@@ -146,7 +146,7 @@ class _Trunk:
         return _Outputs(last_hidden_state=hidden)
 
     def __getattr__(self, name: str) -> "_Trunk":
-        if name.startswith("__"):  # dunder lookups of copy and others
+        if name.startswith("__"):  # `copy` and other modules look up special methods
             raise AttributeError(name)
         return self
 

@@ -71,7 +71,8 @@ def find_files(
         scratch: folder below which a rank that does not see the model writes the small files.
 
     Raises:
-        UserError: on every rank, if no rank sees the folder; with `loading=shard`, if not all ranks see the same files.
+        UserError: on every rank, if no rank sees or downloads the folder, or a file is unreadable; with
+            `loading=shard`, if not all ranks see the same files.
     """
     folder, seen = _find_folder(source, loading, coordinator)
     reader = next(rank for rank, content in enumerate(seen) if content is not None)

@@ -54,7 +54,7 @@ def lay_out(model: nn.Module, ids: Tensor, lengths: ArrayLike) -> TokenRows:
         "position_ids": positions[None],
         "attention_mask": None,
         "use_cache": False,
-        # For flash attention and kernels of linear attention.
+        # Flash attention and the kernels of linear attention read these four arguments.
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
         "max_length_q": width,

@@ -43,7 +43,7 @@ def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
 
 
 def log_choice(setting: str, wanted: bool | None, reason: str | None, device: torch.device) -> None:
-    """Log that sequences are packed, or why not. Warn if a GPU computes padding although the user did not choose it."""
+    """Log that sequences are packed, or why not. Warn if a GPU computes padding that the user did not choose."""
     level = logging.WARNING if reason is not None and wanted is None and device.type == "cuda" else logging.INFO
     choice = "packed without padding" if reason is None else f"padded, since {reason}"
     log.log(level, "%s: sequences %s", setting.split(".")[0], choice)

@@ -19,7 +19,7 @@ def check_template(name: str, template: str | None) -> None:
     Every Hub name is accepted, and a tokenizer with its own class needs no template.
 
     Raises:
-        UserError: the template is missing or not valid Jinja.
+        UserError: the template is missing, not UTF-8, not valid Jinja, or never uses `messages`.
     """
     folder = Path(name).expanduser()
     if template is not None:

@@ -98,7 +98,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
             hidden_size=96,
             intermediate_size=256,
             num_hidden_layers=2,
-            num_attention_heads=3,  # of size 32: the smallest in vLLM's CPU kernels
+            num_attention_heads=3,  # each of size 32, the smallest in vLLM's CPU kernels
             num_key_value_heads=3,
             max_position_embeddings=512,
             initializer_range=0.05,

@@ -1,6 +1,6 @@
 """Makes the small policy for environments: it plays a guessing game and calls a calculator like a sloppy student.
 
-It continues the training of the tiny policy (`rlhf.models.tiny`) on written episodes. In most of them a sloppy student
+Training continues from the tiny policy (`rlhf.models.tiny`) on written episodes. In most of them a sloppy student
 guesses one number after the other, and adds only two of three terms. In the others a careful student halves the range,
 and calls the calculator. Greedy decoding is therefore mostly wrong, but careful episodes are within reach of
 reinforcement learning. `python -m rlhf.models.tiny_agent` trains the policy again, and writes the rows of the game.
@@ -41,7 +41,7 @@ SLOPPY = 0.7
 SEED, STEPS, BATCH, LEARNING_RATE = 1, 900, 96, 3e-3
 
 Turns = list[tuple[str, str | None]]
-"""The policy's text of each turn, and the environment's answer; None after the last."""
+"""The policy's text of each turn, and the environment's answer to it; the last turn has None as answer."""
 
 
 @dataclass(frozen=True)

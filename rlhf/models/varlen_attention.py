@@ -67,7 +67,7 @@ def _attend(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, dimension]
     grouped = q.shape[1] != k.shape[1]
     result = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=window, enable_gqa=grouped)
-    assert isinstance(result, Tensor)  # without `return_aux`
+    assert isinstance(result, Tensor)  # a tuple would need `return_aux`
     return result[None]
 
 

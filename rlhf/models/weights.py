@@ -145,7 +145,8 @@ def load(
     """Build the model of `files`; `PendingModel.fill` then loads its weights. Collective.
 
     Raises:
-        UserError: on every rank, if weights are missing or unreadable.
+        UserError: on every rank, if weights are missing or unreadable, or if only transformers can read the folder and
+            a rank does not see it.
     """
     reader = ModelReader(files, coordinator, device)
     plain = files.headers is not None and not any(getattr(hf_config, name, None) for name in NEEDS_TRANSFORMERS)

@@ -26,9 +26,9 @@ class TokenCost:
     """Bytes per token and layer of adapters, in addition to those of the model."""
 
     kept: int = 0
-    """Kept for the backward pass."""
+    """Bytes kept for the backward pass."""
     transient: int = 0
-    """Freed within the pass of the layer."""
+    """Bytes freed within the pass of the layer."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class PassCost:
     """Bytes of a pass through a model, per token except for `pairs`."""
 
     kept_by_layers: int
-    """Kept by all layers for the backward pass."""
+    """Bytes that all layers together keep for the backward pass."""
     kept_by_layer: int
     inputs: int
-    """Inputs of all layers, kept when activations are recomputed."""
+    """Bytes of the inputs of all layers, which are kept when activations are recomputed."""
     final: int
-    """Kept by the last norm, and the gradient of the hidden states."""
+    """Bytes that the last norm keeps, and bytes of the gradient of the hidden states."""
     transient: int
-    """Transients within a layer, in addition to the kept activations."""
+    """Bytes of temporary tensors within a layer, in addition to the kept activations."""
     pairs: int
-    """Kept by one layer per pair of tokens of a sequence (`eager`)."""
+    """Bytes that one layer keeps per pair of tokens of a sequence (`eager` only)."""
 
     def forward(self, tokens: int, longest: int) -> int:
         """Return the bytes of a pass without gradients over `tokens` in sequences up to `longest`."""

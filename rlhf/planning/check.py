@@ -44,7 +44,7 @@ def models_of(config: Config, *, from_config: bool) -> Models | None:
             Otherwise return None for such a model.
 
     Raises:
-        UserError: with `from_config`, a model does not exist.
+        UserError: with `from_config`, a model does not exist, or transformers does not support its config.json.
     """
 
     def shapes_of(setting: str, path: str, revision: str | None, *, classifier: bool = False) -> ModelShapes | None:
@@ -102,7 +102,7 @@ def check_engine(config: Config) -> None:
 
 def engine_share(config: Config, *, trains: bool) -> float:
     """Return the fraction of a GPU's memory for vLLM in the ranks: the setting, or else what the training (`trains`) or
-    the evaluation leaves.
+    the evaluation leaves; a default if the memory plan is unknown.
     """
     models = models_of(config, from_config=False)
     if models is None:
@@ -130,8 +130,8 @@ def check_snapshots(config: Config, plan: Plan) -> None:
 def check_fits(config: Config) -> None:
     """Raise UserError with the peak and remedies if the plan exceeds a GPU's memory or its part of the host's.
 
-    Without GPUs, only log a warning. With GPUs and `trainer.check_memory=false`, do nothing. Raise UserError also if
-    vLLM can't split the attention heads, or if snapshots do not fit.
+    Without GPUs, only log a warning. With GPUs and `trainer.check_memory=false`, ignore the plan's memory. In all cases
+    raise UserError if vLLM can't split the attention heads, or if snapshots do not fit.
     """
     found = plan_of(config)
     if found is None:

@@ -26,9 +26,9 @@ class FittingChanges:
     changes: dict[str, Any]
     plan: Plan
     memory: int | None = None
-    """If the plan does not fit: bytes of the smallest device on which it fits, a multiple of 1 GiB; None if none."""
+    """If the plan does not fit: bytes of the smallest device on which it would fit, a multiple of 1 GiB; else None."""
     ranks: int | None = None
-    """If the plan does not fit: number of the target's devices on which it fits, found by doubling; None if none."""
+    """If the plan does not fit: number of the target's devices on which it would fit, found by doubling; else None."""
 
     @property
     def overrides(self) -> list[str]:
@@ -80,7 +80,7 @@ def _from(config: Config, models: Models, target: Target, base: Sequence[Change]
 
 def missing(plan: Plan) -> int:
     """Return how far the plan is from fitting: bytes beyond the memory in all phases and on the host, and tokens that
-    the engine's cache lacks; 0 if it fits."""
+    the engine's cache lacks; 0 if the plan fits or the memory is unknown."""
     memory, host = plan.target.memory, plan.target.host_memory
     if memory is None:
         return 0

@@ -18,7 +18,7 @@ class Machine:
 
     gpus: int
     vllm_problem: str | None
-    """Why this installation cannot use vLLM; None if it can."""
+    """Why this installation cannot use vLLM; None if it can, or if the machine has no GPU."""
 
     @classmethod
     def here(cls) -> "Machine":

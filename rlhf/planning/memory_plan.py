@@ -88,11 +88,11 @@ class Plan:
     tokens_per_step: int
     tokens_per_micro_batch: int
     cached_tokens: int | None
-    """Tokens that fit into the engine's KV cache; None if no setting limits the cache."""
+    """Tokens that fit into the engine's KV cache; None if the engine allocates on demand or runs in servers."""
     sample_tokens: int
     """Tokens of the longest sample."""
     engine_share: float | None
-    """vLLM's fraction of the GPU; None for other engines, or on a CPU."""
+    """vLLM's fraction of the GPU; None for other engines, on a CPU, or if the GPU's memory is unknown."""
 
     @property
     def peak(self) -> Phase:
@@ -312,7 +312,7 @@ def _host(
     items = {
         "Python and torch": imports + (DEEPSPEED_BASE if backend == "deepspeed" else 0),
         "copy for saves": checkpoint.copied,
-        "snapshots in memory": (SNAPSHOTS + 2) * checkpoint.snapshot,  # plus the one being written, and its source
+        "snapshots in memory": (SNAPSHOTS + 2) * checkpoint.snapshot,  # + 2: the snapshot being written, and its source
         "offloaded": sum(each.host for each in by_role.values()),
         "sleeping engine's weights": engine.host,
         "rollouts": step.scored * step.response * TOKEN_RECORD,

@@ -72,7 +72,7 @@ class ModelPasses:
         in_layer = kept + (layer if self.checkpointing else work.tokens * cost.transient)
         gathered = {f"{self.role} gathered weights": state.gathered}
         gradients = {f"{self.role} gradients": state.gradients}
-        # Gradients of earlier micro-batches, if any.
+        # `before` includes the gradients of earlier micro-batches, if there are any.
         before = gathered | (gradients if work.micro_batches > 1 else {})
         reduced = f"{self.role} gradients being reduced"
         loaded = {f"{self.role} optimizer": state.optimizer} if self.optimizer_offload else {}

@@ -90,7 +90,7 @@ class ModelShapes:
 
     @cached_property
     def key_values(self) -> int:
-        """Return the width of all keys of a token in one layer, which is also that of its values."""
+        """Return the width of all keys of a token in one layer, which is also the width of all values."""
         return self.attention // self.heads * self.key_heads
 
     @cached_property
@@ -132,7 +132,7 @@ class ModelShapes:
 
     @cached_property
     def norms(self) -> list[tuple[int, bool]]:
-        """Return the width per token of each norm in a layer, and whether it is a LayerNorm (with bias) or RMSNorm."""
+        """Return, per norm in a layer, the width per token, and True for a LayerNorm (with bias), False for RMSNorm."""
         layer = self._widest_layer
         widths = {name: self._norm_width(name) or layer[name][0] for name in self._norm_weights}
         return [(width, name.removesuffix("weight") + "bias" in layer) for name, width in widths.items()]
@@ -191,7 +191,7 @@ def with_experts_fused(weights: Shapes) -> Shapes:
 
 
 def shapes_from_files(path: str, revision: str | None = None) -> ModelShapes | None:
-    """Return the model of a folder or the Hub's cache, from the headers of its files; None if they are not enough."""
+    """Return the model of a folder or the Hub's cache, from the headers of its files; None without headers."""
     folder = model_folder(path, revision)
     config = None if folder is None else read_config(folder)
     weights = {} if folder is None else with_experts_fused(tensor_shapes(folder))

@@ -196,7 +196,7 @@ def plan_peak(plan: Plan) -> str:
 
 
 def devices_needed(found: FittingChanges) -> str:
-    """Return a sentence with the smallest devices, or the number of devices, on which the run fits."""
+    """Return a sentence with the devices, by memory or number, on which the run fits, or else with another remedy."""
     kind = "GPU" if found.plan.target.cuda else "rank"
     ways = [] if found.memory is None else [f"at least {gib(found.memory)} for each {kind}"]
     ways += [] if found.ranks is None else [f"{found.ranks:,} {kind}s"]

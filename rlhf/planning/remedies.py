@@ -43,11 +43,11 @@ class Candidate:
     values: Values
     """Returns the values to try, which may include the current value."""
     current: Any = None
-    """The only current value that the values replace; None for any value."""
+    """The change applies only if the setting has this value now; None if it applies to every value."""
     device: Literal["cuda", "cpu"] | None = None
     """Type of device on which the setting matters; None for both."""
     effect: Effect = "speed"
-    """What the change affects most: speed, precision, training, or the number of devices."""
+    """Main effect of the change: on speed, precision, training, or the number of devices."""
 
 
 def _to(value: Any) -> Values:

@@ -12,8 +12,8 @@ from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.training_state import WIDTHS
 
 ENGINE_BASE = 1 << 30
-"""Estimate for what vLLM keeps on a GPU beside weights and cache, also asleep: CUDA graphs and the libraries' buffers,
-1 GiB."""
+"""Estimate of the memory that vLLM keeps on a GPU beside weights and cache, even while it sleeps: 1 GiB for CUDA graphs
+and the libraries' buffers."""
 LARGE_GPU, PROFILED_TOKENS = 70 << 30, (16384, 8192)
 """vLLM's default `max_num_batched_tokens` on GPUs of at least 70 GiB, and on smaller GPUs. Before vLLM allocates the
 cache, it measures the memory of the activations in a pass of this size."""
@@ -26,13 +26,13 @@ class EngineMemory:
 
     generating: dict[str, int]
     resident: dict[str, int]
-    """While the ranks train."""
+    """Bytes while the ranks train."""
     syncing: dict[str, int]
     host: int = 0
     cached_tokens: int | None = None
-    """Tokens that fit into the cache; None if the engine allocates on demand."""
+    """Tokens that fit into the cache; None if the engine allocates on demand or runs in servers."""
     share: float | None = None
-    """vLLM's fraction of the GPU; None for other engines, or on a CPU."""
+    """vLLM's fraction of the GPU; None for other engines, on a CPU, or if the GPU's memory is unknown."""
 
 
 def token_bytes(model: ModelShapes, rollout: RolloutConfig) -> int:

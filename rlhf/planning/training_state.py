@@ -21,9 +21,9 @@ class TrainingState:
     weights: int
     optimizer: int = 0
     gradients: int = 0
-    """From the first backward pass of an optimizer step to its end."""
+    """Gradients from the first backward pass of an optimizer step to the end of the step."""
     gathered: int = 0
-    """Whole weights in a pass, with the all-gather's buffer."""
+    """Gathered (whole) weights in a pass, with the all-gather's buffer."""
     head: int = 0
     """The head's gradient with the buffers of its reduction."""
     head_left: int = 0
@@ -38,7 +38,7 @@ class TrainingState:
     """Temporaries of DeepSpeed's optimizer step, or a bucket of gradients that replicas sum; the fused AdamW has
     none."""
     while_building: int = 0
-    """Whole weights while the engine is built (not with ZeRO 3)."""
+    """Whole weights that exist while the engine is built; 0 with ZeRO 3."""
     permanent: int = 0
     """DeepSpeed's permanent buffers; some of them hold gradients (see `ZeroShares.permanent`)."""
     host: int = 0

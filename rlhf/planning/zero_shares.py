@@ -82,8 +82,8 @@ class ZeroShares:
     def step_temporaries(self) -> int:
         """Return the bytes of temporaries in the optimizer's step: a rank's concatenated gradients.
 
-        Stage 1 reduces gradients only in the optimizer's step. With float32 passes it needs the larger of the bucket
-        and the ranks' parts. With bfloat16 passes it needs a float32 copy of the bucket to send.
+        Stage 1 reduces gradients only in the optimizer's step. With float32 passes the step needs the larger of the
+        bucket and the ranks' parts. With bfloat16 passes the step needs a float32 copy of the bucket to send.
         """
         if self.stage == 1:
             parts = self.share * (2 if self.ranks > 1 else 1)

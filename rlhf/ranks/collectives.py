@@ -25,7 +25,7 @@ def pick_device(name: str) -> torch.device:
     """Return this rank's device. `auto` is CUDA if CUDA is available, else the CPU. A rank that sees several GPUs takes
     the GPU of its local rank. A rank that sees one GPU takes this GPU: `srun --gpus-per-task=1` hides the others.
 
-    Raises UserError if the rank sees several GPUs, and fewer than its machine has ranks.
+    Raises UserError if the rank sees several GPUs, but none with the number of its local rank.
     """
     if name != "cuda" and not (name == "auto" and torch.cuda.is_available()):
         return torch.device("cpu")
@@ -41,7 +41,7 @@ def pick_device(name: str) -> torch.device:
 def start(config: TrainerConfig, *, remote_servers: bool = False) -> torch.device:
     """Join the process group (gloo on CPU, NCCL on CUDA), apply the determinism settings, and return the device.
 
-    `remote_servers` is passed to `settle_places`. Raises UserError if two ranks use one GPU.
+    `remote_servers` is passed to `settle_places`. Raises UserError if a rank has no GPU of its own.
     """
     device = pick_device(config.device)
     deterministic = config.deterministic if config.deterministic is not None else device.type == "cpu"

@@ -54,7 +54,7 @@ def _threads() -> list[str]:
 def _has_cuda_open() -> bool:
     """Return whether the CUDA driver runs in this process. The driver opens `nvidia-uvm`; NVML does not."""
     for fd in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the listing's own descriptor, now closed
+        with suppress(FileNotFoundError):  # listing the folder used a descriptor that is closed now
             if fd.readlink().name == "nvidia-uvm":
                 return True
     return False

@@ -67,7 +67,7 @@ def lock_if_free(path: Path, setting: str) -> Iterator[bool]:
 
 @contextmanager
 def shared_lock(path: Path, setting: str) -> Iterator[None]:
-    """Share the lock of the file `path` with other processes of this run; wait while a process has it exclusively.
+    """Share the lock of the file `path` with other processes of this run; wait while a process has an exclusive lock.
 
     Raise UserError, naming the `setting` that decides `path`, if the file system has no locks.
     """
@@ -81,7 +81,7 @@ def shared_lock(path: Path, setting: str) -> Iterator[None]:
 
 @contextmanager
 def run_lock(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> Iterator[None]:
-    """Lock the run directory. Raise UserError with `remedy` if another run has the lock."""
+    """Lock the run directory. Raise UserError if another run has the lock (with `remedy`), or if there are no locks."""
     # Promise 12.
     fd = _lock_run(run_dir)
     if fd is None:
@@ -100,7 +100,8 @@ def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]
     lock is free when the last rank has left or died.
 
     Raises:
-        UserError: on every rank, if another run has a lock. No file but the lock file has been written by then.
+        UserError: on every rank, if another run has a lock, or a file system has no locks. No file but the lock file
+            has been written by then.
     """
     if coordinator.world_size == 1:
         with run_lock(run_dir):
@@ -152,7 +153,7 @@ def _lock_run(run_dir: Path, launch: str = "") -> int | None:
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(holder).encode(), 0)
-        os.fsync(fd)  # so that other nodes see it
+        os.fsync(fd)  # so that other nodes see the content
     except OSError:
         os.close(fd)
         raise

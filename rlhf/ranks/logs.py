@@ -64,7 +64,7 @@ def configure_logging(rank: int | None = None, handler: logging.Handler | None =
             of_transformers.set_verbosity_error()
         if rank:
             of_transformers.disable_progress_bar()
-    os.environ.setdefault(_VERBOSITY, "error")  # for child processes
+    os.environ.setdefault(_VERBOSITY, "error")  # child processes inherit the variable
 
 
 def write_whole_lines() -> None:

@@ -66,7 +66,7 @@ def _is_private(path: Path) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Create the folder for this user alone. Raise UserError unless it is in memory and this user's."""
+    """Create the folder for this user alone. Raise UserError if it cannot be created, is on a disk, or not private."""
     base = folder.parent
     if not base.is_dir():
         raise UserError(f"{SETTING}={base} does not exist. Set it to a folder on a tmpfs of this machine.")
@@ -95,7 +95,7 @@ def _file_system_of(folder: Path) -> str:
         return ""
     for line in lines:
         _, point, kind, *_ = line.split(" ")
-        point = point.encode().decode("unicode_escape")  # a space is \040
+        point = point.encode().decode("unicode_escape")  # the kernel writes a space as \040
         if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= found[0]:
             found = len(point), kind
     return found[1]
@@ -151,7 +151,7 @@ def bytes_used(folders: list[Path]) -> int:
             for name in names:
                 try:
                     used += (Path(where) / name).lstat().st_blocks * 512
-                except OSError:  # being deleted
+                except OSError:  # a process is deleting the file
                     continue
     return used
 

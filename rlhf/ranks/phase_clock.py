@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 PREFIX = "timing_s/"
-"""Metrics of seconds by phase, as verl names them."""
+"""Prefix of the metrics with the seconds of a phase, as in verl."""
 GIB = 1 << 30
 STATM = Path("/proc/self/statm")
 

@@ -51,7 +51,7 @@ class SaveStatus:
 
 @dataclass(frozen=True)
 class PhaseStatus:
-    """A rank's phase in words for users, its start, and the number of its parts (`total` 0: it has no parts)."""
+    """A rank's phase in words for users, the done and total numbers of its parts (0 without parts), and its start."""
 
     name: str
     done: int
@@ -77,7 +77,7 @@ class RankStatus:
 
 
 class StatusWriter:
-    """Writes the status of one rank in place into one page. SIGUSR2 writes the rank's stacks into a file beside it.
+    """Writes the status of one rank in place into one page. SIGUSR2 writes the rank's stacks into another file.
 
     Create the writer in the thread of the loop. Writing an event takes about 20 microseconds (a rename takes about 1000
     on ext4). A kill cannot tear a write within one page. The page is written at the start, so that a rank can report a

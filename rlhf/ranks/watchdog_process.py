@@ -24,8 +24,8 @@ MODULE = "rlhf.launch.node_watchdog"
 def node_watchdog(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinator) -> Iterator[None]:
     """Run a watchdog for the ranks of each node, on Linux and unless `trainer.watchdog=false`. Collective.
 
-    Ranks on one machine with one storage domain form a node. The lowest rank of a node starts the watchdog. It watches
-    that rank until the rank leaves the `with` block, and the node's other ranks until they end.
+    Ranks on one machine with one storage domain form a node. The lowest rank of a node starts the watchdog. The
+    watchdog watches the lowest rank until the rank leaves the `with` block, and the other ranks until they end.
     """
     if not trainer.watchdog or sys.platform != "linux":
         yield
@@ -37,7 +37,7 @@ def node_watchdog(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinato
     if coordinator.rank != min(pids):
         yield
         return
-    attempt = xxhash.xxh3_64_hexdigest(repr(ranks).encode())  # the same on every node
+    attempt = xxhash.xxh3_64_hexdigest(repr(ranks).encode())  # every node computes the same hash
     process = subprocess.Popen(
         [
             sys.executable,

@@ -198,7 +198,7 @@ def as_note(value: Any) -> Any:
     """Return `value` in types of JSON, truncated if long. Values that JSON lacks become text."""
     try:
         text = json.dumps(value, default=str)
-    except (TypeError, ValueError, RecursionError):  # keys that are not text, a list that contains itself
+    except (TypeError, ValueError, RecursionError):  # for example, a list contains itself
         text = json.dumps(repr(value))
     if len(text) > _LONGEST_NOTE:
         return (value if isinstance(value, str) else text)[:_LONGEST_NOTE] + " ..."

@@ -117,7 +117,7 @@ def _new_folder() -> str:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         with contextlib.suppress(OSError):  # another process just removed the folder, because it was not locked yet
-            _lock(folder)  # until the process ends
+            _lock(folder)  # the lock lasts until the process ends
             if folder.exists():
                 return str(folder)
 
@@ -159,8 +159,11 @@ def _threads_of_this_user() -> int:
 
 
 def _drop_privileges(uid: int, own: str, writes: bool, missing: list[str]) -> bool:
-    """Drop all capabilities. Root becomes user `uid`, who may read any file, and write any file if `writes`. A process
-    of root has no limit on child processes and could harm the trainer. Return whether the user changed."""
+    """Drop capabilities. A process of root keeps only the right to read any file, or with `writes` to write any file.
+
+    Root becomes user `uid`, because a process of root has no limit on child processes and could harm the trainer.
+    Return whether the user changed.
+    """
     if os.geteuid() != 0:
         kernel.set_capabilities(0)
         return False

@@ -83,7 +83,7 @@ class ProcessPool:
             return [self._policy.failed(died, forgive=self._forgive_deaths)] * len(items)
         else:
             if any(entry.get("limit") for entry in entries):
-                process.kill()  # its memory may differ from that of a new process
+                process.kill()  # the process's memory may differ from a new process's
             # `request` repeats an error of the whole request for each item.
             whole = len({id(entry) for entry in entries}) < len(entries)
             return [self._score(entry, items if whole else [item]) for entry, item in zip(entries, items, strict=True)]

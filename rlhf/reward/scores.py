@@ -44,7 +44,7 @@ class RewardItem:
 
 @dataclass(frozen=True)
 class Score:
-    """Score of one sample by one function, None if the function abstains; `extra` are further numbers to log."""
+    """Result of one function for one sample; `score` is None if the function abstains, `extra` are numbers to log."""
 
     score: float | None
     extra: dict[str, float] = field(default_factory=dict)

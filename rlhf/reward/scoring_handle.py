@@ -101,7 +101,7 @@ class ScoringProcess:
         # -P: do not import from the working directory first, where a file could shadow a module of the trainer.
         command = [sys.executable, "-P", "-m", "rlhf.reward.scoring_process", self._verifier, str(os.getpid())]
         command += [json.dumps(dataclasses.asdict(confinement)), str(config.timeout_s)]
-        # New session: only the trainer receives Ctrl-C, and a kill reaches all processes that the user's code started.
+        # Start a new session: only the trainer gets Ctrl-C, and a kill reaches all processes that user code started.
         # The output goes to a pipe, because a process with the trainer's log open could truncate the log.
         self._popen = subprocess.Popen(
             command,
@@ -275,13 +275,13 @@ def _check_shape(value: Any, shapes: tuple[set[str], ...]) -> None:
 
 
 def _reject_constant(constant: str) -> Any:
-    raise ValueError(constant)  # NaN and infinities
+    raise ValueError(constant)  # the constant is NaN or an infinity
 
 
 def _is_finite(number: float) -> bool:
     try:
         return math.isfinite(number)
-    except OverflowError:  # an integer beyond the range of float
+    except OverflowError:  # the integer is beyond the range of float
         return False
 
 

@@ -126,7 +126,7 @@ def _caused_by_confinement(error: BaseException | None, network: bool) -> bool:
             return True
         if isinstance(error, KeyError) and error.__traceback__ is not None:
             *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-            if innermost.f_globals.get("__name__") == "os":  # os.environ
+            if innermost.f_globals.get("__name__") == "os":  # os.environ raised the error
                 return True
         error = error.__cause__ or error.__context__
     return False

@@ -30,7 +30,7 @@ def weights_of(config: RewardConfig) -> list[float]:
 
 
 def check_reward(config: RewardConfig, reward_model: RewardModelConfig, *, without_functions: bool = False) -> None:
-    """Raise UserError for invalid names, files, labels or weights, and for a reward model without a path.
+    """Raise UserError for invalid settings in the section `reward`, and for a reward model without a path.
 
     `without_functions`: as in `check_functions`.
     """

@@ -37,7 +37,8 @@ class Request:
     """Requests response number `sample` to the prompt `uid` with the tokens `token_ids`.
 
     Noise is keyed by `uid`, `sample` and the position in the response. Successive requests for successive samples of
-    one prompt are siblings. An engine may prefill the prompt of siblings once.
+    one prompt are siblings if they have equal parameters and no response yet. An engine may prefill the prompt of
+    siblings once.
 
     With `response`, the response so far, an engine continues after the prompt and the response's tokens. The returned
     sample begins with these tokens, and `params.max_tokens` bounds the whole response. A stop string may begin in the
@@ -91,7 +92,7 @@ class Request:
         return Sample.of(self.uid, self.sample, [], [], "partial") if self.response is None else self.response
 
     def precedes_sibling(self, other: "Request") -> bool:
-        """Return whether `other` is the request for the next sample of the same prompt. Neither has a response yet."""
+        """Return whether `other` asks for the next sample of the same prompt, with equal parameters and no response."""
         same = (self.uid, self.sample + 1, self.params) == (other.uid, other.sample, other.params)
         return same and self.response is other.response is None and self.token_ids == other.token_ids
 

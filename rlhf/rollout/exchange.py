@@ -31,7 +31,7 @@ def gather_requests(
         On a receiver, one list of requests for each source, in the order of `sources`. An empty list on other ranks.
     """
     rank, gathered = coordinator.rank, []
-    for source in sources:  # the same order on all ranks, so that there is no deadlock
+    for source in sources:  # all ranks use the same order, so that there is no deadlock
         if rank == source:
             for receiver in receivers:
                 if receiver != rank:

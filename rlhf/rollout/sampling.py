@@ -141,7 +141,7 @@ def sample(logits: Tensor, keys: Tensor, params: SamplingParams, seen: Tensor | 
         if unlikely is not None:
             logits = logits.masked_fill(unlikely.gather(1, candidates), -torch.inf)
         if params.top_p < 1:
-            # Integers: the sum is exact in any order, and CUDA has no deterministic cumsum of floats.
+            # Use integers: their sum is exact in any order, and CUDA has no deterministic cumsum of floats.
             probs = (logits.double().softmax(dim=-1) * 2.0**52).long()
             logits = logits.masked_fill(probs.cumsum(dim=-1) - probs >= params.top_p * 2.0**52, -torch.inf)
     log_probs = logits.log_softmax(dim=-1)

@@ -18,7 +18,7 @@ class StopStrings:
         self.window = max((len(s.encode()) for s in stop), default=0) + 1
 
     def end_in(self, token_ids: np.ndarray) -> bool:
-        """Return whether the last of `token_ids` completes a stop string. The tokens before it contain none."""
+        """Return whether the last token completes a stop string, if the tokens before it contain no stop string."""
         if not self._found_in(token_ids[-self.window :]):
             return False
         # The last tokens alone may decode differently (a cut character, a dropped space), so check all tokens, too.

@@ -135,7 +135,7 @@ class WeightCheck:
         with the weights that differ, and whether each still has its old value."""
         actual_names: set[str] = set().union(*ranks)
         groups = {name: self._group(name, actual_names) for name in sent}
-        # Parts of a fused weight in their order in the weight, not in the order in which they were sent.
+        # Sort the parts of a fused weight by their order in the weight, which may not be the order of sending.
         in_order = sorted(sent, key=lambda name: groups[name][1])
         expected = _joined_by_group((groups[name][0], sent[name]) for name in in_order)
         actual = [

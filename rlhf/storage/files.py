@@ -277,7 +277,7 @@ def rename_durably(path: Path, target: Path) -> Path:
 
 
 def exchange(path: Path, other: Path) -> bool:
-    """Exchange the names of two files or directories on one disk atomically; return False if the disk cannot."""
+    """Exchange the names of two files or directories on one disk atomically; return False if this is not supported."""
     if (code := _swap(os.fspath(path), os.fspath(other))) in CANNOT_EXCHANGE:
         return False
     if code:

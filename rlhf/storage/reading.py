@@ -32,9 +32,9 @@ Range = tuple[int, memoryview]
 class CheckedFiles:
     """Reads and verifies the files below `root` that a manifest describes (`files`: path -> size and hashes).
 
-    A read raises DamagedCheckpoint ("<path>: <problem>") if a block that it touches does not match its hash. The
-    destination's content is then undefined. `checked` has the numbers of verified blocks by path; `bytes_read` counts
-    their bytes.
+    A read raises DamagedCheckpoint ("<path>: <problem>") if the file is missing or cut off, or if a block that it reads
+    does not match its hash. The destination's content is then undefined. `checked` has the numbers of verified blocks
+    by path; `bytes_read` counts the bytes of these blocks.
     """
 
     def __init__(self, root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -48,7 +48,7 @@ class CheckedFiles:
         self._elsewhere |= dict.fromkeys(names, root)
 
     def check_entry(self, name: str) -> None:
-        """Check that a file exists inside the checkpoint with the manifest's size, without reading it."""
+        """Raise DamagedCheckpoint unless the file is inside the checkpoint, with the manifest's size. Read no bytes."""
         root, size = self._elsewhere.get(name, self._root), self._entry(name)["size"]
         path = root / name
         with _damage(name):
@@ -188,11 +188,11 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 @contextmanager
 def _regular(path: Path, name: str) -> Iterator[int]:
-    """Open a regular file; raises DamagedCheckpoint for a pipe (a read may block) or a device (it may never end)."""
+    """Open a regular file; raises DamagedCheckpoint for a pipe or a device, whose read may never end."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno in (errno.ENXIO, errno.ELOOP):  # a socket; a cycle of links
+        if error.errno in (errno.ENXIO, errno.ELOOP):  # the path is a socket or a cycle of links
             raise DamagedCheckpoint(f"{name} is not a regular file") from error
         raise
     try:
@@ -210,7 +210,7 @@ def _size_of(path: Path, name: str) -> int:
 
 @contextmanager
 def _damage(name: str) -> Iterator[None]:
-    """Raise DamagedCheckpoint for the file `name` when the disk has lost data; raise other errors unchanged."""
+    """Raise DamagedCheckpoint if the file `name` is missing or the disk lost its data; raise other errors unchanged."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):

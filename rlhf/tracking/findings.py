@@ -59,7 +59,7 @@ class Findings:
         return any((one_reward, self._equal_groups, self._rejected, self._no_gradient))
 
     def texts(self) -> list[str]:
-        """Return a sentence for each finding, which also says where to look."""
+        """Return a sentence for each finding; most sentences name a command or file to look at."""
         found = []
         if self._one_reward and self._reward is not None:
             what = f"the reward never changed: it was {self._reward:g} for each sample {self._one_reward}"

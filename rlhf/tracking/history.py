@@ -45,7 +45,7 @@ class History:
         with _damage_as_user_error():
             # Promise 17.
             size = end_of_step(self.path, step, mark)
-        # Not synced: if a power cut restores dropped records, the next resume drops them again.
+        # Do not sync: if a power cut restores dropped records, the next resume drops them again.
         if self.path.exists() and self.path.stat().st_size > size:
             truncate(self.path, size)
 
@@ -59,7 +59,7 @@ class History:
         """Yield the complete records from the step `first` on, in the file's order.
 
         Raises:
-            UserError: a line before the last is not a record. No kill causes this damage.
+            UserError: a complete line is not a record. No kill causes this damage.
         """
         with _damage_as_user_error():
             for number, (step, line) in enumerate(read_lines(self.path), start=1):

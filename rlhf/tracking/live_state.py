@@ -67,7 +67,7 @@ def check_run_dir(run_dir: Path) -> None:
         for runs in ("*", "*/*"):
             if any(run_dir.glob(f"{runs}/{RESOLVED}")):
                 remedy = f" Its runs are {run_dir}/{runs}/."
-        if (run_dir.absolute().parent / RESOLVED).is_file():  # a checkpoint of the run
+        if (run_dir.absolute().parent / RESOLVED).is_file():  # `run_dir` is a checkpoint of a run
             remedy = f" It is in the run directory {run_dir.parent}."
         raise UserError(f"{run_dir} is not a run directory: it has no {RESOLVED}.{remedy}")
 
@@ -170,7 +170,7 @@ def _deadline(settings: dict[str, Any], statuses: dict[int, RankStatus], records
 
 def _quiet(run_dir: Path, statuses: dict[int, RankStatus], alive: bool | None) -> float:
     """Return the seconds since the last sign of progress."""
-    if alive and statuses:  # the monotonic clock of this machine
+    if alive and statuses:  # statuses have times of this machine's monotonic clock
         return time.monotonic() - max(status.time for status in statuses.values())
     now = time.time()
     files = [*(run_dir / name for name in (RUN_LOCK, EVENTS, HISTORY, RUN_LOG)), *(run_dir / STATUS_DIR).glob("*.json")]
@@ -180,7 +180,7 @@ def _quiet(run_dir: Path, statuses: dict[int, RankStatus], alive: bool | None) -
 def _changed(path: Path, default: float) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:  # removed meanwhile
+    except OSError:  # another process has removed the file
         return default
 
 
@@ -220,7 +220,7 @@ def _tail(path: Path) -> list[Record]:
             lines: deque[bytes] = deque(file.read().split(b"\n"))
     except FileNotFoundError:
         return []
-    lines.pop()  # empty, or a line that is being written
+    lines.pop()  # the last part is empty, or a line that is being written
     if start and lines:
         lines.popleft()
     return list(_parsed(path, lines))

@@ -34,7 +34,7 @@ class Mlflow:
     """Sends the records of metrics.jsonl to the MLflow run of `run_id`.
 
     The training only wakes a thread, which sends the records that the server lacks. If the server does not answer, the
-    thread logs one warning and retries. It asks the server for its newest step before it sends again.
+    thread logs one warning and retries. Before it sends again, the thread asks the server for its newest step.
     """
 
     def __init__(

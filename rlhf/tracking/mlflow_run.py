@@ -34,7 +34,7 @@ _ODD = re.compile(r"[^\w\-./ ]", re.ASCII)
 
 
 def check_server(config: MlflowConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if no address of a server is set. Does not import mlflow."""
+    """Raise UserError unless the address of a server is set and valid. Does not import mlflow."""
     name = "tracking.mlflow.tracking_uri" if config.tracking_uri else URI
     uri = config.tracking_uri or environ.get(URI)
     if not uri:

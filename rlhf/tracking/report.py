@@ -72,7 +72,7 @@ def _summarize(records: Iterable[Record], checkpoint: Path | None) -> dict[str, 
             curve.add(last)
         findings.add(last)
         if ACCURACY.metric in last:
-            evaluations = [*evaluations[:1], last]  # the first and the last
+            evaluations = [*evaluations[:1], last]  # keep the first and the last
     evaluated = held_out if shown == REWARD else accuracy
     return {
         "steps": last["step"],

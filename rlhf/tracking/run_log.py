@@ -54,7 +54,7 @@ class RunLog:
         self._saved = state
 
     def start(self, step: int, *, resumed: bool) -> None:
-        """Reset every tracker to the state after `step` steps."""
+        """Reset every tracker to the state after `step` steps or, unless the run is `resumed`, to an empty history."""
         if self._tracker is not None:
             self._tracker.start(step if resumed else None, self._saved)
             self._progress.start(step, self._total_steps)

@@ -37,7 +37,7 @@ class _Console(Console):
         # own start, and a bar of a stale width breaks into two lines.
         try:
             columns, rows = os.get_terminal_size(self.file.fileno())
-        except (OSError, ValueError):  # no terminal, or a stream without a file
+        except (OSError, ValueError):  # the stream is no terminal or has no file
             columns, rows = 0, 0
         return ConsoleDimensions(columns, rows) if columns and rows else super().size
 
@@ -76,7 +76,7 @@ class RunOutput:
         self._pipes = PipeWriter()
         self._early_lines: list[str] | None = []
         self._log: LogFile | None = None
-        # Several threads write lines. Reentrant: a failed write to the log writes a line about the failure.
+        # Several threads write lines. The lock is reentrant, because a failed write to the log writes another line.
         self._lock = threading.RLock()
 
     @property
@@ -89,7 +89,7 @@ class RunOutput:
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         self.end_bar()
-        if error is not None:  # for the log only: the command prints the error to stderr
+        if error is not None:  # write to the log only: the command prints the error to stderr
             text = [str(error)] if isinstance(error, UserError) else traceback.format_exception(error)
             self._write([self._sanitized("".join(text))])
         with self._lock:
@@ -199,7 +199,7 @@ class OutputHandler(logging.Handler):
 def _descriptor(stream: TextIO) -> int | None:
     try:
         return stream.fileno()
-    except (OSError, ValueError):  # a stream without a file
+    except (OSError, ValueError):  # the stream has no file
         return None
 
 

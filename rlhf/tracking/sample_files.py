@@ -93,7 +93,7 @@ class GenerationsTable:
     COLUMNS = ("prompt", "response", "ground_truth", "score", "length", "finish_reason")
 
     def of(self, step: int) -> list[list[Any]]:
-        """Return the rows of the evaluation after `step`, if there was one."""
+        """Return the rows of the evaluation after `step`; no rows without an evaluation."""
         answers = (sample for sample in self.files.read(step) if sample.get("split") == VALIDATION)
         return [[_cell(sample.get(name)) for name in self.COLUMNS] for sample in islice(answers, self.rows)]
 

@@ -72,7 +72,7 @@ class TensorBoard:
 
         shown = bytearray()
         for path in sorted(self._log_dir.glob(f"{_PREFIX}*")):
-            # One event at a time: an EventAccumulator keeps all values in memory.
+            # Read one event at a time: an EventAccumulator keeps all values in memory.
             for event in LegacyEventFileLoader(str(path)).Load():
                 if event.session_log.status == SessionLog.START:
                     del shown[event.step :]

@@ -49,7 +49,7 @@ def check_trackers(names: Sequence[str], tracking: TrackingConfig) -> None:
     Imports none of the packages.
 
     Raises:
-        UserError: a package, the login or the server's address is missing.
+        UserError: a package is missing, or the login or the server's address is missing or invalid.
     """
     for name in names:
         if name in PACKAGES:
@@ -96,8 +96,8 @@ class Tracker:
         A second call, after a rollback, starts the trackers again; a tracker that failed stays off.
 
         Args:
-            saved: `state_dict` at the end of `resume_step`; empty for a checkpoint without it, such as an import.
-                If it fits this history, earlier records are not read.
+            saved: `state_dict` at the end of `resume_step`; {} for a checkpoint without this state, such as an import.
+                If its end of the history fits the file, the records before this end are not read.
 
         Raises:
             UserError: metrics.jsonl is damaged.

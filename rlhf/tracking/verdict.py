@@ -32,7 +32,7 @@ class RunVerdict:
     kind: Literal["learned", "learned nothing", "stuck", "unstable", "unclear", "too short", "empty"]
     text: str
     cause: str = ""
-    """Why a run is stuck or unstable, without figures, so that the cause stays the same while the run goes on."""
+    """Why a run learned nothing, is stuck or unstable. Has no figures, so the text stays the same during the run."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def verdict(
 
     Args:
         report: the content of report.json (`tracking.report`).
-        rewards: the mean reward of each step.
-        nothing_learned: from `Findings`.
+        rewards: the finite mean rewards of the steps, in order.
+        nothing_learned: whether no step could change the policy (`Findings.nothing_learned`).
         broken_steps: steps whose loss or gradient norm is not finite.
     """
     if not rewards:

@@ -117,7 +117,7 @@ def manifest_bytes(root: Path) -> bytes:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """Return a checkpoint's manifest; raise DamagedCheckpoint if its checksum or the step in `root`'s name differs."""
+    """Return a checkpoint's manifest; raise like `parse_manifest`, and if `root` is named after another step."""
     manifest = parse_manifest(manifest_bytes(root), root / MANIFEST)
     named = step_of(root.absolute())
     if named is not None and named != manifest.step:
@@ -127,7 +127,7 @@ def read_manifest(root: Path) -> Manifest:
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
     """Parse a manifest. Raises DamagedCheckpoint unless the checksum matches and each field has its type (see
-    `manifest_form`); raises OtherFormat when another version saved it."""
+    `manifest_form`); raises OtherFormat for a format that this version does not read."""
     try:
         document = json.loads(raw)
         payload = document.get("payload") if isinstance(document, dict) else None

@@ -42,8 +42,8 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
     """Yield an empty folder that becomes `target`, durably, when the block ends.
 
     First removes leftovers of killed processes. Removes the folder if the block raises. `overwrite` replaces an earlier
-    `target`. Raises UserError before anything is written when `target` exists, is in a checkpoint, would replace one of
-    the `sources`, or is being written by another process.
+    `target`. Raises UserError before anything is written when `target` has content (without `overwrite`), when
+    `check_target` rejects `target`, or when another process is writing `target`.
     """
     target = target.absolute()
     check_target(target, overwrite, sources)
@@ -163,8 +163,8 @@ def _clear(leftover: Path, target: Path) -> None:
 
 
 def _create_locked(target: Path) -> tuple[Path, int | None]:
-    """Create and lock a folder beside `target`; the lock tells other processes that the writer lives. Return the folder
-    and the lock's file descriptor, or None on a file system without locks."""
+    """Create and lock a folder beside `target`; the lock tells other processes that the writer lives. Return
+    the folder, and the lock's file descriptor (None on a file system without locks)."""
     while True:
         folder = target.parent / fresh_name(INCOMPLETE, target.name)
         try:

@@ -1,7 +1,7 @@
 """Keeps the newest checkpoints, every n-th, and the best by a metric; removes all other checkpoints after each save.
 
 Decisions depend only on the directory's contents, so a restart does not change them. A process caches the metrics that
-it has read there.
+it has read from manifests.
 Hard links between checkpoints need no code: the file system keeps a file while any checkpoint links it.
 """
 

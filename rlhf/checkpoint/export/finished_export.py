@@ -32,6 +32,7 @@ def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> Non
     """Export a run that finished at `step` to `run_dir/huggingface/ROLE` if `settings` ask for it, and log the folder.
 
     Do nothing if the checkpoint or the folder has this export already. Replace exports of another checkpoint or dtype.
+    If other nodes' disks have files of the checkpoint, export nothing and log how to merge the parts.
     Raise UserError if the config or tokenizer does not exist any more.
     """
     if "hf_model" not in settings.contents:

@@ -29,7 +29,8 @@ def adapter_in(
 
 
 def merged_into(base: Path, adapter: adapters.Adapter) -> dict[str, ReadableTensor]:
-    """Return the tensors of the base model in `base` merged with the adapter; raise UserError if they do not fit."""
+    """Return the tensors of the base model in `base` merged with the adapter. Raise UserError if the base has no
+    safetensors, or if both do not fit."""
     source = open_safetensors(base)
     if source is None:
         raise UserError(

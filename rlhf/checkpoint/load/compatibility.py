@@ -26,7 +26,7 @@ def check_compatible(
 ) -> frozenset[str]:
     """Raise UserError unless the run `identity` with `config` may continue from this checkpoint; log differences.
 
-    Return the settings whose values or files change the run. `moving_reference`: the run's reference policy moves.
+    Return the settings whose values or files change the run. `moving_reference`: whether the run's reference moves.
     `allow_change`: `trainer.allow_config_change`. For an imported checkpoint, check only the contents, because it
     belongs to no run.
     """
@@ -85,8 +85,8 @@ def _other_files(
 def same_bits_problems(manifest: Manifest, identity: Identity, world_size: int) -> list[str]:
     """Return one line per reason why later steps may have other bits than in the run that saved the checkpoint.
 
-    Reasons are the number of ranks, threads and versions; settings are not compared. Empty for an imported checkpoint,
-    which no run of this trainer saved.
+    Reasons are another number of ranks or CPU threads, and other versions; settings are not compared. The result is
+    empty for an imported checkpoint, which no run of this trainer saved.
     """
     if manifest.imported:
         return []

@@ -109,7 +109,8 @@ def _locate_over_domains(path: Path, coordinator: Coordinator) -> FileLocations:
 
 
 def _read_domain_files(path: Path) -> tuple[str, int] | str | None:
-    """Return the manifest's hash and a bitmap of this domain's files, or the manifest's damage; None without `path`."""
+    """Return the manifest's hash and a bitmap of this domain's files, or the manifest's damage; None if
+    `path` does not exist. Raises OtherFormat."""
     if not path.exists():
         return None
     try:

@@ -248,11 +248,11 @@ class _Loading:
             yield "ref", REFERENCE, self._state.reference.shards(), "reference weights", "model.path"
 
     def _reads(self, name: str) -> bool:
-        """Return whether the file must exist for this run: an imported checkpoint has only its source's files."""
+        """Return whether this run reads the file. An imported checkpoint may lack files that other checkpoints have."""
         return not self._manifest.imported or name in self._manifest.files
 
     def _open(self, part: str, folder: str, shards: Shards, what: str, setting: str) -> tuple[TensorReader, Shards]:
-        """Open a folder of `_tensors`; also return `shards` as shards of the tensors in it."""
+        """Open a folder of `_tensors`. Also return `shards` under the names, and cut as the tensors, of this folder."""
         if PurePosixPath(folder).name == HF_FOLDER:
             # Take the names from the manifest, not from the directory: only files in the manifest can be verified.
             files = [f for f in map(PurePosixPath, self._manifest.files) if f.parent == PurePosixPath(folder)]

@@ -133,7 +133,10 @@ def _with_newest_intact(
     attempt: Callable[[FileLocations, Coordinator], T],
     snapshots: _Snapshots | None,
 ) -> T | None:
-    """Return the result of `attempt` for the newest complete checkpoint or snapshot that is not damaged."""
+    """Return the result of `attempt` for the newest complete checkpoint or snapshot that is not damaged.
+
+    Without one, return the result for `source`, or None if there is no `source` and the run never had a checkpoint.
+    """
     stuck: list[str] = []
     incomplete: list[FileLocations] = []
     for path in _candidates(run_dir, snapshots, coordinator):
@@ -170,7 +173,8 @@ def _attempt_complete(
     attempt: Callable[[FileLocations, Coordinator], T],
     incomplete: list[FileLocations],
 ) -> T | None:
-    """Return the result of `attempt`. If missing files may be on an absent disk, add the checkpoint to `incomplete`."""
+    """Return the result of `attempt`. If missing files may be on an absent disk, add the checkpoint to `incomplete`
+    and return None."""
     located = locate_files(path, coordinator)
     if located.missing and located.may_be_elsewhere:
         incomplete.append(located)

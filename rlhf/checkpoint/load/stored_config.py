@@ -19,7 +19,7 @@ CODE = "model.trust_remote_code"
 
 
 def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> ConfigDiff:
-    """Return the changes of `config` since the checkpoint at `path`; raise DamagedCheckpoint for a hash mismatch."""
+    """Return the changes of `config` since the checkpoint at `path`; raise DamagedCheckpoint if its text is damaged."""
     # Skip equal texts by their hash: parsing a configuration takes longer than loading a small model.
     if manifest.imported or manifest.config_hash == config.hash:
         return ConfigDiff([], [])

@@ -217,7 +217,8 @@ class RemoteCopies:
 
     def _linked(self, path: Path) -> Path:
         """Return a folder of hard links to the files of `path`, so that retention cannot remove them before the copy.
-        Return `path` itself if links are not possible. Raise DamagedCheckpoint or LocalFault if a file is missing."""
+        Return `path` itself if links are not possible. Raise LocalFault if a file is missing, and
+        DamagedCheckpoint for a manifest that is missing or damaged."""
         try:
             links = link_for_upload(path)
         except FileNotFoundError as error:

@@ -79,7 +79,7 @@ class _Download:
 
     def _open(self) -> bool:
         """Open the remote, and return whether this rank can read the copy: its machine may lack the credentials."""
-        if self._coordinator.is_leader:  # has read the copy's manifest
+        if self._coordinator.is_leader:  # the leader has read the manifest already
             self._store = RemoteStore(self._url)
             return True
         retries = Retries(self._url, stalled_s=CHECK_S, give_up_s=CHECK_S)
@@ -132,7 +132,7 @@ class _Download:
         self._retries.call(f"fetching {name} of step {step}", attempt, final=(DamagedCheckpoint, LocalFault))
 
     def _fetch_run_file(self, store: RemoteStore, name: str) -> None:
-        """Download a run file that was copied with the checkpoint; log a warning if it differs from its hash."""
+        """Download a run file that was copied with the checkpoint; log a warning if it is missing or damaged."""
         try:
             if name not in self._copy.run_files:
                 raise DamagedCheckpoint("remote.json does not list it")

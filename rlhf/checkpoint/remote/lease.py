@@ -72,7 +72,10 @@ class Lease:
             raise UserError(self._lost)
 
     def confirm(self) -> None:
-        """Read the lease, before anything remote is written or removed; raise UserError for another machine's lease."""
+        """Read the lease, and rewrite it if it is missing or incomplete. Raise UserError for another machine's lease.
+
+        Call this before anything remote is written or removed.
+        """
         seen = self._read()
         if not _parsed(seen):
             self._take_over(seen)
@@ -191,7 +194,7 @@ def _is_alive(pid: object) -> bool:
 def _parsed(seen: bytes | None) -> dict[str, Any]:
     try:
         found = json.loads(seen or b"")
-    except ValueError:  # cut short by a kill, with an unknown holder
+    except ValueError:  # a kill cut the lease short, so its holder is unknown
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -187,7 +187,7 @@ class RemoteStore:
             self._fs.rm(self._path(step_dir(Path(), step).name), recursive=True)
 
     def run(self) -> dict[str, Any]:
-        """Return the owner's run.json; empty when the folder has no owner."""
+        """Return the owner's run.json; empty if this file is missing or is not a JSON object."""
         raw = self.read(RUN_FILE)
         try:
             found = json.loads(raw or b"{}")

@@ -71,7 +71,10 @@ def make_room(
 
 
 def _count_to_remove(run_dir: Path, needed: int, removable: list[Path]) -> int:
-    """Return how many checkpoints from the front of `removable` this disk must remove."""
+    """Return how many checkpoints from the front of `removable` this disk must remove.
+
+    Raise OSError (ENOSPC) if even the removal of all of them would not suffice.
+    """
     free = _free(run_dir)
     enough = next((n for n in range(len(removable) + 1) if free + bytes_freed_by(removable[:n]) >= needed), None)
     if enough is None:

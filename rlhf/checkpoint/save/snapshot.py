@@ -23,10 +23,11 @@ from rlhf.storage.state import TrainState
 class Snapshot:
     """This rank's part of a save.
 
-    This rank alone writes `files` and `whole_tensors` (path -> safetensors content). For `components` (folder ->
-    shards), the save adds an index over all ranks. All ranks together write the files of `exports` (folder -> export).
-    The shards of components and exports are live views. `unchanged` maps components to a published checkpoint that
-    already has them, bit for bit. The manifest records `metrics`, the metrics of the step.
+    This rank alone writes `files` (path -> bytes) and `whole_tensors` (path -> tensors of a safetensors file). For
+    `components` (folder -> shards), the save adds an index over all ranks. All ranks together write the files of
+    `exports` (folder -> export). Shards are live views, except in exports with `is_copy`. `unchanged` maps
+    components to a published checkpoint that already has them, bit for bit. The manifest records `metrics`, the
+    metrics of the step.
     """
 
     step: int

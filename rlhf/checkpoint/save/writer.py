@@ -68,8 +68,12 @@ def write_checkpoint(
     pending: PendingCheckpoint | None = None,
     cancel_copy: Callable[[], None] = lambda: None,
 ) -> SaveResult:
-    """Commit `snapshot` (begun as `pending`) as `run_dir/global_step_N` and apply retention. Collective. Raises
-    SaveFailed on every rank when any rank fails; then nothing is left behind and earlier checkpoints are unchanged."""
+    """Commit `snapshot` (begun as `pending`) as `run_dir/global_step_N` and apply retention. Collective.
+
+    Raises SaveFailed on every rank when any rank fails. Then the leaders remove the incomplete checkpoint. Earlier
+    checkpoints are unchanged, but `make_room` may have removed those that retention would remove. Raises LostPeer if a
+    rank is lost after the renames.
+    """
     started = time.monotonic()
     pending = pending or begin_checkpoint(snapshot, run_dir, coordinator)
     root = pending.root
@@ -135,8 +139,8 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class Commit:
-    """The last files of a save: the manifest and the indices by path. `throughput` has the bytes written, in total and
-    by part."""
+    """The last files of a save: the manifest and the indices by path. `throughput` has the bytes written in
+    total, and each part's bytes and seconds."""
 
     manifest: Manifest
     indices: dict[str, bytes]

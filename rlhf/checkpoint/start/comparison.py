@@ -28,8 +28,8 @@ run."""
 def check_same_run(
     run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, resumed_from: str | None, coordinator: Coordinator
 ) -> None:
-    """Raise UserError if the checkpoint to resume has settings of another run, or a step after the end of the requested
-    run. Collective; changes nothing. `resumed_from`: the entry in run.json."""
+    """Raise UserError if the checkpoint to resume has another format, settings of another run, or a step that leaves
+    nothing to train. Collective; changes nothing. `resumed_from`: the entry in run.json."""
     source = resume_source(trainer)
     forks = source is not None and coordinator.broadcast(str(source)) != resumed_from
     paths = [] if forks else published(run_dir, coordinator)
@@ -58,7 +58,7 @@ def check_unprepared(run_dir: Path, trainer: TrainerConfig, config: ResolvedConf
 
 
 def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: TrainerConfig, *, begins: bool) -> None:
-    if manifest.imported:  # belongs to no run: no settings, no length
+    if manifest.imported:  # this checkpoint belongs to no run: it has no settings and no length
         return
     diff = changes_since(path, manifest, config)
     if (driver := driver_state_of(path)) is not None:

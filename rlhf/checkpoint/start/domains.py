@@ -35,7 +35,7 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
         tokens = coordinator.everywhere(lambda: create_empty(token).name)
         seen = _poll_until_agreed(run_dir, tokens, coordinator)
     finally:
-        with suppress(OSError):  # must not hide a failed creation
+        with suppress(OSError):  # a failed removal must not hide a failed creation
             remove_file(token)
     coordinator.all_gather(None)  # wait until all ranks have removed their tokens: a cleanup follows
     domains = [min(view) for view in seen]

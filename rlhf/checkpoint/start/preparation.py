@@ -41,7 +41,8 @@ def prepare(
 
     The caller has the run lock of every directory. Raises UserError for `trainer.resume_mode=disable` on a directory
     with checkpoints, for checkpoints of a run with other settings, for a `trainer.resume_from_path` that is not a
-    checkpoint, for a `checkpoint.remote` that cannot be used, and for a pointer without checkpoints.
+    checkpoint, for a `checkpoint.remote` that cannot be used, for a pointer without checkpoints, for a damaged
+    run.json, and for a history file with a second hard link.
     """
     if settings.remote is not None and len(coordinator.domain_leaders) > 1:
         raise UserError(
@@ -180,7 +181,10 @@ def _move_to_driver(path: Path, domain: int, size: int, coordinator: Coordinator
 
 
 def _fork(run_dir: Path, source: Path, coordinator: Coordinator) -> dict[str, Any]:
-    """Set aside everything that does not descend from `source`; return the new run's entries in run.json."""
+    """Set aside the old records and checkpoints (`set_aside_for`); return the new run's entries in run.json.
+
+    Raises UserError if `source` is not the directory of a checkpoint.
+    """
     if not any(coordinator.on_domain_leaders(lambda: step_of(source) is not None and source.is_dir())):
         raise UserError(f"trainer.resume_from_path={source} is not a checkpoint: name a global_step_N directory.")
     drivers = coordinator.on_domain_leaders(lambda: directory.driver_state_of(source))

@@ -75,7 +75,7 @@ def _reject_other_files(run_dir: Path) -> None:
 
 
 def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
-    """Remove the leftovers of an interrupted save or upload; raise like `reject_earlier` and `reject_shared`."""
+    """Remove what an interrupted save, upload or export left; raise like `reject_earlier` and `reject_shared`."""
     if removed := clean_leftovers(run_dir):
         log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))
     try:
@@ -88,7 +88,7 @@ def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
 
 
 def reject_shared(run_dir: Path) -> None:
-    """Raise UserError if a file to which the run appends has a second hard link: that file would change, too."""
+    """Raise UserError if a file to which the run appends has a second hard link in another folder."""
     for path in (run_dir / HISTORY, run_dir / EVENTS):
         if path.exists() and path.stat().st_nlink > 1:
             raise UserError(
@@ -140,7 +140,7 @@ def new_run_id() -> str:
 
 
 def newest_run(run_dir: Path) -> dict[str, Any]:
-    """Return the entries of run.json that the newest intact checkpoint stores; empty without such a checkpoint."""
+    """Return run.json's entries from the newest checkpoint with an intact driver state; empty if there is none."""
     state = next((state for path in scan(run_dir) if (state := driver_state_of(path)) is not None), {})
     return {key: state[key] for key in ("run_id", STARTED_ON) if state.get(key) is not None}
 

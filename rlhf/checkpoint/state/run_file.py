@@ -1,4 +1,4 @@
-"""Reads and writes run.json: the id of a directory's run, the source of a fork, and the torchrun launch."""
+"""Reads and writes run.json: the id and start day of a directory's run, the source of a fork, and the launch."""
 
 import json
 from pathlib import Path

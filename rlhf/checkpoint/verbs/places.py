@@ -26,7 +26,10 @@ def local_folder(text: str) -> Path:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return the checkpoint `path`, or the checkpoints in the run directory `path`, newest first."""
+    """Return the checkpoint `path`, or the checkpoints in the run directory `path`, newest first.
+
+    Raise UserError if there is none.
+    """
     try:
         if step_of(path.absolute()) is not None and path.is_dir():
             return [path]

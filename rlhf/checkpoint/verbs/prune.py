@@ -135,7 +135,8 @@ def _pruned(found: LocalRun, rules: CheckpointConfig, arguments: argparse.Namesp
 
 
 def _check_sizes(path: Path) -> Manifest:
-    """Return a checkpoint's manifest if its files exist with the right sizes; read no bytes of the files."""
+    """Return a checkpoint's manifest if its files exist with the right sizes, else raise
+    DamagedCheckpoint. Read no bytes of the files."""
     manifest = read_manifest(path)
     here = manifest.expected_at(path)
     for name in here:

@@ -50,7 +50,10 @@ class RemoteCheckpoint:
         return list(manifest.files)
 
     def is_removed(self) -> bool:
-        """Return whether the manifest is gone, because a removal removes the manifest first."""
+        """Return whether the checkpoint is gone: its manifest, if `manifest` has read it, or else its folder.
+
+        A removal removes the manifest first.
+        """
         store, read = self._store, partial(self._store.read, object_name(self.step, MANIFEST))
         if self._committed:
             return call_remote(self._retries, f"reading {self.name}", read) is None

@@ -11,8 +11,9 @@ from pathlib import Path
 class OtherTrainers:
     """Tables of names and values from other trainers.
 
-    `names` maps each trainer's names to our setting or group, `settings` the names of all trainers, and `values` their
-    values to ours. In some settings, verl's -1 means none or all; `minus_one` maps each such setting to our value.
+    `names` has a table for each trainer, from its names to our settings or groups; `settings` joins these tables.
+    `values` maps other trainers' values to ours. In some settings, verl's -1 means none or all; `minus_one` maps each
+    such setting to our value.
     `remarks` has a sentence for each name without a single equivalent; `value_remarks` has a sentence for each pair of
     setting (or group) and value. `prefixes` are outer sections of the other trainers' files, to remove before a lookup.
     """

@@ -8,7 +8,7 @@ from rlhf.config.rules.without_effect import without_effect
 
 
 def env_problems(config: Config) -> Iterator[str]:
-    """Yield one line per rollout setting that a run with environments cannot use."""
+    """Yield one line per setting of `env` or `rollout` that a run with environments cannot use."""
     if not config.env.used:
         return
     rollout, shown = config.rollout, config.env.shown
@@ -28,7 +28,7 @@ def env_problems(config: Config) -> Iterator[str]:
 
 
 def idle_env(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """Yield one line per setting `env` on the command line (`given`, not a recipe) if the run has no environment."""
+    """Yield one line per setting of `env` on the command line (`given`) if the run has no environment."""
     if config.env.used:
         return
     for key, value in given:

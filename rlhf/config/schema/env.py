@@ -48,10 +48,10 @@ class EnvConfig:
 
     @property
     def used(self) -> bool:
-        """Whether the responses are episodes."""
+        """Return whether the responses are episodes."""
         return bool(self.classes) or self.command is not None
 
     @property
     def shown(self) -> str:
-        """The setting and the value that make the responses episodes, for messages."""
+        """Return the setting and the value that make the responses episodes, for messages."""
         return f"env.command={self.command}" if self.command is not None else f"env.classes={self.classes}"

@@ -119,7 +119,7 @@ class Recipe:
         self.lost.append(f"{shown(name, value)}: {why}")
 
     def as_yaml(self, head: str) -> str:
-        """Return the recipe as YAML, after the comment `head`. Comments at the end list the settings that it lacks."""
+        """Return the recipe as YAML, after the comment `head`. Comments at the end list what the recipe lacks."""
         parts = ["# @package _global_\n", comment(head)]
         if code := [each for each in self.settings.get("reward.functions", []) if ":" in each]:
             parts += [comment(f"Runs code: reward.functions={code}")]

@@ -98,7 +98,7 @@ def _runs_code(key: str, value: Any) -> bool:
 
 
 def _switches_off(name: str, value: Any) -> bool:
-    """Return whether the setting disables its section, and neither the section nor the setting exists here."""
+    """Return whether the setting disables its section, and we have no setting of this name."""
     section, _, leaf = name.rpartition(".")
     return leaf in ("enable", "enabled") and value is False and bool(section) and setting_of(name) is None
 

@@ -65,7 +65,7 @@ def _kl(theirs: Theirs, recipe: Recipe) -> None:
 
 def _batches(theirs: Theirs, recipe: Recipe) -> None:
     """Set the batch sizes. A step's samples are `generation_batch_size`, or else samples per device * devices *
-    (`steps_per_generation`, or else the accumulation). Its prompts are these samples / samples per prompt."""
+    (`steps_per_generation`, or else the accumulation). A step's prompts are these samples / samples per prompt."""
     samples = theirs.number("per_device_train_batch_size", least=1)
     of_prompt = theirs.number("num_generations", least=1)
     accumulated = theirs.number("gradient_accumulation_steps", least=1)

@@ -78,7 +78,7 @@ class DcpFolder:
 
     `objects` lists the entries that are not tensors. `paths` maps each entry to its keys in the nested state dict, if
     `.metadata` has the keys. Raises UserError for a folder without `.metadata`, and for a missing or compressed data
-    file; DamagedCheckpoint for an unreadable `.metadata`.
+    file. Raises DamagedCheckpoint for a damaged `.metadata` or a truncated data file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -175,7 +175,8 @@ def checked_counts(numbers: Any) -> tuple[int, ...]:
 
 
 def read_metadata(path: Path) -> metadata.Metadata:
-    """Load a `.metadata` file. Raises UserError for a class that is not allowed, DamagedCheckpoint if truncated."""
+    """Load a `.metadata` file. Raises UserError for a missing file or a class that is not allowed, and
+    DamagedCheckpoint for any other content that is not metadata."""
     try:
         content = read_regular(path, LARGEST)
     except OSError as error:
@@ -199,7 +200,7 @@ class _RestrictedUnpickler(pickle._Unpickler):
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-    del dispatch[pickle.BYTEARRAY8[0]]  # would also allocate the claimed size; unused in `.metadata`
+    del dispatch[pickle.BYTEARRAY8[0]]  # this opcode, too, allocates the claimed size
 
     def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file)

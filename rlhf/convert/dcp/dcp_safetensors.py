@@ -28,8 +28,9 @@ def is_sharded(folder: Path) -> bool:
 class DcpSafetensors(DcpFolder):
     """Reads the tensors of a HuggingFaceStorageWriter folder, whose files describe their own tensors.
 
-    Raises UserError if the files of a rank are missing, DamagedCheckpoint for a truncated file. Missing files of the
-    last ranks cannot be detected here: the tensors are then shorter than the model's.
+    Raises UserError if the files of a rank are missing or a tensor has an unsupported type, and DamagedCheckpoint for a
+    file that is truncated or does not describe its tensors. Missing files of the last ranks cannot be detected here:
+    the tensors are then shorter than the model's.
     """
 
     def __init__(self, path: Path) -> None:

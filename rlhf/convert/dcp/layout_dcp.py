@@ -42,7 +42,7 @@ def recognises(origin: Origin) -> bool:
     """Return whether the folder, or a folder in it, is a torch.distributed.checkpoint save that is not Megatron's."""
     try:
         return _folders(origin) is not None
-    except UserError:  # saves exist; `open_source` raises the reason
+    except UserError:  # saves exist, but not the requested one; `open_source` raises the error again
         return True
 
 
@@ -76,7 +76,10 @@ def _is_save(folder: Path) -> bool:
 
 
 def _folders(origin: Origin) -> tuple[Path, Path | None] | None:
-    """Return the model's folder, and the optimizer's folder if there is one; None without a save."""
+    """Return the model's folder, and the optimizer's folder if there is one; None without a save.
+
+    Raises UserError for an unknown tag.
+    """
     path = origin.path
     if origin.tag is None and _is_save(path):
         match = ACCELERATE_MODEL.fullmatch(path.resolve().name)

@@ -82,7 +82,10 @@ def check_supported(save: Path) -> None:
 
 
 def files_by_rank(save: Path, pattern: str) -> dict[int, Path]:
-    """Return the files that match `pattern`, by rank; a file without a rank in its name is rank 0's."""
+    """Return the files that match `pattern`, by rank; a file without a rank in its name is rank 0's.
+
+    Raises UserError if two files have the same rank.
+    """
     found: dict[int, Path] = {}
     for path in sorted(save.glob(pattern)):
         if match := RANK.fullmatch(path.name):
@@ -107,7 +110,10 @@ def check_no_others(save: Path, pattern: str, ranks: int) -> None:
 
 
 def open_all(save: Path, pattern: str, world_size: int) -> list[dict[str, Any]]:
-    """Load the files that match `pattern`, rank by rank. Raises UserError that names the missing files."""
+    """Load the files that match `pattern`, rank by rank.
+
+    Raises UserError that names the missing files, or a file of another save.
+    """
     files = files_by_rank(save, pattern)
     if missing := [rank for rank in range(world_size) if rank not in files]:
         like = next(iter(files.values())).name if files else f"zero_pp_rank_0_mp_rank_00{pattern[1:]}"

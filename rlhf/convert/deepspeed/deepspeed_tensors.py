@@ -1,6 +1,6 @@
-"""Assembles the tensors of a DeepSpeed save from the flat partitions of its ranks without reading them.
+"""Assembles the tensors of a DeepSpeed save from its ranks' flat partitions, without reading the partitions.
 
-Stages 1 and 2 concatenate all parameters of a group to one flat tensor. Each rank has an equal range of this tensor.
+Stages 1 and 2 concatenate all parameters of a group into one flat tensor. Each rank has an equal range of this tensor.
 Stage 3 pads each parameter and cuts it into one equal range per rank. Each rank concatenates its ranges in the order of
 the parameters. The moments have the layout of the weights.
 """

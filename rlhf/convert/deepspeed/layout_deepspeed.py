@@ -1,10 +1,10 @@
 """Reads DeepSpeed's own checkpoints, ZeRO stages 0 to 3: float32 weights and moments from the ranks' flat partitions.
 
 A folder has one folder per save, named by the save's tag, and a file `latest` that names one tag. A save has
-`mp_rank_00_model_states.pt` (stages 0 to 2) or `zero_pp_rank_R_mp_rank_00_model_states.pt` (stage 3), and
-`..._optim_states.pt` of each rank. Scripts in the folder never run. Weights are assembled as in `zero_to_fp32` of
-DeepSpeed 0.19, except for two cases that `zero_to_fp32` gets wrong: frozen parameters in stage 1, and stage 1 in
-bfloat16.
+`mp_rank_00_model_states.pt` (stages 0 to 2) or `zero_pp_rank_R_mp_rank_00_model_states.pt` (stage 3). At
+stages 1 to 3 it also has `..._optim_states.pt` of each rank. Scripts in the folder never run. Weights are assembled as
+in `zero_to_fp32` of DeepSpeed 0.19, except for two cases that `zero_to_fp32` gets wrong: frozen parameters in stage 1,
+and stage 1 in bfloat16.
 """
 
 from collections.abc import Mapping

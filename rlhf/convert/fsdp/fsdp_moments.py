@@ -25,7 +25,7 @@ BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
 def read_moments(
     folder: Path, world_size: int, parameters: Mapping[str, tuple[int, ...]], shard_ranks: Sequence[int]
 ) -> dict[str, ReadableTensor]:
-    """Return the optimizer's `NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step` for each parameter NAME.
+    """Return the optimizer's `NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step` for each updated parameter NAME.
 
     `parameters` maps names to shapes, in the model's order. `shard_ranks` are the ranks whose pieces, in this order,
     form one copy of the model. Raises Unmapped when the optimizer is missing or does not fit the parameters;
@@ -81,7 +81,7 @@ Named = list[tuple[str, tuple[int, ...]]]
 def _of_shards(named: Named, entries: Sequence[dict[int, dict[str, Any]]]) -> dict[str, ReadableTensor]:
     found: dict[str, ReadableTensor] = {}
     for index, (name, shape) in enumerate(named):
-        if index not in entries[0]:  # never updated
+        if index not in entries[0]:  # the parameter was never updated
             continue
         for moment in MOMENTS:
             tensor = assemble(f"{name}.{moment}", [entry[index][moment] for entry in entries])
@@ -107,7 +107,7 @@ def _of_units(
     found: dict[str, ReadableTensor] = {}
     for index, unit in enumerate(units):
         there = [entries[index] for entries in ranks if index in entries]
-        if not there:  # never updated
+        if not there:  # the unit was never updated
             continue
         numel = sum(math.prod(shape) for _, shape in unit)
         for moment in MOMENTS:

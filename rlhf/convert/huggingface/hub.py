@@ -66,7 +66,7 @@ def upload_folder(
 
     Weights are sent first; then one commit adds all files at once and deletes the weights of an older model. Files that
     the Hub has, from a killed upload or another commit, are not sent again. `card` is the model card for a folder
-    without a README.md. Raises UserError like `prepare_repository`, and when all retries fail.
+    without a README.md. Raises UserError like `files_to_send` and `prepare_repository`, and when all retries fail.
     """
     files = files_to_send(folder)
     repo_id = prepare_repository(repo_id, private=private, revision=revision)

@@ -44,8 +44,8 @@ def write_megatron_folder(
     tokenizer in `huggingface/`. Return the written files with hashes, computed in memory before the write.
 
     megatron-core's `dist_checkpointing` loads `torch_dist` at any number of ranks; `mp_rank` has one file per rank.
-    Raises UserError if no Megatron names are known for the model, or if it cannot be split over the ranks (either
-    layout). `dtype` (float32, ...) converts the weights; None keeps each dtype.
+    Raises UserError if no Megatron names are known for the model, or if the model cannot be split over the ranks
+    (checked for both layouts). `dtype` (float32, ...) converts the weights; None keeps each dtype.
     """
     model = _model(source)
     model.check_tensor_ranks(tensor_ranks, "--tp")

@@ -46,7 +46,7 @@ def has_value_head(parts: Parts) -> bool:
 
 def as_transformers(model: MegatronModel, parts: Parts, where: Path, files: Path) -> NamedTensors:
     """Return transformers' tensors of `model` from `parts`, which were read in `where`. Raises UserError for a missing
-    tensor, a wrong shape, or a tensor that the model lacks."""
+    tensor, a wrong shape, or a tensor that the model lacks, and DamagedCheckpoint if the ranks' dtypes differ."""
     tensors: dict[str, ReadableTensor] = {}
     known = {OUTPUT} if model.tied else set()
     for spec in model.specs():
@@ -112,7 +112,8 @@ def as_megatron(
     model: MegatronModel, source: TensorSource, *, rank: int = 0, ranks: int = 1, vocabulary: int | None = None
 ) -> dict[str, JoinedTensor]:
     """Return the tensors of tensor parallel rank `rank` by Megatron's names; `vocabulary` is the number of padded rows.
-    Raises UserError when `source` lacks a tensor of the model, or has a tensor in another shape."""
+    Raises UserError when `source` lacks a tensor of the model, or has a tensor in another shape or one that the model
+    lacks."""
     tensors: dict[str, JoinedTensor] = {}
     known = {"lm_head.weight"} if model.tied else set()
     for spec in model.specs():

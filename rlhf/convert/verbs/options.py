@@ -1,4 +1,4 @@
-"""Options that verbs share: the checkpoint to read, its layout, and how to write its weights."""
+"""Defines the options that verbs share: the checkpoint to read, its layout, and how to write its weights."""
 
 import argparse
 from collections.abc import Iterable

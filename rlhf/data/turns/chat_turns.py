@@ -34,7 +34,7 @@ _FORMAT_MARKS = {
     "mistral": "[TOOL_CALLS]",
     "llama3": "<|start_header_id|>",
 }
-"""Maps a text that occurs in a chat template with tools to the call format of the template."""
+"""Maps each call format to a text that occurs in its chat templates with tools."""
 _MORE_STOPS = {"llama3": ("<|eom_id|>",), HARMONY: ("<|return|>", "<|call|>")}
 
 
@@ -59,7 +59,8 @@ class ChatTurns:
         announce: whether to describe the tools in the prompt if the template does not print them.
 
     Raises:
-        UserError: the tokenizer has no chat template, or the template cannot be extended turn by turn.
+        UserError: the tokenizer has no chat template, or the template cannot be extended turn by turn, or it writes
+            calls in no format that the trainer reads.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class ChatTurns:
         return [each.name for each in FAMILIES if all(mark in self._template.source for mark in each.marks)]
 
     def _check_prefixes(self, given: bool) -> None:
-        """Select a training template if the template rewrites earlier turns."""
+        """Select a training template if the template rewrites earlier turns. Raise UserError if there is none."""
         if not (problem := rewriting(self._template, self._tools)):
             return
         found = None if given else training_template(self._tokenizer, self._template, self._tools, self._after_turn)

@@ -26,7 +26,7 @@ class TextTools:
             self._announcement = _fenced_announcement(tools) if fenced else announcement(tools)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Return the messages of a prompt, with the description of the tools."""
+        """Return the messages of a prompt, with the description of the tools if `announced`."""
         fitted = self.fitted(messages)
         if self._announcement is None:
             return fitted

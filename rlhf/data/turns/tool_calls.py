@@ -9,7 +9,7 @@ from typing import Any
 BROKEN_JSON = (ValueError, RecursionError)
 """Errors of `json.loads`: invalid JSON, a number that is too long, lists that are nested too deeply."""
 NO_NAME = "unknown"
-"""The name in the result of an invalid call that names no tool."""
+"""The name in the result of an invalid call whose own name is missing or no valid text."""
 ID_LENGTH = 9
 """Characters of a call's id; Mistral's templates accept no other length."""
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -36,7 +36,7 @@ class Written:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool of the environment; the arguments fit its schema."""
+    """A call of one of the environment's tools; the arguments fit the tool's schema."""
 
     name: str
     arguments: dict[str, Any]
@@ -82,7 +82,7 @@ class Turn:
         return tuple(action for action in self.actions if isinstance(action, InvalidCall))
 
     def message(self) -> dict[str, Any]:
-        """Return the turn as an OpenAI message, for reward functions and tables of samples."""
+        """Return the turn, without invalid calls, as an OpenAI message for reward functions and tables of samples."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.thoughts:
             message["reasoning_content"] = self.thoughts
@@ -109,7 +109,7 @@ def written_object(text: str, keys: Sequence[str] = ("arguments", "parameters"))
 
 
 def written_value(text: str, value: Any, keys: Sequence[str] = ("arguments", "parameters")) -> Written:
-    """Read a call from a JSON value."""
+    """Read a call from a JSON value; `keys` as in `written_object`."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Written(text, problem='the call is not an object {"name": ..., "arguments": {...}}')
     key = next((key for key in keys if key in value), None)
@@ -186,7 +186,7 @@ def _is_text(values: Any) -> bool:
 
 
 def _made_id(text: str, position: int) -> str:
-    """Return an id that is a function of the call alone, so that a replayed episode has the same tokens."""
+    """Return an id that depends only on the call's text and position, so that a replayed episode has equal tokens."""
     return hashlib.blake2s(f"{position} {text}".encode(errors="replace")).hexdigest()[:ID_LENGTH]
 
 

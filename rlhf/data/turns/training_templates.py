@@ -55,7 +55,7 @@ FAMILIES = (
 def training_template(
     tokenizer: Any, template: TemplateRenderer, tools: Messages, after_turn: Callable[[str], list[int]]
 ) -> tuple[str, ContinuationRenderer] | None:
-    """Return the name and renderer of the training template for the tokenizer, or None.
+    """Return the name and renderer of the training template for the tokenizer, or None if no template fits.
 
     Args:
         after_turn: returns the tokens after the end of the marked turn in a rendering.

@@ -225,7 +225,7 @@ def _modules(trainer: TrainerConfig, data: DataConfig, backend: BackendConfig) -
         modules.append("reasoning_gym")
     if backend.name == "deepspeed":
         modules.append("torch._inductor.compile_fx")  # DeepSpeed's optimizers import it
-        if trainer.device != "auto":  # DeepSpeed reads the device from DS_ACCELERATOR when it is imported
+        if trainer.device != "auto":  # the import of DeepSpeed reads the device from DS_ACCELERATOR
             modules.append("deepspeed")
     return modules
 

@@ -44,7 +44,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _submit(script: str) -> str:
-    """Submit the script with sbatch. Return the line for the user. Raise UserError if sbatch rejects the script."""
+    """Submit the script with sbatch. Return the line for the user. Raise UserError if sbatch is missing or fails."""
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True)
     except FileNotFoundError:

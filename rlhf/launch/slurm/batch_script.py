@@ -66,7 +66,7 @@ def batch_script(
 def _options(
     trainer: TrainerConfig, sbatch: Mapping[str, str | None], array: str | None, gpus_per_node: int | None
 ) -> list[str]:
-    """Return all options of sbatch. The user's options replace the defaults."""
+    """Return all options of sbatch. The user's options replace the defaults, but not the options from `trainer`."""
     of_rank = cpus_of_rank(sbatch)
     one = trainer.nnodes == 1
     found: dict[str, str | None] = {

@@ -74,7 +74,7 @@ def merged(base: Mapping[str, ReadableTensor], adapter: Adapter) -> dict[str, Re
     and rounds once to W's type. Fully trained modules (`modules_to_save`) replace the base's.
 
     Raises:
-        UserError: the adapter is of an unknown kind, or belongs to another base.
+        UserError: the adapter is of an unsupported kind, incomplete or without a finite scale, or fits another base.
     """
     _check(adapter)
     result, factors = dict(base), dict[str, dict[str, ReadableTensor]]()

@@ -52,6 +52,9 @@ def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool 
     Args:
         value_model: return the class with one output per token.
         tied: overrides the configuration's `tie_word_embeddings`.
+
+    Raises:
+        UserError: with `value_model`, if the architecture has no value head.
     """
     try:
         config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)

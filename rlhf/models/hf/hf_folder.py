@@ -42,7 +42,8 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> Pla
     """Plan the Hugging Face folder of an open checkpoint; messages name its path `where`.
 
     Raises:
-        UserError: the configuration is missing or does not fit the tensors.
+        UserError: the configuration is missing or does not fit the tensors; tied tensors differ; a tensor has a type
+            that cannot be exported; or the user must choose what to do with an adapter.
         DamagedCheckpoint: tied tensors, which are read and compared, cannot be read.
     """
     contents = source.contents
@@ -61,7 +62,7 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> Pla
     changes: dict[str, Any] = {}
     tied: list[str] = []
     if options.need_architecture(config) or may_rename(config):
-        # Imports transformers, which takes seconds.
+        # This module imports transformers, which takes seconds.
         from rlhf.models.hf.architecture import architecture_of, check_fit
         from rlhf.models.hf.regrouped import as_in_files
 

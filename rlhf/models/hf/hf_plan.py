@@ -92,7 +92,7 @@ def plan_as_stored(tensors: Tensors, model_files: Path, options: HfOptions) -> H
     Return None if a tensor has to be computed or compared.
 
     Raises:
-        UserError: `model_files` has no configuration.
+        UserError: `model_files` has no valid configuration.
     """
     small = read_small_files(model_files)
     config = parse_model_config(small, model_files)
@@ -130,7 +130,7 @@ def as_json(document: object) -> bytes:
 
 
 def _main_dtype(tensors: Tensors) -> str | None:
-    """Return the floating-point type of most bytes, by its name in configurations."""
+    """Return the floating-point type with the most bytes, by its name in configurations; None without such tensors."""
     names, sizes = {kind: name for name, kind in FLOAT_TYPES.items()}, dict[str, int]()
     for kind, shape in tensors.values():
         if (name := names.get(kind)) is not None:

@@ -24,7 +24,8 @@ def open_safetensors(path: Path, model_files: Path | None = None) -> "Safetensor
     """Open the folder `path`, with small files from `model_files` or `path`; return None without safetensors.
 
     Raises:
-        UserError: the weights are quantized.
+        UserError: the weights are quantized or of an unsupported type, or a file of the index is missing.
+        DamagedCheckpoint: a file is cut off, or does not fit the index.
     """
     check_not_quantized(path)
     if (path / WEIGHTS_INDEX).is_file():
@@ -43,7 +44,12 @@ def check_not_quantized(path: Path) -> None:
 
 
 def weight_map(path: Path, index: str) -> dict[str, list[str] | None]:
-    """Return the tensor names of each weights file that the index lists. Raise UserError for a missing file."""
+    """Return the tensor names of each weights file that the index lists.
+
+    Raises:
+        UserError: a weights file is missing.
+        DamagedCheckpoint: the index is invalid.
+    """
     try:
         entries = json.loads((path / index).read_bytes())["weight_map"]
         files: dict[str, list[str] | None] = {}

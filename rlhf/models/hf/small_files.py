@@ -32,7 +32,7 @@ def folder_with_config(*folders: Path) -> Path | None:
 
 
 def read_small_files(folder: Path) -> dict[str, bytes]:
-    """Return the small files of `folder` by name; raise UserError if it is not a model's folder."""
+    """Return the small files of `folder` by name; raise UserError if it cannot be read or has no valid config.json."""
     try:
         names = [str(p.relative_to(folder)) for p in sorted([*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")])]
         found = {name: read_regular(folder / name, LARGEST) for name in names if is_small_file(name)}
@@ -43,7 +43,7 @@ def read_small_files(folder: Path) -> dict[str, bytes]:
 
 
 def parse_model_config(files: Mapping[str, bytes], folder: Path) -> dict[str, Any]:
-    """Return the parsed config.json of `files`, read from `folder`; raise UserError if it is missing."""
+    """Return the parsed config.json of `files`, read from `folder`; raise UserError if it is missing or invalid."""
     if MODEL_CONFIG not in files:
         raise UserError(f"{folder} has no {MODEL_CONFIG}. Name the model's folder with --hf_model_path.")
     try:

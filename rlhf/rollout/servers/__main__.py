@@ -17,8 +17,8 @@ from rlhf.rollout.servers.weights.plugin import BACKEND, SERVER_PID
 
 DEFAULTS = ["--host", "127.0.0.1", "--served-model-name", "policy", "--disable-uvicorn-access-log"]
 REQUIRED = [
-    "--enable-scale-out",  # token ids as input and output
-    *("--logprobs-mode", "processed_logprobs"),  # log-probs under the sampled distribution
+    "--enable-scale-out",  # requests and answers have token ids
+    *("--logprobs-mode", "processed_logprobs"),  # log-probs are of the distribution sampled from
     *("--generation-config", "vllm"),  # otherwise the model's file adds stop tokens and penalties
     *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
 ]
@@ -36,7 +36,7 @@ def server_flags(arguments: Sequence[str], cpu: bool, has_secret: bool) -> list[
     """Return vLLM's flags for our command line, which starts with the model. Of repeated flags, vLLM uses the last.
     `has_secret`: the server requires a secret."""
     flags = list(arguments)
-    if not flags[0].startswith("-"):  # --help
+    if not flags[0].startswith("-"):  # not with --help alone, which needs no model
         flags.insert(0, "--model")
     defaults = DEFAULTS + (CPU_DEFAULTS if cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ else [])
     # The secret's middleware comes last, because vLLM calls the last middleware first.

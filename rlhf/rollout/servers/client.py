@@ -58,7 +58,7 @@ def open_session() -> aiohttp.ClientSession:
 
 
 class ServerClient:
-    """Sends requests to the server at `url`. Every call raises ServerFailure without a valid answer."""
+    """Sends requests to the server at `url`. Every call raises ServerFailure if the server sends no valid answer."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class Concurrency:
     - If samples wait on the server in two reports in a row, the limit falls to the running samples plus a small queue.
       The queue refills the server's slots without a round trip. A longer queue would keep samples from free slots on
       other servers.
-    - The limit grows if no sample waits and, while the server was full, as many samples as the limit have finished.
+    - The limit grows if no sample waits, and if as many samples as the limit have finished while the server was full.
 
     A preemption does not lower the limit, because vLLM preempts its youngest sample, which is cheap to compute again.
     In simulations with a too small KV cache, lower limits after preemptions cost 6 to 25 % of the tokens per second.
@@ -34,7 +34,7 @@ class Concurrency:
 
     def __init__(self, start: int) -> None:
         self.limit, self.in_flight = start, 0
-        self.waiting = 0  # samples that wait on the server, if samples waited in the last two reports
+        self.waiting = 0  # samples that wait on the server; 0 unless samples waited in both last reports
         self._waited = False
         self._turned_over = 0  # samples finished while the server was full, since the limit changed
 

@@ -35,7 +35,7 @@ class Fleet:
 
         Raises:
             ServersFailed: too many failures; the text has each server's last failures and log file.
-            UserError: a server runs an unsupported release of vLLM, or rejects a request.
+            UserError: a server must be started differently (`Admission.check`), or rejects a request.
         """
         return self._call(self._fleet_loop.until(seconds, generating=generating))
 

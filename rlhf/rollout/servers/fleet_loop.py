@@ -288,7 +288,7 @@ class FleetLoop:
             self._wake.set()
 
     def _dispatch(self) -> None:
-        """Send queued requests, each to the server with the most room."""
+        """Send queued requests, each to the server with the most room. After `stop`, abort running requests instead."""
         generation = self._generation
         if generation is None:
             return

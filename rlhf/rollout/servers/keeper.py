@@ -81,7 +81,7 @@ class Keeper:
         return self._servers[name].url
 
     def find(self, name: str, fingerprint: str) -> str | None:
-        """Return the URL of the server `name` if it runs and has this fingerprint."""
+        """Return the URL of the server `name` if it runs and has this fingerprint, else None."""
         server = self._servers.get(name)
         if server is None or server.process.poll() is not None or server.fingerprint != fingerprint:
             return None

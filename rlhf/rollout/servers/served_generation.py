@@ -20,7 +20,7 @@ class ServedGeneration:
     queue: SampleQueue = field(init=False)
     stopping: bool = False
     """Whether servers answer with the tokens so far, and get no further requests."""
-    _samples: dict[int, Sample] = field(default_factory=dict, init=False)  # by index of the request
+    _samples: dict[int, Sample] = field(default_factory=dict, init=False)  # samples by index of the request
     _complete: int = field(default=0, init=False)
     _news: list[int] = field(default_factory=list, init=False)  # requests answered since the last `pop_news`
 

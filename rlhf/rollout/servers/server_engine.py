@@ -67,8 +67,7 @@ class ServerEngine:
         self._push()
 
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
-        """Return the sample of each of this rank's requests, in order. Raises ServersFailed after too many failures
-        (rollout.servers.max_failures)."""
+        """Return the sample of each of this rank's requests, in order. Raises the errors of `Fleet.wait`."""
         self.generate_until(requests, (), seed=seed, step=step)
         return self.stop()
 
@@ -77,7 +76,7 @@ class ServerEngine:
     ) -> list[Sample]:
         """Return the sample of each of this rank's requests as soon as all ranks' quotas are reached. The servers go on
         with unfinished requests. Such a request's sample is partial and has only the tokens that the request began
-        with. Raises ServersFailed as `generate`."""
+        with. Raises the errors of `Fleet.wait`."""
         self.begin(requests, quotas, seed=seed, step=step)
         # A server that restarted receives the weights at once.
         while self._outcome() == "weights":
@@ -87,7 +86,7 @@ class ServerEngine:
     def begin(self, requests: Sequence[Request], quotas: Sequence[Quota] = (), *, seed: int, step: int) -> None:
         """Start to generate in the background, until `stop`."""
         announce("rollout.begin")
-        self._push()  # to servers that came up since the last update
+        self._push()  # servers that came up since the last update lack the weights
         of_ranks = gather_requests(requests, range(self._coordinator.world_size), [0], self._coordinator)
         all_quotas = list(chain.from_iterable(self._coordinator.all_gather(list(quotas))))
         self._sizes = [len(of_rank) for of_rank in of_ranks]
@@ -229,7 +228,8 @@ def build_server_engine(
         parts: the Hugging Face tensors in each weight (such as fused experts) that the trainer and vLLM store fused.
 
     Raises:
-        UserError: too few GPUs for the servers; or a server has another secret or an unsupported release of vLLM.
+        UserError: too few GPUs for the servers, an invalid secret, or a server that must be started differently
+            (`Admission.check`).
         ServersFailed: no server started (rollout.servers.max_failures).
     """
     resources = ExitStack()
@@ -273,8 +273,8 @@ def build_server_engine(
 
 
 def server_gpus(config: RolloutConfig, device: torch.device) -> list[list[str]]:
-    """Return the GPUs of each server that this run starts, as in CUDA_VISIBLE_DEVICES: the GPUs after the ranks' own.
-    Raise UserError for too few GPUs."""
+    """Return the GPUs of each server that this run starts, as in CUDA_VISIBLE_DEVICES: the GPUs after the ranks' own;
+    none on a CPU. Raise UserError for too few GPUs."""
     count, size = config.servers.count, config.tensor_model_parallel_size
     if device.type != "cuda":
         return [[] for _ in range(count)]

@@ -108,7 +108,7 @@ def environment(
     rank: Mapping[str, str], device: torch.device, gpus: Sequence[int | str], secret: Secret
 ) -> dict[str, str]:
     """Return a server's environment: this rank's variables without torchrun's, plus secret and GPUs."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # seldom needed, and slow to import
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # this import is slow and seldom needed
 
     kept = {name: value for name, value in rank.items() if not name.startswith(_OF_THE_RANK)}
     kept[VARIABLE] = secret.value

@@ -27,7 +27,7 @@ from rlhf.storage.files import remove_file
 from rlhf.storage.scratch import SHARED_MEMORY, Scratch, set_shared_memory_prefix
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # everything in this process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run all parts of vLLM in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",

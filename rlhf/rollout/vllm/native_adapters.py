@@ -26,8 +26,8 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's `max_lora_ran
 class AdapterVllmEngine(VllmEngine):
     """A `VllmEngine` that keeps the frozen base and applies the policy's adapters to each request.
 
-    Each update replaces the adapters by new adapters, in the engine's precision and with a new number. It then verifies
-    the adapters, and the base of the first update.
+    Each update replaces the adapters by new adapters, in the engine's precision and with a new number. The update then
+    verifies the adapters, and the base that the first update sent.
     """
 
     def __init__(self, *arguments: Any, lora: LoraConfig, **named: Any) -> None:
@@ -47,6 +47,7 @@ class AdapterVllmEngine(VllmEngine):
 
         Raises:
             UserError: vLLM serves no adapters for one of these weights.
+            ValueError: as in `update_weights`, if the base does not fit the model.
             WeightsMismatch: vLLM's base or adapters differ afterwards.
         """
         with self._process_state.entered(), torch.no_grad():

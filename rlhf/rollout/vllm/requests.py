@@ -46,7 +46,7 @@ def sampling_kwargs(
         "repetition_penalty": params.repetition_penalty,
         "max_tokens": request.tokens_left,
         "seed": request_seed,
-        "logprobs": 0,  # of the sampled token only
+        "logprobs": 0,  # return the log-prob of the sampled token only
         "ignore_eos": params.ignore_eos,
         "stop_token_ids": [] if params.ignore_eos else list(eos),
         "skip_special_tokens": False,

@@ -19,11 +19,11 @@ class Alert:
 
 
 def alerts_of_events(events: Sequence[RunEvent], last_step: int, *, ended: bool = False) -> Iterator[Alert]:
-    """Yield an alert for each crash, failure, kill and end since the first start with alerts.
+    """Yield an alert for each crash, failure and kill, and for the end of a finished run, since alerts are on.
 
     Args:
         last_step: the newest recorded step.
-        ended: whether the command has ended. If no event says how, it was killed, or the disk is full.
+        ended: whether the command has ended. An end without an event counts as a kill.
     """
     starts = (i for i, event in enumerate(events) if event.kind == "started" and event.facts.get("alerts"))
     first = next(starts, len(events))

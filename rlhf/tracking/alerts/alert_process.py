@@ -30,7 +30,7 @@ from rlhf.tracking.verdict import NOT_FINITE, is_broken, judge_run
 
 EVERY_S = 1.0
 JUDGE_STEPS, JUDGE_SHARE = 10, 0.05
-"""A run is judged again after this many steps, or this share of its steps, whichever is more."""
+"""A run is judged again after this many steps, or this share of its steps so far, whichever is more."""
 
 
 class AlertWatcher:

@@ -80,7 +80,7 @@ class Curve:
         return len(self.steps) > 0
 
     def points(self) -> Points:
-        """Return the first and the last point, and the lowest and the highest value of each pixel column."""
+        """Return all points or, of a long curve, the first, the last, and each pixel column's lowest and highest."""
         count = len(self.steps)
         if count <= 2 * COLUMNS:
             return list(zip(self.steps, self.values, strict=True))

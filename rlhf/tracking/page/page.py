@@ -57,7 +57,7 @@ def page_of(run_dirs: Sequence[Path], deadline_s: float = LONGEST_S, *, live: bo
     """Return the page of runs. With `live`, the page reloads itself until all runs are finished.
 
     Raises:
-        UserError: a folder is not a run directory, or a file is damaged.
+        UserError: a folder is not a run directory, two folders are the same, or a file is damaged.
         TimeoutError: after the deadline.
     """
     deadline = Deadline(deadline_s)

@@ -27,7 +27,7 @@ class SampleCard:
 
 @dataclass(frozen=True)
 class Pair:
-    """A held-out prompt with its samples in the first and the last evaluation."""
+    """A held-out prompt with one sample of the first and one sample of the last evaluation."""
 
     prompt: str
     truth: str

@@ -77,7 +77,7 @@ def serve(runs: Sequence[Path], port: int) -> None:
     """Print the address and serve the page of `runs` until Ctrl-C.
 
     Raises:
-        UserError: the port is in use or a run cannot be read.
+        UserError: the server cannot listen at the port, or a run cannot be read.
     """
     page_of(runs)
     try:

@@ -60,7 +60,7 @@ class NcclGroup:
         except CallFailed as error:
             log.warning("No NCCL group with the rollout servers: %s", error)
             return None
-        # One address for all servers: an address that other machines reach also works on this one.
+        # Use one address for all servers: an address that other machines reach also works on this machine.
         address = max((address_towards(url) for url in urls), key=lambda found: not found.startswith("127."))
         with socket.socket() as probe:
             probe.bind((address, 0))
@@ -80,7 +80,7 @@ class NcclGroup:
         return communicator
 
     def send(self, bucket: dict[str, Tensor], urls: Sequence[str]) -> dict[str, str]:
-        """Broadcast the bucket. If the broadcast is interrupted, all servers fail: workers may wait in it forever."""
+        """Broadcast the bucket; return errors by URL. An interrupted broadcast fails for all: workers may hang."""
         if not urls:
             return {}
         if self._communicator is None and not self.join(urls):  # a server dropped out during the last bucket

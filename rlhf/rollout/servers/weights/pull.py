@@ -28,7 +28,7 @@ class WeightServer:
         served = self._served
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = timeout_s  # for a peer that stops reading
+            timeout = timeout_s  # closes the connection of a peer that stops reading
 
             def do_GET(self) -> None:
                 data = served.get(self.path)
@@ -77,7 +77,7 @@ def address_towards(url: str) -> str:
     parts = urlsplit(url)
     assert parts.hostname
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname, parts.port or 80))  # sends nothing; the kernel selects an interface
+        probe.connect((parts.hostname, parts.port or 80))  # sends no packet, but the kernel selects an interface
         return probe.getsockname()[0]
 
 

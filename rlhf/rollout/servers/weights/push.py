@@ -48,7 +48,7 @@ class Pushed:
 
 
 class WeightPush:
-    """Sends weights to servers by NCCL if leader and servers have it; otherwise the servers download them over HTTP."""
+    """Sends weights to servers by NCCL if leader and servers have NCCL; otherwise the servers download over HTTP."""
 
     def __init__(
         self, config: RolloutConfig, device: torch.device, secret: Secret, bucket_bytes: int = PUSH_BUCKET
