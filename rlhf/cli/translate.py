@@ -49,7 +49,10 @@ def recipe_of(path: Path, trainer: str | None = None) -> str:
     settings = read_settings(path)
     trainer = trainer or trainer_of(path, settings)
     recipe = translate(trainer, settings)
-    head = f"Translated from {path.name}, written for {trainer}, with the defaults of {trainer} that differ here."
+    head = (
+        f"Translated from {path.name}, written for {trainer}, with the defaults of {trainer} for training and "
+        "checkpoints that differ here."
+    )
     text = recipe.as_yaml(head)
     problem = _does_not_compose(text)
     if problem is None:

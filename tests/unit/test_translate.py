@@ -93,7 +93,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "data.train_files": "open-r1/DAPO-Math-17k-Processed:en@train",
         "model.enable_gradient_checkpointing": False,
         "rollout.name": "embedded",
-        "trainer.total_training_steps": 500,
+        "trainer.total_training_steps": 250,
         "trainer.log_samples": 1,
     },
     "trl_drgrpo.json": {

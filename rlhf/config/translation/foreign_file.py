@@ -29,6 +29,34 @@ _SIGNS = {
 }
 """Maps each trainer to names, or first parts of names, that only its configurations have."""
 
+_LAUNCHERS = (
+    "torchrun",
+    "deepspeed",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+)
+_LAUNCHERS_NAMES = {
+    "nnodes": "num_machines",
+    "num_nodes": "num_machines",
+    "num_gpus": "nproc_per_node",
+}
+"""Maps names of torchrun and deepspeed to accelerate's, or to torchrun's for the processes of one machine."""
+_FLAGS = ("__multi_gpu", "__standalone", "__use_deepspeed", "__use_fsdp")
+"""Options of launchers without a value, with underscores for dashes."""
+_OF_ONE_START = (
+    "main_process_ip",
+    "main_process_port",
+    "machine_rank",
+    "master_addr",
+    "master_port",
+    "node_rank",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "standalone",
+)
+
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of a file by their dotted names, without verl's `+` and TRL's `--`.
@@ -47,7 +75,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     if path.suffix in (".yaml", ".yml", ".json"):
         found = _of_yaml(path, text)
     else:
-        found = of_arguments(_of_script(words_of(text)))
+        found = _of_command(words_of(text))
     if not found:
         raise UserError(
             f"{path}: has no settings. Give verl's YAML or script (KEY=VALUE), or the YAML or script of TRL or "
@@ -95,12 +123,36 @@ def of_arguments(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _of_script(words: Sequence[str]) -> Sequence[str]:
-    """Return the words after the name of the Python file or module: earlier words are the launcher's arguments."""
-    for before, (number, word) in zip(["", *words], enumerate(words, 1), strict=False):
-        if before == "-m" or (word.endswith(".py") and not before.startswith("-")):
-            return words[number:]
-    return words
+def _of_command(words: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of a command: those after the name of the Python file or module, and those of a launcher.
+
+    Launchers are accelerate, torchrun and deepspeed. The numbers of their processes and machines get accelerate's
+    names: `num_processes` and `num_machines`. Arguments of any other command before the file are not of the training.
+    """
+    first = 0  # of the words after the last launcher
+    for number, (before, word) in enumerate(zip(["", *words], words, strict=False), 1):
+        if word in _LAUNCHERS or (before == "accelerate" and word == "launch"):
+            first = number
+        elif before == "-m" or (word.endswith(".py") and not _takes_value(before)):
+            own = words[first : number - 1 - (before == "-m")] if first else ()
+            return _of_launcher(of_arguments(own)) | of_arguments(words[number:])
+    return of_arguments(words)
+
+
+def _takes_value(word: str) -> bool:
+    """Return whether the next word is the value of the option `word`, such as `--config`."""
+    return word.startswith("-") and "=" not in word and word.replace("-", "_") not in _FLAGS
+
+
+def _of_launcher(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a launcher's arguments by accelerate's names. Leave out addresses, which belong to one start."""
+    named = {_LAUNCHERS_NAMES.get(name.replace("-", "_"), name): value for name, value in found.items()}
+    ranks, machines = named.pop("nproc_per_node", None), named.get("num_machines")
+    if isinstance(ranks, int):
+        named["num_processes"] = ranks * (machines if isinstance(machines, int) else 1)
+    elif ranks is not None:
+        named["nproc_per_node"] = ranks
+    return {name: value for name, value in named.items() if name not in _OF_ONE_START}
 
 
 def _typed(text: str) -> Any:

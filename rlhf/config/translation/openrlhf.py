@@ -1,7 +1,8 @@
 """Converts OpenRLHF's arguments whose values mean something else here (0.11.2, and flat names of earlier releases)."""
 
 from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS
-from rlhf.config.translation.recipe import Recipe, Theirs
+from rlhf.config.translation.openrlhf_training import adapters, correction, optimizer, share_between_optimizers
+from rlhf.config.translation.recipe import NO_DUAL_CLIP, Recipe, Theirs
 
 ALGORITHM = {
     "gae": "ppo",
@@ -11,18 +12,23 @@ ALGORITHM = {
     "rloo": "rloo",
     "dr_grpo": "dr_grpo",
 }
+COLOCATED = ("colocate_all_models", "train.colocate_all")
 
 
 def convert(theirs: Theirs, recipe: Recipe) -> None:
     """Move the settings that need a conversion from `theirs` to `recipe`."""
     recipe.groups |= {"model": "hf", "data": "files"}
+    share_between_optimizers(theirs)
     _algorithm(theirs, recipe)
     _clip(theirs, recipe)
     _kl(theirs, recipe)
     _batches(theirs, recipe)
     _rewards(theirs, recipe)
     _engine(theirs, recipe)
+    correction(theirs, recipe)
+    adapters(theirs, recipe)
     _machines(theirs, recipe)
+    optimizer("actor", theirs, recipe)
     _trainer(theirs, recipe)
 
 
@@ -33,15 +39,14 @@ def _algorithm(theirs: Theirs, recipe: Recipe) -> None:
     entry = ALGORITHM.get(name, "grpo")
     loss = theirs.take("policy_loss_type", "actor.policy_loss_type")
     recipe.groups["algorithm"] = entry
-    if loss == "gspo":
-        recipe.set("actor.policy_loss.loss_mode", "gspo", "actor.policy_loss_type")
+    if loss != "ppo":
+        recipe.set("actor.policy_loss.loss_mode", loss, "actor.policy_loss_type")
     if ESTIMATORS[ALGORITHMS[entry].adv_estimator].critic:
-        rate = theirs.take("critic_learning_rate", "critic.learning_rate", "critic.adam.lr")
-        recipe.set("critic.optim.lr", rate, "critic.learning_rate")
+        optimizer("critic", theirs, recipe)
         recipe.set("critic.cliprange_value", theirs.take("value_clip", "critic.value_clip"), "critic.value_clip")
     else:
-        theirs.take_section("critic.")
-        theirs.take("critic_learning_rate", "critic_pretrain", "value_clip", "critic_num_gpus_per_node")
+        recipe.needless += theirs.take_section("critic.") + theirs.take_section("critic_")
+        recipe.needless += theirs.drop("value_clip", "freezing_actor_steps")
     if theirs.take("no_advantage_std_norm", "algo.advantage.no_std_norm"):
         recipe.set("algorithm.norm_adv_by_std_in_grpo", False, "algo.advantage.no_std_norm")
     if theirs.take("dynamic_filtering", "algo.dynamic_filtering_enable"):
@@ -53,20 +58,32 @@ def _algorithm(theirs: Theirs, recipe: Recipe) -> None:
 
 def _clip(theirs: Theirs, recipe: Recipe) -> None:
     pair = theirs.take("eps_clip_low_high", "actor.eps_clip_low_high")
-    both = theirs.number("eps_clip", "actor.eps_clip")
-    low, high = pair if isinstance(pair, list) and len(pair) == 2 else (both, both)
+    if isinstance(pair, list) and len(pair) == 2:
+        low, high = pair
+        recipe.needless += theirs.drop("eps_clip", "actor.eps_clip")
+    else:
+        low = high = theirs.number("eps_clip", "actor.eps_clip")
+        if pair is not None:
+            recipe.lose("actor.eps_clip_low_high", pair, "must be two numbers.")
     recipe.set("actor.clip_ratio_low", low, "actor.eps_clip")
     recipe.set("actor.clip_ratio_high", high, "actor.eps_clip")
+    dual = theirs.take("dual_clip", "actor.dual_clip")
+    if recipe.settings.get("actor.policy_loss.loss_mode") is None:
+        recipe.set("actor.clip_ratio_c", NO_DUAL_CLIP if dual is None else dual, "actor.dual_clip")
+    elif dual is not None:
+        recipe.lose("actor.dual_clip", dual, "only actor.policy_loss.loss_mode=vanilla has a dual clip.")
 
 
 def _kl(theirs: Theirs, recipe: Recipe) -> None:
     weight = theirs.number("init_kl_coef", "algo.kl.init_coef")
-    estimator = theirs.take("kl_estimator", "algo.kl.estimator")
     in_loss = bool(theirs.take("use_kl_loss", "algo.kl.use_loss"))
     recipe.set("actor.use_kl_loss", in_loss and weight > 0, "algo.kl.use_loss")
     recipe.set("algorithm.use_kl_in_reward", not in_loss and weight > 0, "algo.kl.use_loss")
     if weight <= 0:
+        recipe.needless += theirs.drop("kl_estimator", "algo.kl.estimator", "kl_target", "algo.kl.target")
+        recipe.needless += theirs.drop("kl_horizon", "algo.kl.horizon")
         return
+    estimator = theirs.take("kl_estimator", "algo.kl.estimator")
     coefficient, kind = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
     if in_loss:
         coefficient, kind = ("actor.kl_loss_coef", "actor.kl_loss_type")
@@ -76,6 +93,10 @@ def _kl(theirs: Theirs, recipe: Recipe) -> None:
     if target is not None and not in_loss:
         recipe.set("algorithm.kl_ctrl.type", "adaptive", "algo.kl.target")
         recipe.set("algorithm.kl_ctrl.target_kl", target, "algo.kl.target")
+    elif target is not None:
+        recipe.lose("algo.kl.target", target, "the weight of a KL in the loss is constant.")
+    if recipe.settings.get("algorithm.kl_ctrl.type") != "adaptive":
+        recipe.needless += theirs.drop("kl_horizon", "algo.kl.horizon")
 
 
 def _batches(theirs: Theirs, recipe: Recipe) -> None:
@@ -83,24 +104,45 @@ def _batches(theirs: Theirs, recipe: Recipe) -> None:
     n = int(theirs.number("n_samples_per_prompt", "rollout.n_samples_per_prompt", least=1))
     prompts = int(theirs.number("rollout_batch_size", "rollout.batch_size", least=1))
     samples = int(theirs.number("train_batch_size", "train.batch_size", least=1))
-    response = int(theirs.number("generate_max_len", "rollout.max_new_tokens", least=1))
-    prompt, total = theirs.number("prompt_max_len"), theirs.number("max_len", "data.max_len")
-    prompt = prompt or (max(1, total - response) if total else 1024)
+    prompt, response = _lengths(theirs, recipe)
     recipe.set("rollout.n", n, "rollout.n_samples_per_prompt")
     recipe.set("data.train_batch_size", prompts, "rollout.batch_size")
     recipe.set("actor.ppo_mini_batch_size", max(1, min(samples // n, prompts)), "train.batch_size")
     recipe.set("data.max_response_length", response, "rollout.max_new_tokens")
-    recipe.set("data.max_prompt_length", prompt, "prompt_max_len" if total is None else "data.max_len")
+    recipe.set("data.max_prompt_length", prompt, "data.max_len")
+    micro_given = [name for name in ("micro_train_batch_size", "train.micro_batch_size") if name in theirs.given]
     micro = theirs.number("micro_train_batch_size", "train.micro_batch_size")
     budget = theirs.number("train_max_tokens_per_gpu", "train.max_tokens_per_gpu")
     dynamic = theirs.take("use_dynamic_batch", "train.dynamic_batch_enable")
     if dynamic or micro:
         tokens = budget or 16192 if dynamic else micro * (prompt + response)
         recipe.set("actor.ppo_max_token_len_per_gpu", max(tokens, prompt + response), "train.micro_batch_size")
-    theirs.take("micro_rollout_batch_size", "rollout.micro_batch_size")
+        if dynamic:
+            recipe.needless += micro_given
+    if not dynamic and budget:
+        recipe.lose("train.max_tokens_per_gpu", budget, "OpenRLHF reads it only with train.dynamic_batch_enable.")
+    recipe.needless += theirs.drop("micro_rollout_batch_size", "rollout.micro_batch_size")
     limit = theirs.number("max_samples", "data.max_samples")
     if limit is not None and limit < 1e8:
         recipe.set("data.train_max_samples", int(limit), "data.max_samples")
+
+
+def _lengths(theirs: Theirs, recipe: Recipe) -> tuple[int, int]:
+    """Return the largest numbers of tokens of a prompt and a response."""
+    response = theirs.number("generate_max_len", "max_new_tokens", "rollout.max_new_tokens", least=1)
+    prompt = theirs.number("prompt_max_len", least=1)
+    total = theirs.number("max_len", "data.max_len", least=2)
+    if response is None:
+        room = total or 2048
+        response = max(1, room - prompt) if prompt else room // 2
+        why = (
+            "OpenRLHF gives a response the tokens that its prompt leaves of data.max_len; the recipe has fixed limits, "
+            "data.max_prompt_length and data.max_response_length."
+        )
+        recipe.lose("rollout.max_new_tokens", None, why)
+    elif prompt and total and prompt + response > total:
+        recipe.lose("data.max_len", total, "prompts and responses have limits of their own, with a larger sum.")
+    return int(prompt or (max(1, total - response) if total else 1024)), int(response)
 
 
 def _rewards(theirs: Theirs, recipe: Recipe) -> None:
@@ -119,62 +161,65 @@ def _rewards(theirs: Theirs, recipe: Recipe) -> None:
     if theirs.take("normalize_reward", "reward.normalize_enable"):
         recipe.set("algorithm.normalize_reward", "running", "reward.normalize_enable")
     length = theirs.number("overlong_buffer_len", "reward.overlong_buffer_len")
-    factor = theirs.take("overlong_penalty_factor", "reward.overlong_penalty_factor")
-    if length:
+    clips = theirs.take("reward_clip_range", "reward.clip_range")
+    recipe.set("algorithm.reward_clip_range", clips, "reward.clip_range")
+    if not length:
+        recipe.needless += theirs.drop("overlong_penalty_factor", "reward.overlong_penalty_factor")
+    else:
+        factor = theirs.take("overlong_penalty_factor", "reward.overlong_penalty_factor")
         recipe.set("reward.overlong_buffer.enable", True, "reward.overlong_buffer_len")
         recipe.set("reward.overlong_buffer.len", int(length), "reward.overlong_buffer_len")
         recipe.set("reward.overlong_buffer.penalty_factor", factor or 1.0, "reward.overlong_penalty_factor")
 
 
 def _engine(theirs: Theirs, recipe: Recipe) -> None:
-    engines, shared = (
-        theirs.take("vllm_num_engines", "vllm.num_engines"),
-        theirs.take("colocate_all_models", "train.colocate_all"),
-    )
+    shares = [name for name in COLOCATED if name in theirs.given]
+    engines, shared = theirs.take("vllm_num_engines", "vllm.num_engines"), theirs.take(*COLOCATED)
     if not engines:
+        recipe.needless += shares
         recipe.groups["rollout"] = "embedded"
     elif shared:
         recipe.groups["rollout"] = "vllm"
     else:
         recipe.groups["rollout"] = "vllm_server"
         recipe.set("rollout.servers.count", engines, "vllm.num_engines")
-    sleeps = theirs.take("vllm_enable_sleep", "vllm.enable_sleep")
-    if shared and engines:
+    if not (shared and engines):
+        recipe.needless += theirs.drop("vllm_enable_sleep", "vllm.enable_sleep")
+    else:
+        sleeps = theirs.take("vllm_enable_sleep", "vllm.enable_sleep")
         recipe.set("rollout.sleep_level", 2 if sleeps else 0, "vllm.enable_sleep")
     if theirs.take("deepspeed_enable_sleep", "ds.enable_sleep"):
         recipe.set("actor.fsdp_config.optimizer_offload", True, "ds.enable_sleep")
     if theirs.take("async_train", "train.async_enable"):
-        recipe.set("rollout.async_steps", theirs.take("train.async_queue_size") or 1, "train.async_enable")
-    if theirs.take("vllm_enable_is_correction", "enable_vllm_is_correction"):
-        recipe.set("algorithm.rollout_correction.rollout_is", "token", "vllm_enable_is_correction")
+        queue = theirs.take("async_queue_size", "train.async_queue_size")
+        recipe.set("rollout.async_steps", queue or 1, "train.async_enable")
+    else:
+        recipe.needless += theirs.drop("async_queue_size", "train.async_queue_size")
 
 
 def _machines(theirs: Theirs, recipe: Recipe) -> None:
-    theirs.take("actor_init_on_gpu")
+    recipe.needless += theirs.drop("actor_init_on_gpu")
     recipe.set("backend.name", "deepspeed", "ds.zero_stage")
     recipe.groups["backend"] = "deepspeed"
     del recipe.settings["backend.name"]
     for role in ("actor", "ref", "critic", "reward"):
-        nodes = theirs.take(f"{role}_num_nodes", f"{role}.num_nodes")
-        ranks = theirs.take(f"{role}_num_gpus_per_node", f"{role}.num_gpus_per_node")
-        if role == "actor" and ranks is not None:
-            recipe.set("trainer.nproc", ranks, "actor.num_gpus_per_node")
-        if role == "actor" and nodes is not None and nodes > 1:
-            recipe.set("trainer.nnodes", nodes, "actor.num_nodes")
-    dtype = theirs.take("ds.param_dtype")
-    if theirs.take("bf16") or dtype == "bf16":
-        recipe.set("backend.autocast", "bfloat16", "bf16")
+        nodes = (f"{role}_num_nodes", f"{role}.num_nodes")
+        ranks = (f"{role}_num_gpus_per_node", f"{role}.num_gpus_per_node")
+        if role == "actor":
+            recipe.set("trainer.nproc", theirs.take(*ranks), "actor.num_gpus_per_node")
+            recipe.set("trainer.nnodes", theirs.take(*nodes), "actor.num_nodes")
+        else:
+            recipe.needless += theirs.drop(*nodes, *ranks)
+    dtype = theirs.take("param_dtype", "ds.param_dtype")
+    half = theirs.take("bf16")
+    if half in (None, True) and dtype == "bf16":
+        recipe.set("backend.autocast", "bfloat16", "ds.param_dtype")
+    else:
+        name, value = ("ds.param_dtype", dtype) if half is None else ("bf16", half)
+        recipe.lose(name, value, "backend.autocast is bfloat16 or none.")
 
 
 def _trainer(theirs: Theirs, recipe: Recipe) -> None:
-    rate = theirs.take("actor_learning_rate", "actor.learning_rate", "actor.adam.lr")
-    recipe.set("actor.optim.lr", rate, "actor.learning_rate")
-    scheduler = theirs.take("lr_scheduler", "actor.lr_scheduler")
-    if scheduler == "cosine_with_min_lr":
-        recipe.set("actor.optim.lr_scheduler_type", "cosine", "lr_scheduler")
-        recipe.set("actor.optim.min_lr_ratio", 0.1, "lr_scheduler")
-    elif scheduler is not None:
-        recipe.set("actor.optim.lr_scheduler_type", scheduler, "lr_scheduler")
     loggers = {
         "wandb": theirs.take("use_wandb", "logger.wandb.key"),
         "tensorboard": theirs.take("use_tensorboard", "logger.tensorboard_dir"),

@@ -21,6 +21,8 @@ from rlhf.errors import UserError
 from rlhf.printable import printable
 
 _ORDER = [section.name for section in fields(Config)]
+NO_DUAL_CLIP = 1e9
+"""Value of `actor.clip_ratio_c` that no ratio reaches: OpenRLHF and TRL have no dual clip by default."""
 _REPLACE = "Replace it in the file, and translate again."
 _LEFT_OUT = "Left out, because it runs code or gives code more rights. Read the code, then add the setting:"
 
@@ -35,15 +37,31 @@ def shown(name: str, value: Any) -> str:
 
 
 class Theirs:
-    """The settings of another trainer that no conversion has used yet, by name."""
+    """The settings of another trainer that no conversion has used yet, by name. `given` has the names in the file."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.left = dict(values)
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.left = {**defaults, **values}
+        self.given = frozenset(values)
+        self.clashes: list[tuple[str, Any, str]] = []
+        """Settings that `take` ignored: name, value, and the other name whose value `take` returned."""
 
     def take(self, *names: str) -> Any:
-        """Remove the settings `names` and return the first value that is not None, or None."""
-        found = [self.left.pop(name) for name in names if name in self.left]
-        return next((value for value in found if value is not None), None)
+        """Remove the settings `names` and return the first value that is not None, or None.
+
+        The names are of one setting. Values in the file come before defaults.
+        """
+        found = {name: self.left.pop(name) for name in names if name in self.left}
+        used = [name for name, value in found.items() if value is not None]
+        used.sort(key=lambda name: name not in self.given)
+        self.clashes += [
+            (name, found[name], used[0]) for name in used[1:] if name in self.given and found[name] != found[used[0]]
+        ]
+        return found[used[0]] if used else None
+
+    def drop(self, *names: str) -> list[str]:
+        """Remove the settings `names` and return the names in the file whose values are not None."""
+        dropped = {name: self.left.pop(name) for name in names if name in self.left}
+        return [name for name, value in dropped.items() if name in self.given and value is not None]
 
     def number(self, *names: str, least: float | None = None) -> Any:
         """Return `take(*names)`. Raise UserError if the value is neither None nor a number of at least `least`."""
@@ -70,11 +88,8 @@ class Theirs:
         return found
 
     def take_section(self, prefix: str) -> list[str]:
-        """Remove all settings whose names begin with `prefix` and return their names."""
-        names = [name for name in self.left if name.startswith(prefix)]
-        for name in names:
-            del self.left[name]
-        return names
+        """Remove all settings whose names begin with `prefix` and return the names in the file."""
+        return self.drop(*(name for name in self.left if name.startswith(prefix)))
 
 
 @dataclass

@@ -48,8 +48,10 @@ def translate(trainer: str, settings: Mapping[str, Any]) -> Recipe:
     defaults = defaults_of(trainer)
     # null means the trainer's default.
     given = {name: value for name, value in named.items() if value is not None or name not in defaults}
-    theirs, recipe = Theirs(defaults | given), Recipe()
+    theirs, recipe = Theirs(given, defaults), Recipe()
     CONVERSIONS[trainer](theirs, recipe)
+    for name, value, used in theirs.clashes:
+        recipe.lose(name, value, f"{used} sets the same, and the recipe has its value.")
     # Translate the file's settings before the defaults, which may have another name for the same setting.
     for name in sorted(theirs.left, key=lambda name: name not in named):
         if name in named or _key(trainer, name) not in recipe.settings:
@@ -77,7 +79,7 @@ def _by_name(trainer: str, name: str, value: Any, recipe: Recipe) -> None:
     why = remark(name)
     if why is not None and why.startswith("Leave it out"):
         recipe.needless.append(name)
-    elif value in (None, "", False) or value == [] or value == {} or name.endswith("_target_"):
+    elif value is None or value is False or value in ("", [], {}) or name.endswith("_target_"):
         return  # disabled in the other trainer, or a class name for Hydra
     elif why is not None:
         recipe.lose(name, value, why)

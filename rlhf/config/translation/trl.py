@@ -1,8 +1,9 @@
 """Converts settings of TRL's GRPOConfig and script arguments whose values mean something else here (TRL 1.16)."""
 
+import math
 from typing import Any
 
-from rlhf.config.translation.recipe import Recipe, Theirs
+from rlhf.config.translation.recipe import NO_DUAL_CLIP, Recipe, Theirs
 from rlhf.config.translation.verl import set_loggers
 
 AGGREGATIONS = {
@@ -17,6 +18,10 @@ REWARDS = {"accuracy_reward": "math_verify"}
 """Maps TRL's own reward functions to ours."""
 
 
+UNSET_PROMPT = 512
+"""Value of `data.max_prompt_length` in a recipe for TRL, which has no such limit."""
+
+
 def convert(theirs: Theirs, recipe: Recipe) -> None:
     """Move the settings that need a conversion from `theirs` to `recipe`."""
     recipe.groups |= {"model": "hf", "data": "files"}
@@ -26,6 +31,7 @@ def convert(theirs: Theirs, recipe: Recipe) -> None:
     _rewards(theirs, recipe)
     _engine(theirs, recipe)
     _reference(theirs, recipe)
+    _adapters(theirs, recipe)
     _trainer(theirs, recipe)
 
 
@@ -50,10 +56,16 @@ def _loss(theirs: Theirs, recipe: Recipe) -> None:
         recipe.set("actor.clip_ratio_low", low, "epsilon")
         recipe.set("actor.clip_ratio_high", low if high is None else high, "epsilon_high")
     scale = theirs.take("scale_rewards")
-    if scale in (False, "none"):
-        recipe.set("algorithm.norm_adv_by_std_in_grpo", False, "scale_rewards")
-    elif scale not in (None, True, "group"):
+    recipe.set("algorithm.norm_adv_by_std_in_grpo", scale not in (False, "none"), "scale_rewards")
+    if scale not in (False, "none", True, "group"):
         recipe.lose("scale_rewards", scale, "only the group's standard deviation scales rewards.")
+    if level not in (None, "token", "sequence"):
+        recipe.lose("importance_sampling_level", level, "must be token or sequence.")
+    ceiling = theirs.take("delta")
+    if recipe.groups["algorithm"] in ("grpo", "dr_grpo"):
+        recipe.set("actor.clip_ratio_c", NO_DUAL_CLIP if ceiling is None else ceiling, "delta")
+    elif ceiling is not None:
+        recipe.lose("delta", ceiling, "only actor.policy_loss.loss_mode=vanilla has a dual clip.")
 
 
 def _kl(theirs: Theirs, recipe: Recipe) -> None:
@@ -61,11 +73,14 @@ def _kl(theirs: Theirs, recipe: Recipe) -> None:
     recipe.set("actor.use_kl_loss", bool(beta), "beta")
     if beta:
         recipe.set("actor.kl_loss_coef", beta, "beta")
+    else:
+        recipe.needless += theirs.drop("use_bias_correction_kl")
 
 
 def _batches(theirs: Theirs, recipe: Recipe) -> None:
     """Set the batch sizes. A step's samples are `generation_batch_size`, or else samples per device * devices *
-    (`steps_per_generation`, or else the accumulation). A step's prompts are these samples / samples per prompt."""
+    (`steps_per_generation`, or else the accumulation). A step's prompts are these samples / samples per prompt. TRL
+    counts optimizer steps; here a training step has all optimizer steps of its samples."""
     samples = theirs.number("per_device_train_batch_size", least=1)
     of_prompt = theirs.number("num_generations", least=1)
     accumulated = theirs.number("gradient_accumulation_steps", least=1)
@@ -75,6 +90,9 @@ def _batches(theirs: Theirs, recipe: Recipe) -> None:
     generated = theirs.number("generation_batch_size", least=1)
     steps = theirs.number("steps_per_generation", least=1)
     per_step = generated or samples * devices * (steps or accumulated)
+    if generated and steps:
+        recipe.lose("steps_per_generation", steps, "generation_batch_size sets the same.")
+    _count_training_steps(theirs, max(1, per_step // per_update) * (theirs.left.get("num_iterations") or 1))
     name = "per_device_train_batch_size"
     if per_step % of_prompt or per_update % of_prompt:
         wrong = per_step if per_step % of_prompt else per_update
@@ -86,11 +104,30 @@ def _batches(theirs: Theirs, recipe: Recipe) -> None:
     recipe.set("data.max_response_length", response, "max_completion_length")
     if prompt is not None:
         recipe.set("data.max_prompt_length", prompt, "max_prompt_length")
-    recipe.set("actor.ppo_max_token_len_per_gpu", samples * (response + (prompt or 512)), name)
+        recipe.set("data.overlong_prompts", "left", "max_prompt_length")
+    else:
+        recipe.set("data.max_prompt_length", UNSET_PROMPT, "max_prompt_length")
+        recipe.set("data.overlong_prompts", "error", "max_prompt_length")
+        why = (
+            "TRL neither drops nor shortens prompts. The recipe stops at a prompt that is longer than "
+            "data.max_prompt_length: set it to the length of your longest prompt."
+        )
+        recipe.lose("max_prompt_length", None, why)
+    recipe.set("actor.ppo_max_token_len_per_gpu", samples * (response + (prompt or UNSET_PROMPT)), name)
     if given is None:
         recipe.lose("num_processes", None, "the batch is that of one device; multiply it by your number of devices.")
     else:
-        recipe.set("trainer.nproc", given, "num_processes")
+        machines = theirs.left.get("num_machines")
+        machines = machines if isinstance(machines, int) and machines > 0 else 1
+        recipe.set("trainer.nproc", max(1, given // machines), "num_processes")
+
+
+def _count_training_steps(theirs: Theirs, updates: int) -> None:
+    """Convert the numbers of optimizer steps in `theirs` to training steps with `updates` optimizer steps each."""
+    for name in ("max_steps", "save_steps", "eval_steps"):
+        value = theirs.left.get(name)
+        if isinstance(value, int) and value > 0 and isinstance(updates, int):
+            theirs.left[name] = math.ceil(value / updates)
 
 
 def _rewards(theirs: Theirs, recipe: Recipe) -> None:
@@ -113,32 +150,42 @@ def _rewards(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def _engine(theirs: Theirs, recipe: Recipe) -> None:
-    uses, mode = theirs.take("use_vllm"), theirs.text("vllm_mode")
-    if not uses:
+    if not theirs.take("use_vllm"):
         recipe.groups["rollout"] = "embedded"
-        theirs.take_section("vllm_")
+        recipe.needless += theirs.take_section("vllm_")
         return
-    recipe.groups["rollout"] = "vllm" if mode == "colocate" else "vllm_server"
-    sleeps = theirs.take("vllm_enable_sleep_mode")
+    mode = theirs.text("vllm_mode")
     if mode == "colocate":
+        recipe.groups["rollout"] = "vllm"
+        sleeps = theirs.take("vllm_enable_sleep_mode")
         recipe.set("rollout.sleep_level", 2 if sleeps else 0, "vllm_enable_sleep_mode")
-    url = theirs.take("vllm_server_base_url")
-    host, port = theirs.take("vllm_server_host"), theirs.take("vllm_server_port")
-    if url or host:
-        recipe.set("rollout.servers.urls", [url or f"http://{host}:{port or 8000}"], "vllm_server_base_url")
+        recipe.needless += theirs.take_section("vllm_server_")
+    else:
+        recipe.groups["rollout"] = "vllm_server"
+        recipe.needless += theirs.drop("vllm_enable_sleep_mode")
+        url = theirs.take("vllm_server_base_url")
+        host, port = theirs.take("vllm_server_host"), theirs.take("vllm_server_port")
+        if url or host or port:
+            address = url or f"http://{host or '0.0.0.0'}:{port or 8000}"
+            recipe.set("rollout.servers.urls", [address], "vllm_server_base_url")
+    if mode not in ("colocate", "server"):
+        recipe.lose("vllm_mode", mode, "must be colocate or server.")
     _correction(theirs, recipe)
 
 
 def _correction(theirs: Theirs, recipe: Recipe) -> None:
     section = "algorithm.rollout_correction."
     corrects = theirs.take("vllm_importance_sampling_correction")
-    mode = theirs.text("vllm_importance_sampling_mode") or "sequence_mask"
-    cap = theirs.take("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
+    if not isinstance(corrects, bool):
+        recipe.lose("vllm_importance_sampling_correction", corrects, "must be true or false.")
     if corrects is False:
+        recipe.needless += theirs.take_section("vllm_importance_sampling_")
         return
+    mode = str(theirs.text("vllm_importance_sampling_mode"))
+    cap = theirs.take("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
     level, _, how = mode.partition("_")
     recipe.set(f"{section}rollout_is", level, "vllm_importance_sampling_mode")
-    recipe.set(f"{section}rollout_is_threshold", cap or 3.0, "vllm_importance_sampling_cap")
+    recipe.set(f"{section}rollout_is_threshold", cap, "vllm_importance_sampling_cap")
     if how == "mask":
         why = (
             "here, weights above the threshold are truncated, not masked. With "
@@ -148,48 +195,92 @@ def _correction(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def _reference(theirs: Theirs, recipe: Recipe) -> None:
-    synced, alpha = theirs.take("sync_ref_model"), theirs.take("ref_model_mixup_alpha")
-    steps = theirs.take("ref_model_sync_steps")
-    if synced:
+    synced = theirs.take("sync_ref_model")
+    if not synced:
+        recipe.needless += theirs.drop("ref_model_mixup_alpha", "ref_model_sync_steps")
+    else:
+        alpha, steps = theirs.take("ref_model_mixup_alpha"), theirs.take("ref_model_sync_steps")
         recipe.set("ref.update_freq", steps or 512, "ref_model_sync_steps")
         recipe.set("ref.alpha", 0.6 if alpha is None else alpha, "ref_model_mixup_alpha")
 
 
+def _adapters(theirs: Theirs, recipe: Recipe) -> None:
+    """Set the adapters. Their names are those of ModelConfig, whose defaults hold only with `use_peft`."""
+    names = {"lora_r": ("rank", 16), "lora_alpha": ("alpha", 32), "lora_dropout": ("dropout", 0.05)}
+    if not theirs.take("use_peft"):
+        for name in [name for name in theirs.left if name.startswith("lora_") or name in ("use_rslora", "use_dora")]:
+            value = theirs.take(name)
+            if value not in (None, False):
+                recipe.lose(name, value, "TRL trains adapters only with use_peft=true.")
+        return
+    recipe.set("model.lora.enabled", True, "use_peft")
+    for name, (leaf, default) in names.items():
+        value = theirs.number(name)
+        recipe.set(f"model.lora.{leaf}", default if value is None else value, name)
+    layers = theirs.take("lora_target_modules")
+    if layers is None:
+        why = (
+            "peft chooses the layers by the model's architecture; the recipe has all-linear. For the same layers, set "
+            "model.lora.target_modules."
+        )
+        recipe.lose("lora_target_modules", None, why)
+    elif layers in ("all-linear", ["all-linear"]) or isinstance(layers, list):
+        recipe.set("model.lora.target_modules", layers if len(layers) > 1 else layers[0], "lora_target_modules")
+    else:
+        recipe.set("model.lora.target_modules", [layers], "lora_target_modules")
+
+
 def _trainer(theirs: Theirs, recipe: Recipe) -> None:
     set_loggers(theirs.texts("report_to"), "report_to", recipe)
+    for name in ("accelerate_config", "config_file"):
+        if (file := theirs.take(name)) is not None:
+            why = "accelerate's file is not read. Add its num_processes, num_machines and mixed_precision to this file."
+            recipe.lose(name, file, why)
     steps = theirs.number("max_steps")
     if steps is not None and steps > 0:
         recipe.set("trainer.total_training_steps", steps, "max_steps")
     if (strategy := theirs.text("eval_strategy")) in (None, "no"):
-        theirs.take("eval_steps")
+        recipe.needless += theirs.drop("eval_steps", "num_generations_eval")
         recipe.set("trainer.test_freq", 0, "eval_strategy")
-    elif strategy == "epoch":
-        recipe.lose("eval_strategy", strategy, "trainer.test_freq counts steps.")
+    else:
+        _evaluation(theirs, recipe)
+        if strategy == "epoch":
+            recipe.lose("eval_strategy", strategy, "trainer.test_freq counts steps.")
     saves = theirs.text("save_strategy")
     if saves == "no":
-        theirs.take("save_steps")
+        recipe.needless += theirs.drop("save_steps")
         recipe.set("trainer.save_freq", 0, "save_strategy")
-    elif saves == "epoch":
-        theirs.take("save_steps")
+    elif saves not in (None, "steps"):
+        recipe.needless += theirs.drop("save_steps")
         recipe.lose("save_strategy", saves, "trainer.save_freq counts steps.")
     _precision(theirs, recipe)
     _optimizer(theirs, recipe)
-    if theirs.take("use_peft") is False:
-        theirs.take_section("lora_")
-    elif any(name.startswith("lora_") for name in theirs.left):
-        recipe.set("model.lora.enabled", True, "use_peft")
-    name, split = theirs.text("dataset_name"), theirs.text("dataset_train_split")
-    subset = theirs.text("dataset_config")
+    name = theirs.text("dataset_name")
     if name is not None:
-        recipe.set("data.train_files", name + (f":{subset}" if subset else "") + f"@{split or 'train'}", "dataset_name")
+        split, subset = theirs.text("dataset_train_split"), theirs.text("dataset_config")
+        recipe.set(
+            "data.train_files", f"{name}" + (f":{subset}" if subset else "") + f"@{split or 'train'}", "dataset_name"
+        )
+
+
+def _evaluation(theirs: Theirs, recipe: Recipe) -> None:
+    """Set the sampling of evaluations, which in TRL is the sampling of training."""
+    n = theirs.number("num_generations_eval")
+    recipe.set("rollout.val_kwargs.n", n or recipe.settings.get("rollout.n"), "num_generations_eval")
+    for name, default in (("temperature", 1.0), ("top_p", None), ("top_k", None), ("min_p", None)):
+        value = theirs.left.get(name, default)
+        recipe.set(f"rollout.val_kwargs.{name}", default if value is None else value, name)
+    recipe.set("rollout.val_kwargs.repetition_penalty", theirs.left.get("repetition_penalty"), "repetition_penalty")
 
 
 def _precision(theirs: Theirs, recipe: Recipe) -> None:
     half = {name: theirs.take(name) for name in ("bf16", "fp16")}
     if half["fp16"]:
         recipe.lose("fp16", True, "backend.autocast is bfloat16 or none.")
-    elif half["bf16"] is not None:
-        recipe.set("backend.autocast", "bfloat16" if half["bf16"] else "none", "bf16")
+    else:
+        names = {True: "bfloat16", False: "none"}
+        value = names[half["bf16"]] if isinstance(half["bf16"], bool) else half["bf16"]
+        recipe.set("backend.autocast", value, "bf16")
 
 
 def _optimizer(theirs: Theirs, recipe: Recipe) -> None:

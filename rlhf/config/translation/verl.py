@@ -45,10 +45,14 @@ def _algorithm(theirs: Theirs, recipe: Recipe) -> None:
     if metric is not None:
         ours = {"seq_final_reward": "seq_reward", "reward": "seq_reward", "score": "seq_reward"}
         recipe.set("algorithm.filter_groups.metric", ours.get(metric, metric), "algorithm.filter_groups.metric")
-    rounds = theirs.take("algorithm.filter_groups.max_num_gen_batches")
-    if rounds:  # 0 means no limit
-        name = "algorithm.filter_groups.max_num_gen_batches"
+    if theirs.left.get("algorithm.filter_groups.enable") and metric is None:
+        recipe.set("algorithm.filter_groups.metric", "seq_reward", "algorithm.filter_groups.metric")
+    name = "algorithm.filter_groups.max_num_gen_batches"
+    rounds = theirs.take(name)
+    if rounds:
         recipe.set(name, rounds, name)
+    elif rounds == 0 or theirs.left.get("algorithm.filter_groups.enable"):
+        recipe.lose(name, 0, "verl generates without a limit; here, set the largest number of generations per step.")
 
 
 def _clip(theirs: Theirs, recipe: Recipe) -> None:
@@ -66,15 +70,23 @@ def _micro_batches(theirs: Theirs, recipe: Recipe) -> None:
     lengths: list[Any] = [theirs.left.get(f"data.max_{part}_length") for part in ("prompt", "response")]
     ranks = theirs.left.get("trainer.n_gpus_per_node")
     ranks = ranks if isinstance(ranks, int) and ranks > 0 else 8
+    dynamic = {switch: theirs.left.get(switch) for _, switch in BUDGETS.values()}
+    recipe.needless += theirs.drop(*dynamic)
     for name, (budget, switch) in BUDGETS.items():
-        of_rank, of_all = theirs.number(f"{name}_per_gpu"), theirs.number(name)
-        dynamic = theirs.take(switch)
-        if dynamic or not all(isinstance(length, int) for length in lengths):
+        if dynamic[switch]:
+            recipe.needless += theirs.drop(f"{name}_per_gpu", name)
             continue
-        theirs.take(budget)  # verl reads the budget only with the switch
+        of_rank, of_all = theirs.number(f"{name}_per_gpu"), theirs.number(name)
         samples = of_rank or (max(1, of_all // ranks) if of_all else None)
-        if isinstance(samples, int):
-            recipe.set(budget, samples * sum(lengths), f"{name}_per_gpu" if of_rank else name)
+        shown = f"{name}_per_gpu" if of_rank else name
+        if samples is not None and not all(isinstance(length, int) for length in lengths):
+            recipe.lose(shown, of_rank or of_all, f"set {budget} to this number of samples, in tokens.")
+            continue
+        recipe.needless += theirs.drop(budget)  # verl reads the budget only with the switch
+        if samples is not None:
+            recipe.set(budget, int(samples * sum(lengths)), shown)
+        if of_rank and of_all:
+            recipe.lose(name, of_all, f"{name}_per_gpu sets the same.")
 
 
 def _prompts(theirs: Theirs, recipe: Recipe) -> None:
@@ -85,7 +97,10 @@ def _prompts(theirs: Theirs, recipe: Recipe) -> None:
 def _rewards(theirs: Theirs, recipe: Recipe) -> None:
     sections = ("custom_reward_function", "reward.custom_reward_function")
     path = theirs.take(*(f"{section}.path" for section in sections))
-    name = theirs.take(*(f"{section}.name" for section in sections)) or "compute_score"
+    names = [f"{section}.name" for section in sections]
+    if not path:
+        recipe.needless += theirs.drop(*names)
+    name = theirs.take(*names) or "compute_score"
     functions = [f"{path}:{name}"] if path else ["math_verify"]
     if not path:
         recipe.lose(
@@ -94,15 +109,17 @@ def _rewards(theirs: Theirs, recipe: Recipe) -> None:
             "verl chooses its verifier by data_source; check that reward.functions=[math_verify] fits your data.",
         )
     enabled = theirs.take("reward_model.enable", "reward.reward_model.enable")
-    model = theirs.take("reward_model.model.path", "reward.reward_model.model_path")
+    models = ("reward_model.model.path", "reward.reward_model.model_path")
+    model = theirs.take(*models)
     if enabled:
         functions.append("reward_model")
         recipe.set("reward_model.path", model, "reward_model.model.path")
     else:
-        theirs.take_section("reward.reward_model.")
-        theirs.take_section("reward_model.model.")
-        theirs.take_section("reward_model.rollout.")
+        for section in ("reward.reward_model.", "reward_model.model.", "reward_model.rollout."):
+            recipe.needless += theirs.take_section(section)
+        recipe.needless += [model_name for model_name in models if model_name in theirs.given and model is not None]
     recipe.set("reward.functions", functions, "custom_reward_function.path")
+    managers = [n for n in ("reward_model.reward_manager", "reward.reward_manager.name") if n in theirs.given]
     manager = theirs.take("reward_model.reward_manager", "reward.reward_manager.name")
     for leaf in ("enable", "len", "penalty_factor"):
         places = (
@@ -114,6 +131,12 @@ def _rewards(theirs: Theirs, recipe: Recipe) -> None:
         value = theirs.take(*(f"{place}.{leaf}" for place in places))
         if value is not None and manager in ("dapo", None):
             recipe.set(f"reward.overlong_buffer.{leaf}", value, f"overlong_buffer.{leaf}")
+        elif value is not None:
+            recipe.lose(f"overlong_buffer.{leaf}", value, f"verl's reward manager {manager} does not read it.")
+    if manager not in (None, "naive", "dapo"):
+        recipe.lose("reward_manager", manager, "reward.functions does the work of verl's reward managers.")
+    elif manager is not None:
+        recipe.needless += managers
 
 
 def _engine(theirs: Theirs, recipe: Recipe) -> None:
@@ -122,27 +145,32 @@ def _engine(theirs: Theirs, recipe: Recipe) -> None:
         recipe.groups["rollout"] = "vllm"
     elif name == "hf":
         recipe.groups["rollout"] = "embedded"
-        theirs.take("rollout.tensor_model_parallel_size")
+        recipe.needless += theirs.drop("rollout.tensor_model_parallel_size")
     else:
         recipe.groups["rollout"] = "vllm"
         recipe.lose("rollout.name", name, "rollout=vllm is the engine on the trainer's devices.")
     sleeps = theirs.take("rollout.free_cache_engine")
     if sleeps is not None:
         recipe.set("rollout.sleep_level", 2 if sleeps else 0, "rollout.free_cache_engine")
-    theirs.take("rollout.prompt_length", "rollout.response_length")
+    recipe.needless += theirs.drop("rollout.prompt_length", "rollout.response_length")
+    recipe.needless += theirs.drop("ref.strategy", "critic.strategy", "ref.fsdp_config.strategy")
+    strategies = [name for name in ("actor.strategy", "actor.fsdp_config.strategy") if name in theirs.given]
     strategy = theirs.take("actor.strategy", "actor.fsdp_config.strategy")
-    theirs.take("ref.strategy", "critic.strategy", "ref.fsdp_config.strategy")
-    if strategy not in (None, "fsdp", "fsdp2"):
+    if strategy in ("fsdp", "fsdp2"):
+        recipe.needless += strategies
+    elif strategy is not None:
         recipe.lose("actor.strategy", strategy, "backend=fsdp2 and backend=deepspeed are the training engines.")
 
 
 def _adapters(theirs: Theirs, recipe: Recipe) -> None:
+    default = 32 if theirs.left.get("model.lora.rank") and not theirs.left.get("model.lora_rank") else 16
     rank = theirs.take("model.lora_rank", "model.lora.rank")
     if not rank:
-        for name in ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path"):
-            theirs.take(f"model.{name}")
-        theirs.take_section("model.lora.")
+        names = ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+        recipe.needless += theirs.drop(*(f"model.{name}" for name in names)) + theirs.take_section("model.lora.")
         return
+    alpha = theirs.take("model.lora_alpha", "model.lora.alpha")
+    recipe.set("model.lora.alpha", default if alpha is None else alpha, "model.lora_alpha")
     recipe.set("model.lora.enabled", True, "model.lora_rank")
     recipe.set("model.lora.rank", rank, "model.lora_rank")
 
@@ -150,9 +178,11 @@ def _adapters(theirs: Theirs, recipe: Recipe) -> None:
 def _schedule(theirs: Theirs, recipe: Recipe) -> None:
     for role in ("actor", "critic"):
         of_optim = f"{role}.optim."
-        steps, share = theirs.take(f"{of_optim}lr_warmup_steps"), theirs.take(f"{of_optim}lr_warmup_steps_ratio")
-        theirs.take(f"{of_optim}total_training_steps")
+        steps, share = theirs.number(f"{of_optim}lr_warmup_steps"), theirs.number(f"{of_optim}lr_warmup_steps_ratio")
+        recipe.needless += theirs.drop(f"{of_optim}total_training_steps")
         if steps is not None and steps >= 0:
+            if share:
+                recipe.lose(f"{of_optim}lr_warmup_steps_ratio", share, f"{of_optim}lr_warmup_steps sets the same.")
             recipe.set(f"{of_optim}lr_warmup_steps", steps, f"{of_optim}lr_warmup_steps")
         elif share:
             why = f"set {of_optim}lr_warmup_steps to this share of the run's training steps."
@@ -174,7 +204,7 @@ def _machines(theirs: Theirs, recipe: Recipe) -> None:
 def set_loggers(wanted: Sequence[str], name: str, recipe: Recipe) -> None:
     """Set `trainer.logger` to the trackers in `wanted` that exist here. `console` is left out: it needs no tracker."""
     known = [logger for logger in wanted if logger in LOGGERS and logger != "console"]
-    if known:
+    if wanted:
         recipe.set("trainer.logger", known, name)
     for logger in wanted:
         if logger not in (*LOGGERS, "none", "all"):
