@@ -77,10 +77,9 @@ def update(
     batch is already rejected, do nothing and return {}.
 
     The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
-    loss nor gradient (up to rounding). If no token of a mini-batch counts, the gradient is 0 and the optimizer still
-    steps, as in verl and TRL: weights decay, momentum continues, and the schedule counts the step. `empty_mini_batches`
-    is the share of such steps. They have no metrics of the loss; without response tokens, they have only `grad_norm`
-    and `lr`. If `guards` reject a mini-batch, the update drops its gradient and ends; earlier optimizer steps stay.
+    loss nor gradient (up to rounding). Without a token that counts, the gradient is 0 and the optimizer still steps, as
+    in verl and TRL: weights decay, and the schedule counts the step (`empty_mini_batches`). Without response tokens,
+    the step has only `grad_norm` and `lr`. If `guards` reject a mini-batch, the update drops its gradient and ends.
 
     Args:
         batch: this rank's samples.
