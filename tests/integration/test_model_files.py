@@ -329,6 +329,7 @@ def test_a_run_on_two_nodes_of_which_one_has_the_model(tmp_path, sums):
         "reward_model.path=./judge",
         "trainer.total_training_steps=2",
         "checkpoint.contents=[model,optimizer,extra,hf_model]",
+        "backend.dp_replicate=1",  # the default depends on the number of machines
     ]
     command = small(tmp_path, "two_nodes", sums, *settings)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
