@@ -79,7 +79,7 @@ def test_processes_that_end_spend_the_budget_and_the_error_says_where_to_look():
     assert all(process.poll() is not None for process in one.started)
 
 
-def test_urls_at_which_nobody_answers_are_waited_for_and_then_given_up():
+def test_urls_at_which_nobody_answers_are_waited_for_and_then_given_up(caplog):
     with fleet(limits(start_timeout_s=0.1, urls=["http://127.0.0.1:9/"]), {}) as it:
         with pytest.raises(ServersFailed) as caught:
             it.wait(DEADLINE_S, generating=False)
@@ -88,6 +88,10 @@ def test_urls_at_which_nobody_answers_are_waited_for_and_then_given_up():
     assert "http://127.0.0.1:9: dead; did not get ready in time" in str(caught.value)
     assert "ClientConnectorError" in str(caught.value)
     assert "given by rollout.servers.urls" in str(caught.value)
+    # A wrong address is named at once, not only after the deadline.
+    (warning,) = [r.getMessage() for r in caplog.records if "Is it running?" in r.getMessage()]
+    assert "http://127.0.0.1:9 (rollout.servers.urls): " in warning
+    assert "start_timeout_s=0.1 " in warning
 
 
 def test_while_nobody_waits_nothing_is_given_up():

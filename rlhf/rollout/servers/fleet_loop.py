@@ -278,6 +278,14 @@ class FleetLoop:
             yield
             member.probe_error = ""
         except ServerFailure as failure:
+            if member.process is None and member.probe_error == NO_ANSWER:
+                log.warning(
+                    "Rollout server %s (rollout.servers.urls): %s. Is it running? The run waits for at most "
+                    "rollout.servers.start_timeout_s=%g seconds.",
+                    member.url,
+                    failure,
+                    self._settings.start_timeout_s,
+                )
             member.probe_error = str(failure)
             if not may_fail:
                 self._fail(member, str(failure), gone=failure.hung)
