@@ -58,7 +58,7 @@ def train(
     if (path := file_being_loaded()) is not None:
         raise UserError(
             f"{path} calls rlhf.train while the trainer loads a function from this file. Put the call under "
-            'if __name__ == "__main__":.'
+            'if __name__ == "__main__":'
         )
     _check_arguments(overrides, reward, callbacks)
     if is_rank():

@@ -176,9 +176,8 @@ def load_function(setting: str, spec: str, *, may_be_async: bool = False) -> Cal
         function = getattr(_module(path), name)
     # Catch SystemExit, too, which a script without a __main__ guard may raise.
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"{setting}={spec} cannot be imported: {type(error).__name__}: {error}. Correct the file."
-        ) from error
+        reason = f"{type(error).__name__}: {error}".removesuffix(".")
+        raise UserError(f"{setting}={spec} cannot be imported: {reason}. Correct the file.") from error
     if isinstance(function, type) and setting not in (CUSTOM_CLS, ENV_CLASSES):
         raise UserError(_is_class(f"{setting}={spec}", name))
     if not callable(function):

@@ -16,7 +16,7 @@ PACKAGE = Path(rlhf.__file__).parent
 
 STOREYS = (
     {
-        *("train", "evaluate", "samples", "plan", "compare", "report", "status", "translate"),
+        *("__main__", "train", "evaluate", "samples", "plan", "compare", "report", "status", "translate"),
         *("checkpoint.__main__", "launch.slurm.__main__"),
     },
     {"convert"},

@@ -1,0 +1,28 @@
+"""python -m rlhf: lists the commands."""
+
+import sys
+
+COMMANDS = {
+    "rlhf.train": "train; the same command resumes",
+    "rlhf.plan": "memory, disk space and tokens that a training needs",
+    "rlhf.evaluate": "evaluate a model, a run or a checkpoint",
+    "rlhf.status": "what runs do now",
+    "rlhf.report": "one HTML page about runs",
+    "rlhf.samples": "the policy's responses",
+    "rlhf.compare": "results of runs side by side",
+    "rlhf.checkpoint": "list, verify, prune, export, merge and convert checkpoints",
+    "rlhf.translate": "a configuration of verl, TRL or OpenRLHF as a recipe",
+    "rlhf.launch.slurm": "submit a training to SLURM",
+}
+
+
+def main() -> int:
+    """Print the commands. Return 2 for arguments, as commands do for a mistake."""
+    width = max(map(len, COMMANDS))
+    lines = [f"python -m {name:{width}}  {what}" for name, what in COMMANDS.items()]
+    sys.stdout.write("\n".join([*lines, "", "--help after a command shows its arguments.", ""]))
+    return 2 if sys.argv[1:] not in ([], ["--help"], ["-h"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
