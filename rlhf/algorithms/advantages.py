@@ -163,8 +163,8 @@ def pass_at_k(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
         scores, order = groups.sort(dim=1, stable=True)
         # Subtract the best score: if every subset has a response with the best score, all advantages are exactly 0.
         scores = scores - scores[:, -1:]
-        # Entry j is the fraction of subsets whose largest score is the j-th lowest: among all subsets (of_all), among
-        # the subsets with response j (of_own), and among the subsets with one given response below j (of_lower).
+        # Entry j is the fraction of subsets in which response j, in sorted order, is the best: of all subsets (of_all),
+        # of those with response j (of_own), or of those with a given response i < j (of_lower, the same for every i).
         of_all = scores.new_tensor([comb(j, k - 1) / comb(n, k) for j in range(n)])
         of_own = scores.new_tensor([comb(j, k - 1) / comb(n - 1, k - 1) for j in range(n)])
         of_lower = scores.new_tensor(

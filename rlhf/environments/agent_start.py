@@ -62,10 +62,10 @@ class ProgramStart:
             os.chdir(folder)
             os.environ.update(variables)
             tempfile.tempdir = None  # forget the cached folder
-            # Programs of one rank have one user. This keeps them from each other's folders, variables and processes.
+            # Programs of one rank share a user. Landlock keeps each from the others' folders, variables and processes.
             restrict_to(str(folder), self.writable, abstract_sockets=self.network)
             if (script := script_of(self.command)) is None:
-                # The first folder is the trainer's; a program with packages of its own must not find others there.
+                # Drop PYTHONPATH's first folder, the trainer's: a program with its own packages must not import others.
                 os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").partition(os.pathsep)[2]
                 os.execvp(self.command[0], list(self.command))
             sys.argv = list(self.command[1:])
@@ -87,9 +87,9 @@ def script_of(command: Sequence[str]) -> str | None:
 
 
 def import_for(script: str) -> None:
-    """Import the installed modules that the script imports at its top level. Imports that fail are the script's.
+    """Import the installed modules that the script imports at its top level. Ignore errors: the script reports them.
 
-    Modules beside the script may read variables that only the program has.
+    Do not import modules beside the script: they may read environment variables that only the program has.
     """
     atexit._clear()  # the programs must not run the handlers of this process
     body = ast.parse(Path(script).read_bytes()).body

@@ -110,7 +110,8 @@ def check_failures(episodes: Sequence[Episode], most: float, coordinator: Coordi
     all_failed = sum(counts) == sum(totals)
     if sum(counts) and (sum(counts) > most * sum(totals) or all_failed):
         raise UserError(
-            f"The environments of {sum(counts)} of {sum(totals)} samples failed; env.max_failed={most:g} allows fewer. "
+            f"The environments of {sum(counts)} of {sum(totals)} samples failed. At most env.max_failed={most:g} "
+            "of them may fail, and never all. "
             f"The last failure: {next(filter(None, texts))}\nCorrect the environment, or raise env.timeout_s if it is "
             f"slow{'' if all_failed else ', or env.max_failed'}."
         )

@@ -115,7 +115,7 @@ class Episodes:
         seed = int.from_bytes(hashlib.blake2b(f"{self.seed} {prompt.index}".encode(), digest_size=4).digest()) >> 1
         row = _row(prompt, seed)
         if kind.definition.is_agent:
-            row = {"messages": prompt.messages} | row  # the row's prompt may be a string
+            row = {"messages": prompt.messages} | row  # the data's column `prompt` may be a string
         session = partial(Session, self.pool, kind.index, seed)
         return [
             Episode(asked.uid, number, prompt, params, kind, limits, row, session)

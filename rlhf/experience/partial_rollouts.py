@@ -16,7 +16,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Quota
 
 RESERVE = 4
-"""Reciprocal of the reserve: complete groups beyond a share when a step begins, as a part of the share. In
+"""When a step begins, a share of complete groups and 1 / RESERVE of a share more should be waiting. In
 `benchmarks.async_steps`, no step waited for a batch although the lengths of responses vary."""
 
 
@@ -28,8 +28,8 @@ class PartialRollouts:
     weights until one share is complete, and removes this share: oldest weights first, then by uid. Servers continue the
     other prompts while the ranks train (`begin`); a prompt begins when a server has a free slot.
 
-    No token gets older than `max_staleness` steps. The engine waits for groups that are due in this step, because a
-    response that was dropped for its age would be a long one. If more than a share is due (after a change of the number
+    No token gets older than `max_staleness` steps. The engine waits for groups that are due in this step, because
+    dropping old responses would drop mostly long ones. If more than a share is due (after a change of the number
     of ranks or of the batch size), the surplus is dropped, counted, and replaced by new prompts.
 
     With the embedded engine, all of this follows from tokens and settings, never from the clock, so a resumed run
@@ -135,8 +135,8 @@ class PartialRollouts:
     def _stop(self, stats: RolloutStats, step: int) -> None:
         """End the generation in the background, and store its samples in the journal. Collective.
 
-        Store complete samples, too: an earlier save may have ended the generation and kept its samples, and a replay
-        may skip this save.
+        Store complete samples, too: an earlier save may have ended the generation that made them, and a replay may not
+        repeat that save.
         """
         if self.generation.sampler.background:
             self.begun = self.generation.stop(self.begun, stats)
@@ -186,7 +186,7 @@ class PartialRollouts:
         quotas = []
         for age in range(self.max_staleness, -1, -1):
             due = [each for each in self.begun if ages[each.drawn.uid] >= age]
-            # `later` batches can still remove groups of this age. The youngest groups fill the share.
+            # `later` batches can still remove groups of this age. At age 0, groups of any age fill the share.
             later = self.max_staleness - age
             needed = min(share, len(due) - later * share) if age else share
             missing = needed - sum(each.complete for each in due)

@@ -31,7 +31,7 @@ class TrainingState:
     layer: int = 0
     """A layer's gradients with the buffers of their reduction."""
     root: int = 0
-    """Weights and gradients of the embedding with the buffers of their reduction, after the layers."""
+    """After the layers' backward pass: the embedding's weights and gradients, with the buffers of the reduction."""
     micro_batch_gradients: int = 0
     """DeepSpeed's gradients of the current micro-batch, in addition to the sum over earlier micro-batches."""
     step_temporaries: int = 0

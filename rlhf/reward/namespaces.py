@@ -16,7 +16,7 @@ from rlhf.storage.files import make_new_dir
 
 SHARED_MEMORY = "/dev/shm"
 FIXED_PATH = "/var/tmp"
-"""Programs of `env.command` see their folders here, and nothing else."""
+"""Programs of `env.command` find their folders at this path, in place of the machine's own files."""
 _FOLDER_BYTES, _FOLDER_FILES = 1 << 30, 100_000
 
 

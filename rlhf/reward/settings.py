@@ -53,7 +53,7 @@ def check_functions(config: RewardConfig, *, without_functions: bool = False) ->
     for function in config.functions:
         if function in NAMES:
             continue
-        if not (":" in function or "/" in function or function.endswith(".py")):  # `split_spec` reports a wrong form
+        if not (":" in function or "/" in function or function.endswith(".py")):  # `split_spec` checks all others
             raise UserError(
                 f"{SETTING}: {function!r} is none of {', '.join(NAMES)}, and not of the form path/to/file.py:name."
                 f"{did_you_mean(nearest(function, NAMES) or likely_spec(function))}"

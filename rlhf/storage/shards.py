@@ -58,7 +58,7 @@ class Shard:
         return strided_view(whole.reshape(-1), layout).reshape(self.local.shape)
 
     def at(self, inner: Box) -> Tensor:
-        """Return a view of `local` with the sizes of `inner`, a part of this shard as `overlaps` yields it."""
+        """Return a view of `local` with the sizes of `inner`, a part of this shard's box from `boxes.overlaps`."""
         own = self.box
         if own.is_range:
             return strided_view(self.local.detach().view(-1), layout_of(inner, own, self.shape))

@@ -1,5 +1,5 @@
-"""DeepSpeed at every ZeRO stage and precision on real ranks: FSDP2's updates, and the contract of a backend. The tests
-run on two ranks, with --full-product also on one. test_portability.py resumes every engine on one rank, too."""
+"""DeepSpeed makes FSDP2's updates and keeps the contract of a backend, at every ZeRO stage and precision. The tests
+run on two real ranks, with --full-product also on one. test_portability.py resumes every engine on one rank, too."""
 
 import itertools
 import math

@@ -70,7 +70,10 @@ def config_of(model: Path, kind: str) -> Config:
 
 
 def handed_over(backend: TrainingBackend, model: Path) -> bool:
-    """Return whether the embedded engine has the bfloat16 weights that it received. It compares digests itself."""
+    """Return whether the embedded engine has the bfloat16 weights that it received.
+
+    `update_weights` compares digests of the weights, too.
+    """
     plain = AutoModelForCausalLM.from_pretrained(model)
     engine = build_embedded_engine(plain, tiny_tokenizer(), RolloutConfig(dtype="bfloat16"))
     engine.update_weights(lambda: backend.full_tensors(engine.dtype), 1)
@@ -79,7 +82,7 @@ def handed_over(backend: TrainingBackend, model: Path) -> bool:
 
 
 def lives(rank: int, model: Path) -> dict[str, dict[str, Any]]:
-    """Return whether weight sync, resume, a load in the next engine and a load of the export keep all bits."""
+    """Return whether weight sync, resume, a load in another engine and a load of the export keep all bits."""
     torch.use_deterministic_algorithms(True)
     results: dict[str, dict[str, Any]] = {}
     for kind in KINDS:

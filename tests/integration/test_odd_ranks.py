@@ -11,8 +11,8 @@ from tests.support.rounding import sum_bound
 
 pytestmark = pytest.mark.slow
 NPROC, STEPS = 3, 2
-# Values and both log-probs move to the rollout batch, advantages and returns to the training batch. Groups are dropped,
-# and carried over.
+# A step then sends values and the log-probs of actor and reference to the rollout batch, and advantages and returns to
+# the training batch. Groups are dropped, and carried over.
 SETTINGS = (
     "algorithm=ppo",
     "algorithm.use_kl_in_reward=true",

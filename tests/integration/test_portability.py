@@ -38,7 +38,7 @@ def every_cell() -> list[Cell]:
 
 def covering_cells() -> list[Cell]:
     """Return cells in which every engine loads every other engine's checkpoints, and saves and loads on one and on two
-    ranks. Each engine also loads its own checkpoints, on one rank and on the other number of ranks. On two ranks,
+    ranks. Each engine also loads its own checkpoints, from one rank on one and after a change of ranks. On two ranks,
     only two engines resume their own here; test_deepspeed.py and test_lora.py resume the others."""
     cells = [(kind, 1, kind, 1) for kind in EVERY_KIND]
     cells += [(kind, 2, kind, 2) for kind in ("zero0-lora", "zero1-bfloat16-lora")]

@@ -128,7 +128,7 @@ def test_the_number_of_ranks_does_not_change_the_samples(undisturbed):
     for name in ("actor/entropy", "actor/grad_norm"):
         assert one[name] == pytest.approx(two[name], rel=bound, abs=0), name
     assert one["actor/loss"] == pytest.approx(two["actor/loss"], rel=0, abs=1.5 * bound)
-    # The KL is about half the mean square of log-ratios, which have rounding errors. Their mean size is <= sqrt(2 KL).
+    # The KL is about half the mean square of log-ratios. They have rounding errors; the mean |log-ratio| <= sqrt(2 KL).
     apart = bound * (2 * one["actor/kl_loss"]) ** 0.5
     assert one["actor/kl_loss"] == pytest.approx(two["actor/kl_loss"], rel=0, abs=apart)
 

@@ -32,7 +32,7 @@ def on_tokens(per_row: Table, mask: Table) -> list[list[float]]:
     return result
 
 
-# Advantages. All functions return rows of the tokens in the mask.
+# Advantages. Rows in results have only the tokens in the mask.
 
 
 def scores(rewards: Table, mask: Table) -> list[float]:
@@ -82,7 +82,7 @@ def less_group_mean(of_group: Sequence[float]) -> list[float]:
 
 
 def pass_at_k(of_group: Sequence[float], k: int, norm_by_std: bool) -> list[float]:
-    """Return the mean best score over k-subsets with the response, minus the mean over all k-subsets."""
+    """Return for each response the mean best score of the k-subsets that contain it, minus that of all k-subsets."""
     ways = list(itertools.combinations(range(len(of_group)), k))
     best = [max(of_group[i] for i in way) for way in ways]
     deviation = math.sqrt(mean([(value - mean(best)) ** 2 for value in best]))
@@ -229,7 +229,7 @@ def differences(one: Row, other: Row, mask: Row) -> list[float]:
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
-    """Return DAPO's punishment by its three cases, up to the limit."""
+    """Return DAPO's penalty for a length up to `max_length`. The paper's third case, longer responses, is left out."""
     if length <= max_length - buffer:
         return 0.0
     return ((max_length - buffer) - length) / buffer * factor

@@ -1,4 +1,4 @@
-"""Runs each kind of save as a small run of real code below one folder, for a recorder."""
+"""Runs each kind of save as a small run of real code, while a `Recorder` records the operations below one folder."""
 
 import errno
 import json
@@ -321,7 +321,7 @@ def exported(root: Path, book: Book) -> None:
             write_file(folder, "config.json", [b'{"number": %d}\n' % number])
             make_dir(folder / "more")
             write_small(folder / "more" / "weights", weights)
-        # Replace a folder, too: the two exchange their names.
+        # The third export replaces the second: the old and the new folder exchange their names.
         book.note("there", f"{name}/config.json")
         book.note("there", f"{name}/more/weights")
 
@@ -338,7 +338,7 @@ def is_page(content: bytes) -> bool:
 
 
 def restarted(start: Start, book: Book, *, short_of_room: bool) -> None:
-    """Run the same command again for two saved steps."""
+    """Run the same command again, twice with one saved step each; on several nodes once."""
     if len(start.configs) > 1:
         ranks(start, book, lambda run: run.train(1), trajectory=6)
         return

@@ -38,7 +38,7 @@ class Weather:
         self.calls: list[tuple[str, str]] = []
         """Name and path of every call."""
         self.before: Callable[[int, str, str], None] = lambda number, call, path: None
-        """Called before each call with its number (from 1), name and path; the call raises its exceptions."""
+        """Called before each call with the call's number (from 1), name and path. If it raises, the call fails."""
         self._lock = threading.Lock()
 
     def meet(self, call: str, path: str) -> None:

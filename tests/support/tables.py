@@ -23,7 +23,7 @@ def random_table(rng: random.Random, rows: int, columns: int, scale: float) -> R
 def random_mask(rng: random.Random, rows: int, columns: int) -> Rows:
     """Return a mask of random lengths, with holes in half of the cases.
 
-    The first row has a token, and one of several rows has none.
+    The first row has a token. If there are other rows, at least one of them has none.
     """
     lengths = [rng.randint(0, columns) for _ in range(rows)]
     holes = rng.choice([0.0, 0.3])

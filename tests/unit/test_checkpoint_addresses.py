@@ -71,7 +71,7 @@ def test_what_is_not_looked_into(tree, tmp_path, command):
     shutil.copytree(tmp_path / "elsewhere", tree / "project/one/rollout_model/run")
     runs = json.loads(command("list", tree, "--json")[1])["runs"]
     assert [run["path"] for run in runs] == [str(tree / "a/b/c/three"), str(tree / "project/one")]
-    # A link that the command names is followed, and so is a checkpoint's link within a run.
+    # A link that the command names is followed, and so is a global_step_N that is a link.
     assert command("list", tree / "project/linked")[1].count("committed") == 2
 
 

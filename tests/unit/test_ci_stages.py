@@ -1,4 +1,5 @@
-"""Parallel stages of .ci/run: separate outputs, stages that fail with others, and no process or file left behind."""
+"""Parallel stages of .ci/run: outputs are separate, no stage runs if one that it needs has failed, and no process or
+file is left behind."""
 
 import os
 import re

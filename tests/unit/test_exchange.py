@@ -33,7 +33,8 @@ PARAMS = [
 
 
 def requests_of(rank: int) -> list[Request]:
-    """Return requests for `rank` + 1 prompts (none on rank 2), with unusual values; every second starts at sample 1."""
+    """Return requests for `rank` + 1 prompts (none on rank 2), with unusual values. Samples of every second
+    prompt are numbered from 1."""
     requests = []
     for i in range(0 if rank == 2 else rank + 1):
         n, params = PARAMS[(rank + i) % 3]

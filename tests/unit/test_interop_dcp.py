@@ -277,7 +277,7 @@ def test_what_wraps_a_model_is_taken_off(tmp_path, prefix):
 
 
 def test_safetensors_that_ranks_save(tmp_path):
-    """The tensors are stored first as one rank saves them, and then cut in two by rows, as two ranks save them."""
+    """One rank saves the tensors. Then its file is truncated, and then renamed: another rank's file is missing."""
     tensors = {name: tensor for name, tensor in TENSORS.items() if tensor.ndim and tensor.numel()}
     writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
     dcp.save(tensors, storage_writer=writer, no_dist=True)

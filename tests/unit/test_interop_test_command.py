@@ -66,7 +66,7 @@ def test_equal_ones(model, tmp_path, compare, changed):
     config = make_config(tmp_path)
     config.model.path = str(model)
     save_steps(config, ModelRole(load_file(model / "model.safetensors")), 1)
-    shutil.move(model / "tokenizer.json", tmp_path)  # only the reference needs a tokenizer
+    shutil.move(model / "tokenizer.json", tmp_path)  # the comparison needs no tokenizer
     both = changed(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     for tested in (model, config.run_dir, both):
         code, verdict = compare(tested)
@@ -80,7 +80,7 @@ def test_values_within_the_tolerance(compare, changed):
     folder = changed(lambda tensors: tensors[WEIGHT][3, 5].add_(0.25))
     code, verdict = compare(folder)
     assert (code, verdict["equal"], list(verdict["values"])) == (1, False, [WEIGHT])
-    # The sum, below 2, is off by half a unit in the last place.
+    # Adding 0.25 gives a weight below 2, rounded by at most half a unit in the last place.
     assert verdict["values"][WEIGHT] == verdict["largest"] == pytest.approx(0.25, rel=0, abs=FLOAT32)
     assert 0 < verdict["logits"] < 10
     assert compare(folder, "--atol", "0.2")[0] == 1

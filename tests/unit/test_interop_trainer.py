@@ -23,7 +23,7 @@ Moments = dict[str, torch.Tensor]
 
 
 def train(model: PreTrainedModel, folder: Path, second: Callable[[str, torch.Tensor], bool] | None) -> Moments:
-    """Train two steps, save like the Trainer, return moments by name. `second` selects weights without decay."""
+    """Train two steps, save like the Trainer, return moments by name. `second` selects the second group's weights."""
     named = dict(model.named_parameters())
     groups = [[n for n, p in named.items() if second is None or not second(n, p)]]
     groups += [[n for n in named if n not in groups[0]]] if second is not None else []

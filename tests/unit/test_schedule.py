@@ -62,7 +62,7 @@ def backend_of(optim: OptimConfig) -> Fsdp2Backend:
 
 
 def rates(backend: Fsdp2Backend, steps: int) -> list[float]:
-    """Return the rates of the next `steps` optimizer steps without gradients. Check that the optimizer has them."""
+    """Take `steps` optimizer steps, without a backward pass. Return their rates, which must be the optimizer's."""
     found = []
     for _ in range(steps):
         in_optimizer = backend.optimizer.param_groups[0]["lr"]

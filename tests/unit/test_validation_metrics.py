@@ -1,4 +1,4 @@
-"""Validation metrics, compared with all draws and with values by hand, by source and variable, over two ranks."""
+"""Validation metrics of each source and variable, compared with the mean of all draws and with values by hand."""
 
 import random
 from collections import Counter

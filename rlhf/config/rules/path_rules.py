@@ -87,8 +87,8 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def model_folder_problems(key: str, name: str, here: bool) -> Iterator[str]:
-    """Yield a line if `name`, the value of `key`, cannot be a Hub name, or is a path without a model. With `here`, a
-    path must also exist on this machine."""
+    """Yield a line if `name`, the value of `key`, is a file, or is neither a folder nor a possible Hub name. With
+    `here`, also yield a line if the folder does not exist or has no config.json."""
     path = Path(name).expanduser()
     looks_local = name.startswith(("/", "./", "../", "~")) or ("/" in name and path.parent.is_dir())
     if not name:

@@ -38,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare only documents (settings, driver state), weights or moments; may be given several times",
     )
     parser.add_argument(
-        "--largest", type=int, default=10, metavar="N", help="lines of each kind, largest first (default: 10; 0: all)"
+        "--largest",
+        type=int,
+        default=10,
+        metavar="N",
+        help="lines of each kind; tensors with the largest difference come first (default: 10; 0: all)",
     )
     parser.add_argument("--json", action="store_true", help="print all differences as JSON")
 
@@ -54,7 +58,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from rlhf.models.hf.source import Origin
 
     only = arguments.only or [DOCUMENTS, WEIGHTS, MOMENTS]
-    # Native checkpoints do not need the model's files, and `model.path` may be gone.
+    # A native checkpoint needs no model files here. Its own folder stands in for them: `model.path` may be gone.
     given = arguments.hf_model_path
     origins = [Origin(p, given or (p if recognises(Origin(p)) else None)) for p in (arguments.a, arguments.b)]
     values: dict[str, list[ValueDifference]] = {}
