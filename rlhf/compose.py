@@ -94,7 +94,7 @@ def composition(
 
     A `stored` configuration replaces the schema's defaults, the default entries of the groups and the default recipe.
     """
-    choices, values = _sorted_overrides(overrides, library)
+    choices, values, earlier = _sorted_overrides(overrides, library)
     ConfigFolder.set_by_files.clear()
     ConfigFolder.required_by_files.clear()
     composed = _compose(choices, library, stored)
@@ -102,7 +102,7 @@ def composition(
     for key in ConfigFolder.required_by_files - ConfigFolder.set_by_files if stored is None else ():
         if key.partition(".")[0] not in chosen:  # model=tiny sets the model.path that a recipe requires
             OmegaConf.update(composed, key, "???")
-    problems = list(_replaced_entries(chosen, composed, library, dict(values)))
+    problems = list(_replaced_entries(chosen, composed, library, values, earlier))
     problems += [problem for key, value in values if (problem := _set(composed, key, value))]
     if problems:
         raise UserError("\n".join(problems))
@@ -115,10 +115,14 @@ def composition(
     return Composition(composed, values)
 
 
-def _sorted_overrides(overrides: list[str], library: Library) -> tuple[list[str], list[tuple[str, Any]]]:
-    """Return the chosen entries of groups, and the values of settings. Raise one UserError for all mistakes."""
+def _sorted_overrides(
+    overrides: list[str], library: Library
+) -> tuple[list[str], list[tuple[str, Any]], dict[str, int]]:
+    """Return the chosen entries of groups, the values of settings, and the number of values before each group's entry.
+    Raise one UserError for all mistakes."""
     choices: list[str] = []
     values: list[tuple[str, Any]] = []
+    earlier: dict[str, int] = {}
     problems = []
     _reject_spaces(overrides)
     for text in overrides:
@@ -126,34 +130,43 @@ def _sorted_overrides(overrides: list[str], library: Library) -> tuple[list[str]
             override = _parse_override(text)
             if override.key_or_group in (*library.groups, "recipes"):
                 choices.append(_choice(override, library))
+                earlier[override.key_or_group] = len(values)
             else:
                 values += _flatten(override.key_or_group, override.value())
         except UserError as error:
             problems.append(str(error))
     if problems:
         raise UserError("\n".join(problems))
-    return choices, values
+    return choices, values, earlier
 
 
 def _replaced_entries(
-    chosen: dict[str, str], composed: DictConfig, library: Library, typed: dict[str, Any]
+    chosen: dict[str, str],
+    composed: DictConfig,
+    library: Library,
+    typed: list[tuple[str, Any]],
+    earlier: dict[str, int],
 ) -> Iterator[str]:
-    """Yield a message for each chosen entry without effect: a recipe, or a setting that is `typed` on the command line,
-    replaces the entry's only setting."""
+    """Yield a message for each chosen entry without effect: a recipe replaces the entry's only setting, or one of the
+    settings that are `typed` on the command line before the entry.
+
+    A setting after the entry refines the entry: of two overrides, the later counts.
+    """
     values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False))
     for group in sorted(chosen.keys() & set(library.groups)):
         entry = yaml.safe_load(library.entries(group)[chosen[group]].read_bytes()) or {}
         for leaf, value in entry.items() if len(entry) == 1 else ():
             key = f"{group}.{leaf}"
-            now = typed.get(key, values[group].get(leaf))
+            given = [i for i, (name, _) in enumerate(typed) if name == key]
+            now = typed[given[-1]][1] if given else values[group].get(leaf)
             if not setting_of(key) or value in ("???", now):
                 continue
             what = f"{group}={chosen[group]}: has no effect, because"
-            if key not in typed:
+            if not given:
                 better = shlex.quote(f"{key}={'null' if value is None else value}".replace("'", ""))
                 yield f"{what} the recipe sets {key}={now}. Remove {key} from the recipe, or write {better}."
-            elif value:  # an empty value is completed on the command line, as in data=files data.train_files=...
-                yield f"{what} {key}={now} is set, too. Remove one of them."
+            elif value and given[-1] < earlier[group]:  # an entry without a value is completed in any order
+                yield f"{what} {key}={now} is set, too. Remove one of them, or write {group}={chosen[group]} first."
 
 
 def _set(composed: DictConfig, key: str, value: Any) -> str | None:

@@ -66,7 +66,7 @@ def episode(chat: CountingChat) -> Episode:
     kind = EnvironmentClass(0, Definition("Talk", [], "step", False), lambda tools: chat)
     prompt = Prompt(0, [{"role": "user", "content": "Go."}], [], "", None, {})
     limits = Limits(turns=4, invalid_calls=0, retries=0, prompt_tokens=16)
-    return Episode(0, 0, prompt, SamplingParams(max_tokens=16), kind, limits, {}, lambda: None)
+    return Episode(0, 0, prompt, SamplingParams(max_tokens=16), kind, limits, {}, lambda name: None)
 
 
 def test_texts_of_megabytes_are_not_tokenized():
@@ -98,12 +98,12 @@ def test_an_entry_of_a_group_and_its_setting_may_be_given_together():
         compose_config(AGENT, Library.find(None))
 
 
-@pytest.mark.parametrize("last", [0, 1])
-def test_an_entry_that_a_setting_replaces_is_a_mistake(last):
-    """A new user trained with another reward than the command named, without a message."""
-    both = ["reward=exact_match", "reward.functions=[rewards.py:mine]"]
+def test_an_entry_after_its_setting_is_a_mistake():
+    """A new user trained with another reward than the end of the command named, without a message."""
+    both = ["reward.functions=[rewards.py:mine]", "reward=exact_match"]
     with pytest.raises(UserError, match=r"reward=exact_match: has no effect, because reward\.functions=.*mine.*Remove"):
-        compose_config([both[1 - last], both[last]], Library.find(None))
+        compose_config(both, Library.find(None))
+    assert compose_config(both[::-1], Library.find(None)).reward.functions == ["rewards.py:mine"]
 
 
 @pytest.mark.parametrize(
