@@ -7,6 +7,7 @@ they created. The files in memory vanish with these processes, however the proce
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -57,7 +58,7 @@ def enter(folder: str, writable: Sequence[str], missing: list[str], *, own_loopb
         kernel.raise_loopback()
     own = _mount(folder, writable, missing)
     if own_loopback:
-        own = _at_fixed_path(own)
+        own = _at_fixed_path(own, writable)
     _become_a_grandchild()
     return own
 
@@ -84,9 +85,15 @@ def _mount(folder: str, writable: Sequence[str], missing: list[str]) -> str:
     return str(home)
 
 
-def _at_fixed_path(folder: str) -> str:
-    """Show `folder` at FIXED_PATH and return this path, or else `folder`. An agent may send paths to the policy, and a
-    resumed run has the same bits only if the paths are the same."""
+def _at_fixed_path(folder: str, writable: Sequence[str]) -> str:
+    """Show `folder` at FIXED_PATH and return this path. Return `folder` if the machine does not allow this, or if it
+    would hide Python, the user's files or `writable`.
+
+    An agent may send paths to the policy, and a resumed run has the same bits only if the paths are the same.
+    """
+    needed = map(os.path.realpath, (sys.prefix, sys.base_prefix, __file__, os.getcwd(), *writable))  # noqa: PTH109
+    if any(Path(path).is_relative_to(FIXED_PATH) for path in needed):
+        return folder
     try:
         kernel.mount(folder, FIXED_PATH, "", kernel.MS_BIND)
     except OSError:
