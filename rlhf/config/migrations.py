@@ -55,7 +55,10 @@ Migration = Renamed | Removed | Added
 def _at_least_async_steps(stored: Any, tree: dict[str, Any]) -> Any:
     """Return the bound that responses in flight had: without dynamic sampling, `async_steps` alone."""
     steps = tree["rollout"]["async_steps"] if _has(tree, "rollout.async_steps") else 0
-    return max(stored, steps) if isinstance(stored, int) and isinstance(steps, int) else stored
+    filters = tree["algorithm"]["filter_groups"] if _has(tree, "algorithm.filter_groups.enable") else {}
+    if not isinstance(stored, int) or not isinstance(steps, int):
+        return stored
+    return max(stored, steps) if filters.get("enable") else max(1, steps)
 
 
 MIGRATIONS: dict[str, tuple[Migration, ...]] = {

@@ -15,7 +15,7 @@ def warn_of_numbers(prompts: PromptSet, setting: str, functions: Sequence[str]) 
     """
     answer = prompts[0].ground_truth
     own = [each for each in functions if ".py:" in each]
-    if own and isinstance(answer, int | float):
+    if own and isinstance(answer, int | float) and not isinstance(answer, bool):
         log.warning(
             "%s: the reference answers are numbers (%s), and %s receives them as numbers. Compare with "
             "str(ground_truth), or write the answers in quotes.",

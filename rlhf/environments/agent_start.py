@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import runpy
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -25,6 +26,7 @@ from typing import NoReturn
 import rlhf
 from rlhf.environments.serving import seed_generators
 from rlhf.reward.confinement import restrict_to
+from rlhf.reward.kernel import PR_SET_PDEATHSIG, prctl
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class ProgramStart:
     def _become(self, variables: Mapping[str, str], folder: Path, output: int, seed: int) -> NoReturn:
         code = 1
         try:
+            if sys.platform == "linux":
+                # Without namespaces, nothing else ends the program if this process is killed.
+                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             # The fork's only thread was a daemon, and the script's threads would inherit this.
             threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
             _take_streams(output)

@@ -88,9 +88,12 @@ def _obey(channel: socket, new: NewServed) -> None:
     """Fork and kill processes as the trainer asks, until the trainer closes the channel."""
     processes: dict[int, tuple[int, dict[str, Any]]] = {}
 
-    def kill(number: int) -> None:
+    def kill(number: int) -> dict[str, Any]:
         process, request = processes.pop(number)
         _kill(process, [pid for pid, _ in processes.values()])
+        return request
+
+    def clean(request: dict[str, Any]) -> None:
         if request["name"]:
             remove_dir(_folder_of(request), ignore_errors=True)
 
@@ -108,9 +111,11 @@ def _obey(channel: socket, new: NewServed) -> None:
             processes[request["fork"]] = process, request
             os.close(sockets[0])
         else:
-            for number in list(processes) if request["kill"] is None else {request["kill"]} & processes.keys():
-                kill(number)
+            numbers = list(processes) if request["kill"] is None else {request["kill"]} & processes.keys()
+            killed = [kill(number) for number in numbers]
             channel.send(json.dumps({"killed": request["kill"]}).encode())
+            for each in killed:  # after the answer, because a program may have left very many files
+                clean(each)
 
 
 def _kill(process: int, others: Collection[int]) -> None:

@@ -179,6 +179,7 @@ class Host:
             reply = json.loads(ours.recv(MESSAGE_BYTES) or b"{}")
         except OSError as error:
             reply = {"error": f"the process of environments was not ready ({error})", "user": False}
+        ours.settimeout(KILL_TIMEOUT_S)
         self._folder = reply.get("folder", "")
         try:
             # Promise 13: a host that starts again must not run a file that was edited meanwhile.
@@ -190,7 +191,6 @@ class Host:
             self.close()
             found = reply.get("error", "the process of environments died while it started")
             raise UserError(found if reply.get("user") else f"{config.shown}: {found}. Correct the file.")
-        ours.settimeout(KILL_TIMEOUT_S)
         self.definitions = [Definition(**each) for each in reply["definitions"]]
 
 

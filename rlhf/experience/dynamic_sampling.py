@@ -120,8 +120,8 @@ class DynamicSampling:
         log.warning(
             "%.0f %% of the batch of step %d was carried over from earlier steps, so an older policy sampled it; "
             "truncated importance sampling corrects for the difference. For newer samples lower "
-            "data.gen_batch_size=%d, or set rollout.max_staleness=0, which drops the surplus groups of "
-            "each step. This is logged once; sampling/carried_share is the share in each step.",
+            "data.gen_batch_size=%d, or rollout.max_staleness (at least rollout.async_steps), which drops older "
+            "groups. This is logged once; sampling/carried_share is the share in each step.",
             100 * share_carried,
             step,
             self.gen_batch_size,

@@ -12,13 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data import DrawnPrompt
 from rlhf.events import announce
 from rlhf.experience.responses import items_of
+from rlhf.ranks.status import SCORES, SCORES_EARLY
 from rlhf.reward import Reward, RewardItem, RewardResult
 from rlhf.rollout import Sample
 
 log = logging.getLogger(__name__)
-
-SCORES_BEGIN = "reward.early"
-"""Event: a complete group goes to the thread that scores it."""
 
 
 @dataclass
@@ -75,7 +73,7 @@ class EarlyScores:
         with self._lock:
             self._waiting.append(group)
         self._thread.submit(self._score)
-        announce(SCORES_BEGIN)
+        announce(SCORES_EARLY)
 
     def pop(self, uid: int, samples: Sequence[Sample]) -> list[RewardResult] | None:
         """Return the rewards of a prompt's samples, or None if the caller must compute them. Forget the prompt.
@@ -89,6 +87,7 @@ class EarlyScores:
             self._waiting = [each for each in self._waiting if each is not group]
             call = group.call
         if call is not None:
+            announce(SCORES)
             call.result()
         if group.error is not None and group.error is not self._logged:
             self._logged = group.error

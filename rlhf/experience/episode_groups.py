@@ -6,10 +6,12 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.errors import UserError
+from rlhf.events import announce
 from rlhf.experience.episode import Episode, Stage, with_head
 from rlhf.experience.metrics import RolloutStats
 from rlhf.experience.responses import texts_of
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.status import SCORES
 from rlhf.reward import Reward, RewardItem, RewardResult
 from rlhf.rollout import Sample
 
@@ -71,6 +73,7 @@ def function_rewards(
         )
         for (group, e), text, sample in zip(scored, texts_of(tokenizer, samples), samples, strict=True)
     ]
+    announce(SCORES)
     results = iter(reward.score(items))
     return [[next(results) if e.phase is Stage.DONE else RewardResult(0.0, {}) for e in group] for group in played]
 

@@ -184,7 +184,7 @@ class PartialRollouts:
         """
         ages = {each.drawn.uid: version - each.oldest(version) for each in self.begun}
         quotas = []
-        for age in range(self.max_staleness, -1, -1):
+        for age in range(min(self.max_staleness, max(ages.values(), default=0)), -1, -1):
             due = [each for each in self.begun if ages[each.drawn.uid] >= age]
             # `later` batches can still remove groups of this age. At age 0, groups of any age fill the share.
             later = self.max_staleness - age

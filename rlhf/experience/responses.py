@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.data import Prompt
 from rlhf.errors import UserError
-from rlhf.events import REWARD, report
+from rlhf.events import REWARD, announce, report
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.status import SCORES
 from rlhf.reward import Reward, RewardItem, RewardResult, Timeouts, merge_timeouts
 from rlhf.rollout import Sample
 
@@ -23,6 +24,7 @@ def score_responses(
     responses = list(answered)
     items = items_of(tokenizer, responses)
     report(REWARD, 0, len(items))
+    announce(SCORES)
     results = iter(reward.score(items))
     return [[next(results) for _ in samples] for _, samples in responses]
 

@@ -19,10 +19,15 @@ STARTING = "start"
 STACKS_SIGNAL = signal.SIGUSR2
 SAVE_BEGINS, SAVE_ENDS = "commit.before", "commit.after"
 """First and last event of a background save, which runs in a thread of its own."""
+SCORES = "reward.begin"
+"""Event of the loop: it scores, or waits for threads that score."""
 SCORED = "reward.scored"
 WAITS_FOR_SCORE = "reward.wait"
-"""Events of a thread that the loop waits for. The thread has scored a sample, or waits for a score with a deadline."""
+"""Events of a thread that scores. The thread has scored a sample, or waits for a score with a deadline."""
+SCORES_EARLY = "reward.early"
+"""Event of the loop that begins no phase: a complete group goes to a thread that scores beside the loop."""
 
+_OF_SCORES = (SCORES, SCORED, WAITS_FOR_SCORE)
 _PAGE = 4096
 # Equal events within this many seconds are written once, which suffices to show that the rank makes progress.
 _REPEAT_S = 0.1
@@ -99,12 +104,15 @@ class StatusWriter:
         """Write that `event` happens now, in `step` (None before the first step is known).
 
         For threads other than the loop's, this method writes only two kinds of events. Events of a background save,
-        from SAVE_BEGINS to SAVE_ENDS, go to `save`. SCORED and WAITS_FOR_SCORE renew the time, because the loop waits
-        for the threads that announce them.
+        from SAVE_BEGINS to SAVE_ENDS, go to `save`. SCORED and WAITS_FOR_SCORE renew the time after SCORES, because the
+        loop then waits for the threads that announce them. At other times these threads work beside the loop, and the
+        watchdog would take their events for phases of the loop.
         """
         thread, now = threading.get_ident(), time.monotonic()
         with self._lock:
             repeats = now - self._status.time < _REPEAT_S
+            if event == SCORES_EARLY:
+                return
             if thread == self._status.thread:
                 if (step, event) == (self._status.step, self._status.event) and repeats:
                     return
@@ -112,7 +120,7 @@ class StatusWriter:
             elif event == SAVE_BEGINS or (self._status.save and self._status.save.thread == thread):
                 save = None if event == SAVE_ENDS else SaveStatus(event, now, thread)
                 self._status = replace(self._status, save=save)
-            elif event in (SCORED, WAITS_FOR_SCORE) and not repeats:
+            elif event in _OF_SCORES and self._status.event in _OF_SCORES and not repeats:
                 self._status = replace(self._status, time=now)
             else:
                 return

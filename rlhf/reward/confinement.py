@@ -77,7 +77,9 @@ def confine(confinement: Confinement) -> Confined:
         running = 0 if os.getuid() == 0 else _threads_of_this_user()
         _set_limits(confinement.memory_gb)
         alone = confinement.loopback and not confinement.network
-        own = namespaces.enter(folder, confinement.writable, missing, own_loopback=alone)
+        own = namespaces.enter(
+            folder, confinement.writable, missing, own_loopback=alone, fixed_path=confinement.loopback
+        )
         own_user = _drop_privileges(_FIRST_UID + number % _UIDS, own, bool(confinement.writable), missing)
         most = MAX_PROCESSES * (AGENT_PROCESSES if confinement.loopback else 1)
         _limit(resource.RLIMIT_NPROC, most if own_user else 4 * most + running)

@@ -25,7 +25,7 @@ class NoLoopback(Exception):
     """The machine does not allow a network namespace."""
 
 
-def enter(folder: str, writable: Sequence[str], missing: list[str], *, own_loopback: bool) -> str:
+def enter(folder: str, writable: Sequence[str], missing: list[str], *, own_loopback: bool, fixed_path: bool) -> str:
     """Continue in new namespaces, in a grandchild; this process ends with the grandchild's exit status or signal.
 
     Mounts a file system over the empty `folder` and returns a writable folder in it. Writes to the folders `writable`
@@ -33,6 +33,7 @@ def enter(folder: str, writable: Sequence[str], missing: list[str], *, own_loopb
 
     Args:
         own_loopback: also enter a network namespace, whose only device is a loopback device.
+        fixed_path: show the folder at FIXED_PATH.
 
     Raises:
         NoLoopback: the machine does not allow the network namespace.
@@ -50,15 +51,20 @@ def enter(folder: str, writable: Sequence[str], missing: list[str], *, own_loopb
             f"to {SHARED_MEMORY}"
         )
         return folder
-    if user != 0:
-        kernel.write_proc("/proc/self/setgroups", "deny")
-        kernel.write_proc("/proc/self/uid_map", f"{user} {user} 1")
-        kernel.write_proc("/proc/self/gid_map", f"{group} {group} 1")
-    if own_loopback:
-        kernel.raise_loopback()
+    try:
+        if user != 0:
+            kernel.write_proc("/proc/self/setgroups", "deny")
+            kernel.write_proc("/proc/self/uid_map", f"{user} {user} 1")
+            kernel.write_proc("/proc/self/gid_map", f"{group} {group} 1")
+        if own_loopback:
+            kernel.raise_loopback()
+    except OSError as error:  # Ubuntu 24.04 allows a user namespace, but no rights in it
+        if own_loopback:
+            raise NoLoopback(str(error)) from error
+        raise
     own = _mount(folder, writable, missing)
-    if own_loopback:
-        own = _at_fixed_path(own, writable)
+    if fixed_path:
+        own = _at_fixed_path(own, writable, missing)
     _become_a_grandchild()
     return own
 
@@ -85,18 +91,19 @@ def _mount(folder: str, writable: Sequence[str], missing: list[str]) -> str:
     return str(home)
 
 
-def _at_fixed_path(folder: str, writable: Sequence[str]) -> str:
+def _at_fixed_path(folder: str, writable: Sequence[str], missing: list[str]) -> str:
     """Show `folder` at FIXED_PATH and return this path. Return `folder` if the machine does not allow this, or if it
     would hide Python, the user's files or `writable`.
 
     An agent may send paths to the policy, and a resumed run has the same bits only if the paths are the same.
     """
     needed = map(os.path.realpath, (sys.prefix, sys.base_prefix, __file__, os.getcwd(), *writable))  # noqa: PTH109
-    if any(Path(path).is_relative_to(FIXED_PATH) for path in needed):
-        return folder
     try:
+        if any(Path(path).is_relative_to(FIXED_PATH) for path in needed):
+            raise OSError("needed files are there")
         kernel.mount(folder, FIXED_PATH, "", kernel.MS_BIND)
-    except OSError:
+    except OSError as error:
+        missing.append(f"{FIXED_PATH} ({error}): programs that send paths to the policy do not resume exactly")
         return folder
     return FIXED_PATH
 

@@ -131,10 +131,10 @@ def test_a_crash_anywhere_changes_no_bit(event, sampler, tmp_path):
         assert found == expected
 
 
-@pytest.mark.parametrize("behavior", ["draws", "paths"])
-def test_a_program_sends_the_same_requests_when_it_starts_again(behavior, sampler):
+@pytest.mark.parametrize(("behavior", "network"), [("draws", False), ("paths", False), ("paths", True)])
+def test_a_program_sends_the_same_requests_when_it_starts_again(behavior, network, sampler):
     """Otherwise its episode would fail after a kill."""
-    with agent(behavior) as one, agent(behavior) as other:
+    with agent(behavior, network=network) as one, agent(behavior, network=network) as other:
         assert facts(play(one, sampler)) == facts(play(other, sampler))
 
 

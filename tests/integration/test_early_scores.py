@@ -16,10 +16,9 @@ from rlhf import events
 from rlhf.batch import RolloutBatch
 from rlhf.config import RewardConfig, RolloutConfig, ServersConfig
 from rlhf.experience.collector import Collected
-from rlhf.experience.early_scores import SCORES_BEGIN
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.ranks.status import SCORED
+from rlhf.ranks.status import SCORED, SCORES_EARLY
 from rlhf.reward import Reward, RewardItem, Score, build_reward
 from rlhf.reward.failures import FailurePolicy
 from rlhf.reward.scores import RewardError
@@ -48,7 +47,7 @@ def recorded() -> Iterator[list[str]]:
         seen.append(event)
         if event == SCORED:
             scored.set()
-        if event == SCORES_BEGIN:
+        if event == SCORES_EARLY:
             assert scored.wait(DEADLINE_S), "nothing is scored while the engine generates"
 
     events.subscribe(listen)
@@ -62,7 +61,7 @@ def overlaps(seen: list[str]) -> bool:
     """Whether samples are scored between begin and end of a generation."""
     starts = [i for i, event in enumerate(seen) if event == "rollout.before"]
     during = [seen[start : seen.index("rollout.after", start)] for start in starts]
-    return any({SCORES_BEGIN, SCORED} <= set(of_step) for of_step in during)
+    return any({SCORES_EARLY, SCORED} <= set(of_step) for of_step in during)
 
 
 def processes(folder: Path) -> Reward:
@@ -110,7 +109,7 @@ def served(url: str, folder: Path) -> list[str]:
     config = RolloutConfig(name="vllm_server", max_num_seqs=8, servers=ServersConfig(urls=[url]))
     files = PolicyFiles({"config.json": (TINY_POLICY / "config.json").read_bytes()}, folder / "model", [EOS], 256)
     coordinator = Coordinator(GlooTransport())
-    engine = build_server_engine(config, files, coordinator, torch.device("cpu"), logs=folder)
+    engine = build_server_engine(config, files, coordinator, torch.device("cpu"), logs=folder, run_id="run")
     try:
         with recorded() as seen:
             collect(processes(folder), engine=engine, filter_groups=UNFILTERED, longest=40)

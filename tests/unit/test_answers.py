@@ -19,6 +19,7 @@ from tests.support.letters import letter_tokenizer
         ("42", ["rewards.py:score"], False),
         (42, ["exact_match"], False),
         (None, ["rewards.py:score"], False),
+        (True, ["rewards.py:score"], False),
     ],
 )
 def test_numbers_for_a_function_of_the_users_get_a_warning(answer, functions, warns, tmp_path, caplog):

@@ -153,17 +153,21 @@ def test_every_reader_sees_the_present_names(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stored", "steps", "bound"),
+    ("stored", "steps", "filters", "bound"),
     # Without dynamic sampling, the old setting had no effect on responses in flight.
-    [(1, 0, 1), (0, 0, 0), (3, 1, 3), (0, 1, 1), (1, 4, 4)],
+    [
+        *[(1, 0, False, 1), (0, 0, False, 1), (3, 1, False, 1), (0, 1, False, 1), (1, 4, False, 4)],
+        *[(0, 0, True, 0), (3, 1, True, 3), (1, 4, True, 4)],
+    ],
 )
-def test_the_bound_of_carried_groups_becomes_the_bound_of_all_tokens(stored, steps, bound):
-    tree = sections(to_yaml(make(rollout__async_steps=steps)))
+def test_the_bound_of_carried_groups_becomes_the_bound_of_all_tokens(stored, steps, filters, bound):
+    settings = {"rollout__async_steps": steps, "algorithm__filter_groups__enable": filters}
+    tree = sections(to_yaml(make(**settings)))
     del tree["rollout"]["max_staleness"]
     tree["algorithm"]["filter_groups"]["max_staleness"] = stored
     read, lost = from_stored(yaml.safe_dump(tree), "0.1.0")
     assert (read.rollout.max_staleness, lost) == (bound, [])
-    assert read == make(rollout__async_steps=steps, rollout__max_staleness=bound)
+    assert read == make(**settings, rollout__max_staleness=bound)
 
 
 def test_a_user_who_types_the_old_name_of_the_bound_reads_the_new_one():

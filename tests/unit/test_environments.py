@@ -164,6 +164,16 @@ def test_a_wrong_command_is_named_before_anything_runs(command, words, tmp_path,
     assert split_command("python agent.py --n 3")[1:] == [str(tmp_path / "agent.py"), "--n", "3"]
 
 
+@pytest.mark.parametrize("words", ["--api-key sk-abcdefghijklmnopqrstuv", "API_TOKEN=abcdefghijkl"])
+def test_a_secret_in_a_command_is_not_stored(words):
+    config = compose_config(
+        ["recipes=env_guess", "env=none", f"env.command='python agent.py {words}'"], Library.find(None)
+    )
+    with pytest.raises(UserError, match=r"env\.command: it contains a secret.*env\.pass_env") as raised:
+        validate(config, {})
+    assert words.split("=")[-1].split()[-1] not in str(raised.value)
+
+
 def test_the_files_of_a_command_are_part_of_the_trajectory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text("a = 1")

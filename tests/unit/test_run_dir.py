@@ -487,6 +487,15 @@ def test_overwrite_knows_a_run_by_any_of_its_files(config, mark):
     assert names(config) == {"run.json"}
 
 
+@pytest.mark.parametrize("left", [".tmp-run.json", ".tmp-token-0-x", ".trash-global_step_2"])
+def test_an_overwrite_goes_on_after_a_kill_before_run_json(config, left):
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / left).write_text("x")
+    config.trainer.overwrite = True
+    prepare(config)
+    assert names(config) == {"run.json"}
+
+
 def test_an_overwrite_that_was_killed_goes_on(config, monkeypatch):
     save_steps(config, PlainRole(), 2)
     prepare(config)

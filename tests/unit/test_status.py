@@ -6,7 +6,7 @@ import pytest
 
 from rlhf.launch.evidence import AttemptResult, first_cause
 from rlhf.launch.interface import RankExit
-from rlhf.ranks.status import SCORED, RankError, StatusWriter, clear_statuses, read_statuses
+from rlhf.ranks.status import SCORED, SCORES, SCORES_EARLY, RankError, StatusWriter, clear_statuses, read_statuses
 from tests.support.refusals import says, user_error
 
 
@@ -62,7 +62,7 @@ def test_a_long_error_is_cut_to_the_page_and_keeps_what_matters(tmp_path, messag
 
 def test_samples_that_another_thread_scores_show_that_the_loop_moves(tmp_path):
     writer = StatusWriter(tmp_path, 0)
-    writer.event(3, "rollout.after")
+    writer.event(3, SCORES)
     before = read_statuses(tmp_path)[0]
 
     def score(event: str) -> None:
@@ -74,8 +74,18 @@ def test_samples_that_another_thread_scores_show_that_the_loop_moves(tmp_path):
         thread.start()
         thread.join()
         after = read_statuses(tmp_path)[0]
-        assert (after.event, after.time > before.time) == ("rollout.after", moves)
+        assert (after.event, after.time > before.time) == (SCORES, moves)
         before = after
+    # While the loop generates or trains, such threads work beside it. Otherwise the watchdog would learn from their
+    # events that a generation takes seconds, and kill the next long one.
+    for of_loop in ("rollout.before", SCORES_EARLY, "update.mid"):
+        writer.event(3, of_loop)
+        before = read_statuses(tmp_path)[0]
+        assert before.event != SCORES_EARLY
+        thread = threading.Thread(target=score, args=[SCORED])
+        thread.start()
+        thread.join()
+        assert read_statuses(tmp_path)[0] == before
 
 
 def test_a_clock_that_is_set_back_neither_silences_a_rank_nor_changes_the_order_of_errors(tmp_path, monkeypatch):

@@ -30,6 +30,9 @@ from rlhf.storage.layout import (
     RUN_FILE,
     SAMPLES,
     STEP_PREFIX,
+    TEMPORARY,
+    TRASH,
+    UPLOAD,
     scan,
     step_of,
 )
@@ -66,7 +69,8 @@ def make(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
 
 def _reject_other_files(run_dir: Path) -> None:
     """Raise UserError if the directory has files, except for locks, and no run has written them."""
-    names = sorted(path.name for path in run_dir.iterdir() if path.name not in LOCKS)
+    own = (TEMPORARY, TRASH, UPLOAD)  # a start that was killed may have written nothing else
+    names = sorted(path.name for path in run_dir.iterdir() if path.name not in LOCKS and not path.name.startswith(own))
     if names and not any(name in (RUN_FILE, RESOLVED) or name.startswith(STEP_PREFIX) for name in names):
         raise UserError(
             f"trainer.overwrite=true: would delete {names[0]} and all else in {run_dir}, which is not a run: it has no "

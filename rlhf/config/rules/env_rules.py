@@ -1,10 +1,12 @@
 """Checks the section `env`, also against the rollout settings."""
 
+import shlex
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.rules.without_effect import without_effect
+from rlhf.config.secrets import Hidden, hide
 
 
 def env_problems(config: Config) -> Iterator[str]:
@@ -15,6 +17,11 @@ def env_problems(config: Config) -> Iterator[str]:
     if config.env.classes and config.env.command is not None:
         yield f"env.classes={config.env.classes}: {shown} is an environment, too. Set one of them."
     if config.env.command is not None:
+        if _has_secret(config.env.command):
+            yield (
+                "env.command: it contains a secret, which the run would store. Put the secret into an environment "
+                "variable, and name the variable in env.pass_env."
+            )
         yield from without_effect(config, ["env.num_workers", "env.process"], "env.classes", [])
     if rollout.async_steps:
         yield (
@@ -25,6 +32,14 @@ def env_problems(config: Config) -> Iterator[str]:
         yield f"rollout.stop={rollout.stop}: with {shown}, a turn ends with the end-of-turn token. Set rollout.stop=[]."
     if rollout.ignore_eos:
         yield f"rollout.ignore_eos=true: with {shown}, no turn would end. Set rollout.ignore_eos=false."
+
+
+def _has_secret(command: str) -> bool:
+    try:
+        words = shlex.split(command)
+    except ValueError:  # `check_environments` reports the quotes
+        return False
+    return any(isinstance(word, Hidden) for word in hide(words, None, "env.command", free=True))
 
 
 def idle_env(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
