@@ -104,7 +104,7 @@ def _obey(channel: socket, new: NewServed) -> None:
         request = json.loads(message)
         for number, (process, _) in list(processes.items()):
             if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                kill(number)  # the processes that it started may still run
+                clean(kill(number))  # the processes that it started may still run
         if "fork" in request:
             if not (process := os.fork()):
                 _serve_all(channel, socket(fileno=sockets[0]), partial(new, request))
