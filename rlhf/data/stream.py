@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.config.compare import NEW_RUN
 from rlhf.data.items import DrawnPrompt, Prompt
 from rlhf.data.prompts import PromptSet
 from rlhf.errors import UserError
@@ -100,5 +101,5 @@ class PromptStream:
 
     def _reject(self, message: str, remedy: str) -> None:
         if not self._allow_change:
-            raise UserError(f"{message} {remedy}, or set trainer.allow_config_change=true to continue.")
+            raise UserError(f"{message} {remedy}, set trainer.allow_config_change=true to continue, or {NEW_RUN}.")
         log.warning("%s Continuing with the new prompts (trainer.allow_config_change=true).", message)
