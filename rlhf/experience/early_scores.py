@@ -46,9 +46,15 @@ class EarlyScores:
         self._reward, self._tokenizer, self._size = reward, tokenizer, size
         self._groups: dict[int, _Group] = {}  # by uid
         self._waiting: list[_Group] = []
-        self._logged: Exception | None = None
+        self._unlogged: Exception | None = None  # the newest error, whose groups the caller scores again
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="early-scores")
+
+    def log_error(self) -> None:
+        """Log the newest error of a call. Call this after the groups were scored again: a second error ends the run."""
+        if self._unlogged is not None:
+            log.warning("Rewards failed during the generation, but not when computed again: %s", self._unlogged)
+            self._unlogged = None
 
     def expect(self, drawn: Sequence[DrawnPrompt], samples: Sequence[Sequence[Sample]]) -> None:
         """Forget all prompts but those in `drawn`, whose samples so far are `samples`, partial ones included."""
@@ -89,9 +95,7 @@ class EarlyScores:
         if call is not None:
             announce(SCORES)
             call.result()
-        if group.error is not None and group.error is not self._logged:
-            self._logged = group.error
-            log.warning("Rewards failed during the generation, and are computed again: %s", group.error)
+        self._unlogged = group.error or self._unlogged
         same = len(group.samples) == len(samples) and all(
             np.array_equal(sample.token_ids, group.samples[sample.sample].token_ids) for sample in samples
         )

@@ -264,6 +264,8 @@ class Generation:
         late = [(each.prompt, of_prompt) for each, of_prompt in pairs if known is None and early.get(each.uid) is None]
         scored = iter(score_responses(self.reward, self.tokenizer, late))
         results = [early.get(each.uid) or next(scored) for each in drawn] if known is None else known
+        if self.early is not None:
+            self.early.log_error()
         stats.failed += failed_samples(results)
         # Check before the journal stores the results: after the user's fix, the next start must score them again.
         check_scored(self.reward, stats.failed, self.coordinator, self.batch_size * self.n)

@@ -63,7 +63,7 @@ def test_every_command_of_the_page_is_right(folder, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "judge").mkdir()
     (folder / "judge" / "config.json").write_text('{"model_type": "llama", "id2label": {"0": "LABEL_0"}}')
-    (folder / "judge" / "tokenizer.json").write_text("{}")  # the checks before a start do not read its content
+    (folder / "judge" / "tokenizer.json").write_text('{"model": {}}')  # the checks before a start read no more of it
     (folder / "judge" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert COMMANDS.keys() == {*("first_prompts", "own_rows", "minimal", "conventions", "three_rewards", "judged")}
     assert PAGE.count("python -m rlhf.train ") == len(COMMANDS)

@@ -152,11 +152,24 @@ def test_what_timed_out_beside_the_generation_is_scored_again_after_it():
 
 
 class Broken(Sums):
+    """Raises always, or once."""
+
+    def __init__(self, once: bool) -> None:
+        self.once, self.calls = once, 0
+
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        self.calls += 1
+        if self.calls > 1 and self.once:
+            return super().score(items)
         raise RewardError("the function is broken")
 
 
-def test_an_error_of_an_early_score_is_logged_and_reaches_the_rank(caplog):
+def test_an_error_of_an_early_score_reaches_the_rank_once(caplog):
     with pytest.raises(RewardError, match="the function is broken"):
-        collect(in_process(Broken()), **EMBEDDED)
-    assert "computed again: the function is broken" in caplog.text
+        collect(in_process(Broken(once=False)), **EMBEDDED)
+    assert "the function is broken" not in caplog.text
+
+
+def test_an_error_that_does_not_come_again_is_logged(caplog):
+    collect(in_process(Broken(once=True)), **EMBEDDED)
+    assert caplog.text.count("not when computed again: the function is broken") == 1

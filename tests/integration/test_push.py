@@ -26,7 +26,7 @@ from rlhf.config import Config
 from rlhf.convert.huggingface import hub
 from rlhf.convert.huggingface.model_card import ModelCard
 from rlhf.convert.verbs import pushing
-from rlhf.storage.layout import step_dir
+from rlhf.storage.layout import DRIVER_STATE, step_dir
 from rlhf.storage.reading import CheckedFiles
 from tests.support.checkpoints import flip_bit, make_backend, make_checkpointer, make_config, world_of_one
 from tests.support.hostile import manifest, with_hash
@@ -193,6 +193,8 @@ def test_the_pages_commands(config, server, command, tmp_path, monkeypatch):
     # The run on the page is longer: give this run a step 80.
     harmed = shutil.copytree(step_dir(config.run_dir, 4), "checkpoints/rlhf/offline/global_step_80")
     manifest(lambda payload: payload | {"step": 80})(Path(harmed))
+    driver = json.loads((Path(harmed) / DRIVER_STATE).read_text())
+    with_hash(DRIVER_STATE, json.dumps(driver | {"step": 80}).encode())(Path(harmed))
     assert command("export", "checkpoints/rlhf/offline/global_step_4", "my_model")[0] == 0
     for text in commands:
         assert command(*shlex.split(text))[0] == 0

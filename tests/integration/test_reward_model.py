@@ -242,6 +242,7 @@ def test_the_baseline_is_what_the_model_says_of_the_greedy_response(tmp_path, bu
         judge = build(tmp_path, forward_max_token_len_per_gpu=budget)
         failures = FailurePolicy("reward_model", RewardConfig())
         generation.reward = Reward([Term("reward_model", 1.0, judge, failures)])
+        generation.early = None  # as with every reward model
         drawn = collector.prompts.next()
         greedy = replace(generation.params, temperature=0.0)
         scored = generation.groups(drawn, RolloutStats(), version=0, step=1)

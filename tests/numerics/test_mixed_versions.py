@@ -54,8 +54,11 @@ CORRECTIONS = {
         "token", 1.3, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.15, rollout_rs_threshold_lower=0.8
     ),
 }
-ON_TWO_RANKS = [*(("grpo", kind) for kind in CORRECTIONS), ("ppo", "only older tokens"), ("kl_cov", "masked tokens")]
-CASES = [*ON_TWO_RANKS, *((name, "token") for name in ALGORITHMS if name != "grpo"), ("gspo", "sequence")]
+ON_TWO_RANKS = [*(("grpo", kind) for kind in CORRECTIONS), ("ppo", "only older tokens"), ("clip_cov", "masked tokens")]
+# kl_cov's penalty is |log-ratio|. In the first optimizer step the log-ratio is 0 up to rounding, so the sign of the
+# gradient depends on the processor. `test_losses` compares the loss.
+OTHERS = [name for name in ALGORITHMS if name not in ("grpo", "kl_cov")]
+CASES = [*ON_TWO_RANKS, *((name, "token") for name in OTHERS), ("gspo", "sequence")]
 
 
 @dataclass

@@ -27,7 +27,7 @@ def test_a_poor_plan_fails(monkeypatch, capsys):
     turns = lambda lengths, mini_batches, ranks: [row % ranks for row in range(len(lengths))]  # noqa: E731
     monkeypatch.setattr(balance, "balance_samples", turns)
     assert balance.main(["--ranks", "8"]) == 1
-    assert "1.15 times the least" in capsys.readouterr().out
+    assert "1.15 times the lower bound" in capsys.readouterr().out
     assert balancing.balance_samples is not turns
 
 

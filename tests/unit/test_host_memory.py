@@ -81,7 +81,7 @@ def test_a_run_whose_copies_do_not_fit_ends_before_it_trains(tmp_path, monkeypat
     with pytest.raises(UserError, match=r"need 0\.8 MiB of memory"):
         make_checkpointer(config, role).resume()
     config.checkpoint.contents = ["model"]
-    checkpointer = make_checkpointer(config, role)
+    checkpointer = make_checkpointer(config, role, step=1)
     assert not checkpointer.resume()
     # A rollback in the running process needs no memory for a copy, because the copy exists already.
     assert checkpointer.save(1) is None
@@ -116,7 +116,7 @@ def save_and_go_back(rank: int, folder: Path) -> bool:
     """Save and roll back on one of two ranks; the second rank has nothing to write, and so no copies."""
     config = make_config(folder)
     config.checkpoint.async_save = True
-    checkpointer = make_checkpointer(config, PlainRole(1, rank, 2), coordinator=make_coordinator())
+    checkpointer = make_checkpointer(config, PlainRole(1, rank, 2), step=1, coordinator=make_coordinator())
     checkpointer.resume()
     checkpointer.save(1)
     checkpointer.finish()

@@ -252,7 +252,7 @@ def test_it_waits_for_no_living_run(run_dir, command, monkeypatch):
         code, _, err = command("prune", run_dir, "--yes")
     assert (code, len(err.splitlines())) == (2, 1)
     assert f"Another run is writing into {run_dir}: process {os.getpid()}" in err
-    assert "prune then" in err
+    assert "then prune" in err
     rank = forkserver.Process(target=_rank, args=(run_dir, run_dir.parent / "holds"))
     rank.start()
     eventually((run_dir.parent / "holds").exists, 120)
