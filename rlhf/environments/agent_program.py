@@ -1,4 +1,4 @@
-"""Serves an agent: a program of the user's that calls the model, as the environment of one episode.
+"""Serves an agent as the environment of one episode. An agent is a user's program that calls the model.
 
 The calls of the trainer are `start` (returns the messages and tools of the program's first request), `answer` (returns
 the messages that the program adds after the policy's answer, or None if the program has ended), and `reward`.

@@ -67,7 +67,8 @@ class ProgramStart:
             os.chdir(folder)
             os.environ.update(variables)
             tempfile.tempdir = None  # forget the cached folder
-            # Programs of one rank share a user. Landlock keeps each from the others' folders, variables and processes.
+            # Programs of one rank share a user. With Landlock, no program writes into another's folder, reads another's
+            # variables or signals another's processes.
             restrict_to(str(folder), self.writable, abstract_sockets=self.network)
             if (script := script_of(self.command)) is None:
                 # Drop PYTHONPATH's first folder, the trainer's: a program with its own packages must not import others.

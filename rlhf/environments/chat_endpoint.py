@@ -16,7 +16,6 @@ MAX_REQUEST_BYTES = 1 << 22
 """A reply to the trainer, of at most `MAX_REPLY_BYTES`, escapes each character that is not ASCII in up to 12 bytes."""
 IDLE_S = 600.0
 """Seconds after which the server closes a connection that sends nothing."""
-_ENDED = {"message": "the episode has ended: no turn, or no token, is left", "code": "context_length_exceeded"}
 
 
 @dataclass(eq=False)
@@ -37,7 +36,7 @@ class PendingRequest:
 
     def end(self) -> None:
         """Answer that the episode has ended, in the form in which OpenAI's servers report a full context."""
-        self.reject(_ENDED["message"], _ENDED["code"])
+        self.reject("the episode has ended: no turn, or no token, is left", "context_length_exceeded")
 
 
 class ChatEndpoint:

@@ -146,7 +146,7 @@ def _children() -> list[int]:
 def _serve_all(channel: socket, control: socket, new: Callable[[], Server]) -> None:
     """Serve each socket that arrives on `control` in a thread, until the trainer closes `control`. Never return."""
     try:
-        os.setsid()  # so that a kill of the group reaches all processes of the user's code
+        os.setsid()  # a kill of the group then reaches all processes that users' code starts
         if sys.platform == "linux":
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -107,7 +107,7 @@ def _failure(error: BaseException, network: bool) -> dict[str, Any]:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback, beginning at the first frame of the user's code."""
+    """Return the traceback from the first frame of users' code on."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__") in (__name__, FunctionCall.__module__):
         frames = frames.tb_next

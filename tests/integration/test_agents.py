@@ -11,7 +11,6 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf import events
 from rlhf.config.schema.env import EnvConfig
 from rlhf.data import Prompt
 from rlhf.data.turns.chat_turns import ChatTurns
@@ -23,7 +22,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import SamplingParams
 from rlhf.rollout.embedded import EmbeddedEngine
-from tests.support.played import Crash, Sampler, facts, journal_at
+from tests.support.played import Crash, Sampler, crash_at, facts, journal_at
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "support" / "chat_agent.py"
@@ -110,23 +109,13 @@ def test_a_crash_anywhere_changes_no_bit(event, sampler, tmp_path):
     with agent("sums") as pool:
         expected, crashes = facts(play(pool, sampler)), 0
         for nth in range(1, 20):
-            count = 0
-
-            def listener(announced, nth=nth):
-                nonlocal count
-                count += announced == event
-                if announced == event and count == nth:
-                    raise Crash
-
-            events._listeners.append(listener)
+            sampler.sizes.clear()
             try:
-                sampler.sizes.clear()
-                found = facts(play(pool, sampler, journal=journal_at(tmp_path)))
+                with crash_at(event, nth):
+                    found = facts(play(pool, sampler, journal=journal_at(tmp_path)))
                 break
             except Crash:
                 crashes += 1
-            finally:
-                events._listeners.remove(listener)
         assert crashes >= 3
         assert found == expected
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rlhf import events
 from rlhf.config.schema.env import EnvConfig
 from rlhf.data import Prompt
 from rlhf.data.turns.chat_turns import ChatTurns
@@ -23,7 +22,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import SamplingParams
 from tests.support.logged_calls import CALLS
-from tests.support.played import Crash, Sampler, facts, journal_at
+from tests.support.played import Crash, Sampler, crash_at, facts, journal_at
 
 SPEC = str(Path(__file__).parents[1] / "support" / "logged_calls.py")
 CLASSES = ("Sums", "StatefulSums", "UnsavedSums", "ForgetfulSums")
@@ -125,22 +124,12 @@ def test_a_crash_anywhere_changes_no_bit_and_repeats_no_journaled_call(
     calls.unlink(missing_ok=True)
     crashes = 0
     for nth in range(1, 40):
-        count = 0
-
-        def listener(announced, nth=nth):
-            nonlocal count
-            count += announced == event
-            if announced == event and count == nth:
-                raise Crash
-
-        events._listeners.append(listener)
         try:
-            found = facts(play(player(pool, sampler, name), sampler, journal_at(tmp_path)))
+            with crash_at(event, nth):
+                found = facts(play(player(pool, sampler, name), sampler, journal_at(tmp_path)))
             break
         except Crash:
             crashes += 1
-        finally:
-            events._listeners.remove(listener)
     assert crashes >= 3
     assert found == undisturbed[0]
     counts = Counter(calls.read_text().splitlines())
@@ -158,20 +147,8 @@ def test_journaled_turns_are_not_generated_again(pool, sampler, undisturbed, tmp
 
 def crashed_in_turn(nth: int, name: str, pool: EnvironmentPool, sampler: Any, folder: Path) -> list[list[Episode]]:
     """Play, crash after the `nth` round of generation, and play again from the journal."""
-    count = 0
-
-    def listener(announced):
-        nonlocal count
-        count += announced == "env.turn"
-        if announced == "env.turn" and count == nth:
-            raise Crash
-
-    events._listeners.append(listener)
-    try:
-        with pytest.raises(Crash):
-            play(player(pool, sampler, name), sampler, journal_at(folder))
-    finally:
-        events._listeners.remove(listener)
+    with pytest.raises(Crash), crash_at("env.turn", nth):
+        play(player(pool, sampler, name), sampler, journal_at(folder))
     return play(player(pool, sampler, name), sampler, journal_at(folder))
 
 

@@ -1,11 +1,14 @@
 """Plays episodes with the embedded engine, compares their bits, and stops them as a kill would."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf import events
 from rlhf.experience.episode import Episode
 from rlhf.experience.journal import Journal
 from rlhf.models import tiny
@@ -17,6 +20,24 @@ from rlhf.rollout.embedded import EmbeddedEngine
 
 class Crash(BaseException):
     """Ends a play like a kill: the trainer loses everything in memory."""
+
+
+@contextmanager
+def crash_at(event: str, nth: int) -> Iterator[None]:
+    """Raise Crash at the `nth` announcement of `event`."""
+    count = 0
+
+    def listener(announced: str) -> None:
+        nonlocal count
+        count += announced == event
+        if announced == event and count == nth:
+            raise Crash
+
+    events._listeners.append(listener)
+    try:
+        yield
+    finally:
+        events._listeners.remove(listener)
 
 
 class Sampler:
