@@ -85,10 +85,13 @@ def _in_namespace(pid: int, disk: Path) -> Node:
 def train_on(
     nodes: list[Node], sums: Path, environment: dict[str, str] | None = None, *more: str, restarts: int = 0
 ) -> list[Ended]:
-    """Start one run on `nodes`, in this order, with `more` settings. Return how it ended on each."""
+    """Start one run on `nodes`, in this order, with `more` settings. Return how it ended on each.
+
+    The undisturbed run has whole replicas, because it is on one machine. `dp_replicate=2` gives them to two nodes, too.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    arguments = [*small(Path("checkpoints"), "two_nodes", sums), EXPORT, *more]
+    arguments = [*small(Path("checkpoints"), "two_nodes", sums), EXPORT, "backend.dp_replicate=2", *more]
     processes = []
     for rank, node in enumerate(nodes):
         torchrun = ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1"]
