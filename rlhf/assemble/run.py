@@ -133,6 +133,13 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
         held_out=val_set,
         quiet=not coordinator.is_leader,
     )
+    if coordinator.is_leader and len(train_set) < data.train_batch_size:
+        log.warning(
+            "There are %d training prompts, fewer than data.train_batch_size=%d: each step has some prompts several "
+            "times. A smaller batch avoids this.",
+            len(train_set),
+            data.train_batch_size,
+        )
     steps_per_epoch = len(train_set) / data.train_batch_size
     driver = DriverState(
         run["run_id"],

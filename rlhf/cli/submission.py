@@ -8,7 +8,7 @@ from rlhf.api import check_files, reject_callbacks, validated
 from rlhf.cli.sweep import plan
 from rlhf.config import Config
 from rlhf.config.library import Library
-from rlhf.config.secrets import export
+from rlhf.config.secrets import export, typed_secrets
 from rlhf.errors import UserError
 from rlhf.planning.device_defaults import Machine
 
@@ -33,7 +33,7 @@ def checked_runs(
 
     Raises:
         UserError: settings are wrong (the message lists the mistakes of all runs), a file is missing, or the runs of a
-            sweep need different machines.
+            sweep need different machines. Or an argument contains a secret, which the job's file would store.
     """
     library = Library.find(config_dir)
     extra = () if config_dir is None else (f"--config-dir={config_dir.expanduser().absolute()}",)
@@ -48,11 +48,21 @@ def checked_runs(
             "same machines. Submit a sweep for each value."
         )
     for run in runs:
+        _check_secrets(run)
         export(run.config)
         if run.config.trainer.nnodes > 1:
             reject_callbacks(run.config)
         check_files(run.config)
     return [CheckedRun(run.config, (*extra, *_with_ranks(run))) for run in runs]
+
+
+def _check_secrets(run: CheckedRun) -> None:
+    for setting, (_, secret) in typed_secrets(run.config):
+        if any(secret in argument for argument in run.arguments):
+            raise UserError(
+                f"{setting} contains a secret, and the job's file would store it. Put the secret into an environment "
+                f"variable of the job, such as NAME, and write '${{oc.env:NAME}}' in its place."
+            )
 
 
 def _with_ranks(run: CheckedRun) -> tuple[str, ...]:

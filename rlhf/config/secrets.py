@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
@@ -129,16 +129,20 @@ def _typed(value: str, path: str, free: bool) -> str:
 
 def export(config: object) -> None:
     """Set the environment variables from which the processes of a run read the secrets that the user typed."""
-    os.environ.update(hidden.variable for hidden in _hidden_in(config) if hidden.variable is not None)
+    os.environ.update(variable for _, variable in typed_secrets(config))
 
 
-def _hidden_in(value: Any) -> Iterator[Hidden]:
-    if isinstance(value, Hidden):
-        yield value
-    items = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else []
-    items += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    for item in items:
-        yield from _hidden_in(item)
+def typed_secrets(value: Any, path: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield the setting of each secret that the user typed, and the name and value of its environment variable."""
+    if isinstance(value, Hidden) and value.variable is not None:
+        yield path, value.variable
+    items: Iterable[tuple[Any, Any]] = ()
+    if is_dataclass(value):
+        items = ((field.name, getattr(value, field.name)) for field in fields(value))
+    elif isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, item in items:
+        yield from typed_secrets(item, f"{path}.{name}" if path else str(name))
 
 
 def with_marks(typed: Any, resolved: Any, mark: str) -> Any:
