@@ -14,6 +14,7 @@ from rlhf.backends.base import PolicyWeights, TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model, Fsdp2Policy
 from rlhf.backends.training import Training
 from rlhf.config import ActorConfig, BackendConfig, CriticConfig, FrozenFsdpConfig, LoraConfig, ModelConfig
+from rlhf.config.derived import frozen_dtype
 from rlhf.learning.actor import Actor
 from rlhf.learning.critic import Critic
 from rlhf.learning.reference import Reference
@@ -108,7 +109,7 @@ def build_frozen(
 
     `moves`: whether the model is a moving reference (`ref.update_freq`).
     """
-    cast_parameters(loaded.model, getattr(torch, kept.model_dtype))
+    cast_parameters(loaded.model, getattr(torch, frozen_dtype(kept, config, moves=moves)))
     plain = loaded.model.requires_grad_(False).eval()
     model = Fsdp2Model(plain, config, device, param_offload=kept.param_offload, moves=moves)
     loaded.fill(model.model_shards())

@@ -9,6 +9,7 @@ from rlhf.config import (
     CriticConfig,
     DataConfig,
     FilterGroupsConfig,
+    FrozenFsdpConfig,
     LoraConfig,
     RewardConfig,
     RolloutConfig,
@@ -104,6 +105,14 @@ def compute_dtype(backend: BackendConfig) -> str:
 def base_dtype(lora: LoraConfig, backend: BackendConfig) -> str:
     """Return the dtype's name of the frozen base weights: `model.lora.base_dtype`, or the compute dtype if null."""
     return lora.base_dtype or compute_dtype(backend)
+
+
+def frozen_dtype(kept: FrozenFsdpConfig, backend: BackendConfig, *, moves: bool = False) -> str:
+    """Return the dtype's name of the stored weights of a model that is not trained.
+
+    `moves`: whether the model is a moving reference, whose small updates bfloat16 would round away.
+    """
+    return kept.model_dtype or ("float32" if moves else compute_dtype(backend))
 
 
 def sends_adapters(lora: LoraConfig, rollout: RolloutConfig) -> bool:

@@ -49,7 +49,20 @@ class Added:
     value: Any
 
 
-Migration = Renamed | Removed | Added
+@dataclass(frozen=True)
+class Restated:
+    """A setting that expresses the same by another value. `value` returns it from the stored value."""
+
+    key: str
+    value: Callable[[Any], Any]
+
+
+Migration = Renamed | Removed | Added | Restated
+
+
+def _null_for_float32(stored: Any) -> Any:
+    """Return null for the old default: null computes the same log-probs, and is the default now."""
+    return None if stored == "float32" else stored
 
 
 def _at_least_async_steps(stored: Any, tree: dict[str, Any]) -> Any:
@@ -64,6 +77,8 @@ def _at_least_async_steps(stored: Any, tree: dict[str, Any]) -> Any:
 MIGRATIONS: dict[str, tuple[Migration, ...]] = {
     "0.2.0": (
         Renamed("algorithm.filter_groups.max_staleness", "rollout.max_staleness", _at_least_async_steps),
+        Restated("ref.fsdp_config.model_dtype", _null_for_float32),
+        Restated("reward_model.fsdp_config.model_dtype", _null_for_float32),
         Added("data.last_turn_as_answer", False),
         Added("data.custom_cls.path", None),
         Added("data.custom_cls.name", None),
@@ -135,7 +150,9 @@ def migrate(tree: dict[str, Any], release: str | None = None) -> Migrated:
                     _put(tree, change.key, deepcopy(change.value))
             elif _has(tree, change.key):
                 value = _pop(tree, change.key)
-                if isinstance(change, Removed):
+                if isinstance(change, Restated):
+                    _put(tree, change.key, change.value(value))
+                elif isinstance(change, Removed):
                     lost += [Lost(later, change, value)] if change.acts_as not in (ANY, value) else []
                 elif not _has(tree, change.to):
                     _put(tree, change.to, value if change.value is None else change.value(value, tree))

@@ -49,7 +49,7 @@ def _model(config: Config) -> str:
     for path, revision, role in models:
         count = count_parameters(path, revision)
         parts.append(f"{role}{_relative(path)}" + (f" ({short_number(count)} parameters)" if count is not None else ""))
-    parts += [f"{role} kept in {c.model_dtype}" for role, c in kept if c.model_dtype != "float32"]
+    parts += [f"{role} kept in {c.model_dtype}" for role, c in kept if c.model_dtype == "bfloat16"]
     return ", ".join(parts)
 
 

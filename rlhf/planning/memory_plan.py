@@ -7,6 +7,7 @@ from rlhf.config import ActorConfig, Config, CriticConfig, FrozenFsdpConfig, Mod
 from rlhf.config.derived import (
     base_dtype,
     compute_dtype,
+    frozen_dtype,
     mini_batches,
     needs_critic,
     needs_old_log_probs,
@@ -235,8 +236,10 @@ def _model_passes(config: Config, models: Models, policy: Adapted | None, target
         by_sequence = packed is not False and attention == "sdpa"
         return pass_cost(model, compute_width(backend), PACKED if by_sequence else attention, adapters)
 
-    def frozen(role: str, model: ModelShapes, kept: FrozenFsdpConfig, packed: bool | None) -> ModelPasses:
-        state = frozen_state(model, backend, kept, ranks)
+    def frozen(
+        role: str, model: ModelShapes, kept: FrozenFsdpConfig, packed: bool | None, *, moves: bool = False
+    ) -> ModelPasses:
+        state = frozen_state(model, backend, frozen_dtype(kept, backend, moves=moves), ranks)
         # On a CPU, offloading keeps the tensors in the same memory.
         return ModelPasses(
             role, model, state, cost(model, packed, TokenCost()), device, target.cuda and kept.param_offload
@@ -260,7 +263,8 @@ def _model_passes(config: Config, models: Models, policy: Adapted | None, target
     if models.critic is not None and needs_critic(config.algorithm, critic):
         by_role.append(trained("critic", models.critic, critic))
     if needs_reference(actor, config.algorithm):
-        reference = frozen("reference", models.policy, config.ref.fsdp_config, actor.use_remove_padding)
+        moves = config.ref.update_freq is not None
+        reference = frozen("reference", models.policy, config.ref.fsdp_config, actor.use_remove_padding, moves=moves)
         if policy is not None:
             # The reference is the actor's base without adapters, so it has no weights of its own.
             reference = replace(reference, state=TrainingState(0, gathered=by_role[0].state.gathered))

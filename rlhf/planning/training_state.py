@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf.config import BackendConfig, FrozenFsdpConfig
+from rlhf.config import BackendConfig
 from rlhf.config.buffer_sizes import GRADIENT_BUCKET
 from rlhf.config.derived import compute_dtype
 from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes
@@ -54,9 +54,10 @@ def sharded(weights: Shapes, ranks: int) -> int:
     return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) if shape else 1 for shape in weights.values())
 
 
-def frozen_state(model: ModelShapes, config: BackendConfig, kept: FrozenFsdpConfig, ranks: int) -> TrainingState:
-    """Return the memory of a model without an optimizer. FSDP2 shards such models, also with backend=deepspeed."""
-    width = WIDTHS[kept.model_dtype]
+def frozen_state(model: ModelShapes, config: BackendConfig, dtype: str, ranks: int) -> TrainingState:
+    """Return the memory of a model without an optimizer, whose weights have `dtype`. FSDP2 shards such models, also
+    with backend=deepspeed."""
+    width = WIDTHS[dtype]
     if stays_plain(config, ranks, width):
         return TrainingState(width * model.count)
     ranks //= config.replicas

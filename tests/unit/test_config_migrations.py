@@ -170,6 +170,14 @@ def test_the_bound_of_carried_groups_becomes_the_bound_of_all_tokens(stored, ste
     assert read == make(**settings, rollout__max_staleness=bound)
 
 
+@pytest.mark.parametrize(("stored", "dtype"), [("float32", None), ("bfloat16", "bfloat16")])
+def test_the_old_default_of_a_reference_dtype_becomes_the_new_default(stored, dtype):
+    tree = sections(to_yaml(make(actor__use_kl_loss=True)))
+    tree["ref"]["fsdp_config"]["model_dtype"] = stored
+    read, lost = from_stored(yaml.safe_dump(tree), "0.1.0")
+    assert (read.ref.fsdp_config.model_dtype, lost) == (dtype, [])
+
+
 def test_a_user_who_types_the_old_name_of_the_bound_reads_the_new_one():
     with pytest.raises(UserError) as caught:
         compose("algorithm.filter_groups.max_staleness=2")
@@ -181,9 +189,11 @@ def test_the_table_is_of_releases_in_order_and_leads_to_the_schema():
     releases = [migrations.Version(release) for release in MIGRATIONS]
     assert releases == sorted(set(releases))
     changes = [change for of_release in MIGRATIONS.values() for change in of_release]
-    gone = {change.key for change in changes if not isinstance(change, Added)}
+    gone = {change.key for change in changes if isinstance(change, Removed | Renamed)}
     made = {
-        change.key if isinstance(change, Added) else change.to for change in changes if not isinstance(change, Removed)
+        change.to if isinstance(change, Renamed) else change.key
+        for change in changes
+        if not isinstance(change, Removed)
     }
     assert made - gone <= SETTINGS.keys()
     assert not (gone - made) & SETTINGS.keys()

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlhf.backends import deepspeed, fsdp2
 from rlhf.backends.fsdp2 import Fsdp2Backend, shard, stays_plain
 from rlhf.backends.training import Training
-from rlhf.config import BackendConfig, Config, FrozenFsdpConfig, OptimConfig
+from rlhf.config import BackendConfig, Config, OptimConfig
 from rlhf.errors import UserError
 from rlhf.models.config_check import check_policy
 from rlhf.models.folder_check import check_folder
@@ -94,7 +94,7 @@ def test_replicas_are_sharded_over_fewer_ranks():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     architecture = ModelShapes(shapes(model), model.config.to_dict())
-    frozen = partial(frozen_state, kept=FrozenFsdpConfig())
+    frozen = partial(frozen_state, dtype="float32")
     for planned in (trained_state, frozen):
         replicas, plain = BackendConfig(dp_replicate=3), BackendConfig()
         assert planned(architecture, replicas, ranks=6) == planned(architecture, plain, ranks=2)
@@ -107,8 +107,7 @@ def test_replicas_need_the_memory_of_one_rank_and_a_bucket_of_gradients():
     whole, alone = BackendConfig(dp_replicate=2), BackendConfig()
     bucket = {"step_temporaries": 4 * architecture.count}
     assert trained_state(architecture, whole, 2) == replace(trained_state(architecture, alone, 1), **bucket)
-    kept = FrozenFsdpConfig()
-    assert frozen_state(architecture, whole, kept, 2) == frozen_state(architecture, alone, kept, 1)
+    assert frozen_state(architecture, whole, "float32", 2) == frozen_state(architecture, alone, "float32", 1)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_one_rank_gathers_nothing_unless_passes_round_the_weights():
     architecture = ModelShapes(shapes(model), model.config.to_dict())
     for autocast, is_plain in (("none", True), ("bfloat16", False)):
         config = BackendConfig(autocast=autocast)
-        states = [trained_state(architecture, config, 1), frozen_state(architecture, config, FrozenFsdpConfig(), 1)]
+        states = [trained_state(architecture, config, 1), frozen_state(architecture, config, "float32", 1)]
         with single_rank():
             assert stays_plain(model, config) == is_plain
         assert [state.gathered == 0 for state in states] == [is_plain] * 2
@@ -164,7 +163,7 @@ def test_a_frozen_model_holds_its_weights_alone(dtype):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     architecture = ModelShapes(shapes(model), model.config.to_dict())
-    planned = frozen_state(architecture, BackendConfig(), FrozenFsdpConfig(dtype), 2)
+    planned = frozen_state(architecture, BackendConfig(), dtype, 2)
     cast_parameters(model, getattr(torch, dtype))
     with one_of(2):
         assert local_bytes(shard(model, BackendConfig(), torch.device("cpu")).parameters()) == planned.weights

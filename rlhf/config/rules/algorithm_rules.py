@@ -173,9 +173,9 @@ def _reference(config: Config) -> Iterator[str]:
             "ref.update_freq=null, or actor.use_kl_loss=true or algorithm.use_kl_in_reward=true with a coefficient "
             "above 0."
         )
-    if config.ref.update_freq is not None and config.ref.fsdp_config.model_dtype != "float32":
+    if config.ref.update_freq is not None and config.ref.fsdp_config.model_dtype == "bfloat16":
         yield (
             f"ref.fsdp_config.model_dtype={config.ref.fsdp_config.model_dtype}: would round away the small updates of "
-            f"the reference (ref.update_freq={config.ref.update_freq}); set ref.fsdp_config.model_dtype=float32, or "
+            f"the reference (ref.update_freq={config.ref.update_freq}); set ref.fsdp_config.model_dtype=null, or "
             "ref.update_freq=null."
         )

@@ -9,9 +9,10 @@ from rlhf.config.schema.fields import setting
 class FrozenFsdpConfig:
     """A model that is not trained."""
 
-    model_dtype: str = setting("float32", choices=("float32", "bfloat16"))
-    """Dtype of the frozen weights; passes compute in `backend.autocast`. bfloat16 needs half the memory, and rounds the
-    weights of float32 files."""
+    model_dtype: str | None = setting(None, choices=("float32", "bfloat16"))
+    """Dtype of the frozen weights. null: bfloat16 if passes compute in bfloat16 (`backend.autocast`), which changes no
+    log-prob, else float32; a moving reference (`ref.update_freq`) always has float32. bfloat16 needs half the memory;
+    in passes that compute in float32, it rounds the weights of float32 files."""
     param_offload: bool = setting(False, resume="harmless")
     """On CUDA: keep the weights in host memory except during forward passes."""
 
