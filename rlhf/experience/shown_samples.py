@@ -11,10 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data import Prompt
 from rlhf.experience.groups import Group
 from rlhf.experience.prompt_share import PromptShare
+from rlhf.experience.token_texts import token_texts
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
 from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, ShownSample
+
+TOKENS = 600
+"""Tokens of a rollout that are stored one by one, for the report."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ def _shown(
         "length": len(sample),
         "observations": sample.observations,
         "parts": _parts_of(sample, tokenizer) if sample.observations else None,
+        "tokens": _tokens_of(sample, tokenizer) if split == ROLLOUT else None,
         "finish_reason": sample.finish_reason,
         "version": sample.version,
     }
@@ -121,6 +126,15 @@ def _parts_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[s
     texts = [str(tokenizer.decode(sample.token_ids[start:end])) for start, end in pairwise(bounds)]
     writers = cycle(("policy", "environment"))
     return [[writer, text] for writer, text in zip(writers, texts, strict=False) if text]
+
+
+def _tokens_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[Any]]:
+    """Return text and log-prob of each of the first tokens; an environment's token has no log-prob."""
+    texts = token_texts(sample.token_ids[:TOKENS].tolist(), tokenizer)
+    log_probs: list[float | None] = [round(float(value), 3) for value in sample.log_probs[:TOKENS]]
+    for start, end in sample.observations:
+        log_probs[start:end] = [None] * len(log_probs[start:end])
+    return [[text, log_prob] for text, log_prob in zip(texts, log_probs, strict=True)]
 
 
 def _plain(value: Any) -> Any:

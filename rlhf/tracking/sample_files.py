@@ -24,8 +24,9 @@ ShownSample = Mapping[str, Any]
 prompt), `data_source`, `prompt` and `response` (texts), `ground_truth`, `score` (whole reward), `rewards` (per reward
 function), `extra` (the functions' further numbers, texts, lists), `advantage` (mean over the policy's tokens; null in a
 validation), `length` (response tokens), `observations` (spans [start, end) of response tokens that the policy did not
-write), `parts` (of an episode: pairs of writer, `policy` or `environment`, and text; else null), `finish_reason`,
-`version` (the policy's optimizer steps)."""
+write), `parts` (of an episode: pairs of writer, `policy` or `environment`, and text; else null), `tokens` (of a
+rollout's first tokens: pairs of text and log-prob, which is null for a token of the environment; else null),
+`finish_reason`, `version` (the policy's optimizer steps)."""
 
 
 class SampleFiles:

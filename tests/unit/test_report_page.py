@@ -14,7 +14,7 @@ from rlhf.tracking import write_report
 from rlhf.tracking.page.curves import COLUMNS, Curve
 from rlhf.tracking.page.page import page_of, run_names
 from rlhf.tracking.page.run_facts import Deadline
-from rlhf.tracking.page.svg import ticks
+from rlhf.tracking.page.svg import Line, plot, ticks
 from tests.support.refusals import says
 from tests.support.run_folders import HOSTILE, run_folder
 
@@ -77,6 +77,19 @@ def test_what_users_wrote_stays_text_and_only_our_script_runs(tmp_path):
         assert rule in policy[1]
     assert "unsafe" not in policy[1]
     assert not re.search(r'(?:src|href)="(?!#|data:,)', page), "the page requests nothing"
+
+
+def test_a_rollout_shows_its_turns_and_what_the_policy_was_unsure_of(tmp_path):
+    run = run_folder(tmp_path / "a", 5, samples=True)
+    path = run / "samples" / "step_5.jsonl"
+    tokens = [["sure", -0.1], [" fair", -0.8], [" odd", -1.0], [" rare", -4.0], ["<b>tool</b>", None], [" last", 0.0]]
+    lines = [json.loads(line) | {"tokens": tokens, "length": 7} for line in path.read_text().splitlines()]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines if line["split"] == "rollout"))
+    page = page_of([run])
+    assert (
+        'sure<span class="s1"> fair odd</span><span class="s3"> rare</span>'
+        '<span class="env"><b>environment</b> &lt;b&gt;tool&lt;/b&gt;</span> last …</pre>'
+    ) in page  # … because only six of seven tokens are stored
 
 
 def test_the_timeline_has_crashes_kills_and_resumes_with_causes(tmp_path):
@@ -160,6 +173,14 @@ def test_ticks_are_few_and_inside(low, high):
     found = ticks(low, high, 5)
     assert 1 <= len(found) <= 6
     assert all(low - 1e-9 * abs(high) <= tick <= high + 1e-9 * abs(high) for tick in found)
+
+
+def test_a_short_run_has_whole_steps_and_labels_that_differ():
+    drawn = plot([Line("a", [(1, 4.37e-7), (2, 4.55e-7)])], "a")
+    labels = re.findall(r'text-anchor="(\w+)">([^<]*)<', drawn)
+    assert [label for anchor, label in labels if label in ("1", "2") or "." not in label] == ["1", "2"]
+    values = [label for _, label in labels if "e-7" in label]
+    assert len(values) == len(set(values)) > 2
 
 
 def test_the_command_writes_the_page_and_names_mistakes(tmp_path, capsys):

@@ -24,6 +24,7 @@ from rlhf.tracking.headline import headline_of
 from rlhf.tracking.page import timeline
 from rlhf.tracking.page.curves import ACCURACY, PANELS, Curve, Panel, sample_rows
 from rlhf.tracking.page.run_facts import Deadline, RunFacts, read_facts
+from rlhf.tracking.page.sample_choice import LEVELS
 from rlhf.tracking.page.svg import Line, legend, number, plot
 from rlhf.tracking.progress import duration
 
@@ -110,6 +111,7 @@ def _rendered(runs: list[RunFacts], reload_s: int) -> str:
         tiles=_tiles,
         duration=duration,
         number=number,
+        levels=LEVELS,
         timeline=timeline,
         settings=_settings(runs),
         legend_of_runs=legend([Line(run.name, [], colour) for colour, run in enumerate(runs)]),

@@ -1,7 +1,8 @@
 """Chooses samples for the report: held-out prompts before and after the training, and groups of the last step."""
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -12,13 +13,25 @@ MOST_READ = 2000
 PROMPTS, GROUPS, OF_GROUP = 8, 4, 8
 LONGEST = 1500
 """The report shows at most this many characters of a text."""
+LEVELS = (0.5, 0.2, 0.05)
+"""Probabilities of tokens below which the report colours them more."""
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """Part of a response: text of the environment, or successive tokens of the policy of one level."""
+
+    text: str
+    by_environment: bool = False
+    level: int = 0
+    """Surprise of the tokens, from 0 to len(LEVELS): the number of probabilities in LEVELS that are above theirs."""
 
 
 @dataclass(frozen=True)
 class SampleCard:
     """A sample for users."""
 
-    response: str
+    response: list[TextPart]
     score: float
     length: int | None
     finish_reason: str
@@ -117,12 +130,40 @@ def _groups(samples: Iterable[ShownSample]) -> list[ShownGroup]:
 def _sample(sample: ShownSample) -> SampleCard:
     length, advantage = sample.get("length"), sample.get("advantage")
     return SampleCard(
-        response=_text(sample["response"]),
+        response=_response(sample),
         score=float(sample["score"]),
         length=length if isinstance(length, int) else None,
         finish_reason=str(sample.get("finish_reason") or ""),
         advantage=None if advantage is None else float(advantage),
     )
+
+
+def _response(sample: ShownSample) -> list[TextPart]:
+    """Return the first LONGEST characters of a response in pieces: by its tokens, by its turns, or as a whole."""
+    pieces: list[TextPart] = []
+    if tokens := sample.get("tokens"):
+        for text, log_prob in tokens:
+            piece = TextPart(text, log_prob is None, 0 if log_prob is None else _level(float(log_prob)))
+            if pieces and replace(pieces[-1], text="") == replace(piece, text=""):
+                pieces[-1] = replace(piece, text=pieces[-1].text + text)
+            else:
+                pieces.append(piece)
+    else:
+        turns = sample.get("parts") or [("policy", sample["response"])]
+        pieces = [TextPart(text, who != "policy") for who, text in turns]
+    shown: list[TextPart] = []
+    room = LONGEST
+    for piece in pieces:
+        if room > 0 and piece.text:
+            shown.append(replace(piece, text=_encodable(piece.text[:room])))
+            room -= len(piece.text)
+    if (more := len(str(sample["response"])) - LONGEST) > 0 or (tokens and len(tokens) < (sample.get("length") or 0)):
+        shown.append(TextPart(f" … ({more:,} more characters)" if more > 0 else " …"))
+    return shown
+
+
+def _level(log_prob: float) -> int:
+    return sum(log_prob < math.log(probability) for probability in LEVELS)
 
 
 def _truth(sample: ShownSample) -> str:
@@ -131,6 +172,11 @@ def _truth(sample: ShownSample) -> str:
 
 
 def _text(value: object) -> str:
-    """Return a text of at most LONGEST characters; lone surrogates, which UTF-8 lacks, become question marks."""
-    text = str(value).encode(errors="replace").decode()
+    """Return a text of at most LONGEST characters."""
+    text = _encodable(str(value))
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text) - LONGEST:,} more characters)"
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which UTF-8 lacks, by question marks."""
+    return text.encode(errors="replace").decode()

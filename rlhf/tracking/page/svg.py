@@ -41,22 +41,22 @@ class Scale:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
-def ticks(low: float, high: float, most: int) -> list[float]:
-    """Return at most `most` round numbers between `low` and `high`."""
+def ticks(low: float, high: float, most: int, least: float = 0.0) -> list[float]:
+    """Return at most `most` round numbers between `low` and `high`, at least `least` apart."""
     if not low < high:
         return [low]
-    rough = (high - low) / max(1, most - 1)
+    rough = max((high - low) / max(1, most - 1), least)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999999)
     first = math.ceil(low / step - 1e-9)
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def number(value: float) -> str:
-    """Format a value in at most seven characters."""
+def number(value: float, digits: int = 1) -> str:
+    """Format a value in at most seven characters. Large and small values have `digits` decimal places."""
     size = abs(value)
     if size >= 1e6 or 0 < size < 1e-3:
-        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+        return f"{value:.{digits}e}".replace("e-0", "e-").replace("e+0", "e")
     if size >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}" if size < 1 else f"{value:.3f}".rstrip("0").rstrip(".")
@@ -92,11 +92,13 @@ def _scale(values: Sequence[float], start: float, end: float, *, pad: bool) -> S
 
 def _axes(x: Scale, y: Scale, of_x: Callable[[float], str]) -> Markup:
     parts = []
-    for value in ticks(y.low, y.high, 6):
+    values = ticks(y.low, y.high, 6)
+    digits = 1 if len({number(value) for value in values}) == len(values) else 2
+    for value in values:
         at = round(y(value), 1)
         grid = Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at)
-        parts += [grid, _text(LEFT - 6, at + 3.5, number(value), "end")]
-    for value in ticks(x.low, x.high, 6):
+        parts += [grid, _text(LEFT - 6, at + 3.5, number(value, digits), "end")]
+    for value in ticks(x.low, x.high, 6, least=1):  # steps or seconds
         at = round(x(value), 1)
         parts.append(_text(at, HEIGHT - BOTTOM + 16, of_x(value), "end" if at > WIDTH - 24 else "middle"))
     base = HEIGHT - BOTTOM
