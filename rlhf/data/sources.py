@@ -24,6 +24,7 @@ from rlhf.data.tokens import LengthLimit
 from rlhf.environments.class_checks import check_row
 from rlhf.errors import UserError
 from rlhf.reward import WantedColumns
+from rlhf.reward.code_tests import FORMS, read_tests
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +200,14 @@ def _check_reward_fits(rewards: Sequence[str], row: Row) -> None:
             f"{comparing[0]} of reward.functions compares texts. Set data.answer_key to a column with only the "
             "answer, or use your own reward function."
         )
+    if "code_tests" in rewards:
+        try:
+            read_tests(row.ground_truth)
+        except ValueError as error:
+            raise UserError(
+                f"{row.where}: code_tests of reward.functions cannot read the tests in the answer: {error}. It reads "
+                f"{FORMS}."
+            ) from None
     if "reasoning_gym" not in rewards:
         return
     shown = f"reward.functions={rewards}: reasoning_gym"

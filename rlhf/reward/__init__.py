@@ -3,7 +3,7 @@
 Imports no torch: every reward process imports this module.
 """
 
-from rlhf.config.schema.reward import REWARD_MODEL, RewardConfig
+from rlhf.config.schema.reward import REWARD_MODEL, VERIFIERS, RewardConfig
 from rlhf.config.user_functions import split_spec
 from rlhf.reward.failures import FailurePolicy, Timeouts, merge_timeouts
 from rlhf.reward.inprocess import ExactMatch, ReasoningGym
@@ -32,11 +32,11 @@ def _term(function: str, weight: float, config: RewardConfig, reward_model: Scor
         scorer = reward_model
     elif function == "exact_match":
         scorer = ExactMatch()
-    elif function in ("math_verify", "reasoning_gym"):
+    elif function in VERIFIERS:
         # A user must fix a function that kills its process. But a response can kill a named verifier (memory,
         # recursion, eval). If this ended the run, the same sample would end the run after every restart.
         pool = ProcessPool(function, config, policy, forgive_deaths=True)
-        scorer = pool if function == "math_verify" else ReasoningGym(pool)
+        scorer = ReasoningGym(pool) if function == "reasoning_gym" else pool
     else:
         path, name = split_spec(SETTING, function)
         scorer = ProcessPool(f"{path}:{name}", config, policy)

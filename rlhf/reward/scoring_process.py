@@ -1,10 +1,10 @@
 """Runs in a reward process: reads one JSON line with samples, writes one JSON line with their scores.
 
 `python -m rlhf.reward.scoring_process VERIFIER PARENT_PID CONFINEMENT TIMEOUT_S`, where VERIFIER is `math_verify`,
-`reasoning_gym` or `/path/to/file.py:name`, and CONFINEMENT a `Confinement` as JSON. The first input line is
-`reward.kwargs`, because all users of the machine can read a command line, and its length is limited. The first output
-line reports that the process is ready and how to send samples, or an error. Each later output line answers one input
-line, with an entry for each sample or one error for all samples.
+`reasoning_gym`, `code_tests` or `/path/to/file.py:name`, and CONFINEMENT a `Confinement` as JSON. The first input line
+is `reward.kwargs`, because all users of the machine can read a command line, and its length is limited. The first
+output line reports that the process is ready and how to send samples, or an error. Each later output line answers one
+input line, with an entry for each sample or one error for all samples.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from rlhf.errors import UserError
 from rlhf.ranks.logs import write_whole_lines
 from rlhf.reward import verifiers
 from rlhf.reward.calls import FunctionCall
+from rlhf.reward.code_tests import SHARE, code_tests
 from rlhf.reward.confinement import Confinement, CpuTime, confine
 from rlhf.reward.kernel import PR_SET_PDEATHSIG, prctl
 from rlhf.reward.request_format import RequestFormat
@@ -144,6 +145,8 @@ def _load(
         import reasoning_gym  # noqa: F401
 
         return _each(verifiers.reasoning_gym), RequestFormat()
+    if verifier == "code_tests":
+        return _each(partial(code_tests, seconds=SHARE * timeout_s)), RequestFormat()
     setting = f"{SETTING}={verifier}"
     call = FunctionCall(setting, load_function(SETTING, verifier, may_be_async=True), kwargs, timeout_s, failure)
     return call, RequestFormat.for_function(call.signature)

@@ -7,8 +7,8 @@ from rlhf.config.schema.fields import setting
 
 REWARD_MODEL = "reward_model"
 """Name of the reward function that runs the model of the section `reward_model`."""
-VERIFIERS = ("reasoning_gym", "math_verify", "exact_match")
-"""Named reward functions that compare a response with its row's answer."""
+VERIFIERS = ("reasoning_gym", "math_verify", "exact_match", "code_tests")
+"""Named reward functions that check a response with its row's answer."""
 
 
 @dataclass
@@ -24,9 +24,9 @@ class OverlongBufferConfig:
 @dataclass
 class RewardConfig:
     functions: list[str] = setting(["reasoning_gym"])
-    """Rewards to sum: `reasoning_gym`, `math_verify`, `exact_match`, `reward_model`, or `path/to/file.py:name`, a
-    function in verl's or TRL's form. A response is right if the first function's score is at least 1. If a function
-    returns `acc`, the response is right if `acc` is 1."""
+    """Rewards to sum: `reasoning_gym`, `math_verify`, `exact_match`, `code_tests`, `reward_model`, or
+    `path/to/file.py:name`, a function in verl's or TRL's form. A response is right if the first function's score is at
+    least 1. If a function returns `acc`, the response is right if `acc` is 1."""
     kwargs: dict[str, Any] = setting({})
     """Extra arguments for functions in files; each function gets those it accepts (verl's `reward_kwargs`)."""
     weights: list[float] | None = setting(None)
@@ -41,8 +41,8 @@ class RewardConfig:
     failed_score: float = setting(0.0)
     """Score, before its weight, of a sample whose reward failed or timed out."""
     num_workers: int = setting(2, ge=1, resume="harmless")
-    """Reward processes per rank and function. They run `math_verify`, functions in files and some tasks of
-    `reasoning_gym`."""
+    """Reward processes per rank and function. They run `math_verify`, `code_tests`, functions in files and some
+    tasks of `reasoning_gym`."""
     pass_env: list[str] = setting([])
     """Environment variables to pass to reward processes, such as an API key. Paths, language, thread counts and devices
     are always passed."""

@@ -1,0 +1,163 @@
+"""Verifier `code_tests`: runs the program in a response against its row's tests, each in its own Python process."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf.reward.scores import RewardItem, Score
+
+SHARE = 0.8
+"""Share of `reward.timeout_s` that all tests of a sample have together. A test that is not done then has failed, so an
+endless loop in a response is a wrong answer and no timeout of the verifier."""
+FORMS = (
+    "Python code with assert, a list of such codes (MBPP's test_list), {inputs: [...], outputs: [...]} with an "
+    "optional fn_name (APPS, TACO), a list of {input, output}, or one of these as JSON"
+)
+_FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_LONGEST_OUTPUT = 10 << 20
+_CALL = """
+import json as _json
+_target = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
+assert _json.loads(_json.dumps(_target(*{arguments!r}))) in {expected!r}
+"""
+
+
+@dataclass(frozen=True)
+class CodeTest:
+    """A test of a program: code that runs after the program, or the output that the program prints for an input."""
+
+    code: str | None = None
+    stdin: str = ""
+    output: str = ""
+
+
+def read_tests(ground_truth: Any) -> list[CodeTest]:
+    """Return the tests of a row's reference answer, which has one of `FORMS`. Raise ValueError for any other value."""
+    given = _from_json(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if isinstance(given, Mapping):
+        inputs, outputs = given.get("inputs"), given.get("outputs")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise ValueError("inputs and outputs are not two lists of equal length")
+        given = [
+            {"input": i, "output": o, "fn_name": given.get("fn_name")} for i, o in zip(inputs, outputs, strict=True)
+        ]
+    found = [_test(each) for each in (given if isinstance(given, list) else [given])]
+    if not found:
+        raise ValueError("there are no tests")
+    return found
+
+
+def _from_json(text: str) -> Any:
+    """Return the list or mapping that `text` is in JSON; otherwise `text`."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return found if isinstance(found, list | dict) else text
+
+
+def _test(given: Any) -> CodeTest:
+    if isinstance(given, str):
+        if "assert" not in given:
+            raise ValueError(f"{given[:80]!r} has no assert")
+        return CodeTest(code=given)
+    if not isinstance(given, Mapping) or "input" not in given or "output" not in given:
+        raise ValueError(f"{str(given)[:80]!r} is neither code nor a mapping with input and output")
+    name, stdin, output = given.get("fn_name"), given["input"], given["output"]
+    if name is None:
+        return CodeTest(stdin=_lines(stdin), output=_lines(output))
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError(f"fn_name={name!r} is not the name of a function")
+    arguments = [json.loads(line) for line in stdin.splitlines()] if isinstance(stdin, str) else stdin
+    with contextlib.suppress(ValueError):
+        output = json.loads(output) if isinstance(output, str) else output
+    # APPS stores some results in a list of one element.
+    expected = [output, *(output if isinstance(output, list) and len(output) == 1 else [])]
+    return CodeTest(code=_CALL.format(name=name, arguments=arguments, expected=expected))
+
+
+def _lines(given: Any) -> str:
+    """Return a program's input or output as text; APPS stores some as lists of lines."""
+    return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
+
+
+def program_of(response: str) -> str:
+    """Return the last fenced block of code in a response, or the whole response if it has none."""
+    blocks = _FENCED.findall(response)
+    return str(blocks[-1]) if blocks else response
+
+
+def code_tests(item: RewardItem, seconds: float) -> Score:
+    """Return 1 if the response's program passes all tests within `seconds`, else 0. `tests_passed` is their share.
+
+    Programs run without the current process' environment and memory, but with its confinement. A program could still
+    cheat a test that calls its functions, by changing Python itself; no program can guess a printed output.
+    """
+    deadline = time.monotonic() + seconds
+    tests, program = read_tests(item.ground_truth), program_of(item.answer)
+    passed = sum(_passes(program, test, deadline) for test in tests)
+    return Score(float(passed == len(tests)), {"tests_passed": passed / len(tests)})
+
+
+def _passes(program: str, test: CodeTest, deadline: float) -> bool:
+    done = secrets.token_hex(16)
+    # A program that ends early must not pass, so the last line of a test's code prints a word unknown to the program.
+    text = program if test.code is None else f"{program}\n{test.code}\nprint({done!r})\n"
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as printed:
+        path = Path(folder, "program.py")
+        path.write_text(text, encoding="utf-8", errors="replace")
+        if not _exits_with_zero(path, test.stdin, printed, deadline):
+            return False
+        printed.seek(0)
+        output = printed.read(_LONGEST_OUTPUT).decode(errors="replace")
+    return _equal(output, test.output) if test.code is None else output.rstrip().endswith(done)
+
+
+def _exits_with_zero(path: Path, stdin: str, printed: Any, deadline: float) -> bool:
+    """Run a program in a session of its own. Kill the session when the program has ended or the time is over."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", path.name],
+        cwd=path.parent,
+        stdin=subprocess.PIPE,
+        stdout=printed,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        process.communicate(stdin.encode(errors="replace"), timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # all processes of the session have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode == 0
+
+
+def _equal(output: str, expected: str) -> bool:
+    """Return whether two outputs have the same words. Numbers may differ by a relative 1e-6, as online judges allow."""
+    ours, theirs = output.split(), expected.split()
+    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
+
+
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
+        return True
+    if not {".", "e", "E"} & set(expected):  # whole numbers and words are exact
+        return False
+    try:
+        return math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-9)
+    except ValueError:
+        return False

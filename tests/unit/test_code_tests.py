@@ -1,0 +1,115 @@
+"""Verifier `code_tests`: the forms of tests, what passes, and what a hostile program can do."""
+
+import json
+import time
+
+import pytest
+
+from rlhf.config.schema.reward import RewardConfig
+from rlhf.data.sources import _check_reward_fits
+from rlhf.errors import UserError
+from rlhf.reward import RewardItem, build_reward
+from rlhf.reward.code_tests import code_tests, program_of, read_tests
+
+ADD = "def add(a, b):\n    return a + b\n"
+SUMS = "print(sum(map(int, input().split())))\n"
+
+
+def score(response, tests, seconds=20.0):
+    found = code_tests(RewardItem("code", response, tests, {}), seconds)
+    return found.score, found.extra["tests_passed"]
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        (ADD, "assert add(1, 2) == 3"),
+        (ADD, ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]),
+        (ADD, {"fn_name": "add", "inputs": ["1\n2", [3, 4]], "outputs": ["3", [7]]}),
+        ("class Solution:\n    def add(self, a, b):\n        return [a, b]\n",
+         {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[1, 2]]}),
+        ("def pair(a):\n    return a, None\n", [{"fn_name": "pair", "input": "[1]", "output": "[[1], null]"}]),
+        (SUMS, {"inputs": ["1 2\n", ["3 4"]], "outputs": ["3\n", ["7"]]}),
+        (SUMS, json.dumps([{"input": "1 2", "output": "3"}])),
+        ("if __name__ == '__main__':\n    print(1 / 3)\n", [{"input": "", "output": "0.33333334"}]),
+    ],
+)  # fmt: skip
+def test_a_right_program_passes_tests_of_each_form(program, tests):
+    assert score(f"I add them:\n```python\n{program}```\nDone.", tests) == (1.0, 1.0)
+    assert score(f"```python\n{program}raise SystemExit(1)\n```", tests) == (0.0, 0.0)
+
+
+def test_the_last_block_is_the_program_and_a_text_without_a_block_is_one_too():
+    assert program_of("```\nfirst\n```\nBetter:\n```python\nlast\n```\n") == "last\n"
+    assert program_of("```python\ncut off") == "cut off"
+    assert program_of("x = 1") == "x = 1"
+
+
+def test_the_share_of_passed_tests_is_a_metric():
+    tests = ["assert add(1, 2) == 3", "assert add(1, 2) == 4", "assert add(2, 2) == 4", "assert sub(1, 1) == 0"]
+    assert score(ADD, tests) == (0.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "raise SystemExit(0)",
+        "import os\nos._exit(0)",
+        "import os\nos.fork()\nos._exit(0)",
+        "print('7')",
+        "print('3 0')",
+        "print('3.0000000001')",
+        "print('x' * 10**6)",
+        "def add(a, b:",
+        "\ud800",
+    ],
+)
+def test_a_wrong_program_fails(program):
+    assert score(program, "assert add(1, 2) == 3") == (0.0, 0.0)
+    assert score(program, [{"input": "1 2", "output": "3"}]) == (0.0, 0.0)
+
+
+def test_an_endless_program_fails_at_the_deadline_and_leaves_no_process():
+    started = time.monotonic()
+    program = "import subprocess\nsubprocess.Popen(['sleep', '99'])\nwhile True: pass"
+    assert score(program, ["assert add(1, 2) == 3"] * 3, seconds=1.0) == (0.0, 0.0)
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("tests", "fact"),
+    [
+        (None, "None"),
+        (7, "7"),
+        ("42", "no assert"),
+        ([], "no tests"),
+        ({"inputs": ["1"], "outputs": []}, "equal length"),
+        ({"inputs": ["1"], "outputs": ["1"], "fn_name": "a b"}, "not the name of a function"),
+        ([{"input": "1"}], "input and output"),
+    ],
+)
+def test_rows_without_tests_are_refused_before_the_run(tests, fact):
+    with pytest.raises(ValueError, match=fact):
+        read_tests(tests)
+
+    class Row:
+        ground_truth, where = tests, "train.jsonl, line 3"
+
+    with pytest.raises(UserError, match=r"line 3: code_tests of .* cannot read the tests"):
+        _check_reward_fits(["code_tests"], Row())
+
+
+def test_programs_run_in_confined_reward_processes(tmp_path):
+    secret = tmp_path / "mine"
+    write = f"open({str(secret)!r}, 'w').write('x')\n"
+    connect = "import socket\nsocket.create_connection(('127.0.0.1', 9), 1)\n"
+    reward = build_reward(RewardConfig(functions=["code_tests"], num_workers=1))
+    responses = [SUMS, write + SUMS, connect + SUMS, "while True: pass"]
+    items = [RewardItem("code", each, [{"input": "1 2", "output": "3"}], {}) for each in responses]
+    try:
+        results = reward.score(items)
+    finally:
+        reward.close()
+    assert [result.score for result in results] == [1.0, 0.0, 0.0, 0.0]
+    assert all(result.timeouts == result.failures == 0 for result in results)
+    assert not secret.exists()
