@@ -6,6 +6,7 @@ import time
 import pytest
 
 from rlhf.config.schema.reward import RewardConfig
+from rlhf.data.items import Row
 from rlhf.data.sources import _check_reward_fits
 from rlhf.errors import UserError
 from rlhf.reward import RewardItem, build_reward
@@ -91,12 +92,9 @@ def test_an_endless_program_fails_at_the_deadline_and_leaves_no_process():
 def test_rows_without_tests_are_refused_before_the_run(tests, fact):
     with pytest.raises(ValueError, match=fact):
         read_tests(tests)
-
-    class Row:
-        ground_truth, where = tests, "train.jsonl, line 3"
-
+    row = Row(2, "train.jsonl, line 3", [], "code", tests, {})
     with pytest.raises(UserError, match=r"line 3: code_tests of .* cannot read the tests"):
-        _check_reward_fits(["code_tests"], Row())
+        _check_reward_fits(["code_tests"], row)
 
 
 def test_programs_run_in_confined_reward_processes(tmp_path):

@@ -29,7 +29,11 @@ def test_what_is_right_passes(file):
 @pytest.mark.parametrize(
     ("functions", "settings", "message"),
     [
-        ([], {}, "name at least one of reasoning_gym, math_verify, exact_match, reward_model or path/to/file.py:name"),
+        (
+            [],
+            {},
+            "name at least one of reasoning_gym, math_verify, exact_match, code_tests, reward_model or path/to/file.py:name",
+        ),
         (["mathverify"], {}, "'mathverify' is none of .* Did you mean math_verify?"),
         (["exact_match", "reward_mode"], {}, "'reward_mode' is none of .* Did you mean reward_model?"),
         (["rewards.score"], {}, r"'rewards\.score' is none of .* Did you mean rewards\.py:score\?"),
