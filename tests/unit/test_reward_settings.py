@@ -32,7 +32,7 @@ def test_what_is_right_passes(file):
         (
             [],
             {},
-            "name at least one of reasoning_gym, math_verify, exact_match, code_tests, reward_model or path/to/file.py:name",
+            "name at least one of reasoning_gym, math_verify, exact_match, code_tests, reward_model or path",
         ),
         (["mathverify"], {}, "'mathverify' is none of .* Did you mean math_verify?"),
         (["exact_match", "reward_mode"], {}, "'reward_mode' is none of .* Did you mean reward_model?"),
