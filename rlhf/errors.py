@@ -24,8 +24,7 @@ class RunEnded(Exception):
     """A run that was started from Python ended early, for the reason in its log.
 
     `exit_code` is `EXIT_REQUEUE` after a request to stop, or if a remote copy is missing. Then the same call continues.
-    It is `EXIT_CRASHED` or
-    `EXIT_USER_ERROR` if something must be fixed first.
+    It is `EXIT_CRASHED` or `EXIT_USER_ERROR` if something must be fixed first.
     """
 
     def __init__(self, exit_code: int, run_dir: Path) -> None:

@@ -48,6 +48,8 @@ class EstimatorInput:
 
 
 class Estimate(NamedTuple):
+    """Result of an estimator."""
+
     advantages: Tensor
     """[N, R] in the type of the rewards, zero outside the mask."""
     returns: Tensor | None = None

@@ -13,6 +13,8 @@ SEQUENCE_LOG_RATIO_BOUND = 10.0
 
 
 class PolicyLoss(NamedTuple):
+    """Result of a policy loss, before aggregation."""
+
     losses: Tensor
     """[N, R], zero outside the mask."""
     metrics: dict[str, Tensor]
